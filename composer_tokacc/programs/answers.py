@@ -76,7 +76,7 @@ class Answers(Callback):
     def fit_start(self, state: State, logger: Logger) -> None:
         """Removes the answers of another run from the file, and those after the step that this run resumes from.
 
-        At step 0, :func:`.keep_lines` removes all lines, because they are those of another run.
+        A run that begins at step 0 has no answers yet, so :func:`.keep_lines` removes all lines then.
         """
         if dist.get_global_rank() != 0:
             return
@@ -165,7 +165,7 @@ def _answer(
     labels = sample['labels'][0].tolist()
     start, end = _last_answer(labels)
     tokenizer = tokenizer_of(processor)
-    placeholders = image_token_ids(processor)  # those of videos and audio, too
+    placeholders = image_token_ids(processor)  # includes the placeholders of videos and audio
     token_ids = sample['input_ids'][0]
     has_media_after = not set(placeholders).isdisjoint(token_ids[start:].tolist())
     if start == end or has_media_after:  # generate() would get only the text before the answer, but all media
@@ -226,7 +226,7 @@ def _last_answer(labels: Sequence[int]) -> tuple[int, int]:
 def _thumbnails(dataset: Any, index: int) -> list[Image.Image]:
     """Returns small copies of a sample's images, and of the first frame of its videos.
 
-    Empty without a method ``decoded`` of the dataset, as :class:`.LlavaDataset` has it.
+    The list is empty if the dataset has no method ``decoded``. :class:`.LlavaDataset` has one.
     """
     if not hasattr(dataset, 'decoded'):
         return []

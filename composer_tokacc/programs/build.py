@@ -46,7 +46,7 @@ class RunParts:
     """Data and model of a run. Without ``dataset.eval`` the eval dataset and its loader are None."""
 
     source: Source
-    """Opened the data. Its config has the suggested microbatch size if the config of the run says ``suggest``."""
+    """Opens the data. If the config of the run says ``suggest``, the config of this source has the suggested size."""
     processor: Processor
     model: HuggingFaceModel
     train_dataset: Any
@@ -72,7 +72,7 @@ def build_trainer_parts(config: TrainConfig) -> TrainerParts:
 def build_parts(config: TrainConfig) -> RunParts:
     """Seeds this rank, joins the process group and builds data and model."""
     reproducibility.seed_all(config.seed)
-    # The ranks meet before they read the data, because they share the reading.
+    # The ranks meet before they read the data, because each of them reads a part.
     if dist.get_world_size() > 1:
         say(f'waiting for {dist.get_world_size()} ranks ...')
     with building('trainer.device'):
@@ -94,7 +94,7 @@ def build_parts(config: TrainConfig) -> RunParts:
         source = source_of(config)  # because the loader plans with the suggested size
     layout = BatchLayout.for_model(model)
     train_loader = source.build_loader(train_dataset, processor, layout, model=model)
-    # A loader whose epochs have unequal lengths has no length. It is taken to have batches.
+    # A loader has no length if its epochs have unequal numbers of batches. Then we assume that it has some.
     num_batches = length_hint(train_loader.dataloader, 1)
     if num_batches == 0:  # Composer would look for a batch for ever
         raise ConfigError(
@@ -148,7 +148,7 @@ def build_trainer(
     if size is not None:
         arguments['device_train_microbatch_size'] = size
     if arguments.get('autoresume'):
-        # The run trains steps again whose checkpoints a killed run may have left, complete or damaged.
+        # A killed run may have left checkpoints of steps that this run trains again. They may be damaged.
         arguments.setdefault('save_overwrite', True)
         arguments |= resume_on_shared_folder(config.trainer)
     optimizer = build_optimizer(parts.model.model, config.optimizer)
@@ -164,8 +164,8 @@ def build_trainer(
     )
     callbacks = [*trainer_parts.callbacks, same_data]
     if config.trainer.get('spin_dataloaders', True):
-        # To resume within an epoch, Composer fetches the batches that were trained, and discards them. With this
-        # callback the loader reads no samples for them.
+        # To resume within an epoch, Composer fetches the batches that were already trained, and discards them. With
+        # this callback the loader does not read their samples.
         callbacks.append(SkipReadBatches())
     if hasattr(parts.train_dataset, 'load_state_dict'):
         # Such a dataset, for example StreamingDataset, resumes by itself. Then Composer does not restore the random

@@ -47,10 +47,10 @@ def checkpoint_folder(trainer: Section) -> Path | None:
     return Path(format_name_with_dist(folder, str(trainer.get('run_name'))))
 
 
-def latest_checkpoint(trainer: Section) -> Path | None:
-    """Returns the path of Composer's link to this rank's latest checkpoint; None if the run does not look for one.
+def latest_link(trainer: Section) -> Path | None:
+    """Returns the path of Composer's link to this rank's latest checkpoint; None without ``autoresume``.
 
-    There may be no link yet.
+    The link may not exist yet.
     """
     folder = checkpoint_folder(trainer)
     if folder is None or not trainer.get('autoresume'):
@@ -84,12 +84,13 @@ def lock_folder(folder: Path | None) -> Iterator[None]:
 def repair_latest_link(trainer: Section) -> str:
     """Points Composer's link to the newest complete checkpoint.
 
-    Composer loads the checkpoint behind the link. It may be incomplete, if the process was killed or the disk was full.
+    Composer loads the checkpoint behind the link. This may be incomplete, if the process was killed while it wrote it,
+    or if the disk was full.
 
     Returns:
-        A line that names the checkpoint, for the screen. Empty if there is none to resume.
+        A line for the screen that names the checkpoint. Empty if there is no checkpoint to resume.
     """
-    link = latest_checkpoint(trainer)
+    link = latest_link(trainer)
     if link is None or not (link.is_symlink() or link.exists()):
         return ''
     latest = link.parent / os.readlink(link) if link.is_symlink() else link
@@ -110,12 +111,12 @@ def repair_latest_link(trainer: Section) -> str:
 
 
 def _older_checkpoints(latest: Path) -> list[Path]:
-    """Returns what else in the folder may be a checkpoint, newest first.
+    """Returns the other paths in the folder that look like checkpoints, newest first.
 
-    Some paths may be no checkpoints, such as other folders. :func:`find_damage` shows that.
+    Some of them, such as other folders, may be something else. The caller finds that out by :func:`find_damage`.
     """
     checkpoints = []
-    for path in latest.parent.glob('*'):  # nothing if this folder is gone, too
+    for path in latest.parent.glob('*'):  # finds nothing if this folder is gone
         may_be_checkpoint = path.suffix == latest.suffix or path.is_dir()  # a folder may be a sharded one
         if path != latest and not path.is_symlink() and may_be_checkpoint:
             checkpoints.append(path)
@@ -128,14 +129,14 @@ def resume_on_shared_folder(trainer: Section) -> dict[str, Any]:
     Composer's ``autoresume`` writes a file into the folder of each node and removes it. In a shared folder this is the
     same file for all nodes: the first one removes it, the others crash.
     """
-    link = latest_checkpoint(trainer)
+    link = latest_link(trainer)
     is_one_node = dist.get_world_size() == dist.get_local_world_size()
     if link is None or is_one_node:
         return {}
     latest = dist.all_gather_object(os.path.abspath(link))[0]  # all ranks load the checkpoint of rank 0, as in Composer
     exists_on_rank = dist.all_gather_object(os.path.exists(latest))
     if all(exists_on_rank):
-        # As `autoresume` does, this replaces all arguments that the user gave for another `load_path`.
+        # As with `autoresume`, the arguments that the user gave for a `load_path` have no effect.
         return {
             'autoresume': False,
             'load_path': latest,
@@ -161,7 +162,7 @@ def find_damage(path: Path) -> str:
                     return f'{entry.relative_path} is too short'
             return ''
         with zipfile.ZipFile(path) as archive:  # torch.save() writes a zip archive
-            # Reads the whole file and compares its checksums. Loading the file takes longer than that.
+            # Reads the whole file and compares its checksums. This is faster than loading the file.
             damaged_member = archive.testzip()
         return f'{damaged_member} is not what was written' if damaged_member else ''
     except Exception as error:  # reading the pickled index of a damaged folder may raise anything
@@ -198,8 +199,8 @@ def check_checkpoint(key: str, path: Path) -> None:
 def reading_checkpoint(path: Path | str) -> Iterator[None]:
     """Turns any error in the block, which reads a checkpoint, into one line for the user.
 
-    All kinds of errors are possible, because the file may come from another program. A full disk is possible, too,
-    because a sharded checkpoint is written as one file.
+    All kinds of errors are possible, because the file may come from another program. The block may also write: an
+    export first rewrites a sharded checkpoint as one file. So the error may be a full disk, too.
     """
     try:
         yield
@@ -246,12 +247,12 @@ def save_empty_states(optimizer: torch.optim.Optimizer) -> None:
 
 
 Shape = tuple[int | str, ...]
-"""Sizes of a weight: ``(8, 4)``, or ``(8, 4, 'not of floats')`` if the weight is of integers. So two shapes differ if
-only one of the weights is of floats. Torch would load one into the other without an error."""
+"""Sizes of a weight: ``(8, 4)``, or ``(8, 4, 'not of floats')`` for a weight of integers. With this mark, a weight of
+floats never has the same shape as a weight of integers. Torch would load one into the other without an error."""
 
 
 def _shape_of(sizes: Sequence[int], dtype: torch.dtype) -> Shape:
-    """Returns the shape of one weight, marked if it is a weight of integers, see ``Shape``."""
+    """Returns the ``Shape`` of one weight."""
     if dtype.is_floating_point:
         return tuple(sizes)
     return (*sizes, 'not of floats')
@@ -273,8 +274,8 @@ class ModelShapes:
     shapes: dict[str, Shape]
     """Shapes of the weights that the model saves, by name."""
     needed: list[str]
-    """Names of the weights that a checkpoint must have: of tied ones, such as head and embeddings, only one. Without
-    the frozen base of an adapter if checkpoints leave it out."""
+    """Names of the weights that a checkpoint must have. If two weights are tied, such as head and embeddings, only one
+    of them is needed. The frozen base of an adapter is not needed if checkpoints leave it out."""
 
     @classmethod
     def of(cls, model: torch.nn.Module) -> ModelShapes:
@@ -293,8 +294,8 @@ class SavedRun:
     shapes: dict[str, Shape]
     """Shapes of the model's weights, by name."""
     optimizers: list[str]
-    """Class names of the optimizers that a run can go on with. Empty for a file without a timestamp, because Composer
-    would train from step 0 with the optimizers of a later step."""
+    """Class names of the optimizers that a run can resume with. Empty if a file has no timestamp. From such a file
+    Composer would train step 0 with the optimizer state of a later step."""
 
     @classmethod
     def read(cls, path: Path) -> SavedRun:
@@ -304,7 +305,7 @@ class SavedRun:
 
     @classmethod
     def _read_folder(cls, path: Path) -> SavedRun:
-        # Torch reads only the entries that this mapping has, and replaces their values by the saved ones.
+        # Torch reads only the entries that this mapping has, and replaces their values by the saved values.
         callbacks = {SameData.__qualname__: {'fingerprints': ''}}
         saved: dict[str, Any] = {'state': {'callbacks': callbacks}}
         load_sharded(saved, checkpoint_id=path, planner=DefaultLoadPlanner(allow_partial_load=True))
@@ -316,7 +317,7 @@ class SavedRun:
                 name = key.removeprefix('state.model.')
                 shapes[name] = _shape_of(entry.size, entry.properties.dtype)
             elif key.startswith('state.optimizers.'):
-                optimizers.add(key.split('.')[2])  # AdamW of state.optimizers.AdamW.state...
+                optimizers.add(key.split('.')[2])  # `AdamW` in `state.optimizers.AdamW.state...`
         fingerprints = _fingerprints_of(saved['state'])
         return cls(path, fingerprints, shapes, sorted(optimizers))
 
@@ -337,21 +338,23 @@ def _fingerprints_of(state: Section) -> str:
 
 
 SPEED_SETTINGS = ('foreach', 'fused', 'capturable', 'differentiable')
-"""Settings of torch's optimizers that choose how an update is computed, not its result. A resumed run may have
-other ones."""
+"""Settings of torch's optimizers that choose how an update is computed, and do not change its result. A resumed run may
+change them."""
 
 
 class SameData(Callback):
     """Refuses to resume with another model, data, order, processor, vocabulary, adapter or optimizer, on all ranks.
 
-    Of the model, the names and shapes of its weights are compared. For the others this callback saves fingerprints in
-    each checkpoint, and compares those, unless the run loads only weights. The number of ranks and everything that cuts
-    batches into microbatches may change.
+    Models are compared by the names and shapes of their weights. For everything else this callback saves fingerprints
+    in each checkpoint and compares them, unless the run loads only weights. The number of ranks may change, and so may
+    every setting that decides how batches are cut into microbatches.
 
-    Composer calls :meth:`before_load`, :meth:`load_state_dict` and :meth:`after_load`, in this order. The first one
-    compares all but the batches, if the checkpoint is on this machine. Otherwise the second one compares the
-    fingerprints of a file; a sharded checkpoint then goes uncompared, see :meth:`state_dict`. Only the last one knows
-    whether the run goes on within an epoch, so it refuses other batches.
+    Composer calls three methods, in this order:
+
+    1. :meth:`before_load` compares everything except the batches, if the checkpoint is on this machine.
+    2. :meth:`load_state_dict` compares the fingerprints if the checkpoint is on another machine. This works only for a
+       file: for a sharded checkpoint nothing is compared then, see :meth:`state_dict`.
+    3. :meth:`after_load` knows whether the run goes on within an epoch. If it does, it refuses other batches.
 
     Args:
         dataset: The training set.
@@ -359,10 +362,10 @@ class SameData(Callback):
         adapter: Fingerprints of the LoRA adapter, see :func:`.identify_adapter`.
         optimizer: Settings of the optimizer by name. They are compared, because Composer would silently replace them by
             the settings in the checkpoint.
-        batches: Settings that decide which samples a batch holds, by their keys in the config. They are compared if
-            the run goes on within an epoch, because it would repeat some samples and lose others. None if the dataset
-            orders its samples itself. The fingerprint ``order`` then has the settings of the dataset.
-        model: The model before FSDP divides it. None: no weights are compared.
+        batches: Settings that decide which samples a batch holds, by their keys in the config. They are compared if the
+            run goes on within an epoch: with other batches it would repeat some samples and lose others. None if the
+            dataset orders its samples itself. Its settings are then in the fingerprint ``order``.
+        model: The model before FSDP divides it. With None no weights are compared.
         trainer: Section ``trainer`` of the config, which names the checkpoint.
         on_other_data: What to do if fingerprints differ: ``'raise'`` an error, or ``'warn'`` and go on.
     """
@@ -382,8 +385,8 @@ class SameData(Callback):
         self.trainer = trainer
         self.on_other_data = on_other_data
         self._unsharded = None if model is None else ModelShapes.of(model)
-        """Kept for FSDP, which divides the weights. FSDP 1 also changes their names."""
-        # The length of a StreamingDataset counts only the samples of this rank, its `size` all of them.
+        """Noted before FSDP divides the weights. FSDP 1 also changes their names."""
+        # The length of a StreamingDataset counts only the samples of this rank. Its `size` counts all samples.
         num_samples = getattr(dataset, 'size', None)
         if not isinstance(num_samples, int):
             num_samples = len(dataset)
@@ -400,20 +403,20 @@ class SameData(Callback):
                 fingerprints[f'optimizer.{name}'] = value
         if batches is not None:
             fingerprints['batches'] = batches
-        # As they come back from a checkpoint, which holds JSON: tuples become lists.
+        # Through JSON and back, because a checkpoint holds them as JSON, in which tuples become lists.
         self._fingerprints = json.loads(json.dumps(fingerprints, default=str))
         self._other_batches = ''
-        """How the settings of the batches differ from those of the checkpoint; empty if they do not."""
+        """Text that shows how the settings of the batches differ from the checkpoint's; empty if they do not."""
         self._is_loading = False
         """Whether the Trainer is loading a checkpoint."""
         self._is_compared = False
         """Whether :meth:`before_load` has read the checkpoint, so that :meth:`load_state_dict` compares nothing."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the fingerprints as one string of JSON; nothing while a checkpoint is loaded.
+        """Returns the fingerprints as one string of JSON. While a checkpoint is loaded, returns nothing.
 
-        From a sharded checkpoint torch reads all entries that the present state has. Older checkpoints lack this one,
-        and torch would raise an error.
+        From a sharded checkpoint torch reads every entry of the run's present state. Older checkpoints have no entry of
+        this callback, so torch would raise an error.
         """
         return {} if self._is_loading else {'fingerprints': json.dumps(self._fingerprints)}
 
@@ -450,7 +453,7 @@ class SameData(Callback):
             )
 
     def after_load(self, state: State, logger: Logger) -> None:
-        """Lets checkpoints hold the fingerprints again. Refuses other batches within an epoch."""
+        """Ends the loading, so that checkpoints hold the fingerprints again. Refuses other batches within an epoch."""
         self._is_loading = False
         # At the end of an epoch every sample was trained once, so the next epoch may have other batches.
         if self._other_batches and int(state.timestamp.batch_in_epoch) > 0:
@@ -460,9 +463,9 @@ class SameData(Callback):
             )
 
     def _compare_fingerprints(self, saved_json: str) -> None:
-        """Refuses fingerprints of a checkpoint that differ from those of this run. Older checkpoints may lack some."""
+        """Refuses a checkpoint with other fingerprints than this run. Older checkpoints may lack some of them."""
         saved = json.loads(saved_json or '{}')
-        # Only remembered, because whether they may differ is known in after_load().
+        # Batches are not refused yet. Only after_load() knows whether they may differ.
         saved_batches = saved.pop('batches', None)
         batches = self._fingerprints.get('batches')
         if saved_batches is not None and batches is not None:
@@ -486,7 +489,7 @@ class SameData(Callback):
         )
 
     def _refuse(self, message: str) -> None:
-        """Raises ConfigError with this message and the remedies; only warns if the user wants to go on."""
+        """Raises ConfigError with this message and the remedies. With ``on_other_data='warn'`` it only warns."""
         if self.on_other_data == 'warn':
             log.warning('%s; goes on because of `loader.on_other_data`.', message)
             return
@@ -504,7 +507,7 @@ def _checkpoint_to_load(trainer: Section, run_name: str) -> tuple[Path | None, S
     Also returns the section ``trainer``, whose arguments ``load_...`` say how the checkpoint is loaded. It is empty for
     ``autoresume``, because Composer then ignores these arguments.
     """
-    latest = latest_checkpoint({**trainer, 'run_name': run_name})
+    latest = latest_link({**trainer, 'run_name': run_name})
     if latest is not None:
         latest = dist.all_gather_object(latest)[0]  # all ranks load the checkpoint of rank 0, as in Composer
         if latest.exists():
@@ -519,7 +522,7 @@ def _checkpoint_to_load(trainer: Section, run_name: str) -> tuple[Path | None, S
 
 
 def _compare_shapes(saved: SavedRun, model: ModelShapes, *, is_strict: bool) -> None:
-    """Refuses a checkpoint of another model. If ``is_strict`` is False, only weights that both have are compared."""
+    """Refuses a checkpoint of another model. If ``is_strict`` is False, only weights that both have must agree."""
     differing = {}
     if is_strict:
         for name in model.needed:

@@ -3,8 +3,8 @@
 
 """Checks a config by the rules of this package, before ranks meet and before data or models are read.
 
-A value that Composer, torch or Transformers refuse themselves is only checked here if they refuse it late, after the
-data was read and the model was loaded.
+Composer, torch and Transformers refuse many wrong values themselves. Such a value is checked here only if they would
+refuse it late, after the data was read and the model was loaded.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def check_config(config: TrainConfig, *, num_ranks: int | None = None) -> None:
     with building('dataset'):
         source_of(config).check()
     with building('microbatching'):
-        # The same call as in the run, but with an empty loader. It refuses options that do not go together. The run may
-        # choose `slot_tokens` by the data. Here it is the value of the file.
+        # The same call as in the run, but with an empty loader. It refuses options that do not go together. In the run,
+        # `slot_tokens` may come from the data. Here it is the value of the file.
         token_data_spec_of(config, [], slot_tokens=config.microbatching.slot_tokens)
     _check_trainer(config.trainer)
     _check_duration(config)
@@ -94,7 +94,7 @@ def _check_launcher() -> int:
             numbers[name] = int(os.environ.get(name, default))
     rank = numbers['RANK']
     world_size = numbers['WORLD_SIZE']
-    # If only RANK=1 is set, for example, this process is a run of its own, in which no rank 0 writes results.
+    # With only RANK=1 set, for example, this process would be alone in its run, and no rank 0 would write results.
     if rank >= world_size:
         raise ConfigError('RANK', f'of the environment must be below WORLD_SIZE, got: {rank} of {world_size}. Unset it')
     return world_size
@@ -155,9 +155,9 @@ def _check_duration(config: TrainConfig) -> None:
 
 
 def _check_optimizer(optimizer: Section) -> None:
-    """Builds the optimizer for a single weight: with its own arguments, then with those of each part of the model.
+    """Builds the optimizer for a single weight: with its own arguments, then with the arguments of each model part.
 
-    So its constructor refuses wrong arguments now. In the run it is only called after the model was loaded.
+    So the constructor refuses wrong arguments now. The run itself calls it only after the model was loaded.
     """
     parts = check_value('optimizer.parts', optimizer.get('parts'), Sections | None) or {}
     shared = without(optimizer, 'name', 'parts')
@@ -170,9 +170,9 @@ def _check_optimizer(optimizer: Section) -> None:
 
 
 def _check_stoppers(config: TrainConfig) -> None:
-    """Refuses a callback that stops the run by a metric that the run does not compute.
+    """Refuses a callback that would stop the run by a metric that the run does not compute.
 
-    Without an eval set it would never stop the run. With one, it raises an error at the first evaluation.
+    Without an eval set it would never stop the run. With one, it would raise an error at the first evaluation.
     """
     metrics = set()
     if config.dataset.get('eval'):
@@ -210,7 +210,7 @@ def _check_report(config: TrainConfig) -> None:
     report = config.report
     report_function(report)  # only for its refusals
     with building('report.folder'):
-        report['folder'].format(run_name='x')
+        report['folder'].format(run_name='x')  # raises for other braces than {run_name}
     # Transformers loads an exported adapter onto the base that it names. A base with random weights has no name.
     is_random_base = config.model.lora is not None and config.model.pretrained is None
     if report.get('export') and (config.is_sharded or is_random_base):

@@ -146,7 +146,7 @@ def refuse(error: BaseException, message: str = '', *, on_all_ranks: bool = Fals
             rank of each node prints it and returns 2. The others return 0: Composer's launcher ends all ranks as soon
             as one fails, and that might be before the first rank has printed the line.
     """
-    local_rank = os.environ.get('LOCAL_RANK', '0')  # may be no number: the mistake may be this variable itself
+    local_rank = os.environ.get('LOCAL_RANK', '0')  # perhaps not a number: the mistake may be this variable itself
     if on_all_ranks and local_rank.isdecimal() and local_rank != '0':
         return 0
     if log.isEnabledFor(logging.DEBUG):

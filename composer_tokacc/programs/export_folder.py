@@ -101,10 +101,10 @@ def _write_folder(
 
 
 def export_model(model: HuggingFaceModel, folder: Path) -> None:
-    """Writes a model in memory as :func:`export_checkpoint` does, and replaces an earlier one in the folder.
+    """Writes a model in memory as :func:`export_checkpoint` does, and replaces an earlier export in the folder.
 
-    The model must not be sharded. Of a model with an adapter, only the adapter is written. If it cannot be written, the
-    earlier export stays.
+    The model must not be sharded. If it has an adapter, only the adapter is written. If writing fails, the earlier
+    export stays.
     """
     state = {'model': model.state_dict(), 'integrations': {'huggingface': model.get_metadata()}}
     folder.mkdir(parents=True, exist_ok=True)
@@ -113,7 +113,8 @@ def export_model(model: HuggingFaceModel, folder: Path) -> None:
         unfinished = Path(scratch) / 'folder'
         unfinished.mkdir()
         _write_folder(state, 'the trained model', unfinished, merge=False)
-        # Files of an earlier export that this one does not overwrite would stay, such as an adapter or a further shard.
+        # Removes the earlier export first, because this one may not overwrite all of its files, such as an adapter or a
+        # further shard.
         for pattern in ('*.safetensors*', '*config.json'):
             for file in folder.glob(pattern):
                 file.unlink()
@@ -158,7 +159,7 @@ def _save_adapter(
     if not adapter_config.get('base_model_name_or_path'):
         raise ConfigError('', 'the base model of this adapter was not saved elsewhere: export with merge=true')
     model = with_saved_adapter(empty_model(config), adapter_config, weights, assign=True)
-    # Only those of the checkpoint. With `bias: all` peft would also save biases of the base, which is on `meta`.
+    # Only the weights of the checkpoint. With `bias: all` peft would also save biases of the base, which has no memory.
     model.save_pretrained(folder, state_dict=dict(weights), save_embedding_layers=False)
 
 
@@ -184,7 +185,7 @@ def _merged_model(
     else:
         base = adapter_config.get('base_model_name_or_path')
         with building('base_model_name_or_path'):
-            # In the type of the run. The type of the base's files may have fewer bits than the trained weights.
+            # In the type of the run, because the files of the base may be in a type with fewer bits.
             model = auto_class(config).from_pretrained(base, dtype=config.dtype, trust_remote_code=False)
     head = model.get_output_embeddings()
     was_tied = head is not None and head.weight is model.get_input_embeddings().weight

@@ -11,11 +11,11 @@ from typing import Any, Protocol
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 Section = Mapping[str, Any]
-"""A section of a YAML file, or a part of a checkpoint. Its values are those that JSON has."""
+"""A section of a YAML file, or a part of a checkpoint. Its values have the types that JSON knows."""
 Row = dict[str, Any]
-"""A sample as a dataset returns it: tensors like those of a batch of one row, and lists of one entry."""
+"""A sample as a dataset returns it: tensors as in a batch of one row, and lists of one entry."""
 Processor = ProcessorMixin | PreTrainedTokenizerBase
-"""What turns samples into tensors. For a text model it is only a tokenizer."""
+"""Turns samples into tensors. The processor of a text model is only a tokenizer."""
 
 
 class SampleDataset(Protocol):

@@ -146,7 +146,7 @@ def read_lengths(path: str) -> LengthTable:
         is_whole = values % 1 == 0
         is_valid = (values >= 0) & (values <= limit) & is_whole
         if not is_valid.all():
-            row = int(is_valid.argmin())  # the first that is not valid
+            row = int(is_valid.argmin())  # the first row that is not valid
             raise ConfigError(
                 'lengths',
                 f'must have {requirement}, got: {values[row]:g} {name} in row {row + 1} of {path}',
@@ -156,10 +156,11 @@ def read_lengths(path: str) -> LengthTable:
 
 
 class StandIns:
-    """A dataset that stands for samples of which only the lengths are known. The memory model of ``size`` runs on it.
+    """A dataset that stands in for samples of known length and unknown content. The memory model of ``size`` uses it.
 
-    A sample has a short text, and perhaps a small or a large image. Its length is not the one in the table, because the
-    memory model pads its batches to widths that it chooses.
+    A sample has a short text, and perhaps an image. The image is large if the sample has the most image tokens of the
+    table, and small otherwise. The length of a sample is not the one in the table, because the memory model pads its
+    batches to widths that it chooses.
 
     Args:
         table: The lengths of the samples. A sample has an image if it has image tokens.
@@ -181,7 +182,7 @@ class StandIns:
         return len(self.image_tokens)
 
     def __getitem__(self, index: int) -> Row:
-        """Returns the sample of a row of the table. Its tensors have shape (1, ...), as those of other datasets."""
+        """Returns a sample for a row of the table. Its tensors have shape (1, ...), as in every dataset."""
         num_image_tokens = self.image_tokens[index]
         if self.processor is not None:
             side = 0
@@ -198,7 +199,7 @@ class StandIns:
         return {**sample, 'labels': labels, 'num_images': [int(num_image_tokens > 0)]}
 
     def _processed(self, side: int) -> Row:
-        """Returns a sample by the processor, with an image of this side in pixels. Without an image if it is 0."""
+        """Lets the processor make a sample of one letter and a square image. A ``side`` of 0 pixels means no image."""
         content = [{'type': 'text', 'text': 'a'}]
         if side:
             content.insert(0, {'type': 'image'})

@@ -36,10 +36,10 @@ DEFAULT_TARGETS = (
 left out. QLoRA (arXiv:2305.14314) recommends an adapter on all of these layers. Peft refuses a model that has none of
 them."""
 IN_ADAPTER = re.compile(r'\.(lora_|modules_to_save\.)')
-"""A part of the name of every parameter that belongs to an adapter, and of no other."""
-NUM_VALUES = 32
-"""Values at the start, and as many at the end, of each frozen matrix that go into the fingerprint of a base. The end is
-needed, because two bases may differ only in the last rows of their embeddings, which belong to added tokens."""
+"""Found in the name of every parameter of an adapter, and of no other parameter."""
+NUM_END_VALUES = 32
+"""Number of values at each end of a frozen matrix that go into the fingerprint of a base. Both ends are needed, because
+two bases may differ only in the last rows of their embeddings, which belong to added tokens."""
 
 
 ModuleNames = Annotated[list[Name], Field(min_length=1)]
@@ -49,7 +49,7 @@ ModuleNames = Annotated[list[Name], Field(min_length=1)]
 class LoraSection:
     """The section ``model.lora``. A key that is null counts as left out.
 
-    Keys without a description are those of peft's ``LoraConfig``, with their defaults.
+    Keys without a description have the meaning and the default of the same key of peft's ``LoraConfig``.
     """
 
     r: Count | None = 8
@@ -66,7 +66,7 @@ class LoraSection:
     use_rslora: bool | None = None
     use_dora: bool | None = None
     bits: Literal[4] | None = None
-    """The base is rounded to 4 bits, as in QLoRA."""
+    """4 rounds the base to 4 bits, as in QLoRA."""
 
 
 def check_lora(lora: Section, *, pretrained: str | None) -> None:
@@ -87,7 +87,8 @@ def with_adapter(model: Any, lora: Section, *, base: str | None) -> Any:
     Args:
         model: The base.
         lora: The settings, see :class:`LoraSection`.
-        base: Folder or hub name of the frozen weights. An exported adapter has it in its config. None: they are random.
+        base: Folder or hub name of the frozen weights, which an exported adapter names in its config. None if these
+            weights are random.
     """
     settings: dict[str, Any] = {'r': LoraSection.r, 'target_modules': DEFAULT_TARGETS}
     for name, value in lora.items():
@@ -96,7 +97,7 @@ def with_adapter(model: Any, lora: Section, *, base: str | None) -> Any:
             settings[peft_name] = value
     settings.setdefault('lora_alpha', 2 * settings['r'])
     module_names = [f'.{name}' for name, _ in model.named_modules()]
-    # Peft ignores names in `modules_to_save` that no module's name ends with.
+    # Peft itself ignores a name in `modules_to_save` if no module has it.
     for name in settings.get('modules_to_save', ()):
         if not any(module_name.endswith(f'.{name}') for module_name in module_names):
             raise ConfigError('model.lora.modules_to_save', f'must name modules of the model, got: {name!r}')
@@ -143,8 +144,8 @@ def with_saved_adapter(
 def contains_base(weights: Collection[str]) -> bool:
     """Returns whether a checkpoint with an adapter has the matrices of its base, too. It has all of them or none.
 
-    Peft calls the layer under an adapter ``base_layer``. The biases of such layers show nothing, because LoRA may train
-    them (``bias``), and then they are in every checkpoint.
+    Peft calls the layer under an adapter ``base_layer``. Only its matrix is looked for. A bias proves nothing, because
+    LoRA may train biases (``bias``), and then they are in every checkpoint.
 
     Args:
         weights: The weights of the checkpoint, or only their names.
@@ -260,7 +261,7 @@ def keep_trained_only(composer_model: nn.Module) -> None:
     ) -> None:
         frozen_names = {prefix + name for name in _frozen_names(module)}
         for key in list(state_dict):
-            # A weight in 4 bits has further entries: `weight.absmax`, `weight.quant_map`, ...
+            # A weight in 4 bits has more entries than `weight`: `weight.absmax`, `weight.quant_map`, ...
             weight_name = re.sub(r'\.weight\..*', '.weight', key)
             if key in frozen_names or weight_name in frozen_names:
                 del state_dict[key]
@@ -288,9 +289,10 @@ def _frozen_names(module: nn.Module) -> set[str]:
 def identify_adapter(model: nn.Module) -> dict[str, Any]:
     """Returns the settings ``NOT_IN_WEIGHTS`` of an adapter and a fingerprint of its base, by keys of the YAML file.
 
-    A resumed run must have the same as its checkpoint. Empty without an adapter. The fingerprint is made from some
-    values of each frozen matrix, so it stays the same if the base moves to another folder or type. A base with random
-    weights (``model.config``) has no fingerprint, because it is in the checkpoint.
+    The result is empty for a model without an adapter. A resumed run must have the same settings and fingerprint as its
+    checkpoint. The fingerprint is made from some values of each frozen matrix, so it stays the same if the base moves
+    to another folder or type. A base with random weights (``model.config``) has no fingerprint, because the checkpoint
+    holds the base.
     """
     config = getattr(model, 'peft_config', {}).get('default')
     if config is None:
@@ -306,14 +308,14 @@ def _ends_of_base(model: nn.Module) -> Iterator[bytes]:
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1 and not parameter.requires_grad and not IN_ADAPTER.search(name):
             values = parameter.detach().flatten()
-            ends = torch.cat([values[:NUM_VALUES], values[-NUM_VALUES:]])
-            # Rounded, so that a base in float32 and the same in bfloat16 have the same values.
+            ends = torch.cat([values[:NUM_END_VALUES], values[-NUM_END_VALUES:]])
+            # Rounded, so that the same base has the same values in float32 and in bfloat16.
             ends = ends.to(torch.bfloat16).float()
             yield name_in_base(name).encode() + ends.cpu().numpy().tobytes()
 
 
 def name_in_base(name: str) -> str:
-    """Returns the name that a parameter had before peft renamed it; for a matrix of an adapter, its layer's weight.
+    """Returns the name that a parameter had before peft renamed it. A matrix of an adapter gets its layer's weight.
 
     ``...q_proj.lora_A.default.weight`` and ``...q_proj.base_layer.weight`` both give ``...q_proj.weight``.
     """

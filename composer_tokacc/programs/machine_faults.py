@@ -27,9 +27,9 @@ class MachineFault:
 LONGEST_TEXT = 300
 """Most characters of an error's text in a message. The end of the text is shown, because it says most."""
 LOST_RANK = MachineFault(
-    # Other connections, such as those to the Hugging Face hub, are reset with the words in the second pair of brackets.
-    # So these count only after the name of gloo or torch.distributed. Gloo puts its file name before them, but not
-    # before `Application timeout caused pair closure`.
+    # The words in the second pair of brackets also tell of other connections that are reset, such as one to the Hugging
+    # Face hub. So they count only if the name of gloo or torch.distributed comes before them. Gloo writes its file name
+    # there. It does not before `Application timeout caused pair closure`, but these words are gloo's alone.
     r'(gloo|torch\.distributed).*(Connection closed by peer|Connection reset by peer|Timed out waiting)|'
     'Application timeout caused pair closure|DistBackendError|DistNetworkError',
     'another rank ended, or did not answer within `trainer.dist_timeout`, got: {text}. Read what that rank wrote: the '
@@ -67,8 +67,8 @@ FAULTS = (
         'the ranks must be able to meet at `MASTER_ADDR` and `MASTER_PORT`, got: {text}. Use `composer -n RANKS`',
     ),
     MachineFault(
-        # The second part: torch's queue to a loader process is broken. It names modules, because a dataset may raise
-        # these classes too.
+        # The second part means that torch's queue to a loader process is broken. It names modules, because a dataset
+        # may raise these classes, too.
         r'DataLoader worker \(pid|(ConnectionError|EOFError).* torch\.utils\.data\.dataloader .*multiprocessing',
         'the processes that read samples ended during the run, got: {text}. Usually the machine has run out of memory: '
         'see its log, and lower `loader.num_workers` or `loader.prefetch_factor`',
@@ -91,7 +91,7 @@ def fault_of_machine(error: BaseException) -> str:
     fault, text = _matching_fault(error)
     if fault is None:
         return ''
-    # The message names `ulimit -Hn`, the hard limit. In a run the soft limit is equal to it: allow_open_files() has
+    # The message names `ulimit -Hn`, the hard limit. In a run the soft limit is as high, because allow_open_files() has
     # raised it.
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     port = os.environ.get('MASTER_PORT', '')

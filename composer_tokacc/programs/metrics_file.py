@@ -110,7 +110,7 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
 def keep_lines(path: Path, *, until: int) -> None:
     """Removes the lines of steps after ``until`` from a file, and creates the file if it does not exist.
 
-    At 0 all lines are removed, also those of step 0, because they are those of another run.
+    With ``until=0`` a run begins, so all lines are removed, also those of step 0: they were written by another run.
     """
     if until == 0 or not path.exists():
         path.write_text('')
@@ -126,7 +126,8 @@ def keep_lines(path: Path, *, until: int) -> None:
 def read_metrics(folder: Path) -> dict[str, Series]:
     """Returns the metrics of a run by name, from the ``metrics.jsonl`` in its folder. Empty if there is no such file.
 
-    Leaves out values that were not finite. A step may have two values, as after a second evaluation of a finished run.
+    Leaves out values that were not finite. A step may have two values, for example if a finished run was evaluated
+    again.
     """
     path = folder / METRICS_FILE
     if not path.is_file():

@@ -65,7 +65,7 @@ def build_model(
     """Builds a vision-language (or text) model for the Composer Trainer.
 
     Args:
-        processor: It is saved with every checkpoint.
+        processor: The processor or tokenizer of the run. It is saved with every checkpoint.
         train_metrics: Whether metrics of training batches are computed. Composer then copies each device batch.
         settings: Further arguments of :func:`build_transformers_model`.
     """
@@ -76,8 +76,8 @@ def build_model(
         use_logits=True,
         metrics=[metric() for metric in TRAIN_METRICS] if train_metrics else None,
         eval_metrics=[metric() for metric in EVAL_METRICS],
-        # Metrics compare the logits of a decoder with the next token. Composer's own detection says False for most
-        # vision-language models, and the metrics would compare them with the same token.
+        # Metrics must compare the logits of a decoder with the next token. Without this argument, Composer would take
+        # most vision-language models for models that need no shift, and compare the logits with the same token.
         shift_labels=not is_encoder(inner_model.config),
     )
     if settings.get('lora') is not None and settings.get('pretrained') is not None:
@@ -112,7 +112,7 @@ def build_transformers_model(
     model_config = read_config(pretrained, config, processor)
     model_class = auto_class(model_config)
 
-    # Of a model with an encoder, such as BART, the causal class builds only the decoder.
+    # AutoModelForCausalLM is fine for a model with an encoder, such as BART: it builds only the decoder.
     if model_class is not auto.AutoModelForCausalLM and model_config.get_text_config().is_encoder_decoder:
         # An encoder would read the answers, which stand in the same row as the question.
         raise ConfigError('model', f'must have only a decoder, got: {model_config.model_type} with an encoder')
@@ -127,7 +127,7 @@ def build_transformers_model(
                 'model.lora.bits',
                 'must be left out to size memory, because 4-bit weights are not counted, got: 4',
             )
-        base = empty_model(model_config)  # tells the names of the layers
+        base = empty_model(model_config)  # only for the names of its layers
         options |= four_bit_options(lora, base, torch_dtype)
 
     with same_random_numbers(seed):
@@ -138,10 +138,10 @@ def build_transformers_model(
             model = _fresh(model_config, torch_dtype, options)
     set_cache(model, on=False)
 
-    unreached_names = _unreached_vision_layers(model)  # in the base, because an adapter renames its layers
+    unreached_names = _unreached_vision_layers(model)  # before the adapter, which renames the layers of its base
     freeze_parameters(model, freeze)
     if lora is not None:
-        # Seeded again, so that the adapter does not depend on how many random numbers its base has drawn.
+        # Seeded again, so that the adapter does not depend on how many random numbers were drawn for its base.
         with same_random_numbers(seed):
             model = with_adapter(model, lora, base=pretrained)
     for name, parameter in model.named_parameters():
@@ -151,8 +151,8 @@ def build_transformers_model(
     if activation_checkpointing:
         # The reentrant kind does not work with DDP's hooks, and needs inputs with gradients.
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})
-    # Composer calls these functions with every module. A block becomes a unit of FSDP, the rest is in the root unit.
-    # Composer asks the second one only if the settings of FSDP have their own `activation_checkpointing`.
+    # Composer calls these functions with every module. Each block becomes a unit of FSDP, the rest is in the root unit.
+    # Composer calls the second one only if the settings of FSDP have their own `activation_checkpointing`.
     blocks = set(transformer_blocks(model))
     model.fsdp_wrap_fn = blocks.__contains__
     model.activation_checkpointing_fn = blocks.__contains__
@@ -184,10 +184,10 @@ def freeze_parameters(model: nn.Module, names: Sequence[str]) -> None:
     """
     parameters = dict(model.named_parameters())
     for name in names:
-        parameters_of_part = [value for full_name, value in parameters.items() if _match_of_part(full_name, name)]
+        parameters_of_part = [value for full_name, value in parameters.items() if _matched_length(full_name, name)]
         if not parameters_of_part:
-            # The two outer levels, such as `model.layers`. A head that is tied to the embeddings has no parameters of
-            # its own, so it is not among these.
+            # Only the two outer levels are suggested, such as `model.layers`. A head that is tied to the embeddings has
+            # no parameters of its own, so it is not suggested.
             outer_parts = {'.'.join(full_name.split('.')[:2]) for full_name in parameters}
             raise ConfigError('model.freeze', unknown_name('part', name, outer_parts))
         for parameter in parameters_of_part:
@@ -212,10 +212,10 @@ def parameter_groups(model: nn.Module, parts: Mapping[str, Section]) -> list[dic
         innermost_part = ''  # the rest
         longest_match = 0
         for name in parts:
-            match = _match_of_part(full_name, name) or _match_of_part(base_name, name)
-            if match > longest_match:
+            matched_length = _matched_length(full_name, name) or _matched_length(base_name, name)
+            if matched_length > longest_match:
                 innermost_part = name
-                longest_match = match
+                longest_match = matched_length
         groups[innermost_part]['params'].append(parameter)
     for name, group in groups.items():
         if name and not group['params']:
@@ -257,7 +257,7 @@ def _check_fields(settings: Section, default: PretrainedConfig, path: str) -> No
 
     Args:
         settings: The user's fields.
-        default: A config of the same class without any settings. It tells which fields there are.
+        default: A config of the same class with default values. It tells which fields there are.
         path: The key of ``settings`` in the YAML file.
     """
     known_names = ALWAYS_KNOWN | set(default.to_dict()) | set(default.attribute_map)
@@ -317,7 +317,7 @@ def tokenizer_of(processor: Processor | None) -> Any:
     return getattr(processor, 'tokenizer', processor)
 
 
-def _match_of_part(parameter_name: str, part_name: str) -> int:
+def _matched_length(parameter_name: str, part_name: str) -> int:
     """Returns the length of a part's name at the start of a parameter's name; 0 if the parameter is not in the part.
 
     Either name may have a leading ``model.`` that the other one lacks.
@@ -415,8 +415,8 @@ def set_cache(model: nn.Module, on: bool) -> None:
 def _unreached_vision_layers(model: Any) -> set[str]:
     """Returns the names of the parameters after the vision feature layer. No loss reaches them, so they are frozen.
 
-    If they were trained, they would have no gradient in a run on one rank, and so no optimizer state, which torch asks
-    for when a run is resumed. On several ranks DDP would give them gradients of zero, and weight decay would shrink
+    They must not be trained. On one rank they would have no gradient, and so no optimizer state, but torch looks for
+    one when a run is resumed. On several ranks DDP would give them gradients of zero, and weight decay would shrink
     them.
     """
     if model.config.model_type not in FEATURE_LAYER_FAMILIES:
@@ -474,7 +474,7 @@ class _RunModel(HuggingFaceModel):
             metadata = super().get_metadata()
         except (ValueError, ImportError):
             # Composer saves no tokenizer with several chat templates, and needs sentencepiece for one with a `.model`
-            # file (Transformers 4). The files of the processor, below, include those of the tokenizer.
+            # file (Transformers 4). The files of the processor, below, include the files of the tokenizer.
             tokenizer = self.tokenizer
             self.tokenizer = None
             metadata = super().get_metadata()

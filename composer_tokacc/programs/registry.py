@@ -55,9 +55,9 @@ class Kind:
     base: type
     """Class that all classes of this kind are derived from."""
     modules: tuple[ModuleType, ...]
-    """Modules that have its classes. If two have a class of one name, the first module wins."""
+    """Modules that have its classes. If two modules have a class of the same name, the first module wins."""
     suffix: str = ''
-    """A word of the class name that the YAML name may leave out: ``tensorboard`` for ``TensorboardLogger``."""
+    """The end of a class name that the YAML name may leave out: ``tensorboard`` for ``TensorboardLogger``."""
     aliases: dict[str, type] = field(default_factory=dict)
     """Classes by further YAML names: those of this package, and names of llm-foundry."""
 
@@ -99,7 +99,7 @@ NamedArguments = dict[str, dict[str, Any] | None]
 
 
 def _check_time(value: int | str | None, *, may_be_zero: bool) -> int | str | None:
-    """Refuses a text that Composer cannot read as a time, a negative time, and perhaps 0."""
+    """Refuses a text that Composer cannot read as a time, a negative time, and 0 unless ``may_be_zero``."""
     if value is None:
         return None
     try:
@@ -125,10 +125,11 @@ AllOrSome = Literal[-1] | Count
 class HostArguments(TypedDict, total=False):
     """Ranges of arguments by name, for the Trainer, FSDP and all classes that need no dotted name.
 
-    Hosts themselves accept any value. A wrong one would show only in a step, or never. An argument of a user's own
-    class may have the same name and another meaning, so its own annotation counts.
+    Hosts themselves accept any value. A wrong one would show only in a step, or never. A class of the user, which has a
+    dotted name, may give an argument of the same name another meaning. So its own annotations count.
 
-    It is only read for ``HOST_HINTS``. In a mapping, type checkers would refuse an annotation such as ``Name | None``.
+    This class is only used to make the mapping ``HOST_HINTS``. In a plain mapping, type checkers would refuse values
+    such as ``Name | None``.
     """
 
     alpha: Weight
@@ -193,10 +194,11 @@ def build_part(
     """Builds one object of a section. ``path`` is the key of its arguments in the config."""
     cls = class_by_name(kind, name)
     if cls.__init__ is KINDS[kind].base.__init__:
-        # The class has no constructor. That of the base takes any arguments and drops them, so none are allowed.
+        # The class has no constructor of its own. The base's constructor accepts any arguments and drops them, so none
+        # are allowed.
         check_names(path, arguments, ())
-    needs_no_dots = cls in _classes_of(kind).values()
-    hints = HOST_HINTS if needs_no_dots else None
+    has_short_name = cls in _classes_of(kind).values()
+    hints = HOST_HINTS if has_short_name else None
     build = partial(cls, *positional)
     checked = check_arguments(path, build, arguments, hints=hints)
     with without_warnings(), building(path):  # a warning of a host does not say which key of the config it is about
@@ -204,7 +206,7 @@ def build_part(
 
 
 def import_by_name(path: str, name: str) -> Any:
-    """Returns the class or function that a dotted name stands for; ``path`` is the key that has it."""
+    """Returns the class or function that a dotted name stands for. ``path`` is the key in the config with this name."""
     module_name, _, attribute = name.rpartition('.')
     if not module_name:
         raise ConfigError(path, f'must be a dotted name such as package.module.name, got: {name}')
@@ -215,15 +217,15 @@ def import_by_name(path: str, name: str) -> Any:
 
 
 def report_function(report: Section) -> Callable[[Any], Any] | None:
-    """Returns the function under ``report.name`` with its arguments of the file; None without a name.
+    """Returns the function under ``report.name``, bound to its arguments in the file; None without a name.
 
-    It then takes only a FinishedRun. Refuses keys of the section that are not for the function.
+    The returned function takes only a FinishedRun. Keys of the section that it has no argument for are refused.
     """
     name = report.get('name')
     if name is None:
         check_arguments('report', object, report, extra_keys=REPORT_KEYS)  # `object` takes no arguments
         return None
-    # A file from somebody else must not call functions such as os.system().
+    # A YAML file from somebody else must not call functions such as os.system().
     if str(name).partition('.')[0] in sys.stdlib_module_names:
         raise ConfigError('report.name', f'must be a function that takes a FinishedRun, got: {name}')
     function = import_by_name('report.name', str(name))

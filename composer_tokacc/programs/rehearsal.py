@@ -1,13 +1,14 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Runs the heaviest microbatches of a run before its first step, so that it runs out of memory then or never.
+"""Runs the heaviest microbatches of a run before its first step, so that the run runs out of memory then or never.
 
 A :class:`.RegroupingBatchSampler` plans all batches of a run from the lengths of the samples. So the sizes of every
-microbatch are known before it is read. Those that are the largest by one of five sizes are the candidates. The samples
-of a candidate are read, cut by the split of the run (the function that cuts a device batch into microbatches), and go
-forward and backward. If one candidate does not fit, all of them are cut and run again with half the microbatch size.
-Cut by a smaller size, another microbatch may be the heaviest. So a run that goes on with it may still fail late.
+microbatch are known before it is read. The candidates are the microbatches that are the largest by one of five sizes.
+The samples of a candidate are read, cut by the split of the run (the function that cuts a device batch into
+microbatches), and go forward and backward. If one candidate does not fit, all of them are cut and run again with half
+the microbatch size. After this smaller cut, a microbatch that was no candidate may be the heaviest. So a run that goes
+on with the smaller size may still fail late.
 """
 
 from __future__ import annotations
@@ -65,8 +66,9 @@ class Candidate(NamedTuple):
     samples: list[int]
     """Its samples, as indices of the dataset."""
     samples_to_read: list[list[int]]
-    """The samples that are read to run it, a list for each microbatch that the loader collates. This is only
-    ``samples``, or with packing all that the rank reads in this step, because the split packs them together."""
+    """The samples that are read to run it, a list for each microbatch that the loader collates. Without packing these
+    are only ``samples``. With packing they are all samples of the rank in this step, because the split packs them
+    together."""
     shape: BatchShape
     predicted: float = 0.0
     """Predicted peak of a rank's memory in bytes; 0 without a memory model."""
@@ -74,8 +76,8 @@ class Candidate(NamedTuple):
     def sizes(self) -> tuple[float, ...]:
         """Returns five sizes that memory grows with: positions, attention matrix, image tokens, logits, and the total.
 
-        The first four are counts. The total is the predicted peak in bytes, or without a memory model the sum of three
-        of the counts. It only serves to compare microbatches of the same run.
+        The first four are counts. The total is the predicted peak in bytes. Without a memory model it is the sum of
+        three of the counts, which only serves to compare microbatches of the same run.
         """
         shape = self.shape
         total = self.predicted or shape.tokens + shape.image_tokens + shape.logits
@@ -99,7 +101,7 @@ class PlannedRun:
     """The run's algorithm, if it has one."""
     sampler: RegroupingBatchSampler
     memory: MemoryModel | None
-    """Only on the first rank, and only if the run has one."""
+    """None on all ranks but the first, and if the run has no memory model."""
     labels_per_sample: np.ndarray | None
     """Number of labels of each sample, (n,). None if the run computes all logits, or if the labels are not counted."""
 
@@ -113,7 +115,8 @@ class RehearsalReport:
     microbatch_size: float
     """The size that was rehearsed last. At the end it is a size that fits. Not always an integer, as in Composer."""
     lines: list[str] = field(default_factory=list)
-    """A line for each microbatch: its shape, predicted and measured peak. Before a smaller size is tried, its size."""
+    """A line for each microbatch: its shape, its predicted and its measured peak. A line with the size comes before the
+    microbatches of each smaller size."""
 
     def text(self) -> str:
         """Returns all lines as one text, for the log."""
@@ -126,13 +129,13 @@ class Rehearsal(Callback):
     """Calls :func:`rehearse` before the first step of a fit, after the first-batch check."""
 
     memory: MemoryModel | None = None
-    """Predicts the peak of a microbatch. Without it the heaviest one is chosen by its sizes alone."""
+    """Predicts the peak of a microbatch. Without it microbatches are compared only by their sizes."""
     _: KW_ONLY
     labels_per_sample: np.ndarray | None = None
-    """Loss-generating tokens of each sample, (n,), such as ``LengthTable.loss_tokens``. Without them all logits are
-    computed, even if the run computes them only at labels."""
+    """Loss-generating tokens of each sample, (n,), such as ``LengthTable.loss_tokens``. Without them the rehearsal
+    computes all logits, even if the run computes them only at labels."""
     tell: Callable[[str], None] = log.info
-    """Is called with the text of the report."""
+    """Function that gets the text of the report."""
     report: RehearsalReport | None = field(default=None, init=False)
     """The outcome of the last rehearsal."""
     _is_due: bool = field(default=True, init=False)
@@ -142,7 +145,7 @@ class Rehearsal(Callback):
         self._is_due = True
 
     def batch_start(self, state: State, logger: Logger) -> None:
-        """Rehearses at the first batch. TokenAccumulation has checked it, because algorithms come before callbacks."""
+        """Rehearses at the first batch. TokenAccumulation has checked this batch, because algorithms run first."""
         if not self._is_due:
             return
         self._is_due = False
@@ -163,7 +166,7 @@ def rehearsal_of(config: TrainConfig, parts: RunParts) -> Rehearsal | None:
         table = parts.source.measure(parts.train_dataset, parts.processor)  # a collective, so on all ranks
         if table.loss_tokens.any():  # all are 0 if the dataset has no labels to count
             rehearsal.labels_per_sample = table.loss_tokens
-        # With `suggest` the memory model of the run is in the cache by now. Without it the model would have to be
+        # With `suggest` the memory model of the run is in the cache by now. Otherwise the model would have to be
         # traced, which takes long.
         is_suggested = config.microbatching.device_train_microbatch_size == 'suggest'
         if is_suggested and dist.get_global_rank() == 0:
@@ -179,9 +182,9 @@ def rehearse(
 ) -> RehearsalReport | None:
     """Runs forward and backward of the heaviest microbatches in the rest of a run; a collective.
 
-    These are at most five, the largest one by each size of :meth:`Candidate.sizes`. If one does not fit, the microbatch
-    size is halved until all of them fit, cut by that size. Then a run whose size is ``auto`` goes on with it, and any
-    other run is refused. Weights do not change; gradients, buffers and random numbers are restored.
+    These are at most five, the largest one by each size of :meth:`Candidate.sizes`. If one does not fit, they are cut
+    again by half the microbatch size, until all of them fit. Then a run with the size ``auto`` goes on with the smaller
+    size, and any other run is refused. Weights do not change; gradients, buffers and random numbers are restored.
 
     Args:
         state: Of a Trainer whose train loader is a :class:`.RegroupingDataLoader`, at ``Event.BATCH_START``.
@@ -208,7 +211,7 @@ def rehearse(
         memory=memory,
         labels_per_sample=labels_per_sample,
     )
-    # Without a size no smaller one can be tried. 1 cannot be halved.
+    # Without a size, 1 stands for it. It cannot be halved, so no smaller size is tried.
     size = state.device_train_microbatch_size or 1
     report = RehearsalReport(num_batches=0, microbatch_size=size)
     candidates, report.num_batches = of_first_rank(partial(heaviest_of_run, run))
@@ -216,7 +219,8 @@ def rehearse(
     max_tokens = run.sampler.rows.options.max_tokens
     longest_sample = int(run.sampler.lengths.max())
     with _leaving_no_trace(state), _room_for_optimizers(state):
-        # A size counts rows of `slot_tokens`, so `max_tokens` shrinks with it. The longest sample must still fit.
+        # A size counts rows of `slot_tokens`, so the token budget shrinks in proportion to it. The longest sample must
+        # still fit into `max_tokens * report.microbatch_size / size`.
         while max_tokens * report.microbatch_size >= longest_sample * size:
             failed = _run_all(run, candidates, report)
             if failed is None:
@@ -234,7 +238,7 @@ def rehearse(
 
 
 def heaviest_of_run(run: PlannedRun) -> tuple[list[Candidate], int]:
-    """Returns the microbatches of a run that are the largest in one of their sizes, and how many batches it has."""
+    """Returns the microbatches of a run that are the largest by one of their sizes, and the number of its batches."""
     heaviest: list[Candidate] = []
     num_batches = 0
     for step, ranks, window in _plans_left(run):
@@ -247,13 +251,14 @@ def heaviest_of_run(run: PlannedRun) -> tuple[list[Candidate], int]:
 
 
 def _largest_by_each_size(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Returns the largest candidate by each of its sizes, the lightest first.
+    """Returns the largest candidate by each size, without repetitions.
 
-    If one does not fit, the lines of the report show how much did fit.
+    The lightest comes first, so that the report shows how much fits before one fails.
     """
     by_total = sorted(candidates, key=lambda candidate: candidate.sizes()[-1])
     sizes = np.array([candidate.sizes() for candidate in by_total])  # (candidates, sizes)
-    # If two have the same size, the one with the larger total wins, which is the last.
+    # If several have the same size, the last of them is chosen, because it has the largest total. argmax() returns the
+    # first, so the rows are reversed.
     chosen = len(by_total) - 1 - sizes[::-1].argmax(axis=0)
     return [by_total[index] for index in np.unique(chosen)]
 
@@ -269,8 +274,8 @@ def _candidates_of_rank(
     Args:
         run: The run.
         step: The step.
-        planned_microbatches: Of the rank. Their indices are places in ``window``.
-        window: Samples of the global batch.
+        planned_microbatches: The planned microbatches of the rank. Their indices are places in ``window``.
+        window: The samples of the global batch, as indices of the dataset.
     """
     split = split_of(run.state.dataloader)
     packs_rows = split is not None and split.packs_rows
@@ -301,10 +306,10 @@ def _shape_of(run: PlannedRun, samples: list[int], width: int) -> BatchShape:
 
 
 def _plans_left(run: PlannedRun) -> Iterator[tuple[int, Sequence[Sequence[Microbatch]], list[int]]]:
-    """Goes through the global batches that are left of a run. Yields step, microbatches of each rank, and samples.
+    """Plans the remaining global batches of a run. Yields for each its step, microbatches of each rank, and samples.
 
     Stops after ``MOST_BATCHES``. If the run ends after a number of tokens or seconds, its number of batches is not
-    known ahead, and as many batches are yielded as an epoch has.
+    known ahead. Then the batches of one epoch are planned.
     """
     state = run.state
     sampler = copy.copy(run.sampler)  # a copy, because the run's own must stay in its epoch
@@ -338,7 +343,7 @@ def _run_all(
     candidates: list[Candidate],
     report: RehearsalReport,
 ) -> Candidate | None:
-    """Runs the candidates one after the other. Returns the first that does not fit on some rank.
+    """Runs the candidates one after the other. Returns the first one that does not fit on some rank; None if all fit.
 
     All ranks run the same microbatches, so that ranks with equal memory fail together. Under FSDP a rank that failed
     without the others would leave them waiting in a collective.
@@ -354,10 +359,10 @@ def _run_all(
 
 
 def _in_order(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Returns the candidates, lightest first. Only the one with the most logits comes right before the heaviest.
+    """Returns the candidates in their order of running: lightest first, but the one with the most logits next to last.
 
-    A microbatch begins with the gradients and the outputs of the one before in memory. If the heaviest one has the most
-    logits itself, it is run twice.
+    The gradients and outputs of a microbatch are still in memory when the next one begins. So the heaviest candidate
+    runs after the one with the largest outputs. If it has the most logits itself, it runs twice.
     """
     heaviest = candidates[-1]
     most_logits = max(candidates, key=lambda candidate: candidate.shape.logits)
@@ -394,11 +399,11 @@ def _run_microbatch(run: PlannedRun, microbatch: Batch) -> None:
             # DDP learns the order of gradients in its first reduction. That one must be in a real step.
             stack.enter_context(model.no_sync())
         with get_precision_context(state.precision, state.precision_config):
-            # Without the labels of all samples, no candidate was chosen for having the most labels. Then all logits are
-            # computed, because a microbatch with more labels may come later.
+            # Logits are selected only if the labels of all samples are known. Otherwise a microbatch with more labels
+            # than the candidates may come later, so all logits are computed.
             if run.accumulation is not None and run.labels_per_sample is not None:
                 run.accumulation.select_logits(state, batch, summed(row_counts_of(microbatch)).loss_tokens)
-            # As in Composer, the outputs of the microbatch before stay in memory until this forward has ended.
+            # As in Composer, the outputs of the last microbatch stay in memory until this forward has ended.
             state.outputs = model(batch)
             loss = inner_model(model).loss(state.outputs, batch)  # pyright: ignore[reportCallIssue]
         # The loss may have several terms, of any shape. How they are added makes no difference to the memory.
@@ -410,11 +415,12 @@ def _microbatches_of(run: PlannedRun, candidate: Candidate, size: float) -> list
     """Reads the samples of a candidate and cuts them into microbatches as in the run."""
     state = run.state
     dataset: Any = cast(RegroupingDataLoader, state.dataloader).dataset
-    # As in a worker of the loader: reads and collates one microbatch for each list.
+    # Reads and collates one microbatch for each list, as a worker of the loader does.
     batch: PreSplitBatch = dataset.__getitems__(RankAssignment(candidate.samples_to_read))
-    # Weights of tokens change the loss, and not the memory. The model does not take them.
+    # Weights of tokens change the loss, but not the memory, and the model has no argument for them.
     batch = batch.map(lambda microbatch: without(microbatch, LOSS_WEIGHTS))
-    rule = 'causal'  # without the algorithm any rule will do, for the same reason
+    # Without the algorithm any rule will do, because it changes the loss, but not the memory.
+    rule = 'causal'
     if run.accumulation is not None:
         rule = run.accumulation.rule or rule
     counted = with_counts(batch, rule)
@@ -424,7 +430,7 @@ def _microbatches_of(run: PlannedRun, candidate: Candidate, size: float) -> list
 
 @contextmanager
 def _leaving_no_trace(state: State) -> Iterator[None]:
-    """Restores gradients, outputs, state of the model and random numbers after this block. The run does not change."""
+    """Restores gradients, outputs, state of the model and random numbers after the block."""
     gradients = [(parameter, parameter.grad) for parameter in state.model.parameters()]
     outputs = getattr(state, 'outputs', ())  # Composer deletes them if memory runs out
     try:
@@ -440,7 +446,7 @@ def _leaving_no_trace(state: State) -> Iterator[None]:
 
 @contextmanager
 def _room_for_optimizers(state: State) -> Iterator[None]:
-    """Occupies, in this block, the memory that optimizers will take in their first step."""
+    """Occupies the memory that optimizers will take in their first step, while the block runs."""
     reserved = []
     if torch.cuda.is_available():
         for optimizer in state.optimizers:
@@ -454,17 +460,17 @@ def _room_for_optimizers(state: State) -> Iterator[None]:
 def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Returns the bytes of the states that an optimizer will have.
 
-    A step with a small parameter shows how many bytes of state there are for each byte of a parameter. Returns 0 if
-    this step fails.
+    It tries a step with a small parameter, which shows how many bytes of state there are for each byte of a parameter.
+    Returns 0 if this step fails.
     """
     parameter_bytes = 0
     for group in optimizer.param_groups:
         for parameter in group['params']:
-            if hasattr(parameter, 'to_local'):  # a DTensor of FSDP2, of which this rank has only a part
+            if hasattr(parameter, 'to_local'):  # a DTensor of FSDP2: this rank has only a part of it
                 parameter = parameter.to_local()
             parameter_bytes += parameter.nbytes
     device = optimizer.param_groups[0]['params'][0].device
-    # So large that a step count and the tables of 8-bit optimizers, which parameters share, make no difference.
+    # So large that a step count makes no difference, nor do the tables that all parameters of an 8-bit optimizer share.
     zeros = torch.zeros(1024, 1024, device=device)
     small = torch.nn.Parameter(zeros)
     small.grad = torch.zeros_like(small)
@@ -497,7 +503,7 @@ def _does_not_fit(
         names.append(str(sample_ids[0]))
     split = split_of(run.state.dataloader)
     if split is None or split.options.slot_tokens is None:
-        # The sampler's `max_tokens` are the budget for every size, so another size would not help.
+        # The token budget is then the sampler's `max_tokens`, whatever the size. So another size would not help.
         remedy = "Lower the sampler's `max_tokens`"
     elif fitting_size:
         remedy = f'Set it to {fitting_size}, with which all that was rehearsed fits'

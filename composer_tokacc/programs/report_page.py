@@ -20,7 +20,7 @@ from composer_tokacc.programs.metrics_file import Series, select
 MOST_POINTS = 400
 """Most points of a curve. If a run has more steps, every second step is drawn, or every third, and so on."""
 MOST_IMAGES = 12
-"""Most images that are shown of an answered sample."""
+"""Most images of an answered sample that are shown."""
 LINE_COLORS = ('#2a78b5', '#c0392b', '#1f9d6b', '#8e5ea2', '#d98c1f', '#5f6b7a')
 WIDTH = 640
 """Width of a chart. This number and the next four are pixels."""
@@ -67,9 +67,9 @@ def write_page(
     """Writes the page: the summary, a chart for each of ``PANELS`` that was logged, ``result.png`` and the answers.
 
     Args:
-        path: The file of the page. The user's function may have put a ``result.png`` beside it.
+        path: The file of the page. The user's function may have put a ``result.png`` next to it.
         title: The name of the run.
-        lines: The summary: pairs of what it is and the figure.
+        lines: The summary, as pairs of a description and a figure.
         metrics: Everything that was logged.
         answers: The model's answers in the last evaluation.
     """

@@ -46,13 +46,13 @@ MONITOR_LINES = (
 class FinishedRun:
     """The argument of the function under ``report.name``, which runs on rank 0.
 
-    The function returns further lines of the summary, as pairs of words and figure, or None.
+    The function returns None, or further lines of the summary, as pairs of a description and a figure.
     """
 
     result: dict[str, Any]
-    """Figures of the run. Additions go to ``result.json``."""
+    """Figures of the run, for ``result.json``. The function may add to them."""
     history: InMemoryLogger
-    """All that was logged in this process. Of a resumed run, only what came after the start."""
+    """Everything that was logged in this process: in a resumed run only since it was resumed."""
     model: HuggingFaceModel
     eval_dataset: Any
     """None without ``dataset.eval``."""
@@ -62,7 +62,7 @@ class FinishedRun:
     is_sharded: bool
     """Whether the ranks divide the model by FSDP. Then rank 0 cannot run it alone."""
     metrics: dict[str, Series] = field(default_factory=dict)
-    """All that was logged in the run, also before it was resumed, from ``metrics.jsonl``."""
+    """Everything that was logged in the run, also before it was resumed, from ``metrics.jsonl``."""
 
     def series(self, name: str) -> tuple[list[int], list[float]]:
         """Returns steps and finite values of a logged metric; empty if nothing logged it."""
@@ -84,7 +84,7 @@ def summarize(
 ) -> dict[str, Any]:
     """Returns the values for ``result.json``.
 
-    Metrics under ``eval`` are those of the last evaluation, metrics under ``token_monitor`` are means over the steps.
+    Metrics under ``eval`` come from the last evaluation. Metrics under ``token_monitor`` are means over the steps.
 
     Args:
         state: The state of the Trainer.
@@ -98,7 +98,7 @@ def summarize(
     monitored = select(metrics, 'token_monitor/*')
     # For the figures of sources see _sources().
     means = {name: fmean(values) for name, (_, values) in monitored.items() if not name.startswith('source/')}
-    has_parts = isinstance(parts.train_dataset, ConcatDataset)  # those of `dataset.parts`
+    has_parts = isinstance(parts.train_dataset, ConcatDataset)  # made from `dataset.parts`
     datasets = parts.train_dataset.datasets if has_parts else [parts.train_dataset]
     skipped = []
     fitted = []
@@ -161,7 +161,7 @@ def write_report(
         parts: Data and model.
         result: See :func:`summarize`.
         metrics: Everything that was logged, also before the run was resumed.
-        history: What was logged in this process.
+        history: Everything that was logged in this process.
         answers: The model's answers in the last evaluation.
     """
     folder = result_folder(config, result['run_name'])
@@ -192,7 +192,7 @@ def write_report(
 
 
 def _lines(result: Section) -> list[tuple[str, str]]:
-    """Returns the lines of the summary as pairs: what it is, and the figure."""
+    """Returns the lines of the summary as pairs of a description and a figure."""
     monitor = result['token_monitor']
     evaluation = result['eval']
     loss = result['loss']
@@ -200,7 +200,7 @@ def _lines(result: Section) -> list[tuple[str, str]]:
     samples = result['samples']
     seconds = f'{result["seconds"]:.0f} s'
     lines = []
-    if result['first_step']:  # resumed, so the seconds are not those of all steps
+    if result['first_step']:  # the run was resumed, so the seconds are only for the steps since then
         lines.append(('steps', f'{steps} ({samples} samples)'))
         lines.append(('steps since this start', f'{steps - result["first_step"]} ({seconds})'))
     else:

@@ -19,7 +19,7 @@ from composer_tokacc.programs.schema import TrainConfig, load_config
 from composer_tokacc.refusals import RefusalError
 
 SECONDS_FOR_LAUNCHER = 10.0
-"""Composer's launcher ends all ranks within these seconds after one has failed."""
+"""After one rank has failed, Composer's launcher ends all others within this time."""
 
 
 def run_program(
@@ -32,10 +32,10 @@ def run_program(
 ) -> int:
     """Runs a program on a YAML file and returns its exit status.
 
-    For a mistake of the user, a fault of the machine and an error of a host (Composer, torch, see ``errors.HOSTS``) it
-    is 2, after one line on the screen. Of a mistake that all ranks raise, only the first rank of each node prints the
-    line and returns 2; the others return 0. A bug of this package and an error of the user's own code are raised. At
-    the log level debug the traceback of every error is printed.
+    After a mistake of the user, a fault of the machine or an error of a host (Composer, torch, see ``errors.HOSTS``),
+    it prints one line and returns 2. If all ranks raise the same mistake, only the first rank of each node prints the
+    line and returns 2, and the others return 0. A bug of this package and an error of the user's own code are raised.
+    At the log level debug the traceback of every error is printed.
 
     Args:
         program: Takes the config and returns the status, None for 0.
@@ -44,7 +44,7 @@ def run_program(
         num_ranks: Ranks that the run is planned for. Default: all ranks of this launch.
         trains: Whether the program trains on this machine and writes the folders of the config.
     """
-    keep_what_is_loaded()  # switches garbage collection on again, except for all objects that are there already
+    keep_what_is_loaded()  # switches garbage collection on again, but not for objects that exist already
     is_checked = False
     try:
         config = load_config(path, overrides)
@@ -63,8 +63,8 @@ def run_program(
         if not message:
             raise
         if has_lost_rank(error):
-            # Usually the rank that failed first has printed its line, and the launcher ends this one now. If a rank
-            # only did not answer, this rank prints its own line.
+            # Usually another rank failed first and has printed its line, and the launcher ends this rank during the
+            # sleep. If a rank did not answer, but has not failed, this rank prints its own line afterwards.
             time.sleep(SECONDS_FOR_LAUNCHER)
         # A mistake that the checks of the config find is raised on all ranks.
         on_all_ranks = isinstance(error, ConfigError) and not is_checked

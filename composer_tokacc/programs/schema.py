@@ -76,7 +76,7 @@ class ModelConfig:
     pretrained: str | None = None
     """Folder or hub name of a Transformers checkpoint."""
     config: dict[str, Any] | None = None
-    """Fresh model: ``model_type`` and the fields of its Transformers config."""
+    """For a fresh model: ``model_type`` and the fields of its Transformers config."""
     freeze: list[str] = field(default_factory=list)
     """Parts that keep their weights, e.g. ``[vision_tower]``. The layers after the vision feature layer of LLaVA
     models always do: no loss reaches them."""
@@ -84,7 +84,7 @@ class ModelConfig:
     """Train an adapter (peft): ``r``, ``alpha``, ``dropout``, ``target_modules``, ``modules_to_save``; ``bits: 4``:
     the base in 4 bits (bitsandbytes, GPU only)."""
     dtype: Literal['float32', 'bfloat16', 'float16'] = 'float32'
-    """Type of the stored weights. ``trainer.precision`` sets that of the computation."""
+    """Type of the stored weights. ``trainer.precision`` sets the type of the computation."""
     attn_implementation: str | None = None
     """``sdpa``, ``flash_attention_2``, ``eager``; null leaves it to Transformers."""
     activation_checkpointing: bool = False
@@ -111,24 +111,24 @@ class LoaderConfig:
     drop_last: bool = True
     """Leave out the last, smaller batch of an epoch."""
     num_workers: Annotated[int, Field(ge=0, le=256)] = 0
-    """Loader processes for each rank; 0 loads in the training process. More than 256 are taken for a slip."""
+    """Loader processes for each rank; 0 loads in the training process. More than 256 are refused as a slip."""
     prefetch_factor: Count | None = None
     """Batches that each worker holds ready; null means torch's default."""
     pin_memory: bool = False
     """Page-locked host memory, for faster copies to a GPU."""
     regroup_ranks: bool = True
-    """Share each global batch among the ranks by length, so that all finish together; which samples it holds stays the
-    same. Reads the dataset once before the first run. Needs ``microbatching.regroup``."""
+    """Share each global batch among the ranks by length, so that all finish together. The samples of a global batch
+    stay the same. Reads the dataset once before the first run. Needs ``microbatching.regroup``."""
     exchange_ranks: bool = False
-    """The same for a streamed dataset, where each rank reads its own samples: they are exchanged after reading. Needs
-    ``microbatching.slot_tokens`` or ``dataset.max_length``."""
+    """The same for a streamed dataset, of which each rank reads its own samples: ranks exchange samples after reading.
+    Needs ``microbatching.slot_tokens`` or ``dataset.max_length``."""
     modality: Literal['mixed', 'per_step'] = 'mixed'
     """``mixed``, or ``per_step``: a global batch has either only samples with images, or only samples without."""
     lengths_folder: Name | None = None
     """Where lengths of samples are kept between runs; null means the user's cache folder."""
     on_other_data: Literal['raise', 'warn'] = 'raise'
-    """A run resumed with other data, processor, vocabulary, adapter or optimizer settings than its checkpoint's, or
-    within an epoch with other batches: ``raise``, or ``warn`` and go on."""
+    """What to do if a resumed run has other data, processor, vocabulary, adapter or optimizer settings than its
+    checkpoint, or goes on within an epoch with other batches: ``raise`` an error, or ``warn`` and go on."""
 
     @property
     def largest_batch(self) -> int:
@@ -188,8 +188,8 @@ class MicrobatchingConfig:
     loss_tokens: Literal['auto', 'causal', 'causal_attended', 'unshifted'] = 'auto'
     """Positions that count: ``causal``, ``causal_attended``, ``unshifted``, or ``auto``: as the model's own loss."""
     on_oversize: Literal['raise', 'warn'] = 'raise'
-    """A row that is over the token budget or another cap by itself: ``raise``, naming it, or ``warn``, naming it, and
-    compute it alone."""
+    """What to do if a single row is over the token budget or another cap: ``raise`` an error that names it, or ``warn``
+    and compute it alone."""
     rehearse: Literal['heaviest', 'none'] | None = None
     """``heaviest``: before the first step of ``train`` the heaviest microbatches of the whole run go forward and
     backward once, so that the run fails for memory then or not at all; null: on GPUs."""
@@ -200,14 +200,14 @@ class TrainConfig:
     """One run. ``algorithms`` and ``callbacks`` map names to arguments, in order, as llm-foundry has them."""
 
     dry_run: bool = False
-    """Do everything but train: config, data, model, first-batch check and rehearsal. Only caches are written."""
+    """Do everything except training: config, data, model, first-batch check and rehearsal. Only caches are written."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 17
     """Seed of weights, order of samples and everything Composer seeds."""
     model: ModelConfig = field(default_factory=ModelConfig)
     dataset: dict[str, Any] = field(default_factory=dict)
-    """``name``, arguments of the dataset, ``processor`` arguments, and in ``eval`` the changes for held-out data. Or
-    ``parts``: the changes, by name, for each of several datasets, each perhaps with ``epochs``, ``weight`` or
-    ``loss_share``."""
+    """``name``, arguments of the dataset, ``processor`` arguments, and in ``eval`` the changes for held-out data. For
+    several datasets, ``parts`` has the changes for each of them, by a name: its arguments, and perhaps ``epochs``,
+    ``weight`` or ``loss_share``."""
     loader: LoaderConfig = field(default_factory=LoaderConfig)
     microbatching: MicrobatchingConfig = field(default_factory=MicrobatchingConfig)
     algorithms: dict[str, dict[str, Any] | None] = field(default_factory=dict)
@@ -244,7 +244,7 @@ class TrainConfig:
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     """Reads a YAML file, changes it by ``key=value`` overrides, and checks each value.
 
-    Whether the sections go together is checked later, by ``check_config``.
+    ``check_config`` later checks whether the sections go together.
 
     Raises:
         ConfigError: For an unreadable file, an unknown key (it names the nearest), a wrong type or range.
@@ -278,7 +278,12 @@ def read_overrides(overrides: Sequence[str]) -> Values:
 def read_options(options: type[Options], overrides: Sequence[str]) -> tuple[Options, list[str]]:
     """Separates overrides of a program's own options from overrides of the config.
 
-    Returns the options as the dataclass, and the overrides of the config.
+    Args:
+        options: The dataclass of the program's options.
+        overrides: All ``key=value`` texts of the command line.
+
+    Returns:
+        The options, and the overrides of the config.
     """
     names = {option.name for option in fields(options)}  # type: ignore[arg-type]
     program_overrides = []
@@ -333,6 +338,9 @@ def merge(cls: type[Options], *layers: Values) -> Options:
     """
     merged: Any = asdict(cls())  # type: ignore[arg-type]
     for layer in layers:
+        for name, value in layer.items():
+            if isinstance(merged.get(name), dict):
+                _check_section(name, value)
         merged = _overlay(merged, layer)
     try:
         values = OmegaConf.to_container(OmegaConf.create(merged), resolve=True, throw_on_missing=True)
@@ -355,6 +363,16 @@ def _overlay(lower: object, upper: object) -> object:
     for key, value in upper.items():
         merged[key] = _overlay(lower.get(key), value)
     return merged
+
+
+def _check_section(path: str, section: object) -> None:
+    """Refuses a section of one layer that is no mapping, because a mapping of a later layer would silently replace it.
+
+    null, ``???`` and a reference such as ``${loader}`` pass, because they are filled in later.
+    """
+    is_filled_in_later = section in (None, '???') or '${' in str(section)
+    if not is_filled_in_later and not isinstance(section, dict):
+        raise ConfigError(path, f'must be a mapping, got: {shorten(section, 200)}. Leave it out for its defaults')
 
 
 def _join(path: str, key: object) -> str:
@@ -383,7 +401,7 @@ def check_arguments(
         target: The class or function. If the program itself supplies some arguments, a ``partial`` with these. They
             are refused in the section, unless ``extra_keys`` has them.
         arguments: The values of the section. Anything but a mapping is refused.
-        hints: Annotations by name that replace the ones of ``target``. They may have names that it does not take.
+        hints: Annotations by name, which replace those of ``target``. It need not take all of these names.
         extra_keys: Keys of the section that are not for ``target``, with their annotations.
     """
     if not isinstance(arguments, Mapping):
@@ -401,7 +419,7 @@ def check_arguments(
     for parameter in parameters:
         if parameter.kind is parameter.VAR_KEYWORD:
             takes_any_name = True
-        # The signature of a partial still has its keywords.
+        # The signature of a partial still has the arguments that the program supplies, so these are skipped.
         elif parameter.kind is not parameter.VAR_POSITIONAL and parameter.name not in names_of_program:
             annotations[parameter.name] = Any if parameter.annotation is parameter.empty else parameter.annotation
             if parameter.default is parameter.empty and parameter.name not in arguments:
@@ -416,7 +434,7 @@ def check_arguments(
 
 
 def check_names(path: str, arguments: Iterable[object], known_names: Iterable[str]) -> None:
-    """Refuses the first of ``arguments`` that is not known. ``path`` is the section that they stand in."""
+    """Refuses the first name in ``arguments`` that is not known. ``path`` is the section with these names."""
     known_list = list(known_names)
     for key in arguments:
         if key not in known_list:
@@ -427,7 +445,7 @@ def _parameters_of(target: Callable[..., Any]) -> Iterable[inspect.Parameter]:
     """Returns the parameters of a class or function."""
     try:
         return inspect.signature(target, eval_str=True).parameters.values()
-    except Exception:  # an annotation is no Python, or names something that is only imported for type checkers
+    except Exception:  # an annotation is a text without meaning here, such as a class only imported for type checkers
         return inspect.signature(target).parameters.values()
 
 
@@ -438,7 +456,7 @@ def check_value(path: str, value: Any, hint: Hint) -> Any:
     or a text is converted if only a tuple, a set, a path, or a similar type fits. A number or a bool in quotes does not
     fit, because hosts treat the text ``'no'`` as true. A value is not checked if pydantic does not know the annotation.
     """
-    # The annotation itself, and what stands in it: also `CostModel` and `None` for `CostModel | None`.
+    # The annotation itself and its parts: for `CostModel | None` also `CostModel` and `None`.
     branches = (hint, *get_args(hint))
     if value is None and NoneType in branches:
         return None
@@ -460,7 +478,8 @@ def check_value(path: str, value: Any, hint: Hint) -> Any:
             if not asks_for_object and detail['msg'] not in messages:
                 messages.append(detail['msg'])
         requirement = ', or '.join(messages) or 'must be left out'
-        # "Input should be less than 1" becomes "must be less than 1". Our own messages follow on "Value error".
+        # "Input should be less than 1" becomes "must be less than 1". Pydantic puts "Value error, " before our own
+        # messages.
         requirement = requirement.replace('Input should ', 'must ').replace('Value error, ', '')
         requirement = requirement.replace('an object', 'a mapping').replace('array', 'list')  # the words for JSON
         raise ConfigError(key_path, f'{requirement}, got: {shorten(repr(wrong_value), 300)}') from error
@@ -469,8 +488,8 @@ def check_value(path: str, value: Any, hint: Hint) -> Any:
 def _fit(value: Any, checker: TypeAdapter) -> Any:
     """Returns the value if it fits the annotation, or else as pydantic reads it from JSON. Raises ValidationError.
 
-    Neither YAML nor JSON has tuples, sets and paths. From JSON pydantic makes them of lists and texts, but it is as
-    strict about numbers and bools as otherwise.
+    Neither YAML nor JSON has tuples, sets and paths. When pydantic reads JSON, it makes them from lists and texts, but
+    stays strict about numbers and bools.
     """
     try:
         checker.validate_python(value)
@@ -485,7 +504,7 @@ def _fit(value: Any, checker: TypeAdapter) -> Any:
 def _place_of(error: ValidationError, path: str, value: object) -> tuple[str, object]:
     """Returns key and value of the first mistake that pydantic found in ``value``, which may be inside a mapping.
 
-    Pydantic gives the keys on the way to it, with names of branches of unions between them: ``('a', 'int', 'b')``.
+    Pydantic gives the keys that lead to it, and between them names of branches of unions: ``('a', 'int', 'b')``.
     """
     keys = error.errors()[0]['loc']
     for key in keys:
@@ -497,7 +516,7 @@ def _place_of(error: ValidationError, path: str, value: object) -> tuple[str, ob
 
 def _checker_of(hint: Hint) -> TypeAdapter | None:
     """Returns pydantic's checker of an annotation; None if pydantic cannot check it."""
-    if isinstance(hint, str):  # its names belong to the module of the class, and not to this one
+    if isinstance(hint, str):  # names in this text belong to the module of the class, and are unknown here
         return None
     config = ConfigDict(strict=True, arbitrary_types_allowed=True, allow_inf_nan=False)
     try:

@@ -74,8 +74,8 @@ SHARE_KEYS = {
 }
 """Keys of a dataset in ``dataset.parts`` that say how much of it is trained, with the ranges of :class:`.Mixture`.
 
-Parts have none of them, or all the same one. A part may lack ``epochs``, and is read once then. With
-``loss_shares_by: weights`` a part may have ``epochs`` beside its ``loss_share``.
+Either no part has such a key, or all have the same one. Only ``epochs`` may be left out in a part, which is then read
+once. With ``loss_shares_by: weights`` a part may have ``epochs`` in addition to its ``loss_share``.
 """
 PART_KEYS = {'name': Any, **SHARE_KEYS}
 """Keys of a dataset in ``dataset.parts`` that are not arguments of its class."""
@@ -85,8 +85,8 @@ SHARD_PLACES = ('local', 'remote', 'streams')
 """Arguments of StreamingDataset that name the shards."""
 
 OpenedLoader = tuple[DataLoader, int | None]
-"""A loader, and the width of a slot in tokens. A microbatch may hold ``device_train_microbatch_size`` times this width.
-None: the width of each device batch."""
+"""A loader, and the width of a slot in tokens. A microbatch may hold ``device_train_microbatch_size`` slots. With None
+a slot is as wide as the device batch."""
 
 
 class NamedParts(ConcatDataset):
@@ -108,10 +108,10 @@ class NamedParts(ConcatDataset):
 class Source(ABC):
     """Opens the samples of a run. :func:`source_of` chooses the subclass.
 
-    A program first calls :meth:`check`, on the config alone. Then it builds the processor, and with it the training set
-    and the eval set. The loaders of both come after the model, because a loader needs its layout.
+    A program first calls :meth:`check`, which needs only the config. Then it builds the processor, and with it the
+    training set and the eval set. The loaders of both come after the model, because a loader needs the model's layout.
 
-    It is not the ``source`` of a sample, which is the name of the dataset that the sample is from.
+    The ``source`` of a sample is something else: the name of the dataset that the sample is from.
     """
 
     def __init__(self, config: TrainConfig) -> None:
@@ -146,8 +146,8 @@ class Source(ABC):
     def settings_of_batches(self) -> dict[str, Any] | None:
         """Returns the settings that decide which samples a batch holds, by their keys in the config.
 
-        A run that resumes within an epoch must have those of its checkpoint, see :class:`.SameData`. None: the dataset
-        itself decides which samples a batch holds.
+        A run that resumes within an epoch must have the settings of its checkpoint, see :class:`.SameData`. The result
+        is None if the dataset itself decides which samples a batch holds.
         """
 
     def by_index(self, dataset: Any) -> Any:
@@ -155,9 +155,9 @@ class Source(ABC):
         return dataset
 
     def build_processor(self) -> Any:
-        """Returns the processor of the checkpoint. A fresh model gets a small one.
+        """Returns the processor of the checkpoint. For a fresh model, builds a small processor.
 
-        Its sizes, if ``dataset.processor`` leaves them out, come from the config of the model.
+        If ``dataset.processor`` leaves out the sizes of the small one, they come from the config of the model.
         """
         arguments = dict(self.section.get('processor') or {})
         if self.config.model.pretrained is not None:
@@ -221,8 +221,8 @@ class Source(ABC):
             processor: The processor of the dataset.
             layout: How tensors of a batch belong to rows.
             is_eval: Whether it is the eval set.
-            model: The model that is trained. With ``accumulate_train_batch_on_tokens`` Composer itself weights the
-                microbatches, by the tokens that count by the loss rule of the model. Not used otherwise.
+            model: The model that is trained. It is only used with ``accumulate_train_batch_on_tokens``: then Composer
+                itself weights the microbatches, by the tokens that the model's loss rule counts.
         """
         loader = self.config.loader
         options = {
@@ -271,9 +271,9 @@ def token_data_spec_of(
     layout: BatchLayout | None = None,
     model: Any = None,
 ) -> DataSpec:
-    """Calls :func:`.token_data_spec` with the keys of the section ``microbatching`` that are arguments of it.
+    """Calls :func:`.token_data_spec` with all keys of the section ``microbatching`` that it has arguments for.
 
-    ``slot_tokens`` comes from the loader, which may have chosen it by the data.
+    ``slot_tokens`` comes from the loader, which may have derived it from the data.
     """
     keys_not_passed_on = ('device_train_microbatch_size', 'device_memory_gib', 'slot_tokens', 'rehearse')
     options = without(vars(config.microbatching), *keys_not_passed_on)
@@ -309,9 +309,11 @@ class FileSource(Source):
             settings[f'loader.{name}'] = getattr(loader, name)
         if not self.has_parts:
             return settings
-        # Without parts both samplers make the same global batches. But RegroupingBatchSampler mixes parts evenly.
+        # With parts `regroup_ranks` matters: RegroupingBatchSampler mixes the parts evenly, DistributedSampler shuffles
+        # them as one dataset. Without parts both samplers make the same global batches.
         settings['loader.regroup_ranks'] = self.config.regroups_ranks
-        # By weights, a share sets the weights of tokens and draws no other samples.
+        # With `loss_shares_by: weights` a share only sets the weights of tokens. It does not change which samples are
+        # drawn.
         keys = ('epochs',) if self.shares_by_weights else tuple(SHARE_KEYS)
         for name, part in self._parts().items():
             for key in keys:
@@ -324,7 +326,7 @@ class FileSource(Source):
         if self.has_parts:
             self._check_parts()
         else:
-            # These keys are not for the class. Without parts, `parts` can only be null.
+            # These keys are not arguments of the class. `parts` can only be null here.
             _check_dataset('dataset', self.section, {'name': Any, 'eval': Any, 'processor': Any, 'parts': None})
         if self.section.get('eval'):
             _check_dataset('dataset.eval', self._eval_section(), {'name': Any})
@@ -344,7 +346,7 @@ class FileSource(Source):
                 if part.keys() & SHARE_KEYS.keys():
                     key_needing_plan = f'dataset.parts.{name}'
         if key_needing_plan is not None:
-            # The error begins with the key, so the message goes on with a second one.
+            # The error begins with the key `loader.regroup_ranks`, so the message goes on with "and".
             message = f'and `microbatching.regroup` must be on for `{key_needing_plan}` as it is set, got: off'
             raise ConfigError('loader.regroup_ranks', message)
 
@@ -367,7 +369,7 @@ class FileSource(Source):
                     '`algorithms.token_accumulation.token_weights: column`, which applies the weights, got: '
                     f'{share_keys_by_part} and token_weights {self.token_weights}',
                 )
-            # `loss_share` only sets the weights of tokens then, so `epochs` may stand beside it.
+            # `loss_share` only sets the weights of tokens then, so a part may have `epochs`, too.
             used_keys.discard('epochs')
         required_keys = used_keys - {'epochs'}  # a part without `epochs` is read once
         is_complete = all(keys >= required_keys for keys in share_keys_by_part.values())
@@ -382,16 +384,17 @@ class FileSource(Source):
             raise ConfigError('dataset.parts', f'must have `loss_share` values that add up to 1, got: {total:g}')
 
     def _parts(self) -> dict[str, dict[str, Any]]:
-        """Returns the settings of each training set by name, completed by the keys that stand beside ``parts``.
+        """Returns the settings of each training set by name, completed by the settings that all parts share.
 
-        Without ``parts`` there is one training set, whose name is empty.
+        The shared settings stand next to ``parts`` in the section. Without ``parts`` there is one training set, with an
+        empty name.
         """
         shared = without(self.section, *SECTION_KEYS)
         parts = self.section['parts'] if self.has_parts else {'': {}}
         return {name: {**shared, **part} for name, part in parts.items()}
 
     def _eval_section(self) -> dict[str, Any]:
-        """Returns the settings of the eval set, completed by the keys of the section that stand beside ``parts``."""
+        """Returns the settings of the eval set, completed by those that it shares with the training sets."""
         return {**without(self.section, *SECTION_KEYS), **self.section['eval']}
 
     def processor_maker(self) -> Callable[..., Any]:
@@ -423,7 +426,8 @@ class FileSource(Source):
         datasets = []
         for name, part in parts.items():
             dataset = self._open(_path_of_part(name), part, extra_keys, processor)
-            # Other datasets do not say whether their samples have weights. If one has none, the run fails at its batch.
+            # Other datasets do not say whether their samples have weights. The run fails at the first batch with a
+            # sample that has none.
             if needs_weights and isinstance(dataset, LlavaDataset):
                 _check_loss_weights(dataset)
             datasets.append(dataset)
@@ -456,8 +460,8 @@ class FileSource(Source):
     def _add_settings_of_run(self, arguments: dict[str, Any], processor: Processor) -> None:
         """Adds settings of other sections to the arguments of a LlavaDataset that measures its samples.
 
-        Only with ``fit`` (makes large samples smaller) or ``on_error: skip`` (leaves out bad ones) does it measure
-        samples when it is opened.
+        It measures them when it is opened, but only with ``fit`` (makes large samples smaller) or ``on_error: skip``
+        (leaves out bad ones).
         """
         fits = arguments.get('fit')
         if fits or arguments.get('on_error') == 'skip':
@@ -466,11 +470,11 @@ class FileSource(Source):
             arguments.setdefault('patch_size', self.patch_size(processor))
         if not fits:
             return
-        # A sample must fit into a microbatch, so the limits of the dataset may be lowered to those of a microbatch.
+        # A sample must fit into a microbatch, so the dataset gets no higher limits than a microbatch has.
         microbatching = self.config.microbatching
         limits = {'max_image_tokens': microbatching.max_image_tokens}
         size = microbatching.device_train_microbatch_size
-        if isinstance(size, int) and microbatching.slot_tokens:  # otherwise the loader sets the budget by the samples
+        if isinstance(size, int) and microbatching.slot_tokens:  # otherwise the token budget depends on the samples
             limits['max_length'] = token_budget(size, microbatching.slot_tokens)
         for name, limit in limits.items():
             if limit is not None:
@@ -535,7 +539,7 @@ class FileSource(Source):
         return RegroupingDataLoader(dataset, batch_sampler=sampler, **options), slot_tokens
 
     def _mixing_options(self, datasets: Sequence[Any], loss_tokens: np.ndarray) -> dict[str, Any]:
-        """Returns the sampler's arguments that follow the ``SHARE_KEYS`` of the parts.
+        """Returns arguments of the sampler, made from the ``SHARE_KEYS`` of the parts.
 
         ``mixture`` says how often samples of each part are drawn, ``loss_shares`` how much their tokens weigh.
 
@@ -551,8 +555,8 @@ class FileSource(Source):
         shares = [part['loss_share'] for part in parts if 'loss_share' in part]
         if shares and not self.shares_by_weights:
             return {'mixture': Mixture.from_loss_shares(sizes, shares, loss_tokens)}
-        # Each sample is drawn once an epoch, unless `epochs` says otherwise. If there are shares, they only set the
-        # weights of tokens (`loss_shares_by: weights`).
+        # Each sample is drawn once an epoch, unless `epochs` says otherwise. Shares, if there are any, only set the
+        # weights of tokens here (`loss_shares_by: weights`).
         epochs = [part.get('epochs', 1) for part in parts]
         loss_shares = LossShares(sizes, shares, loss_tokens) if shares else None
         return {'mixture': Mixture(sizes, epochs=epochs), 'loss_shares': loss_shares}
@@ -582,7 +586,7 @@ def _dataset_class(path: str, name: object) -> Any:
 
 
 def _is_ours(cls: Any) -> bool:
-    """Tells whether a dataset class is LlavaDataset or a subclass. We assume that a subclass has the same arguments."""
+    """Tells whether a dataset class is LlavaDataset or a subclass, which is assumed to take the same arguments."""
     return inspect.isclass(cls) and issubclass(cls, LlavaDataset)
 
 
@@ -622,11 +626,11 @@ class ShardSource(Source):
             self._check_exchange()
 
     def _check_other_split(self) -> None:
-        """Refuses an eval set if any of its shards are those of the training set.
+        """Refuses an eval set that has shards of the training set.
 
-        Called if ``dataset.eval`` names no place of shards; places that it names are not compared. Then both sets read
-        the same streams, and only another ``dataset.eval.split`` makes them differ. A stream that has a ``split``
-        itself ignores it, so such a stream is always refused.
+        It is only called if ``dataset.eval`` does not say where its shards are. Then both sets read the same streams,
+        and only another ``dataset.eval.split`` makes them differ. A stream with a ``split`` of its own ignores that
+        one, so such a stream is always refused.
         """
         training_shards = self._shards(is_eval=False)
         for places, split in self._shards(is_eval=True):
@@ -642,7 +646,7 @@ class ShardSource(Source):
         if not self.config.microbatching.regroup:
             raise ConfigError('loader.exchange_ranks', 'needs `microbatching.regroup`, got: false. Set it')
         if (self.section.get('replication') or 1) > 1:
-            # Ranks that replicate one another read the same samples, which an exchange would take as different ones.
+            # Ranks that replicate one another read the same samples. An exchange would take them for different samples.
             raise ConfigError('loader.exchange_ranks', 'must be false with `dataset.replication`, got: true')
         # With `suggest` the width of a slot is suggested later, together with the size.
         if self.config.microbatching.device_train_microbatch_size != 'suggest':
@@ -655,7 +659,7 @@ class ShardSource(Source):
         from composer_tokacc.data.llava_streaming import LlavaStreamingDataset
 
         own_arguments = dict.fromkeys(inspect.signature(LlavaStreamingDataset).parameters, Any)
-        # The program gives the processor. `kwargs` is no argument: it collects those of StreamingDataset.
+        # The program supplies the processor. `kwargs` is no key: it collects the arguments of StreamingDataset.
         extra_keys = {**without(own_arguments, 'processor', 'kwargs'), 'streams': Sections | None}
         # The section must not have these two, because the section `loader` sets them.
         base_class = partial(StreamingDataset, batch_size=None, shuffle=None)
@@ -694,12 +698,12 @@ class ShardSource(Source):
         config = self.config
         microbatching = config.microbatching
         if is_eval or not config.loader.exchange_ranks:
-            # A DataLoader draws a seed for its workers. A resumed StreamingDataset would draw it after the random
-            # numbers of the run are restored, and change them. Other loaders draw it before, when Composer skips
-            # batches.
+            # A DataLoader draws a seed for its workers when it begins to iterate. In a resumed run with a
+            # StreamingDataset that is after the random numbers of the run were restored, so the draw would change them.
+            # It comes from this generator instead. (Other loaders draw earlier, when Composer skips batches.)
             generator = torch.Generator().manual_seed(config.seed + dist.get_global_rank())
             return StreamingDataLoader(dataset, generator=generator, **options), microbatching.slot_tokens
-        # Reads as a plain loader, and then exchanges samples between the ranks by length.
+        # This loader reads as a plain one does, and then exchanges samples between the ranks by length.
         slot_tokens = self._slot_tokens()
         size = microbatching.device_train_microbatch_size
         if not isinstance(size, int):
@@ -728,9 +732,9 @@ class ShardSource(Source):
     def _arguments(self, *, is_eval: bool) -> dict[str, Any]:
         """Returns the section's arguments of the training set, or of the eval set.
 
-        The eval set has the arguments of the training set, changed by ``dataset.eval``. If this names a place of
-        shards, the places and the ``split`` of the training set are left out. All places are, because ``local`` and
-        ``streams`` exclude each other.
+        The eval set has the arguments of the training set, changed by ``dataset.eval``. If ``dataset.eval`` says where
+        its shards are, all ``SHARD_PLACES`` and the ``split`` of the training set are left out. A single place must not
+        stay, because ``local`` and ``streams`` exclude each other.
         """
         arguments = without(self.section, 'name', 'processor', 'eval', 'parts')
         if not is_eval:
@@ -754,7 +758,7 @@ class ShardSource(Source):
     def texts(self) -> Iterator[str]:
         """Yields the text of every turn. Reads ``local`` if it has all shards, otherwise ``remote``.
 
-        ``remote`` must be a folder then, because nothing is downloaded.
+        In the second case ``remote`` must be a folder, because nothing is downloaded.
         """
         from composer_tokacc.data.llava_streaming import LlavaStreamingDataset
 
@@ -764,7 +768,7 @@ class ShardSource(Source):
                 yield from LlavaStreamingDataset.texts(*folders)
 
     def _shards(self, *, is_eval: bool) -> list[tuple[list[str], str]]:
-        """Returns for each stream the places of its shards (local and remote, if given) and its split.
+        """Returns for each stream a list of its places (``local`` and ``remote``, if given), and its split.
 
         A stream without a split has the split of the dataset, as in StreamingDataset.
         """

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Predicts the memory of a run and suggests its microbatch size, by traces of its own model, optimizer and data.
+"""Predicts the memory of a run and suggests its microbatch size, by traces of the run's model, optimizer and data.
 
 A trace also counts the operations of the model, for MFU (model FLOPs utilization).
 """
@@ -60,9 +60,9 @@ def suggested_microbatch(
     dataset: SampleDataset,
     processor: Processor,
 ) -> tuple[int, int]:
-    """Returns the microbatch size and the slot width of a run whose config says ``suggest``; a collective.
+    """Returns the microbatch size and the slot width for a config that says ``suggest``; a collective.
 
-    Rank 0 decides for the smallest device of all ranks. If it refuses, all ranks do.
+    Rank 0 decides, for the smallest device of all ranks. If it refuses, all ranks raise its error.
     """
     config = source.config
     table = source.measure(dataset, processor)
@@ -71,14 +71,14 @@ def suggested_microbatch(
 
 
 def of_first_rank(compute: Callable[[], OfRank0]) -> OfRank0:
-    """Returns the result that a function has on rank 0; a collective. If it refuses, all ranks do."""
+    """Calls a function on rank 0 and returns its result on all ranks; a collective. All raise its ConfigError, too."""
     outcome: OfRank0 | ConfigError | None = None
     if dist.get_global_rank() == 0:
         try:
             outcome = compute()
         except ConfigError as error:
             outcome = error  # raised below on all ranks, because the others wait for the outcome
-    outcome = from_any_rank(outcome)  # of rank 0, because the others have None
+    outcome = from_any_rank(outcome)  # the one of rank 0, because the others have None
     assert outcome is not None, 'rank 0 has an outcome'
     if isinstance(outcome, ConfigError):
         raise outcome
@@ -114,7 +114,7 @@ def suggest_for_run(
 ) -> SizingReport:
     """Returns the report of :func:`.suggest_microbatching` for a config.
 
-    With ``packing: auto`` there is a report with packing and one without. The one whose steps cost less is returned.
+    With ``packing: auto`` it makes a report with packing and one without, and returns the one with cheaper steps.
 
     Args:
         config: The run.
@@ -125,8 +125,8 @@ def suggest_for_run(
         **measured: Further arguments of :func:`.suggest_microbatching`: ``safety``, or costs measured on the machine.
     """
     microbatching = config.microbatching
-    # With `global_batch_tokens` the ranks need not divide the number of samples. The simulation needs equally many on
-    # each rank, so their number is rounded up.
+    # The simulation needs equally many samples on each rank. With `global_batch_tokens` the mean number of samples may
+    # not be a multiple of the ranks, so it is rounded up.
     samples_of_rank = -(-config.loader.samples_per_batch(table.lengths) // num_ranks)
     reports = []
     packings = [True, False] if microbatching.packing == 'auto' else [bool(microbatching.packing)]
@@ -149,7 +149,7 @@ def suggest_for_run(
             **measured,
         )
         reports.append(report)
-    # A report has figures for samples that are planned over all ranks, and for ranks that split their own samples.
+    # A report has figures for two methods: samples are planned over all ranks, or each rank splits its own samples.
     method = 'planned' if config.regroups_ranks else 'split'
     return min(reports, key=lambda report: report.figures[method].cost)
 
@@ -161,8 +161,8 @@ def memory_of_run(
     table: LengthTable,
 ) -> MemoryModel:
     """Returns the memory model of a run. It is traced without a GPU, and kept in the user's cache folder."""
-    # Flash attention cannot be traced, because it does not run on CPUs. SDPA keeps the same tensors for the backward,
-    # and also a mask if rows are padded. So for flash attention SDPA is traced without a mask.
+    # Flash attention cannot be traced, because it does not run on CPUs. SDPA without a mask is traced instead, because
+    # it keeps the same tensors for the backward. With a mask it would keep the mask, too.
     is_flash = str(config.model.attn_implementation).startswith('flash')
     changes = {'attn_implementation': 'sdpa'} if is_flash else {}
     build = _model_builder(config, processor, **changes)
@@ -170,16 +170,16 @@ def memory_of_run(
     traced_samples = _probe_samples(table)
     traced_sizes = table.select(traced_samples)
     precision = _traced_precision(config)
-    # A trace has no ranks, so it shows only one effect of FSDP. If weights are gathered in half precision, the model
-    # computes with a copy of its weights in that type: `fsdp`. If they are gathered in float32, autocast casts them as
-    # under DDP: `ddp`. _as_sharded() adds the other effects.
+    # A trace has no ranks, so it shows only one effect of FSDP: the type of the weights that the model computes with.
+    # If weights are gathered in half precision, these are copies in that type (`fsdp`). If they are gathered in
+    # float32, autocast casts them as under DDP (`ddp`). _as_sharded() adds the other effects.
     sharding = _sharding(config, precision)
     gathers_half = sharding is not None and sharding.gathered_dtype in (torch.float16, torch.bfloat16)
     strategy = 'fsdp' if gathers_half else 'ddp'
     is_for_gpu = _is_for_gpu(config)
     logits = _logits_of_run(config)
-    # The key holds the whole config of the model, because a checkpoint of the same name may change, and because the
-    # processor sets the vocabulary of a fresh model.
+    # The cache key holds the whole config of the model. The section `model` is not enough, because a checkpoint of the
+    # same name may change, and because the processor sets the vocabulary of a fresh model.
     model_config = read_config(config.model.pretrained, config.model.config, processor)
     key = {
         'model': asdict(config.model),
@@ -190,11 +190,12 @@ def memory_of_run(
         'device': 'gpu' if is_for_gpu else 'cpu',
         'logits': logits,
         'width': width,
-        # The same model needs another trace for other samples: videos have other pixels per token than images.
+        # Other samples need another trace of the same model. For example, a token of a video has other pixels than a
+        # token of an image.
         'samples': {name: getattr(traced_sizes, name).tolist() for name in TABLE_COLUMNS},
     }
 
-    def calibrate(_: object) -> MemoryModel:
+    def calibrate(_: object) -> MemoryModel:  # the argument is the key, which is not needed here
         samples = [dataset[index] for index in traced_samples]
         return calibrate_fake(
             build,
@@ -225,7 +226,7 @@ class Sharding:
     replicas: int
     """Number of groups of ranks that each hold the model once."""
     gathered_dtype: torch.dtype | None
-    """Type in which weights are gathered. None: the type in which they are stored."""
+    """Type in which weights are gathered. With None they are gathered in the type in which they are stored."""
 
 
 def _sharding(config: TrainConfig, precision: str) -> Sharding | None:
@@ -234,7 +235,7 @@ def _sharding(config: TrainConfig, precision: str) -> Sharding | None:
         return None
     settings = config.trainer['parallelism_config']['fsdp']
     if os.environ.get('FSDP_VERSION') == '2':
-        # With an integer only a part of each weight stays gathered. It is counted as the whole one.
+        # If this setting is an integer, only a part of each weight stays gathered. It is counted as all of it.
         keeps_gathered = settings.get('reshard_after_forward', True) is not True
     else:
         strategy = str(settings.get('sharding_strategy', 'FULL_SHARD')).upper()
@@ -257,7 +258,7 @@ def _as_sharded(
     sharding: Sharding,
     num_weights: int,
 ) -> MemoryModel:
-    """Returns the memory model of a run with FSDP, from the one of an unsharded run.
+    """Turns the memory model of an unsharded run into the one of the same run with FSDP.
 
     Args:
         memory: The memory model of the unsharded run.
@@ -270,11 +271,12 @@ def _as_sharded(
         bytes_of_gathered_weight = sharding.gathered_dtype.itemsize
     changes = {'compute_bytes': bytes_of_gathered_weight}
     if sharding.keeps_gathered:
-        # Gathered blocks then stay until the backward, as the weights outside of blocks always do. So all weights count
-        # as outside of blocks.
+        # Gathered blocks then stay until the backward. Weights outside of blocks always do, so all weights are counted
+        # as such.
         changes |= {'outside': num_weights, 'block': 0}
     for name in ('parameters', 'gradients', 'optimizer', 'optimizer_step'):
-        # The memory model divides these bytes by all ranks, but a replica is only divided among `ranks / replicas`.
+        # The memory model divides these bytes by the number of all ranks, but a replica is only divided among
+        # `ranks / replicas` of them.
         changes[name] = sharding.replicas * getattr(static, name)
     return replace(memory, strategy='fsdp', static=replace(static, **changes))
 
@@ -290,8 +292,8 @@ def _traced_precision(config: TrainConfig) -> str:
 def _is_for_gpu(config: TrainConfig) -> bool:
     """Returns whether memory is predicted for a GPU.
 
-    ``trainer.device`` decides. Without it, a config that names the memory of a device means a GPU, and otherwise this
-    machine's device counts.
+    ``trainer.device`` decides. Without it, a config with ``device_memory_gib`` means a GPU. Without both, the device of
+    this machine decides.
     """
     device = config.trainer.get('device')
     if device is None and config.microbatching.device_memory_gib is None:
@@ -300,9 +302,9 @@ def _is_for_gpu(config: TrainConfig) -> bool:
 
 
 def _logits_of_run(config: TrainConfig) -> str:
-    """Returns at which positions the run computes logits, as an argument of :func:`.calibrate_fake`.
+    """Returns the argument ``logits`` of :func:`.calibrate_fake`: at which positions the run computes logits.
 
-    All logits are computed without TokenAccumulation, for metrics of training, and by a compiled model.
+    A run computes all logits without TokenAccumulation, with metrics of training, and with a compiled model.
     """
     for algorithm in build_all('algorithms', config.algorithms):
         if isinstance(algorithm, TokenAccumulation):
@@ -336,7 +338,7 @@ def watch_flops(
     if dist.get_global_rank() == 0:
         say('counting the operations of the model ...')
         coefficients = _flop_coefficients(source.config, dataset, processor, table)
-    coefficients = from_any_rank(coefficients)  # only these, because each rank makes the layout from its own model
+    coefficients = from_any_rank(coefficients)  # the layout is not sent: each rank makes it from its own model
     monitor.flops = None
     if coefficients is not None:
         layout = BatchLayout.for_model(model)
@@ -347,8 +349,8 @@ def _flop_coefficients(
     config: TrainConfig, dataset: SampleDataset, processor: Processor, table: LengthTable
 ) -> Mapping[str, float] | None:
     """Returns the coefficients of the run's :class:`.FlopModel` by a trace; None if the trace fails."""
-    # Eager attention, because only its matrix products are counted. No checkpointing, because MFU leaves out what is
-    # computed again.
+    # Eager attention, because the trace does not see the matrix products inside of other kinds. No checkpointing,
+    # because MFU leaves out recomputed operations.
     build = _model_builder(config, processor, attn_implementation='eager', activation_checkpointing=False)
     try:
         samples = [dataset[index] for index in _probe_samples(table)]
@@ -360,16 +362,19 @@ def _flop_coefficients(
 
 
 def _model_builder(config: TrainConfig, processor: Processor | None, **changes: Any) -> Callable[[], Any]:
-    """Returns a function that makes the run's model without loading its weights.
+    """Returns a function that builds the run's model, but does not load its weights.
 
-    ``changes`` replace settings of the section ``model``.
+    Args:
+        config: The run.
+        processor: The processor of the run; None without one.
+        **changes: Settings that replace those of the section ``model``.
     """
     settings = {**without(asdict(config.model), 'train_metrics'), **changes}
     return partial(build_transformers_model, processor=processor, load_weights=False, **settings)
 
 
 def _on_meta_device(build: Callable[[], Any]) -> Any:
-    """Builds a model that has shapes, but no numbers."""
+    """Builds a model with shapes, but without values."""
     with torch.device('meta'):
         return build()
 
@@ -380,7 +385,7 @@ def runs_on_gpu(config: TrainConfig) -> bool:
 
 
 def device_memory_gib(config: TrainConfig) -> float:
-    """Returns the memory of this rank's device in GiB, as in the config or of this machine.
+    """Returns the memory of this rank's device in GiB, from the config, or else measured on this machine.
 
     On CPU it is the host's memory divided by its ranks.
     """
@@ -395,7 +400,8 @@ def device_memory_gib(config: TrainConfig) -> float:
 def _probe_samples(table: LengthTable) -> list[int]:
     """Returns the indices of at most three samples to trace.
 
-    These are the shortest one without images, and of the others those with the fewest and the most image tokens.
+    These are the shortest sample without images, and of the samples with images those with the fewest and the most
+    image tokens.
     """
     indices = []
     without_images = np.flatnonzero(table.image_tokens == 0)

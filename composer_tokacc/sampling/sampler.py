@@ -43,8 +43,8 @@ from composer_tokacc.sampling.rank_assignment import RankAssignment
 
 Result = TypeVar('Result')
 
-_SEEDS = (-(2**62), 2**62)
-"""Least and greatest seed and epoch. Torch draws the order of an epoch with their sum, which must fit into 64 bits."""
+_GREATEST_SEED = 2**62
+"""Greatest seed and epoch. Torch draws the order of an epoch with their sum, which must fit into 64 bits."""
 
 
 class RegroupingBatchSampler(DistributedSampler):
@@ -154,7 +154,7 @@ class RegroupingBatchSampler(DistributedSampler):
         _check_integer('rank', rank, 0, num_replicas - 1)
         check_choice('shuffle', shuffle, (True, False))
         check_choice('drop_last', drop_last, (True, False))
-        _check_integer('seed', seed, *_SEEDS)
+        _check_integer('seed', seed, -_GREATEST_SEED, _GREATEST_SEED)
         super().__init__(dataset, num_replicas, rank, shuffle, int(seed), drop_last)
         # Torch's class counts repeated samples, too, and Composer's evaluation drops as many samples as this number
         # exceeds the dataset by. Here no sample is repeated, so none must be dropped.
@@ -271,7 +271,8 @@ class RegroupingBatchSampler(DistributedSampler):
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch of the next iteration, which starts at batch 0 if this is not the present epoch."""
-        _check_integer('epoch', epoch, *_SEEDS)
+        # Epochs are counted from 0. A mixture has no samples before its first epoch.
+        _check_integer('epoch', epoch, 0, _GREATEST_SEED)
         if epoch != self.epoch:
             self.first_batch = 0
         super().set_epoch(int(epoch))

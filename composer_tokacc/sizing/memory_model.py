@@ -121,7 +121,7 @@ class StaticBytes:
         if strategy == 'fsdp':
             # Two blocks are gathered: one runs, the next is fetched.
             gathered_weights = self.outside + 2 * self.block
-            # Gradients are whole until FSDP reduces them. Those of a block are reduced in a float32 copy.
+            # Gradients are whole until FSDP reduces them. For this it copies the gradients of a block in float32.
             whole_gradients = self.trained_outside + self.trained_block
             float32_bytes = 4 * self.trained_block
             gathered_bytes = (gathered_weights + whole_gradients) * self.compute_bytes + float32_bytes
@@ -310,9 +310,9 @@ class MemoryModel:
         at_microbatch = sum(self.terms(shape, num_ranks=num_ranks).values())
         at_optimizer = self.static.optimizer_peak(self.strategy, num_ranks)
         if 'forward' in self.phases:  # always, if the model was traced
-            # The Trainer holds the logits of a microbatch until those of the next one exist. So the logits of the last
-            # microbatch are in memory in the optimizer's step. The phase `forward` ends before new logits exist, so
-            # all logits in it are such old ones, and its fit predicts their bytes.
+            # The Trainer holds the logits of a microbatch until the next microbatch has its own. So the logits of the
+            # last microbatch are in memory in the optimizer's step. The fit of the phase `forward` predicts their
+            # bytes: this phase ends before new logits exist, so it holds only the logits of the microbatch before.
             at_optimizer += self.phases['forward'].predict(shape)['logits']
         return max(at_microbatch, at_optimizer)
 

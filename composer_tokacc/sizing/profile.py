@@ -76,7 +76,7 @@ class SampleSizes:
         return min(float(shares.max()), 1.0)
 
     def loss_tokens_of(self, samples: np.ndarray) -> np.ndarray | None:
-        """Returns how many positions of each of these samples carry loss; None if unknown. `samples` are indices."""
+        """Returns the loss tokens of the samples with these indices, int64 (samples,); None if unknown."""
         return None if self.loss_tokens is None else self.loss_tokens[samples]
 
     def names(self, chosen: np.ndarray) -> list[str]:

@@ -26,8 +26,8 @@ class SizeRow:
     """Padding, time and memory with one microbatch size."""
 
     size: int
-    """Microbatch size, in rows of ``SizingReport.slot_tokens``. Stock Composer is simulated with as many of its own
-    rows, even if they do not fit into memory."""
+    """Microbatch size, in rows of ``SizingReport.slot_tokens``. Stock Composer is simulated with the same number of its
+    own padded rows, even if they do not fit into memory."""
     figures: dict[str, StepFigures]
     """Figures of a step by method: ``stock``, ``split``, ``planned``."""
     peak_gib: float
@@ -64,7 +64,7 @@ class SizingReport:
     """At how many positions a microbatch of the suggested size computes logits, at most."""
     stock_microbatch_size: int
     """Largest safe microbatch size of stock Composer at the same memory, in rows. 0: even one row may not fit. The
-    figures of stock Composer are then those of one row."""
+    figures of stock Composer are then for one row."""
     regroup: bool
     width_multiple: int
     packing: bool
@@ -148,7 +148,7 @@ class SizingReport:
         return f'({microbatches}) rows x {self.num_ranks} ranks = {self.global_batch_size} samples a step'
 
     def yaml(self) -> str:
-        """Returns the lines to paste into a run's YAML file. If the cost model was measured, they hold that one."""
+        """Returns the lines to paste into a run's YAML file. They have the measured cost model, if there is one."""
         names = (
             'device_train_microbatch_size',
             'slot_tokens',
@@ -176,7 +176,7 @@ class SizingReport:
         warning = warning_of_residual(self.memory_residual)
         if warning is not None:
             warnings.append(warning)
-        # Samples that are too large are also over a cap. If there are any, only these are named.
+        # Samples that are too large are over a cap, too. Only they are named if there are any.
         if self.too_large:
             warnings.append(warning_of_too_large(self.too_large))
         elif self.oversize:
@@ -233,7 +233,7 @@ def _changed_terms(cost: CostModel) -> dict[str, float]:
     defaults = asdict(CostModel())
     changed = {}
     for name, value in asdict(cost).items():
-        # The run cuts by units of cost, so it needs no seconds.
+        # The run compares costs in units, so it needs no seconds.
         if name != 'seconds_per_token' and value != defaults[name]:
             changed[name] = value
     return changed

@@ -83,9 +83,9 @@ class BatchShape:
 
 
 def logit_positions(num_labels: int, num_positions: int) -> int:
-    """Returns at how many positions of a microbatch a run with logits at labels computes them.
+    """Returns the number of positions of a microbatch with logits, if the run computes them only at labels.
 
-    It is one more than there are labels, because a model that shifts labels drops the last position. If nearly all
+    It is the number of labels plus one, because a model that shifts labels drops the last position. If nearly all
     positions have a label, the run computes all logits.
     """
     if is_worth_selecting(num_labels, num_positions):
@@ -123,10 +123,10 @@ def probe_batches(
     samples: Sequence[Batch],
     width: int,
 ) -> list[Batch]:
-    """Returns batches of real samples, widened with padding, to fit a model of memory or operations to them.
+    """Returns batches to which a model of memory or operations can be fitted.
 
-    Text gives four batches, images give five or six. The first batch is small, and has an image if any sample has one.
-    Each batch repeats one sample.
+    Each batch repeats one real sample, and is widened with padding. There are four batches for text, and five or six
+    for images. The first batch is small, and has an image if any sample has one.
 
     Args:
         layout: Layout of the model's batches.
@@ -143,9 +143,9 @@ def probe_batches(
             with_images.append(sample)
         else:
             without_images.append(sample)
-    # Sample, number of rows, and width of each batch. They vary independently. Otherwise tokens, rows x width^2 and
-    # image tokens would grow in proportion, and a fit could not tell them apart. `widest` leaves room for the shortest
-    # sample in the narrowest batch, and for padding after the longest sample.
+    # Sample, number of rows, and width of each batch. These three vary independently. Otherwise tokens, rows x width^2
+    # and image tokens would grow in proportion, and a fit could not tell them apart. `widest` is large enough that the
+    # shortest sample fits into the narrowest batch, and that padding follows the longest sample.
     if with_images:
         shortest, longest = with_images[0], with_images[-1]
         widest = max(width, 2 * _length(shortest), _length(longest) + 1)

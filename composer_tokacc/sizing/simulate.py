@@ -62,7 +62,8 @@ def draw_batches(
 ) -> list[np.ndarray]:
     """Returns the sample indices of the first full global batches of a run, each int64 (samples,).
 
-    At most as many as the first epoch has. If the dataset has fewer samples than a batch, there is one batch of all.
+    There are at most as many as the first epoch has. If the dataset has fewer samples than a batch, there is one batch
+    with all of them.
     """
     size = min(global_batch_size, num_samples)
     num_batches = min(num_batches, num_samples // size)
@@ -154,7 +155,7 @@ def _microbatches_of_ranks(
     microbatch_rows: int,
     options: CutOptions,
 ) -> list[list[_ComputedMicrobatch]]:
-    """Returns the microbatches of a global batch that each rank computes, rank by rank.
+    """Returns for each rank the microbatches of a global batch that it computes.
 
     Unless batches are planned, ranks without a sample are left out.
     """
@@ -182,7 +183,7 @@ def _planned_microbatches(
         # The plan only decides which samples the rank reads. Then the rank packs them itself.
         assignment = RankAssignment.from_plan(planned, batch)
         return _cut_by_split(table, np.array(list(assignment)), options)
-    # These include the dummies that the plan gives to ranks without samples. Equal counts may need more dummies.
+    # These include dummies, which the plan gives to ranks without samples. _add_dummy_rows() may add more.
     microbatches = []
     for microbatch in planned:
         samples = batch[list(microbatch.indices)]

@@ -5,9 +5,9 @@
 
 A microbatch size counts slots: rows of ``slot_tokens`` tokens. It sets the token budget of a microbatch,
 ``size x slot_tokens``. For example size 4 with slots of 2,048 tokens gives a budget of 8,192 positions, for 4 rows of
-2,048 or for 16 rows of 512. A microbatch may have further caps, of image tokens and of loss tokens. A sample that is
-over the budget or over a cap by itself goes alone: it is the only row of its microbatch, and may need more memory than
-any microbatch within the caps.
+2,048 or for 16 rows of 512. A microbatch may have further caps, of image tokens and of loss tokens. If a single sample
+is over the budget or over a cap, it goes alone: it is the only row of its microbatch, and may need more memory than any
+microbatch within the caps.
 
 :class:`Capacity` finds the largest budget that fits in the worst case, by the memory model.
 :func:`suggest_microbatching` turns it into a size, and fills the report. :class:`_RunBySize` has the figures of each
@@ -97,10 +97,10 @@ class Capacity:
         )
 
     def most_logits(self, tokens: int) -> int:
-        """Returns at how many positions a microbatch with this many positions computes logits, at most.
+        """Returns the largest number of logits that a microbatch with this many positions may compute.
 
-        With logits at labels, a microbatch with L labels computes L + 1 of them. If L is at least ``DENSE`` times its
-        positions, it computes all; see ``logit_positions``.
+        With logits at labels, a microbatch with L labels computes logits at L + 1 positions. If L is at least ``DENSE``
+        times the number of positions, it computes them at all positions; see ``logit_positions``.
         """
         if self.memory.logits == 'all':
             return tokens
@@ -132,7 +132,7 @@ class Capacity:
         return min(largest, tokens)
 
     def of_stock_composer(self) -> Capacity:
-        """Returns the capacity of stock Composer, which has neither cap, rounds no width and computes all logits."""
+        """Returns the capacity of stock Composer. It has no caps, rounds no widths and computes all logits."""
         memory = replace(self.memory, logits='all')
         return replace(self, memory=memory, max_image_tokens=None, max_loss_tokens=None, width_multiple=1)
 
@@ -230,7 +230,7 @@ def suggest_microbatching(
     stock_tokens = capacity.of_stock_composer().max_tokens()
     stock_rows = stock_tokens // int(table.tokens.max())  # it pads every row to the longest
     stock_size = min(stock_rows, rows_per_rank)
-    # What limits the size.
+    # The part that limits the size.
     max_tokens = token_budget(size, slot)
     fitting_image_tokens = capacity.fitting_image_tokens(max_tokens) if table.image_tokens.any() else None
     worst_terms = capacity.terms(max_tokens)
@@ -336,7 +336,8 @@ class _RunBySize:
         table = self.capacity.table
         peaks = np.zeros(len(table))
         for sample in np.flatnonzero(self.goes_alone(1)).tolist():
-            # Shares of other samples do not count, and the cap of loss tokens does not bound a sample that is over it.
+            # A table with only this sample, because the shares of other samples do not count. No cap of loss tokens,
+            # because this sample may be over it.
             samples = np.array([sample])
             sizes = SampleSizes(
                 tokens=table.tokens[samples],

@@ -94,9 +94,9 @@ class MicrobatchTimer(Callback):
         self._encoder_seconds += self._now() - self._encoder_started
         for tensor in tree_iter(output):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                tensor.register_hook(self._gradient_arrives)
+                tensor.register_hook(self._note_gradient)
 
-    def _gradient_arrives(self, gradient: torch.Tensor) -> None:
+    def _note_gradient(self, gradient: torch.Tensor) -> None:
         # The encoder comes first in the forward pass, so it comes last in the backward pass. All time after this
         # moment is spent in the encoder.
         if self._gradient_arrived is None:
@@ -159,11 +159,11 @@ class MicrobatchTimer(Callback):
 
 
 def fit_cost(timers: Sequence[MicrobatchTimer], *, quadratic: float) -> tuple[CostModel, float]:
-    """Fits a cost model to timed microbatches. Returns it, and the median of the other seconds of a step.
+    """Fits a cost model to timed microbatches. Returns it, and the median seconds of a step outside of microbatches.
 
-    If the vision encoder was timed, all images of a row together cost ``a * p^2 + b * p + c`` in it, where ``p`` is the
-    sum of their patches. The rest of a microbatch then costs only by its text. If the encoder was not timed, an image
-    costs by its tokens.
+    If the vision encoder was timed, it spends ``a * p^2 + b * p + c`` on all images of a row together, where ``p`` is
+    the sum of their patches. The time outside of the encoder then depends only on the text. If the encoder was not
+    timed, images cost by their tokens.
 
     Args:
         timers: Timers of runs with microbatches of many shapes.
@@ -196,7 +196,7 @@ def fit_cost(timers: Sequence[MicrobatchTimer], *, quadratic: float) -> tuple[Co
     features = np.array(text_rows, dtype=np.float64)
     has_patches = vision_features[:, 1] > 0
     per_square = per_patch = per_row_with_images = 0.0
-    # No encoder was timed if the model has none of the names in `media_modules`.
+    # No encoder was timed if `media_modules` finds none in the model.
     if has_patches.any() and (vision_seconds[has_patches] > 0).all():
         vision_fit = relative_fit(vision_features[has_patches], vision_seconds[has_patches])
         per_square, per_patch, per_row_with_images = vision_fit.tolist()

@@ -201,7 +201,7 @@ class MemoryTracker(TorchDispatchMode):
             module.register_forward_hook(self._leave_encoder)
 
     def find_parameters(self, model: nn.Module) -> None:
-        """Notes the memory of all parameters and buffers. Needed again when the model has new ones."""
+        """Notes the memory of all parameters and buffers. Must be called again when the model has new ones."""
         parameters = [*model.parameters(), *model.buffers()]
         self._parameters = {storage_key(tensor) for tensor in parameters}
 

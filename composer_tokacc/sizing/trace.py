@@ -114,7 +114,8 @@ class StepTracer:
     ) -> None:
         check_choice('precision', precision, tuple(AUTOCAST))
         check_choice('strategy', strategy, ('ddp', 'fsdp'))
-        # A model may also compute with real tensors that were made before, such as a constant of its module.
+        # Real inputs are allowed, because a model may compute with a tensor that exists already, such as a constant of
+        # its module.
         self._mode = SharedFakeMode(allow_non_fake_inputs=True)
         with self._mode, let_fake_weights_be_swapped():  # `build` may cast weights
             self.model: Any = transformers_model(build())
@@ -178,8 +179,7 @@ class StepTracer:
         """Adds hooks to the model that call `end_phase` with the name of each phase except the last (``PHASES``)."""
 
         def end_at_gradient(name: str, values: object) -> None:
-            # A hook on the tensor. With a backward hook on the module, torch would forbid the model to change the
-            # tensor in place.
+            # Not a backward hook on the module, because with one torch forbids the model to change the tensor in place.
             for value in tree_iter(values):
                 if isinstance(value, torch.Tensor) and value.requires_grad:
                     value.register_hook(partial(end_phase, name))
@@ -492,7 +492,8 @@ def _flops_of_logits(model: Any) -> float:
     weight = getattr(output_embedding(model), 'weight', None)
     if weight is None:
         return 0.0
-    # One product is in the forward, one for the gradient of the hidden states, one for that of the weight.
+    # The forward has one product. The backward has one for the gradient of the hidden states, and one for the gradient
+    # of the weight.
     num_products = 3 if weight.requires_grad else 2
     # A product takes two operations for each entry of the weight.
     return 2.0 * num_products * weight.numel()

@@ -318,6 +318,21 @@ def test_size_is_short_for_long_name(tmp_path):
     assert 'got: both' in refusal_of(DIGITS, *two_names)
 
 
+@pytest.mark.parametrize('value', ['4', '[4]', 'auto'])
+def test_override_inside_no_section(tmp_path, value):
+    file = tmp_path / 'a.yaml'
+    file.write_text(f'microbatching: {value}')
+    for override in ('microbatching.x=1', 'microbatching.size=1'):
+        assert refusal_of(file, override).startswith('`microbatching` must be a mapping, got: ')
+
+
+@pytest.mark.parametrize('value', ['null', '???', '${loader}'])
+def test_override_fills_a_section(tmp_path, value):
+    file = tmp_path / 'a.yaml'
+    file.write_text(f'microbatching: {value}')
+    assert microbatch_size(file, 'microbatching.size=1') == 1
+
+
 def test_missing_package_of_a_dataset(monkeypatch):
     monkeypatch.setitem(sys.modules, 'streaming', None)  # as if it were not installed
     message = refusal_of(ROOT / 'yamls' / 'llava_streaming.yaml', 'dataset.local=shards')

@@ -177,7 +177,7 @@ def test_epoch_order_is_made_once(monkeypatch):
 
     monkeypatch.setattr(torch, 'randperm', counted)
     sampler = build(500, 12)
-    for num_orders, epoch in enumerate((0, -1), start=1):  # set_epoch takes any integer, as torch's does
+    for num_orders, epoch in enumerate((0, 1), start=1):
         sampler.set_epoch(epoch)
         expected = [sorted(assignment) for assignment in sampler]
         assert len(expected) == len(sampler)
@@ -195,6 +195,12 @@ def test_state_of_other_keys_is_refused():
             sampler.load_state_dict(bad_state)
     with pytest.raises(ValueError, match=r'`more` .*, got: None, saved: 1'):
         sampler.load_state_dict({**state, 'more': 1})
+
+
+@pytest.mark.parametrize('options', [{}, {'mixture': Mixture([32, 64])}])
+def test_epochs_below_zero_are_refused(options):
+    with pytest.raises(ValueError, match=r'`epoch` must be an integer from 0 to \d+, got: -1'):
+        build(96, 12, **options).set_epoch(-1)
 
 
 def test_sampler_skips_only_within_an_epoch():

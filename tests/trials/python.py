@@ -199,6 +199,10 @@ FUNCTIONS: dict[str, tuple[Callable[[], Any], str]] = {
     'weights that are integers': (weighted(torch.ones(3, dtype=torch.long)), WORKS),
     'loss shares that are a number': (lambda: sampler(loss_shares=3), '`loss_shares`'),
     'an epoch of 70 bits': (lambda: sampler(num_replicas=1, rank=0).set_epoch(2**70), '`epoch`'),
+    'an epoch before the first': (
+        lambda: sampler(num_replicas=1, rank=0).set_epoch(-1),
+        '`epoch` must be an integer from 0',
+    ),
     'gradients that are no function': (invariance(3), '`gradients`'),
     'microbatches of one and a half rows': (invariance(microbatch_sizes=[1.5]), '`microbatch_sizes`'),
     'half a document': (isolation(documents=torch.tensor([[0, 0.5, 1]])), '`documents`'),
