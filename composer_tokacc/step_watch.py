@@ -40,24 +40,25 @@ has, with -inf or with the smallest number of the type, which is -65504 in float
 class StepWatch:
     """Lists faults of the gradient of one optimizer step; a context around the step.
 
-    Hooks in the graph of autograd show when a backward starts. Then the weights must still be those at the start of the
-    last backward, and the gradients those at its end. At the start of a backward, the last one is the one before it.
+    Hooks in the graph of autograd show when a backward starts. Then the weights must be the same as at the start of the
+    backward before, and the gradients the same as at its end. In this class, the last backward is the last one that has
+    started. At the start of a backward it is still the one before.
 
-    The first forward is repeated, to see whether a forward writes state on which the next one depends.
+    The first forward is repeated twice, to see whether a forward writes state on which the next one depends.
 
     With FSDP1 weights and gradients are not compared, because it moves them between two backwards.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.faults: list[str] = []
-        """Sentences, of this rank. Complete when the context ends."""
+        """A sentence for each fault that was found on this rank. The list is complete when the context ends."""
         self.gradients_at_step: dict[str, Checksum] = {}
-        """Gradients that an optimizer used in its last step. Those of sharded parameters are left out."""
+        """Gradients that an optimizer used in its last step. Sharded parameters are left out."""
         self._model = inner_model(model)
         parameters = self._model.named_parameters()
         trained = {name: parameter for name, parameter in parameters if parameter.requires_grad}
         self._trained_ids = {id(parameter) for parameter in trained.values()}
-        """Identities of all trained parameters. Unlike ``_parameters`` they include those of FSDP1."""
+        """The ``id()`` of each trained parameter, with FSDP1, too. ``_parameters`` is empty with FSDP1."""
         # By the name of the class, because a newer torch may have no FSDP1.
         classes = {type(module).__name__ for module in self._model.modules()}
         self._parameters = {} if 'FullyShardedDataParallel' in classes else trained
@@ -147,6 +148,7 @@ class StepWatch:
             )
 
     def _on_backward_end(self) -> None:
+        """Keeps the gradients, to compare them when the next backward starts."""
         self._gradients_at_end = self._gradient_checksums()
         self._in_backward = False
 
@@ -193,7 +195,7 @@ class StepWatch:
             self._inputs = args, kwargs
 
     def _after_forward(self, module: torch.nn.Module, inputs: object, outputs: Any) -> None:
-        """Watches for the backward. Repeats the first forward twice, to see whether the second one is different."""
+        """Adds a hook that sees the backward. Repeats the first forward twice, and compares the two sets of logits."""
         if module is not self._model:  # copies of the model have its hooks
             return
         if self._in_backward and not is_in_backward():
@@ -206,8 +208,8 @@ class StepWatch:
         logits = logits_of(outputs)
         if logits is None or logits.grad_fn is None:
             return
-        # A backward reaches the logits first. With FSDP2 it never reaches the nodes of `__enter__`, because the forward
-        # uses gathered parameters.
+        # A backward reaches the logits before any parameter. With FSDP2 it never reaches the nodes that `__enter__`
+        # hooks, because the forward uses gathered parameters.
         node, _ = edge_of(logits)
         assert node is not None  # the logits have a graph
         node.register_prehook(self._on_backward_start)
@@ -229,7 +231,7 @@ def _difference_of_forwards(
     args: Any,
     kwargs: Any,
 ) -> tuple[float, list[str]]:
-    """Returns the relative difference of the logits of two equal forwards, and the names of the state that they write.
+    """Runs a forward twice. Returns the relative difference of the logits, and the names of the state that it writes.
 
     Leaves the module as it is.
     """
@@ -289,9 +291,10 @@ def _changed_names(before: Mapping[str, object], after: Mapping[str, object]) ->
 
 
 def unequal_on_ranks(gradients_by_rank: Sequence[Mapping[str, Checksum]]) -> list[str]:
-    """Returns the names of the gradients that differ between ranks; none if any gradient is the same on all ranks.
+    """Returns the names of the gradients if none of them was averaged over the ranks, so that all differ between ranks.
 
-    Some gradients may differ, because ranks have other experts. If all differ, none was averaged.
+    If any gradient is the same on all ranks, returns no names. The other gradients may differ then, because ranks may
+    have different experts.
 
     Args:
         gradients_by_rank: ``StepWatch.gradients_at_step`` of each rank.
