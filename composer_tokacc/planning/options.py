@@ -39,7 +39,7 @@ class CostModel:
         vision_per_image: Cost of the vision encoder for one image of any size.
         vision_per_patch: Cost of the vision encoder for one patch.
         vision_per_square: Factor of the squared number of patches of an image: attention over the whole image.
-        launch: Fixed cost of a microbatch of any size. With zero, microbatches of one row would have no price.
+        launch: Fixed cost of a microbatch of any size. With zero, microbatches of one row would be the cheapest.
         document: Fixed cost of attention for one document of a packed row.
         seconds_per_token: Seconds of one unit, if the model was fitted to measured times. Plans do not use it.
 
@@ -113,8 +113,8 @@ def token_budget(microbatch_size: float, slot_tokens: int) -> int:
 
 
 def mean_samples(lengths: np.ndarray, tokens: int) -> int:
-    """Returns how many samples of mean length have ``tokens`` tokens together, rounded up."""
-    return -(-len(lengths) * tokens // int(lengths.sum()))
+    """Returns the number of samples of mean length that have ``tokens`` tokens together, rounded up."""
+    return -(-len(lengths) * tokens // int(lengths.sum()))  # tokens / mean length, in exact integers
 
 
 def check_count(name: str, value: Any) -> None:
@@ -152,7 +152,7 @@ def check_choice(
 
 
 def check_state(state: Any, keys: set[str], *, counts: Sequence[str] = ()) -> None:
-    """Raises ValueError unless a state to load has these keys, and an integer from 0 under each key in ``counts``."""
+    """Raises ValueError unless a state to load has these keys. Under those in ``counts`` it must have integers from 0."""
     is_good = isinstance(state, Mapping) and keys <= state.keys()
     for name in counts:
         is_good = is_good and _is_integer(state[name]) and state[name] >= 0
