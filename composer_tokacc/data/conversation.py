@@ -171,8 +171,8 @@ class ConversationEncoder:
             raise InvalidInputError(f'`messages` must hold at least one turn, got: {messages!r}. Leave the sample out.')
         checked_messages = [check_message(message) for message in messages]
         media = {'image': images, 'video': videos, 'audio': audios}
-        # With control_tokens=text, `render` writes stand-ins for each control token of the messages, and the tokenizer
-        # encodes each as one token. At the end, `spell` replaces them by the tokens of the control token's characters.
+        # With control_tokens=text, `render` writes stand-ins for the control tokens in the messages. At the end,
+        # `spell` replaces them, see ControlTokenPolicy.
         rendered = self.render(checked_messages)
         encoded = self._encode(rendered.text, media)
         self._check_ends_of_audios(encoded, rendered.text, media)
@@ -186,7 +186,7 @@ class ConversationEncoder:
             'sample_ids': [sample_id],
         }
         self._check_length(sample)
-        # Also if the sample has no media: all samples of a processor must have the same keys to be collated.
+        # A sample without media has these keys, too, because only samples with the same keys can be collated.
         for modality, items in media.items():
             if modality == 'image' or modality in self.parts:
                 sample[f'num_{modality}s'] = [len(items)]
@@ -284,7 +284,7 @@ class ConversationEncoder:
         samples: list[dict[str, torch.Tensor] | None] = [None] * len(conversations)
         for (index, rendered), encoding in zip(rendered_conversations.items(), encodings, strict=True):
             input_ids = torch.tensor([encoding.ids])
-            with suppress(InvalidInputError):  # an answer has no tokens; the whole sample raises this error again, too
+            with suppress(InvalidInputError):  # an answer has no tokens. The whole sample raises this error again
                 spans = _spans_of(encoding, rendered.answers)
                 sample = {
                     'input_ids': input_ids,
@@ -342,7 +342,7 @@ class ConversationEncoder:
                         f'has {modality}s in a turn of the {turn.role}, but the chat template writes no placeholder '
                         'for each; set another one'
                     )
-        # Last: it warns only of the first record with control tokens, and should not warn of one that is refused.
+        # This comes last, because it warns only of the first record with control tokens. That should be a good record.
         self.control.check(record)
 
     def _check_tags(self, record: Record, text: str) -> None:
@@ -361,8 +361,8 @@ class ConversationEncoder:
         prepared = []
         for message in messages:
             if message['role'] == 'assistant':
-                # Templates treat white space around an answer in different ways, so it is removed. No media are lost:
-                # answers hold only text.
+                # Templates treat white space around an answer in different ways, so it is removed. No media are lost,
+                # because answers hold only text.
                 message = {
                     **message,
                     **text_message('assistant', text_of(message).strip()),
@@ -378,10 +378,10 @@ class ConversationEncoder:
     ) -> None:
         """Refuses an audio whose end the processor cuts off silently.
 
-        No attribute of a processor says whether it does so. Of an audio that is longer than the window (see
-        `_window_of`), Qwen2-Audio and Gemma 4 read one window, Qwen3-ASR reads all, and Audio Flamingo 3 reads windows
-        up to a limit. So it is tried: the last window is replaced by noise, and the sample is encoded again. If this
-        changes no tensor, the processor has not read the last window.
+        No attribute of a processor says whether it does so. If an audio is longer than the window (see `_window_of`),
+        Qwen2-Audio and Gemma 4 read one window, Qwen3-ASR reads all, and Audio Flamingo 3 reads windows up to a limit.
+        So it is tried: the last window is replaced by noise, and the sample is encoded again. If this changes no
+        tensor, the processor has not read the last window.
 
         Args:
             encoded: The entries that the processor made of the sample.
@@ -462,7 +462,8 @@ class ConversationEncoder:
             return
         if media['image']:
             # A list of images for each text, and there is one text. In a flat list, each image would count as the only
-            # one of a text. OneVision's processor would cut each into tiles, but its model expects this only of one.
+            # image of a text. Then OneVision's processor would cut each into tiles, which its model expects only if a
+            # text has a single image.
             arguments['images'] = [list(media['image'])]
         if media['video']:
             videos = []
@@ -511,7 +512,7 @@ class ConversationEncoder:
     def _add_mask_of_audio(self, encoded: dict[str, torch.Tensor]) -> None:
         """Adds the mask of a single audio if the processor writes one only for several (Phi-4 multimodal).
 
-        The collator may pad the audio to the length of another sample's, and the mask tells the model what is padding.
+        The collator may pad the audio to the length of another one, and the mask tells the model what is padding.
         """
         keys: list[str] = getattr(self.parts['audio'], 'model_input_names', [])  # the features are the first
         for key in keys[1:]:

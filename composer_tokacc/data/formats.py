@@ -9,10 +9,10 @@ of a format is used as its own project means it, or the record is refused. A rec
 
 :func:`parse_record` is the entry. The errors of the other functions name only what is wrong; it adds the sample.
 
-The files of media are named in the turns, or listed under keys such as ``images``. So each placeholder in a turn gets a
-slot: a medium that has no files yet if the turn does not name them. The listed media are put into these empty slots.
-For example, ``<image> or <img>b.png</img>?`` becomes ``<image> or <image>?``, with an empty slot and a slot of
-``b.png``.
+The files of media are named in the turns, or listed under keys such as ``images``. So parsing has two steps. First,
+each placeholder in a turn gets a *slot*, which is a medium. It is empty (has no files) if the turn does not name them.
+Then the listed media are put into the empty slots. For example, ``<image> or <img>b.png</img>?`` becomes ``<image> or
+<image>?``, with an empty slot and a slot of ``b.png``.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ def _parse_data(data: object, record: Record) -> Record:
         data: The decoded object of the entry, or the error that decoding it raised.
         record: The record without turns and media.
     """
-    if isinstance(data, Exception):
+    if isinstance(data, Exception):  # see RawRecord
         raise InvalidInputError(f'not valid JSON: {data}. A file holds one array, or an object in each line')
     if not isinstance(data, dict):
         raise InvalidInputError(f'must be a JSON object, got: {type(data).__name__}')
@@ -223,7 +223,7 @@ def _parse_data(data: object, record: Record) -> Record:
         if key in REFUSED_KEYS and is_given(value) and value != '[]':
             raise InvalidInputError(f'`{key}` is not supported, {REFUSED_KEYS[key]}')
     record_format = _format_of(data)
-    slots: list[Medium] = []  # `_parse_turn` appends those of a turn
+    slots: list[Medium] = []  # of all turns, in the order of their placeholders. `_parse_turn` adds those of a turn
     turns = [_parse_turn(turn, slots) for turn in _raw_turns(data, record_format)]
     listed = {modality: _listed_media(data, modality) for modality in MODALITIES}
     media_read = [slot for slot in slots if slot.files]
@@ -233,7 +233,7 @@ def _parse_data(data: object, record: Record) -> Record:
         *record_format.keys,
         *record_format.further_keys,
     }
-    # Checked before `_fill_slots`, which would only say that a medium is missing, not that it is under an unread key.
+    # Before `_fill_slots`, which would only say that a medium is missing, and not that it is under an unread key.
     check_unread_keys(data, keys_read, media_read)
     if record_format.media_first and not slots:
         turns = _with_media_first(turns, listed, slots)
@@ -292,7 +292,7 @@ def _read_pairs(data: JsonObject, question: object, answer: object) -> list[Json
     """Returns the turns of the ``history``, a list of pairs, and then of the question and its answer."""
     history = data.get('history') or []
     if not isinstance(history, list):
-        history = [history]  # refused below, because it is no pair
+        history = [history]  # refused below, because its entry is not a pair
     for pair in history:
         if not isinstance(pair, list) or len(pair) != 2:
             raise InvalidInputError(f'`history` must hold pairs of question and answer, got: {short_repr(pair)}')
@@ -417,14 +417,14 @@ def _is_list_of_objects(value: object, keys: Iterable[str] = ()) -> TypeGuard[li
 
 
 # Turns and their parts. A function with the argument `slots` appends a slot for each placeholder that it writes. The
-# argument is None in a turn that may hold no media, such as an answer: tags in it are text.
+# argument is None for a turn that may not hold media, such as an answer. Tags in such a turn are text.
 
 
 def _parse_turn(raw_turn: JsonObject, slots: list[Medium]) -> Turn:
     """Returns a turn whose text has a placeholder for each medium."""
     turn = {}
     for key, value in raw_turn.items():
-        # An empty text stays, because the model may have to read an empty turn. `_check_turns` refuses empty answers.
+        # An empty text stays, because the user may say nothing. `_check_turns` refuses empty answers.
         if is_given(value) or key in ('content', 'value'):
             turn[key] = value
     role_name = _only_value(turn, ('role', 'from'))
@@ -446,13 +446,13 @@ def _parse_turn(raw_turn: JsonObject, slots: list[Medium]) -> Turn:
 def _parse_carries_loss(turn: JsonObject, role: str) -> bool:
     """Returns ``Turn.carries_loss``. Reads ``weight`` of OpenAI and ShareGPT, and ``loss`` of ms-swift.
 
-    Only answers can carry loss. For turns of other roles this is always True and has no effect.
+    Only answers can carry loss. For turns of other roles the result is always True, and has no effect.
     """
-    weight = _only_value(turn, ('weight', 'loss'))  # `loss` may be true or false
+    weight = _only_value(turn, ('weight', 'loss'))  # `loss` may be true or false, which equal 1 and 0
     if weight is None or (weight == 1 and role == 'assistant'):
         return True
     if weight == 0:
-        return role != 'assistant'  # 0 changes nothing in other turns
+        return role != 'assistant'
     raise InvalidInputError(
         f'`weight` (or `loss`) of a turn must be 0 or 1, and 1 only for an answer, got: {short_repr(weight)} for a '
         f'turn of the {role}'
@@ -698,9 +698,9 @@ def _check_keys(values: JsonObject, allowed_keys: Container[str], place: str) ->
 
 
 def _only_value(values: JsonObject, keys: Iterable[str]) -> Any:
-    """Returns the only value that is not null, None if all are. Raises ValueError if several are not.
+    """Returns the only value under these keys that is not null, or None if all are null.
 
-    An empty value counts, too.
+    An empty value is not null. Raises ValueError if several values are not null.
     """
     values_given = {key: values[key] for key in keys if values.get(key) is not None}
     if len(values_given) > 1:

@@ -71,7 +71,7 @@ def check_files(record: Record, *, allow_outside: bool) -> None:
 def open_files(record: Record) -> list[Path | BinaryIO]:
     """Returns what to read for each file of a record, in order: a path, or the open content of an embedded file.
 
-    Raises BadSampleError if a file cannot be read. Errors that are no fault of the file stay as they are, see
+    Raises BadSampleError if a file cannot be read. Errors that are not a fault of the file are raised as they are, see
     :func:`.is_from_file`.
     """
     opened: list[Path | BinaryIO] = []
