@@ -160,7 +160,7 @@ class StepCut:
 
 
 def compare_cuts(
-    padding_sides: Iterable[str],
+    padding_sides: Sequence[str],
     reference: Callable[[str], Gradients],
     cuts: Callable[[str], Iterable[StepCut]],
     *,
@@ -169,11 +169,17 @@ def compare_cuts(
     """Computes the gradient of each cut, and compares it with the gradient of one forward over all rows; a collective.
 
     Args:
-        padding_sides: ``'right'``, ``'left'`` or both.
+        padding_sides: ``'right'``, ``'left'`` or a list of both.
         reference: Computes the gradient of one forward over the rows of all ranks, padded on the given side.
         cuts: Returns the cuts of the rows padded on the given side, equally many on every rank.
         tolerance: Largest relative error that is taken for round-off.
     """
+    if not padding_sides:
+        raise InvalidInputError(f"`padding_sides` must be 'right', 'left' or both, got: {padding_sides!r}.")
+    if isinstance(padding_sides, str):
+        padding_sides = [padding_sides]
+    if not tolerance >= 0:
+        raise InvalidInputError(f'`tolerance` must be at least 0, got: {tolerance}.')
     cases = []
     for padding in padding_sides:
         expected = reference(padding)
@@ -280,9 +286,6 @@ def verify_invariance(
         >>> verify_invariance(mean_of_means, rows).is_exact
         False
     """
-    _check_arguments(gradients, microbatch_sizes or (), padding_sides, tolerance)
-    if isinstance(padding_sides, str):
-        padding_sides = [padding_sides]
     batches = [rows] if isinstance(rows, Mapping) else list(rows)
     layout, rows_by_rank = _rows_of_all_ranks(layout, batches)
     step = _UserStep(
@@ -297,23 +300,6 @@ def verify_invariance(
         # Not even round-off, so `gradients` may read other batches than those that it gets.
         step.check_reads_rows()
     return report
-
-
-def _check_arguments(
-    gradients: object,
-    microbatch_sizes: Sequence[int],
-    padding_sides: Sequence[str],
-    tolerance: float,
-) -> None:
-    """Raises ValueError if an argument of :func:`verify_invariance` is not valid. Rows and layout are checked later."""
-    if not callable(gradients):
-        raise InvalidInputError(f'`gradients` must be a function of microbatches, got: {gradients!r:.80}.')
-    for size in microbatch_sizes:
-        check_count('microbatch_sizes', size)
-    if not padding_sides:
-        raise InvalidInputError(f"`padding_sides` must be 'right', 'left' or both, got: {padding_sides!r}.")
-    if not tolerance >= 0:
-        raise InvalidInputError(f'`tolerance` must be at least 0, got: {tolerance}.')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -334,10 +320,11 @@ class _UserStep:
     rows_by_rank: list[SingleRows]
     microbatch_sizes: Sequence[int]
 
-    @property
-    def rows_of_rank(self) -> SingleRows:
-        """The rows of this rank."""
-        return self.rows_by_rank[get_global_rank()]
+    def __post_init__(self) -> None:
+        if not callable(self.gradients):
+            raise InvalidInputError(f'`gradients` must be a function of microbatches, got: {self.gradients!r:.80}.')
+        for size in self.microbatch_sizes:
+            check_count('microbatch_sizes', size)
 
     def reference_gradients(self, padding: str) -> Gradients:
         """Computes the gradients of one forward over the rows of all ranks, padded on this side."""
@@ -348,7 +335,7 @@ class _UserStep:
 
     def cuts(self, padding: str) -> Iterator[StepCut]:
         """Yields the cuts that :class:`InvarianceCase` names. Their last microbatch may be smaller."""
-        rows = self.rows_of_rank
+        rows = self.rows_by_rank[get_global_rank()]
         num_rows = len(rows)
         # The same on every rank. By default the reference is this step, too, so this shows whether a repeated step has
         # the same gradient.
@@ -374,7 +361,7 @@ class _UserStep:
         if num_labelled <= len(self.rows_by_rank):
             return  # each rank may have a single row with labels, and then both steps have the same gradient
         gradients_of_all = self._gradients_of([self._all_rows('right')])
-        row_with_most_labels = max(self.rows_of_rank, key=_labels_by_rule)
+        row_with_most_labels = max(self.rows_by_rank[get_global_rank()], key=_labels_by_rule)
         error, _ = relative_error(self._gradients_of([row_with_most_labels]), gradients_of_all)
         if max(all_gather_object(error)) == 0:
             raise InvalidInputError(

@@ -408,12 +408,7 @@ def _is_list_of_objects(value: object, keys: Iterable[str] = ()) -> TypeGuard[li
     """Tells whether a value is a list of objects that have all these keys."""
     if not isinstance(value, list):
         return False
-    for item in value:
-        if not isinstance(item, dict):
-            return False
-        if not item.keys() >= set(keys):
-            return False
-    return True
+    return all(isinstance(item, dict) and item.keys() >= set(keys) for item in value)
 
 
 # Turns and their parts. A function with the argument `slots` appends a slot for each placeholder that it writes. The
@@ -663,10 +658,7 @@ def _check_turns(turns: Sequence[Turn]) -> None:
     if not is_in_order:
         got = short_repr(roles, 200)
         raise InvalidInputError(f'turns must alternate between user (or tool) and assistant, user first, got: {got}')
-    learned_answers = []
-    for turn in turns:
-        if turn.role == 'assistant' and turn.carries_loss:
-            learned_answers.append(turn.text)
+    learned_answers = [turn.text for turn in turns if turn.role == 'assistant' and turn.carries_loss]
     if not learned_answers:
         raise InvalidInputError('at least one answer must carry loss, got: `weight` 0 for all. Take the sample out')
     for answer in learned_answers:

@@ -94,12 +94,8 @@ def check_decoder(record: Record) -> None:
 
     It is not a :class:`.BadSampleError`, because the sample is good, and ``on_error=skip`` must not skip it.
     """
-    needs_decoder = False
-    for medium in record.media:
-        # The files of a video of several files are images, which need no PyAV.
-        if medium.modality != 'image' and len(medium.files) == 1:
-            needs_decoder = True
-    if not needs_decoder:
+    # A video of several files is a list of images, which do not need PyAV.
+    if not any(medium.modality != 'image' and len(medium.files) == 1 for medium in record.media):
         return
     try:
         importlib.import_module('av')
