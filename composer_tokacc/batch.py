@@ -142,7 +142,7 @@ def check_batch(batch: Batch, *, labels_are_at_ids: bool = False) -> None:
     check_ids(batch)
     ids = batch.get('input_ids')
     if labels_are_at_ids and ids is not None:
-        # Ids that are no tensor have the name of their type here, which is unlike any shape.
+        # If the ids are not a tensor, this is the name of their type, which differs from any shape.
         shape_of_ids = tuple(ids.shape) if isinstance(ids, Tensor) else type(ids).__name__
         if labels.shape != shape_of_ids:
             raise InvalidInputError(
@@ -254,7 +254,7 @@ def attended_positions(batch: Batch) -> Tensor:
         return torch.ones_like(ids, dtype=torch.bool)
     if mask.dim() == 2:
         return mask != 0
-    # (rows, heads, queries, keys). Where a key is attended, a mask of floats is 0, and any other mask is not 0.
+    # (rows, heads, queries, keys). For an attended key, a mask of floats is 0, and any other mask is not 0.
     is_attended = mask == 0 if mask.dtype.is_floating_point else mask.bool()
     is_attended_by_any = is_attended.flatten(1, -2).any(dim=1)
     return is_attended_by_any.expand_as(ids)

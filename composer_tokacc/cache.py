@@ -79,7 +79,7 @@ def keep(path: Path, save: Callable[[Path], None], *, hint: str = '') -> None:
     Args:
         path: The file.
         save: Writes the value to the file.
-        hint: What the user can do, at the end of the warning.
+        hint: The remedy for the user, at the end of the warning.
     """
     try:
         save(path)

@@ -67,7 +67,7 @@ _NEEDED_BY_COMPOSER = {
     'torch.nn.modules.utils': ['_pair'],
     'torch.profiler._memory_profiler': ['_CATEGORY_TO_COLORS', '_CATEGORY_TO_INDEX', 'MemoryProfileTimeline'],
 }
-"""Private modules of torch, and what mosaicml 0.32 imports from each of them when it is imported itself."""
+"""Private modules of torch, and the names that mosaicml 0.32 imports from each when it is imported itself."""
 
 _PUBLIC_MODULES = {
     'torch.distributed._tensor': 'torch.distributed.tensor',
@@ -186,9 +186,9 @@ def edge_before_sink(sink: Any, index: int) -> tuple[Any, int]:
         sink: The sink of DDP.
         index: The number of the sink's output. The output must have a gradient.
     """
-    # `index` counts all outputs of the model, also those that are no tensors. `next_functions` has an edge for each
-    # tensor, and the edge of a tensor without a gradient leads to no node. So the edges to nodes are those of the
-    # outputs with a gradient, in the same order.
+    # `index` counts all outputs of the model, also the ones that are not tensors. `next_functions` has an edge for each
+    # tensor, and the edge of a tensor without a gradient leads to no node. So there is one edge to a
+    # node for each output with a gradient, in the same order.
     has_gradient = sink.needs_input_grad[1:]  # by output; the first input is DDP itself
     place_of_edge = sum(has_gradient[:index])
     edges = [edge for edge in sink.next_functions if edge[0] is not None]
@@ -270,7 +270,7 @@ def new_shared_storage(num_bytes: int) -> torch.UntypedStorage:
 
 @contextmanager
 def separate_iterator(loader: DataLoader) -> Iterator[None]:
-    """Lets ``iter(loader)`` make a second iterator, with workers of its own, inside of the context.
+    """Lets ``iter(loader)`` make a second iterator, with its own workers, inside of the context.
 
     A DataLoader with persistent workers would restart the iterator that it has.
     """

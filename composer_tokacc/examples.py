@@ -72,7 +72,7 @@ def copy_examples(folder: Path) -> tuple[list[Path], list[Path]]:
 def _sources() -> dict[Path, Path]:
     """Returns the file to copy for each path below the target folder. Empty if the package was installed without them.
 
-    In a checkout the files lie beside the package. A wheel installs them into ``share``, below the prefix of the
+    In a checkout the files lie next to the package. A wheel installs them into ``share``, below the prefix of the
     environment, which is some folder above the package.
     """
     module = Path(__file__)

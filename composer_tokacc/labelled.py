@@ -216,7 +216,7 @@ class LabelSelector:
         self._num_labels = None
 
     def begin_forward(self, rule: str, num_labels: int, num_positions: int) -> None:
-        """Arms the hooks for the next forward, unless so many positions have a label that all logits cost no more."""
+        """Arms the hooks for the next forward, unless nearly all positions have a label, so that little is saved."""
         self.disarm()  # a forward that failed may have left it armed
         if is_worth_selecting(num_labels, num_positions):
             self.arm(rule, num_labels)

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Shows samples as the model gets them: their text, what of it is learned, and the shapes of images, videos and audio.
+"""Shows samples as the model gets them: text, the part of it that is learned, and shapes of images, videos and audio.
 
     python -m composer_tokacc.look yamls/llava_json.yaml dataset.path=data.json [key=value ...]
 

@@ -41,10 +41,10 @@ CHECKSUM_BITS = 20
 8,192 ranks."""
 
 MOST_SHOWN = 4
-"""An error shows the samplers of at most so many ranks."""
+"""The largest number of ranks whose samplers an error shows."""
 
 RANDOM = 'random'
-"""The witness of a rank whose dataset draws random numbers of its own."""
+"""The witness of a rank if its dataset draws random numbers itself, so that every read differs."""
 
 STREAMING_OPTIONS = (
     'batch_size',
@@ -87,10 +87,10 @@ class PlanRecord:
 
 
 def plan_record_of(batch: Any, dataloader: Any, batch_index: int) -> PlanRecord | None:
-    """Returns the record of the plan by which a batch was read; None for loaders that have no plan.
+    """Returns the record of the plan of a batch; None for loaders that have no plan.
 
-    A :class:`.PreSplitBatch` has its own record, and some batch samplers make one. Otherwise the plan is that of a
-    DistributedSampler or a StreamingDataset.
+    A :class:`.PreSplitBatch` has its own record, and some batch samplers make one. Otherwise a DistributedSampler
+    or a StreamingDataset has made the plan.
 
     Args:
         batch: This rank's batch.

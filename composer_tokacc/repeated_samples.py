@@ -75,7 +75,7 @@ def num_repeated_by(sampler: Any, batch_size: int, batch_index: int) -> int:
 
 
 def has_torchs_order(sampler: object) -> TypeGuard[DistributedSampler]:
-    """Returns whether torch's DistributedSampler decides the order. A subclass may have an order of its own."""
+    """Returns whether torch's DistributedSampler decides the order. A subclass may change the order."""
     return isinstance(sampler, DistributedSampler) and type(sampler).__iter__ is DistributedSampler.__iter__
 
 

@@ -40,7 +40,7 @@ class RowCounts:
         real_tokens: Attended positions; 0 if ``samples`` is 0.
         loss_tokens: Loss-generating tokens.
         loss_weight: Sum of the weights of these tokens. It is their number if tokens have no weights.
-        rule: The loss rule by which tokens were counted, see :func:`.loss_mask`; empty: they were not counted.
+        rule: The loss rule that counted the tokens, see :func:`.loss_mask`. Empty: they were not counted.
         source: Source of the data, if the batch names it.
         has_new_label: Whether a token id counts as a label in this row for the first time in the run. The algorithm
             marks such rows after it has counted them. It measures the token weights of their microbatches, because a

@@ -44,7 +44,7 @@ class StepWatch:
     backward before, and the gradients the same as at its end. In this class, the last backward is the last one that has
     started. At the start of a backward it is still the one before.
 
-    The first forward is repeated twice, to see whether a forward writes state on which the next one depends.
+    The first forward is repeated twice, to see whether a forward writes state that changes the next one.
 
     With FSDP1 weights and gradients are not compared, because it moves them between two backwards.
     """

@@ -56,7 +56,7 @@ class Rendered(NamedTuple):
 
 
 class _TextsOfExample(NamedTuple):
-    """What a template writes around the questions and answers of an example."""
+    """The texts that a template writes around the questions and answers of an example."""
 
     before: str
     """The text before a question."""
@@ -452,7 +452,7 @@ def _find_endings(example: _TextsOfExample, tokenizer: Any) -> tuple[str, ...]:
 
 
 def _first_tokens(text: str, tokens: Iterable[str]) -> list[str]:
-    """Returns the tokens with which a text begins, in order. Ignores white space before the first.
+    """Returns the tokens at the beginning of a text, in order. Ignores white space before the first.
 
     Args:
         text: The text.

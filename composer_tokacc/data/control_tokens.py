@@ -20,7 +20,7 @@ from composer_tokacc.planning import check_choice
 from composer_tokacc.refusals import InvalidInputError
 
 ControlTokens = Literal['warn', 'text', 'refuse']
-"""What to do with a control token in a text. ``warn``: encode it as the control token, and name the first sample that
+"""Handling of a control token in a text. ``warn``: encode it as the control token, and name the first sample that
 has one. ``text``: encode the characters that it is written with. ``refuse``: refuse the sample."""
 STAND_IN = '\ue002{}\ue003'
 """Stands for a control token, with a number between two private-use characters, as in ``chat_template.MARKER``."""

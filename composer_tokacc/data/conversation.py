@@ -121,7 +121,7 @@ class ConversationEncoder:
         self.video = _sampling_for(self.parts.get('video'), video)
         self._audio_window = _window_of(self.parts.get('audio'))
         self._longest_read_audio = 0
-        """Length of the longest audio for which `_check_ends_of_audios` has found that the processor reads its end."""
+        """Length of the longest audio whose end the processor reads, as `_check_ends_of_audios` has found."""
         self._has_query_tokens = hasattr(processor, 'num_query_tokens')
         """Whether the processor (of BLIP) writes a fixed number of query tokens for media, and the template none."""
         self.template = ChatTemplate(
@@ -133,7 +133,7 @@ class ConversationEncoder:
         self.control = ControlTokenPolicy(control_tokens, processor, end_token=self.template.end_token)
         vocabulary = tokenizer.get_vocab()
         self._tags_that_are_tokens = [tag for tag in PLACEHOLDERS if tag in vocabulary]
-        """Those of ``<image>``, ``<video>`` and ``<audio>`` that are in the vocabulary."""
+        """The tags ``<image>``, ``<video>`` and ``<audio>``, if they are in the vocabulary."""
         # With control_tokens=text these are copies that know a few more tokens.
         self.processor = self.control.processor
         self.tokenizer = self.control.tokenizer
@@ -224,7 +224,7 @@ class ConversationEncoder:
         except ValueError as error:
             raise record.error(error) from error
         except Exception as error:
-            # Perhaps a bug. on_error=skip must not hide it, so this is no BadSampleError.
+            # Perhaps a bug. on_error=skip must not hide it, so BadSampleError is not raised.
             named_error = record.error(f'{type(error).__name__}: {error}')
             raise RuntimeError(str(named_error)) from error
         if record.loss_weights is not None:
@@ -422,7 +422,7 @@ class ConversationEncoder:
     def _adds_special_tokens(self, text: str) -> bool:
         """Tells whether special tokens, such as BOS, must be added to a rendered text.
 
-        The rule is that of Transformers' ``apply_chat_template(tokenize=True)``. A processor adds them, unless the text
+        Follows Transformers' ``apply_chat_template(tokenize=True)``. A processor adds them, unless the text
         begins with the BOS token. A tokenizer that is used without a processor adds none.
         """
         bos = self.tokenizer.bos_token
@@ -655,7 +655,7 @@ def _window_of(extractor: Any) -> int | None:
     """Returns the length, in audio samples, above which a feature extractor may cut off an audio.
 
     Whisper's extractor has it as the attribute ``n_samples``, Gemma 3n's as the default of the argument ``max_length``.
-    Returns None if the extractor has no such length, or is None because the processor takes no audio.
+    Returns None if the extractor has no such length. The extractor is None if the processor takes no audio.
     """
     parameter = inspect.signature(type(extractor).__call__).parameters.get('max_length')
     windows = [getattr(extractor, 'n_samples', None), getattr(parameter, 'default', None)]

@@ -89,7 +89,7 @@ class ThinnedSampling(VideoSampling):
     """Share of the frames. It never leaves fewer than ``min_frames``."""
 
     def __post_init__(self) -> None:
-        """Checks nothing: the values are those of a :class:`.VideoSampling` that was checked."""
+        """Checks nothing, because the values come from a :class:`.VideoSampling` that was checked."""
 
     def count(self, num_frames: int, duration: float) -> int:
         """Returns the number of frames to take."""

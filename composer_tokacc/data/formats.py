@@ -7,7 +7,7 @@ Reads the formats of LLaVA, VILA, LLaMA-Factory, TRL, OpenAI, ms-swift, Monkey, 
 of a format is used as its own project means it, or the record is refused. A record is also refused if it has one of
 ``REFUSED_KEYS``, or if another key seems to hold a medium. All other keys, such as ``category``, are ignored.
 
-:func:`parse_record` is the entry. The errors of the other functions name only what is wrong; it adds the sample.
+:func:`parse_record` is the entry. The errors of the other functions describe only the fault. It adds the sample.
 
 The files of media are named in the turns, or listed under keys such as ``images``. So parsing has two steps. First,
 each placeholder in a turn gets a *slot*, which is a medium. It is empty (has no files) if the turn does not name them.
@@ -53,7 +53,7 @@ MODALITY_OF_TAG = {
     '<audio>': 'audio',
     '<sound>': 'audio',
 }
-"""Modality of the medium for which a tag stands in a text."""
+"""The modality that a tag in a text stands for."""
 # A tag, or <img>NAME</img> with the name of an image's file, as Qwen-VL and Monkey write it. A name may not contain
 # `<img>`: otherwise a text with many unclosed `<img>` would be searched to its end for each of them.
 MEDIUM_IN_TEXT = re.compile(rf'<img>((?:(?!</?img>).)*)</img>|{"|".join(MODALITY_OF_TAG)}', re.DOTALL)
@@ -266,7 +266,7 @@ def _parse_loss_weights(value: Any) -> float | None:
     """Returns ``Record.loss_weights``, the weight of each token of a sample. None if the record has no weight."""
     if value is None:
         return None
-    is_number = type(value) in (int, float)  # True is no number
+    is_number = type(value) in (int, float)  # True is not a number here
     if is_number and (value == 0 or MIN_LOSS_WEIGHT <= value <= MAX_LOSS_WEIGHT):
         return float(value)
     raise InvalidInputError(

@@ -103,7 +103,7 @@ def _open_image(file: MediaFile) -> Iterator[Image.Image]:
 
 
 def _known_formats() -> list[str]:
-    """Returns those of IMAGE_FORMATS that this installation of PIL can open. Adds HEIF if pillow-heif is there."""
+    """Returns the IMAGE_FORMATS that this installation of PIL can open. Adds HEIF if pillow-heif is installed."""
     Image.init()
     if 'HEIF' not in Image.OPEN and importlib.util.find_spec('pillow_heif') is not None:
         import pillow_heif  # pyright: ignore[reportMissingImports]

@@ -167,7 +167,7 @@ def length_table(
             and ``labels`` of shape ``(1, length)``. If the dataset has one of the following, it is used. The method
             ``fingerprint()`` identifies the data, see ``table_name()``. The attribute ``measured`` is a length table
             that is returned as it is. The methods ``unexpanded`` and ``shapes_of_videos`` of
-            :class:`.LlavaDataset` give what can be measured without reading samples. They are used for more than 512
+            :class:`.LlavaDataset` measure without reading samples. They are used for more than 512
             samples, with ``'raise'`` only. Then a file that is damaged after its header is noticed only in training.
         processor: The dataset's Hugging Face processor or tokenizer.
         folder: Folder of the tables. Default: ``composer_tokacc/lengths`` in the user's cache folder.

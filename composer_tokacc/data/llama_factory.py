@@ -106,7 +106,7 @@ class DatasetEntry:
     def rename(self, data: JsonObject) -> JsonObject:
         """Returns a record with the keys that `formats.py` reads.
 
-        LLaMA-Factory ignores keys that are no column of the entry. Two kinds of them are kept here, so that
+        LLaMA-Factory ignores keys that no column of the entry names. Two kinds of them are kept here, so that
         `formats.py` refuses them: keys that are not supported, and media, if the entry names no column of media. If a
         key is null in the entry, such as ``"chosen": null``, it is ignored, too.
         """

@@ -151,8 +151,8 @@ class LlavaStreamingDataset(StreamingDataset):
 
         Args:
             num_samples: Samples of the epoch that were trained on.
-            from_beginning: Whether they are counted from the beginning of the epoch, and not from where the run
-                resumed.
+            from_beginning: Whether they are counted from the beginning of the epoch. If not, they are counted from the
+                place at which the run was resumed.
         """
         state = super().state_dict(num_samples, from_beginning)
         if from_beginning and num_samples == 0:

@@ -71,7 +71,7 @@ def is_from_file(error: Exception) -> bool:
 
     If not, it is a fault of the machine or of the program. Such an error must stay as it is, because the sample is
     good, and ``on_error=skip`` must not skip it. Decoders raise almost any class for a damaged file, so this
-    function lists the errors that are no fault of a file.
+    function lists the errors that never come from a file.
     """
     # FFmpeg also reports ENOMEM for a damaged header with an absurd size.
     is_of_ffmpeg = type(error).__module__.partition('.')[0] == 'av'
@@ -285,7 +285,7 @@ def short_repr(value: object, limit: int = 60) -> str:
 
 
 def shorten_middle(text: str, limit: int) -> str:
-    """Takes out the middle of a text of more than ``limit`` characters. Its end stays, because it says what to do."""
+    """Takes out the middle of a text of more than ``limit`` characters. The end stays, because it has the remedy."""
     if len(text) <= limit:
         return text
     half = limit // 2

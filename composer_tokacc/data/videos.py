@@ -244,7 +244,7 @@ def _check_last_bytes(file: BinaryIO) -> None:
     elif head.startswith(b'FORM') and head[8:12] in (b'AIFF', b'AIFC'):
         is_complete = _has_complete_chunk(file, file_size, b'SSND', 'big')
     elif head.startswith(b'GIF8'):
-        is_complete = last_bytes.rstrip(b'\0').endswith(b';')  # the trailer. Zeros after it are no damage
+        is_complete = last_bytes.rstrip(b'\0').endswith(b';')  # the trailer. Zeros may follow it
     if not is_complete:
         raise InvalidInputError('its end is missing')
 
@@ -413,7 +413,7 @@ def _audio_frames(container: InputContainer, stream: AudioStream) -> Iterator[Au
             start = frame.time
             if start is None:  # it follows the frame before it
                 start = end_of_audio or 0.0
-            # A gap of more than half a frame is no rounding: a frame is missing.
+            # A gap of more than half a frame does not come from rounding. A frame is missing.
             if is_steady and end_of_audio is not None and start - end_of_audio > frame_seconds / 2:
                 gap = start - end_of_audio
                 raise InvalidInputError(f'{gap:.3f} s of it cannot be decoded, at {end_of_audio:.2f} s: it is damaged')
@@ -520,7 +520,7 @@ def _check_pixels(num_frames: int, width: int, height: int) -> None:
 
 
 def _read_timestamps(container: InputContainer, stream: VideoStream) -> tuple[list[int], list[int]]:
-    """Returns the timestamps of all frames, and those of the key frames, both sorted. No frame is decoded.
+    """Returns the timestamps of all frames, and the timestamps of the key frames, both sorted. No frame is decoded.
 
     Refuses a file that is cut or damaged. To see this, it reads all packets of the file.
     """

@@ -4,8 +4,8 @@
 """Assignment of microbatches to ranks: so that all ranks have equal loads, or in step slots of similar cost.
 
 Everywhere ``costs`` is the cost of each of K microbatches, float64 (K,), and ``ranks`` the rank of each, int64 (K,).
-The load of a rank is the summed cost of its microbatches. A step slot is what all ranks compute at the same time: one
-microbatch of each rank.
+The load of a rank is the summed cost of its microbatches. A step slot is one microbatch of each rank, which
+all ranks compute at the same time.
 """
 
 from __future__ import annotations

@@ -238,7 +238,7 @@ def equal_cost_cut(
 
     ``count`` is at least the number of microbatches that the caps demand.
     """
-    # `low` is the cost of the costliest row alone, `high` that of all rows in one microbatch.
+    # `low` is the cost of the costliest row alone, and `high` is the cost of all rows in one microbatch.
     cost_of_each_row = row_costs + (vision[1:] - vision[:-1])
     low = cost_of_each_row.max()
     high = len(row_costs) * row_costs[0] + vision[-1]

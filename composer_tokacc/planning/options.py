@@ -19,7 +19,7 @@ Table = Sequence[float] | np.ndarray
 
 CAPPED_SIZES = {'image_tokens': 'max_image_tokens', 'loss_tokens': 'max_loss_tokens'}
 """Sizes of a sample whose sum over a microbatch has a hard cap, and the option of :class:`CutOptions` that sets it.
-docs/architecture.md#a-further-cap lists what else a further cap needs."""
+docs/architecture.md#a-further-cap lists the other places that a further cap needs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,7 +185,7 @@ class CutOptions:
             every microbatch, as FSDP does.
         packing: Whether the rows of a microbatch become one packed row; ``'auto'``: if that is possible and costs less.
         objective: ``'ddp'``: ranks wait for each other once a step; ``'fsdp'``: at every microbatch.
-        on_oversize: What the split does with a row that is over a cap by itself: ``'raise'`` an error, or ``'warn'``
+        on_oversize: Handling of a row that is over a cap by itself, by the split: ``'raise'`` an error, or ``'warn'``
             and place it alone.
 
     Raises:

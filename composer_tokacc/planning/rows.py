@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The rows of a plan: their checked sizes, their order for a cut, and where the caps end a microbatch.
+"""The rows of a plan: their checked sizes, their order for a cut, and the latest end of a microbatch under the caps.
 
 A row is one line of a padded batch. The planner and the samplers plan before batches exist, so there a row is a sample.
 For the split it is a row of the device batch, which may hold several packed samples.

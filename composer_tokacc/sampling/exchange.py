@@ -138,7 +138,8 @@ class ExchangingDataLoader(DataLoader):
         # A streamed dataset begins its next epoch with every iterator. So only the samples of the newest one count.
         self._num_samples = 0
         # There is no plan yet, so the ranks compare only their arguments. This loader never uses the default process
-        # group: if a thread reads ahead, its collectives could be matched with those of the training on another rank.
+        # group: if a thread reads ahead, its collectives could be matched with collectives of the training on another
+        # rank.
         facts = {**reading_facts(self), **asdict(self._options), 'image_token_ids': self._image_token_ids.tolist()}
         compare_plans(PlanRecord(facts=facts), self._exchange.gather)
         reading = super().__iter__()

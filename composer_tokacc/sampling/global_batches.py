@@ -3,8 +3,8 @@
 
 """Which samples make each global batch: the order of an epoch, cut by samples, by a schedule, or by tokens.
 
-Nothing here depends on the number of ranks, so a run makes the same steps on any number of them. (Only
-:func:`check_global_batch` takes that number, to refuse a global batch that is no multiple of it.)
+Nothing here depends on the number of ranks, so a run makes the same steps on any number of them. The one exception is
+:func:`check_global_batch`, which refuses a global batch that is not a multiple of this number.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class BatchSchedule:
     """
 
     unit: str
-    """What `starts` count: optimizer steps ('ba') or trained tokens ('tok')."""
+    """The unit of `starts`: optimizer steps ('ba') or trained tokens ('tok')."""
     starts: list[int]
     """Where each stage starts: 0 for the first one, and rising."""
     sizes: list[int]
@@ -187,7 +187,7 @@ class GlobalBatches:
                 'out.'
             )
         self._kept_epoch: int | None = None
-        """The epoch for which :meth:`of_epoch` was called last."""
+        """The epoch of the last call of :meth:`of_epoch`."""
         self._kept_batches: list[np.ndarray] = []
         """Global batches of that epoch. Each is a view of the order of the epoch."""
         self._trained_before_epochs = [0]
@@ -310,7 +310,7 @@ class GlobalBatches:
         else:
             option = 'global_batch_size'
             unit = 'samples'
-            # Modalities need no check of their own, because samples that do not fill a batch begin the next epoch.
+            # Modalities are not checked one by one, because samples that do not fill a batch begin the next epoch.
             size = max(self.sizes)
             available = len(self._lengths)
             if self._mixture is not None:

@@ -33,7 +33,7 @@ class RegroupingDataLoader(DataLoader):
 
     - Batches are pre-split (:class:`.PreSplitBatch`): each planned microbatch is collated by itself, in the worker that
       read it, at its own width. With ``pin_memory=True`` it is page-locked. ``token_data_spec`` passes them on.
-    - ``batch_size``, from which Composer derives its first microbatch size, is ``global_batch_size / num_replicas``. It
+    - ``batch_size`` is ``global_batch_size / num_replicas``. Composer derives its first microbatch size from it. It
       does not change in a run. If the sampler has a schedule of sizes, it is computed from the largest one; with
       ``global_batch_tokens``, from the mean number of samples.
     - If a global batch has fewer samples than ranks, a rank without a sample gets a copy of one, which does not count.
@@ -50,7 +50,7 @@ class RegroupingDataLoader(DataLoader):
         **kwargs: Further arguments of :class:`torch.utils.data.DataLoader`.
 
     Raises:
-        ValueError: If `collate_fn` is no function, or if the sampler was made for a dataset of another size. Torch
+        ValueError: If `collate_fn` is not a function, or if the sampler was made for a dataset of another size. Torch
             raises one for arguments that the sampler decides, such as ``shuffle``.
     """
 
@@ -204,8 +204,8 @@ class RegroupingDataLoader(DataLoader):
 class _PlannedDataset(Dataset):
     """Reads the samples of an assignment and collates them at once, in the worker.
 
-    Torch passes each item of the batch sampler, here an assignment, to ``__getitems__``. For code that looks at
-    ``loader.dataset``, length and single items are those of the wrapped dataset.
+    Torch passes each item of the batch sampler, here an assignment, to ``__getitems__``. Other code may look at
+    ``loader.dataset``. It finds the length and the single items of the wrapped dataset.
 
     It has no ``state_dict``, even if the wrapped dataset has one. A resumed Composer run discards the batches that it
     has trained on, and restores the random numbers at the last of them. If the dataset had a state, Composer would

@@ -247,7 +247,7 @@ def mixed_orders(
         mixture: Shares of the datasets.
         seed: Seed of the orders. None: datasets keep their order.
         epoch: Number of the epoch.
-        media: Modality of each sample, int (n,). Each modality is then a group of its own.
+        media: Modality of each sample, int (n,). Each modality is then a group.
         full_batch_size: Size of a global batch, if the epoch must have only full ones. The remaining samples begin the
             next epoch.
 

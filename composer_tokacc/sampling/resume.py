@@ -47,7 +47,7 @@ class RestoreRandomState(Callback):
     dataset has a ``load_state_dict``, as StreamingDataset does. Then dropout would draw other masks than in the
     unbroken run.
 
-    Give a StreamingDataLoader a ``generator`` of its own. Without one it draws a seed from torch's generator when its
+    Give a StreamingDataLoader its own ``generator``. Without one it draws a seed from torch's generator when its
     first batch is read, which is after this callback. The unbroken run draws a seed only at the start of the epoch.
     """
 

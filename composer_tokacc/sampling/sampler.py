@@ -3,8 +3,8 @@
 
 """A distributed batch sampler that assigns each global batch to the ranks by length.
 
-The samples of a global batch, in the order of the epoch, are its *window*. The assignment of a rank says which of them
-it computes, in which microbatches. The *place* of a run is the epoch, and the number in it of the next global batch.
+The samples of a global batch, in the order of the epoch, are its *window*. The assignment of a rank lists the samples
+that it computes, by microbatch. The *place* of a run is the epoch, and the number in it of the next global batch.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ class RegroupingBatchSampler(DistributedSampler):
         seed: Seed of the order, the same on all ranks.
         shuffle: Whether each epoch has another order.
         drop_last: Whether the last, smaller global batch of an epoch is left out.
-        num_replicas: Number of ranks. Default: that of the process group, else of the launcher (``WORLD_SIZE``).
-        rank: This rank. Default: that in the process group, else of the launcher (``RANK``).
+        num_replicas: Number of ranks. Default: the size of the process group, else ``WORLD_SIZE`` of the launcher.
+        rank: This rank. Default: the rank in the process group, else ``RANK`` of the launcher.
         cost, image_tokens, loss_tokens, vision_cost, max_image_tokens, max_loss_tokens, objective: As for
             :func:`.plan_microbatches`.
         width_multiple: The same value as for ``token_data_spec``, because it widens the planned microbatches.
@@ -157,7 +157,7 @@ class RegroupingBatchSampler(DistributedSampler):
         _check_integer('seed', seed, *_SEED_LIMITS)
         super().__init__(dataset, num_replicas, rank, shuffle, int(seed), drop_last)
         # Torch's class sets this to the number of samples with the repeated ones. Composer's evaluation takes the
-        # excess over the dataset for repeated samples, and drops so many at the end. Here no sample is repeated.
+        # excess over the dataset for repeated samples, and drops that many at the end. Here no sample is repeated.
         self.total_size = num_samples
         # Sizes of the samples, and caps of a microbatch. Bad tables are refused now, and not in the first epoch.
         options = CutOptions(
@@ -357,7 +357,7 @@ class RegroupingBatchSampler(DistributedSampler):
 
     @cached_property
     def _facts(self) -> Facts:
-        """All arguments that decide the plans of a run, by name, also those of `_identity`. Tables are summaries."""
+        """All arguments that decide the plans of a run, by name. Includes `_identity`. Tables are summaries."""
         facts: Facts = {'number of ranks': self.num_replicas, 'number of samples': len(self.lengths)}
         tables = {
             'lengths': self.lengths,

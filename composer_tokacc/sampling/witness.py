@@ -21,8 +21,8 @@ def witness_of(
 ) -> str:
     """Returns a digest of the samples at `indices`, which is equal in all processes with the same dataset.
 
-    It is made of token ids, or of texts if there are no ids. Pixels are left out because they may be augmented, and
-    paths because they may differ between nodes.
+    It is computed from token ids, or from texts if there are no ids. Pixels are left out because they may be augmented,
+    and paths because they may differ between nodes.
 
     The samples are read three times with the same random numbers. If the digests differ, the dataset has another source
     of randomness, and RANDOM is returned, so that no rank is compared. If the samples cannot be read, the digest is
