@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import get_gradient_edge
@@ -25,16 +25,25 @@ from composer_tokacc.checks.written_state import StateSnapshot, undisturbed
 from composer_tokacc.compat import inner_model, is_in_backward, when_backward_ends
 from composer_tokacc.random_state import same_random_numbers
 
-Checksum = tuple[float, float]
-"""The sum of a tensor's entries and the sum of their absolute values. They may be NaN."""
-ZERO: Checksum = (0.0, 0.0)
-"""Checksum of a gradient that is 0, or absent."""
 SAME_GRADIENT = 1e-3
 """Largest relative difference of the sizes of a gradient that was averaged, on two ranks. It may be round-off of short
 types. Gradients of different rows differ by far more."""
 MASKED_LOGIT = -1e4
 """Logits at or below this value count as masked, and as equal. Some models mask the logits of ids that no text
 has, with -inf or with the smallest number of the type, which is -65504 in float16."""
+
+
+class Checksum(NamedTuple):
+    """Shows whether a tensor has changed. Both sums may be NaN."""
+
+    total: float
+    """The sum of the entries."""
+    size: float
+    """The sum of their absolute values."""
+
+
+ZERO = Checksum(0.0, 0.0)
+"""Checksum of a gradient that is 0, or absent."""
 
 
 class StepWatch:
@@ -278,9 +287,10 @@ def _checksums(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, Checksum
             values = values.to_local()
         if values.is_sparse:
             values = values.coalesce().values()
-        total = float(values.sum(dtype=torch.float64))
-        size = float(values.abs().sum(dtype=torch.float64))
-        checksums[name] = total, size
+        checksums[name] = Checksum(
+            total=float(values.sum(dtype=torch.float64)),
+            size=float(values.abs().sum(dtype=torch.float64)),
+        )
     return checksums
 
 
@@ -302,7 +312,7 @@ def unequal_on_ranks(gradients_by_rank: Sequence[Mapping[str, Checksum]]) -> lis
     names_of_ranks = [gradients.keys() for gradients in gradients_by_rank]
     unequal = []
     for name in sorted(set(names_of_ranks[0]).intersection(*names_of_ranks)):
-        sizes = [gradients[name][1] for gradients in gradients_by_rank]
+        sizes = [gradients[name].size for gradients in gradients_by_rank]
         if max(sizes) == 0:  # equal on all ranks, but also without averaging
             continue
         # A loop may add up the gradients in another order on each rank.
