@@ -169,7 +169,7 @@ def real_tokens(batch: Mapping[str, Any]) -> list[int]:
     """Returns the number of attended positions of each row. Without a mask of the text, all positions are attended."""
     is_attended = attended_positions(batch)
     mask = batch.get('attention_mask')
-    # Without `input_ids`, attended_positions() does not read the mask. Here a mask in the shape of the labels counts.
+    # Without `input_ids`, attended_positions() does not read the mask. Here it counts if it has the shape of the text.
     if mask is not None and mask.shape == is_attended.shape:
         is_attended = mask != 0
     return is_attended.sum(dim=1).tolist()

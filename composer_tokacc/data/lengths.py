@@ -162,13 +162,17 @@ def length_table(
     Under ``torch.distributed`` every rank must call it. The ranks share the work, and one rank of each node writes the
     file.
 
+    A dataset may have these methods and attributes, which are then used:
+
+    - The method ``fingerprint()`` identifies the data, see ``table_name()``.
+    - The attribute ``measured`` is a length table that is returned as it is.
+    - With ``unexpanded`` and ``shapes_of_videos``, as :class:`.LlavaDataset` has them, samples are measured without
+      reading them. This is done for more than 512 samples, and with ``'raise'`` only. A file that is damaged after its
+      header is then noticed only in training.
+
     Args:
         dataset: A map-style dataset, or a ``ConcatDataset`` of some, each with its own file. Samples hold ``input_ids``
-            and ``labels`` of shape ``(1, length)``. If the dataset has one of the following, it is used. The method
-            ``fingerprint()`` identifies the data, see ``table_name()``. The attribute ``measured`` is a length table
-            that is returned as it is. The methods ``unexpanded`` and ``shapes_of_videos`` of
-            :class:`.LlavaDataset` measure without reading samples. They are used for more than 512
-            samples, with ``'raise'`` only. Then a file that is damaged after its header is noticed only in training.
+            and ``labels`` of shape ``(1, length)``.
         processor: The dataset's Hugging Face processor or tokenizer.
         folder: Folder of the tables. Default: ``composer_tokacc/lengths`` in the user's cache folder.
         patch_size: Side of the vision encoder's patches in pixels, used only for ``vision_patches``. None: the size

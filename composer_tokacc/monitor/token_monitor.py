@@ -198,12 +198,12 @@ class TokenMonitor(Callback):
     def batch_end(self, state: State, logger: Logger) -> None:
         """Gathers the counts of all ranks, and logs the metrics of the step."""
         reports = all_gather_object((self._step_counts(), self._ledger.sums_of_rank()))
-        ranks = [counts for counts, _ in reports]
+        counts_by_rank = [counts for counts, _ in reports]
         sources = self._ledger.add_up(rank_sums for _, rank_sums in reports)
-        values_of_fields = zip(*ranks, strict=True)
+        values_of_fields = zip(*counts_by_rank, strict=True)
         total = StepCounts(*map(sum, values_of_fields))
         metrics = _token_metrics(total)
-        metrics |= _rank_metrics(ranks)
+        metrics |= _rank_metrics(counts_by_rank)
         if not math.isnan(total.gradient_square):  # NaN after an overflow in half precision
             metrics['gradient_norm'] = math.sqrt(total.gradient_square)
         assert state.timestamp.batch_wct is not None, 'Composer sets the wall-clock time of the step before BATCH_END'
@@ -298,15 +298,15 @@ def _token_metrics(total: StepCounts) -> dict[str, float]:
     }
 
 
-def _rank_metrics(ranks: Sequence[StepCounts]) -> dict[str, float]:
+def _rank_metrics(counts_by_rank: Sequence[StepCounts]) -> dict[str, float]:
     """Returns the imbalance of the ranks, the longest wait for data and the highest memory."""
-    positions = [counts.positions for counts in ranks]
-    mean_positions = sum(positions) / len(ranks)
+    positions = [counts.positions for counts in counts_by_rank]
+    mean_positions = sum(positions) / len(positions)
     metrics = {
         'rank_imbalance': max(positions) / max(mean_positions, 1),
-        'loader_seconds': max(counts.loader_seconds for counts in ranks),
+        'loader_seconds': max(counts.loader_seconds for counts in counts_by_rank),
     }
-    peak_memory = max(counts.peak_memory for counts in ranks)
+    peak_memory = max(counts.peak_memory for counts in counts_by_rank)
     if peak_memory > 0:
         metrics['peak_memory_gib'] = peak_memory / 2**30
     return metrics

@@ -34,9 +34,9 @@ ENDED_BY_AN_ERROR = (
 class RankAssignment:
     """The samples of a global batch that one rank loads, at least one.
 
-    In the plan, a rank may have dummy microbatches, so that all ranks have equally many. They are left out here,
-    because the split makes dummy rows from any loaded row. But a rank that has only dummies must load one row. So it
-    gets a copy of a sample that another rank computes.
+    In the plan, a rank may have dummy microbatches in the place of missing ones. They are left out here, because the
+    split makes dummy rows from any loaded row. But a rank that has only dummies must load one row. So it gets a copy of
+    a sample that another rank computes.
     """
 
     microbatches: list[list[int]]
