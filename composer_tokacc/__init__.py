@@ -47,9 +47,9 @@ __all__ = [
     'weighted_microbatches',
 ]
 
-# The module of each public name. It is imported on first use, so that the planner can be imported without torch or
-# Composer.
-_ROOMS = {
+# The module that defines each public name. It is imported on first use, so that the planner can be imported without
+# torch or Composer.
+_MODULES = {
     'BatchLayout': 'layout',
     'LogitsAtLabels': 'algorithm.logits_at_labels',
     'MicrobatchPlan': 'planning',
@@ -72,4 +72,4 @@ _ROOMS = {
 }
 
 
-__getattr__ = on_first_use(__name__, _ROOMS)
+__getattr__ = on_first_use(__name__, _MODULES)

@@ -26,9 +26,9 @@ COUNT_KEYS = {'num_images': 'image', 'num_videos': 'video', 'num_audios': 'audio
 
 
 def text_of(batch: Batch) -> Tensor:
-    """Returns the tensor whose rows are those of the batch: the ids, else the labels, else the ids of the decoder.
+    """Returns the tensor that decides rows and width of the batch: the ids, else the labels, else the decoder's ids.
 
-    Raises ValueError if the batch has none of them, or labels of whole rows.
+    Raises ValueError if the batch has none of them, or if it has no ids and its labels are not of shape (rows, width).
     """
     if isinstance(batch, Mapping):
         for key in ('input_ids', 'labels', 'decoder_input_ids'):
@@ -120,14 +120,14 @@ def check_ids(batch: Batch) -> None:
 
 
 def _is_mask_of(mask: object, ids: Tensor | None) -> bool:
-    """Returns whether a mask is a tensor of real numbers of two or four dimensions, which fits the ids if there are."""
+    """Returns whether a mask is a tensor of real numbers of two or four dimensions, with rows and width of the ids."""
     if not isinstance(mask, Tensor) or mask.dim() not in (2, 4) or mask.is_complex() or bool(mask.isnan().any()):
         return False
     if ids is None:
         return True
-    is_shared = mask.dim() == 4 and len(mask) == 1  # by all rows
-    has_rows = is_shared or len(mask) == len(ids)
-    return has_rows and mask.shape[-1] == ids.shape[1]
+    is_for_all_rows = mask.dim() == 4 and len(mask) == 1
+    has_rows_of_ids = is_for_all_rows or len(mask) == len(ids)
+    return has_rows_of_ids and mask.shape[-1] == ids.shape[1]
 
 
 def check_batch(batch: Batch, *, labels_are_at_ids: bool = False) -> None:
@@ -142,6 +142,7 @@ def check_batch(batch: Batch, *, labels_are_at_ids: bool = False) -> None:
     check_ids(batch)
     ids = batch.get('input_ids')
     if labels_are_at_ids and ids is not None:
+        # If the ids are not a tensor, this is the name of their type, which differs from any shape.
         shape_of_ids = tuple(ids.shape) if isinstance(ids, Tensor) else type(ids).__name__
         if labels.shape != shape_of_ids:
             raise InvalidInputError(
@@ -172,12 +173,12 @@ def check_vocabulary(
     size: int | None,
     further_ids: Callable[[], Iterable[int]] = tuple,
 ) -> None:
-    """Raises ValueError, which names the sample, if an id is out of the vocabulary. A GPU would stop without a name.
+    """Raises ValueError, which names the sample, if an id is out of the vocabulary. The error of a GPU names none.
 
     Args:
         batch: A batch on the CPU.
         key: The entry with the ids. In ``'labels'``, -100 is allowed.
-        size: Number of ids of the vocabulary. None: it is not known, and only negative ids are refused.
+        size: Number of ids of the vocabulary. None: it is not known, so only negative ids are refused.
         further_ids: Returns further ids that are allowed. It is called only if an id is out of the vocabulary. By
             default there are none.
     """
@@ -253,16 +254,16 @@ def attended_positions(batch: Batch) -> Tensor:
         return torch.ones_like(ids, dtype=torch.bool)
     if mask.dim() == 2:
         return mask != 0
-    # (rows, heads, queries, keys). Where a key is attended, a mask of floats is 0, and any other mask is not 0.
+    # (rows, heads, queries, keys). For an attended key, a mask of floats is 0, and any other mask is not 0.
     is_attended = mask == 0 if mask.dtype.is_floating_point else mask.bool()
     is_attended_by_any = is_attended.flatten(1, -2).any(dim=1)
     return is_attended_by_any.expand_as(ids)
 
 
 def num_runs(positions: Tensor) -> Tensor:
-    """Returns how many runs of adjacent positions each row has, from bool ``(rows, width)`` to int ``(rows,)``.
+    """Returns the number of runs of True in each row, from bool ``(rows, width)`` to int ``(rows,)``.
 
-    If the attended positions of a row are more than one run, its mask has a hole.
+    It shows whether a mask has a hole. Then the attended positions of a row are more than one run.
     """
     starts_in_first_column = positions[:, 0].int()
     starts_behind_gap = positions[:, 1:] & ~positions[:, :-1]
@@ -278,7 +279,10 @@ def padding_side(batch: Batch) -> str:
 
 
 def common_padding_side(batches: Iterable[Batch]) -> str:
-    """Returns the padding side of several batches of one collator. A batch without padding or ids does not show it."""
+    """Returns the padding side of several batches of one collator: left if any batch has its padding there.
+
+    All other batches may be without padding, or without ids, and do not show the side.
+    """
     for batch in batches:
         if isinstance(batch.get('input_ids'), Tensor) and padding_side(batch) == 'left':
             return 'left'
@@ -287,20 +291,20 @@ def common_padding_side(batches: Iterable[Batch]) -> str:
 
 @dataclass(frozen=True)
 class Reach:
-    """How far some positions of each row, such as the real ones, reach from its first column and from its last.
+    """How far the marked positions of each row, such as the real ones, reach from its first column and from its last.
 
-    A row of width 6 with the positions ``0 0 1 1 1 0`` reaches 5 columns from the first one, and 4 from the last one.
+    A row of width 6 with the marks ``0 0 1 1 1 0`` reaches 5 columns from the first one, and 4 from the last one.
     """
 
     width: int
     from_first: list[int]
-    """For each row, the number of columns from the first column to its last position, both included; 0: it has none."""
+    """For each row, the number of columns from the first column to its last mark, both included; 0: it has no mark."""
     from_last: list[int]
-    """For each row, the number of columns from its first position to the last column, both included; 0: it has none."""
+    """For each row, the number of columns from its first mark to the last column, both included; 0: it has no mark."""
 
     @classmethod
     def of(cls, positions: Tensor) -> Reach:
-        """Returns the reach of the positions, bool ``(rows, width)``."""
+        """Returns the reach of the positions that are True, bool ``(rows, width)``."""
         width = positions.shape[1]
         from_first = torch.arange(1, width + 1, device=positions.device)
         distances = torch.stack([from_first, from_first.flip(0)])
@@ -311,16 +315,16 @@ class Reach:
 
     @property
     def side(self) -> str:
-        """The padding side of rows with these real positions, see :func:`padding_side`."""
+        """The padding side if the marks are the real positions, see :func:`padding_side`."""
         full_or_empty = (self.width, 0)  # a row without real positions says nothing about the side
         all_end_last = all(columns in full_or_empty for columns in self.from_first)
         all_begin_first = all(columns in full_or_empty for columns in self.from_last)
         return 'left' if all_end_last and not all_begin_first else 'right'
 
     def lengths(self, side: str) -> list[int]:
-        """Returns the width of each row without its padding on this side, at least 1, if these are its real positions.
+        """Returns the width of each row without its padding on this side, at least 1. The marks must be real positions.
 
-        Positions without attention between real ones are no padding, so they count.
+        Positions without attention between real ones are not padding, so they count.
         """
         reach = self.from_first
         if side == 'left':

@@ -21,10 +21,10 @@ CachedValue = TypeVar('CachedValue')
 
 
 def fingerprint(value: object, *, length: int = 32) -> str:
-    """Returns hex digits that change with a value.
+    """Returns a hash of a value as hex digits. Equal values have the same hash in every process.
 
     Args:
-        value: An iterator of bytes, or any other value, which is written as JSON.
+        value: An iterator of bytes, such as the parts of a file, or any other value, which is written as JSON.
         length: Number of digits.
     """
     digest = hashlib.sha256()
@@ -79,7 +79,7 @@ def keep(path: Path, save: Callable[[Path], None], *, hint: str = '') -> None:
     Args:
         path: The file.
         save: Writes the value to the file.
-        hint: What the user can do, at the end of the warning.
+        hint: The remedy for the user, at the end of the warning.
     """
     try:
         save(path)

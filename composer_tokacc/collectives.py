@@ -56,7 +56,7 @@ def _can_communicate() -> bool:
 
 def all_gather_object(value: T) -> list[T]:
     """Returns the values of all ranks, in the order of the ranks; a collective."""
-    values = [value] * get_world_size()
+    values = [value] * get_world_size()  # placeholders for the gather
     if _can_communicate():
         torch.distributed.all_gather_object(values, value)
     return values
@@ -93,7 +93,7 @@ def from_any_rank(value: T | None) -> T | None:
     first_rank = -largest_negative
     values = [value]
     if _can_communicate() and first_rank < num_ranks:
-        # Not a gather, in which every rank that has a value would send it.
+        # Not a gather, because every rank that has a value would send it.
         torch.distributed.broadcast_object_list(values, src=first_rank)
     return values[0]
 

@@ -67,7 +67,7 @@ _NEEDED_BY_COMPOSER = {
     'torch.nn.modules.utils': ['_pair'],
     'torch.profiler._memory_profiler': ['_CATEGORY_TO_COLORS', '_CATEGORY_TO_INDEX', 'MemoryProfileTimeline'],
 }
-"""Private modules of torch, and what mosaicml 0.32 imports from each of them when it is imported itself."""
+"""Private modules of torch, and the names that mosaicml 0.32 imports from each when it is imported itself."""
 
 _PUBLIC_MODULES = {
     'torch.distributed._tensor': 'torch.distributed.tensor',
@@ -123,7 +123,7 @@ def inner_model(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def name_in_state_dict(parameter_name: str) -> str:
-    """Returns the name that a parameter has in a state dict. There FSDP 1 and checkpoint wrappers add nothing to it."""
+    """Returns the name of a parameter in a state dict, which has no names of FSDP1 and of checkpoint wrappers in it."""
     return parameter_name.replace('_fsdp_wrapped_module.', '').replace('_checkpoint_wrapped_module.', '')
 
 
@@ -159,8 +159,8 @@ def num_reduced(model: torch.nn.parallel.DistributedDataParallel) -> int:
 def reduced_parameters(model: torch.nn.parallel.DistributedDataParallel) -> set[torch.nn.Parameter] | None:
     """Returns the parameters whose gradients DDP reduces: those that required a gradient when DDP was made.
 
-    None: DDP does not tell. Only the zeros that DDP makes for :class:`torch.distributed.algorithms.Join` tell which
-    they are. For a moment these take as much memory as the gradients.
+    Returns None if DDP does not tell. It tells them only together with the zeros that it makes for
+    :class:`torch.distributed.algorithms.Join`. For a moment these zeros take as much memory as the gradients.
     """
     try:
         buckets = model.reducer._get_zeros_like_grad_buckets()
@@ -180,14 +180,15 @@ DDP has such a sink if it is made with ``find_unused_parameters`` or ``static_gr
 
 
 def edge_before_sink(sink: Any, index: int) -> tuple[Any, int]:
-    """Returns the node that makes an output of the sink of DDP, and the number of the output among those of the node.
+    """Returns where an output of DDP's sink comes from: a node of the graph, and the number of the node's output.
 
     Args:
         sink: The sink of DDP.
-        index: The number of the output of the sink. It has a gradient.
+        index: The number of the sink's output. The output must have a gradient.
     """
-    # `index` counts all outputs of the model, also those that are no tensors. `next_functions` has an edge for each
-    # tensor, but one without a gradient leads to no node.
+    # `index` counts all outputs of the model, also the ones that are not tensors. `next_functions` has an edge for each
+    # tensor, and the edge of a tensor without a gradient leads to no node. So there is one edge to a
+    # node for each output with a gradient, in the same order.
     has_gradient = sink.needs_input_grad[1:]  # by output; the first input is DDP itself
     place_of_edge = sum(has_gradient[:index])
     edges = [edge for edge in sink.next_functions if edge[0] is not None]
@@ -226,7 +227,7 @@ def state_of_gradient(parameter: torch.Tensor) -> tuple[int, int]:
     if gradient is None:
         return 0, 0
     if isinstance(gradient, DTensor):
-        gradient = gradient._local_tensor  # FSDP2 adds to this tensor, which the DTensor itself does not count
+        gradient = gradient._local_tensor  # FSDP2 writes into this tensor, and the version of the DTensor stays
     return id(gradient), gradient._version
 
 
@@ -269,7 +270,7 @@ def new_shared_storage(num_bytes: int) -> torch.UntypedStorage:
 
 @contextmanager
 def separate_iterator(loader: DataLoader) -> Iterator[None]:
-    """Lets ``iter(loader)`` make a second iterator, with workers of its own, inside of the context.
+    """Lets ``iter(loader)`` make a second iterator, with its own workers, inside of the context.
 
     A DataLoader with persistent workers would restart the iterator that it has.
     """
@@ -312,9 +313,9 @@ def attention_of(config: Any) -> str:
 
 
 def composer_state_types() -> list[Any]:
-    """Returns what ``torch.load(weights_only=True)`` must be allowed for checkpoints of Composer.
+    """Returns the types that ``torch.load(weights_only=True)`` must be allowed to build for checkpoints of Composer.
 
-    They hold random states of numpy, times, and the version of torch.
+    These checkpoints hold random states of numpy, times, and the version of torch.
     """
     rebuild_array = np.zeros(1).__reduce__()[0]  # private, with different names in numpy 1 and 2
     return [rebuild_array, np.ndarray, np.dtype, type(np.dtype('uint32')), TorchVersion, timedelta]

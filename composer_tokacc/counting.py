@@ -54,7 +54,7 @@ class TokenCounts:
 
 
 def check_rule(loss_tokens: str, *, allow_auto: bool = False) -> str:
-    """Returns the loss rule. Raises ValueError if it is none of :data:`LOSS_RULES`, nor an allowed ``'auto'``."""
+    """Returns the loss rule. Raises ValueError unless it is one of :data:`LOSS_RULES`, or ``'auto'`` if allowed."""
     allowed = ('auto', *LOSS_RULES) if allow_auto else LOSS_RULES
     check_choice('loss_tokens', loss_tokens, allowed)
     return loss_tokens
@@ -70,13 +70,13 @@ def document_starts(batch: Mapping[str, Any]) -> torch.Tensor | None:
     if positions is None:
         return None
     labels = labels_of(batch)
-    if positions.shape != labels.shape:  # (3, rows, width), as of Qwen-VL. They are not read
+    if positions.shape != labels.shape:  # (3, rows, width) of Qwen-VL, which are not read
         return None
     attended = attended_positions(batch)
     if attended.shape != labels.shape:  # the mask of another input
         return None
     is_behind_first_token = attended & (attended.cumsum(dim=1) > 1)
-    # In a row whose positions are all 0, they say nothing about documents.
+    # If all positions of a row are 0, they say nothing about documents.
     has_positions = positions.amax(dim=1, keepdim=True) > 0
     starts = is_behind_first_token & has_positions & (positions == 0)
     return starts if bool(starts.any()) else None
@@ -131,9 +131,9 @@ def loss_mask(batch: Mapping[str, Any], loss_tokens: str = 'causal') -> torch.Te
 def counted_tokens(batch: Mapping[str, Any], loss_tokens: str) -> torch.Tensor:
     """Returns which labels are counted, bool ``(rows, width)``.
 
-    They are those of :func:`loss_mask`, without the first token of each further document of a packed row, because the
-    document before would predict it. The rule ``'unshifted'`` counts it, because no token predicts the label of the
-    next one.
+    These are the labels of :func:`loss_mask`, without the first token of each further document of a packed row, because
+    the document before would predict it. The rule ``'unshifted'`` counts this token, because there no token predicts
+    the label of the next one.
     """
     counted = loss_mask(batch, loss_tokens)
     starts = None if loss_tokens == 'unshifted' else document_starts(batch)
@@ -169,7 +169,8 @@ def real_tokens(batch: Mapping[str, Any]) -> list[int]:
     """Returns the number of attended positions of each row. Without a mask of the text, all positions are attended."""
     is_attended = attended_positions(batch)
     mask = batch.get('attention_mask')
-    if mask is not None and mask.shape == is_attended.shape:  # also of a batch without `input_ids`
+    # Without `input_ids`, attended_positions() does not read the mask. Here it counts if it has the shape of the text.
+    if mask is not None and mask.shape == is_attended.shape:
         is_attended = mask != 0
     return is_attended.sum(dim=1).tolist()
 
@@ -177,16 +178,16 @@ def real_tokens(batch: Mapping[str, Any]) -> list[int]:
 def with_one_label(batch: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the batch with a label that carries loss, for a batch without any. Does not wait for the device.
 
-    A mean over no labels is 0 / 0, so NaN, also if the caller multiplies the loss by 0. The label is written where as
-    many loss rules as possible count it: at the first attended position after an attended one. If all rows have a
-    single token, it is written at the first pad after an attended position, else at the first position of the batch.
+    A mean over no labels is 0 / 0, so NaN, and stays NaN if the caller multiplies the loss by 0. The label is written
+    at the first attended position after an attended one, where every loss rule counts it. If all rows have a single
+    token, it is written at the first pad after an attended position, else at the first position of the batch.
 
     The label is 0, because every vocabulary has this token. Ids of image placeholders may lie outside of it.
     """
     labels = labels_of(batch)
     mask = batch.get('attention_mask')
     is_attended = torch.ones_like(labels, dtype=torch.bool)
-    if isinstance(mask, torch.Tensor) and mask.shape == labels.shape:  # loss_mask() reads no other
+    if isinstance(mask, torch.Tensor) and mask.shape == labels.shape:  # loss_mask() reads no mask of another shape
         is_attended = mask != 0
     follows_attended = torch.zeros_like(is_attended)
     follows_attended[:, 1:] = is_attended[:, :-1]

@@ -72,11 +72,12 @@ def copy_examples(folder: Path) -> tuple[list[Path], list[Path]]:
 def _sources() -> dict[Path, Path]:
     """Returns the file to copy for each path below the target folder. Empty if the package was installed without them.
 
-    In a checkout the files lie beside the package. From a wheel they come to ``share``, below the prefix of the
+    In a checkout the files lie next to the package. A wheel installs them into ``share``, below the prefix of the
     environment, which is some folder above the package.
     """
     module = Path(__file__)
-    # First the place where it is installed, because an installer may link each file to a cache.
+    # The folders above the path as it is come first. An installer may have made this file a link into a cache, and
+    # above the target of the link there may be no examples.
     for parent in (*module.absolute().parents, *module.resolve().parents):
         for folder in (parent, parent / INSTALLED):
             if (folder / 'yamls' / 'llava_json.yaml').exists():

@@ -58,9 +58,14 @@ class InvarianceCase:
     """One way to cut and pad the rows, and how far the gradient is off."""
 
     cut: str
-    """``'again'`` (the rows of all ranks in one microbatch, as for the reference), ``'in order'``, ``'by length'``
-    (trimmed if padded on the right), ``'uneven'`` (all rows but one, then this one). In the program:
-    ``'stock Composer'``, ``'in order'`` or ``'regrouped'``."""
+    """How the rows were cut. In :func:`verify_invariance`:
+
+    - ``'again'``: the rows of all ranks in one microbatch, as for the default reference;
+    - ``'in order'``: microbatches of ``microbatch_size`` rows, in the order of the rows;
+    - ``'by length'``: the same with the longest rows first, trimmed if the padding is on the right;
+    - ``'uneven'``: two microbatches, all rows except the first, then the first row.
+
+    In the program ``composer_tokacc.verify``: ``'stock Composer'``, ``'in order'`` or ``'regrouped'``."""
     padding: str
     """``'right'`` or ``'left'``."""
     microbatch_size: int
@@ -73,7 +78,7 @@ class InvarianceCase:
     reason: str
     """The parameter that is furthest off, and how."""
     is_held: bool = True
-    """Whether the error must be within the tolerance. Other cases, such as stock Composer, are only shown."""
+    """Whether the error must be within the tolerance. False for stock Composer, which is only shown."""
 
     @classmethod
     def from_gradients(
@@ -86,7 +91,7 @@ class InvarianceCase:
         microbatch_size: int,
         is_held: bool = True,
     ) -> InvarianceCase:
-        """Compares gradients on every rank, and returns the case of the rank with the largest error; a collective."""
+        """Compares this rank's gradients. Returns the case of the rank with the largest error; a collective."""
         error, reason = relative_error(found, expected)
         product = 0.0
         for name in found.keys() & expected.keys():
@@ -155,20 +160,26 @@ class StepCut:
 
 
 def compare_cuts(
-    padding_sides: Iterable[str],
+    padding_sides: Sequence[str],
     reference: Callable[[str], Gradients],
     cuts: Callable[[str], Iterable[StepCut]],
     *,
     tolerance: float,
 ) -> InvarianceReport:
-    """Compares the gradient of each cut with the gradient of one forward over all rows; a collective over the ranks.
+    """Computes the gradient of each cut, and compares it with the gradient of one forward over all rows; a collective.
 
     Args:
-        padding_sides: ``'right'``, ``'left'`` or both.
+        padding_sides: ``'right'``, ``'left'`` or a list of both.
         reference: Computes the gradient of one forward over the rows of all ranks, padded on the given side.
         cuts: Returns the cuts of the rows padded on the given side, equally many on every rank.
         tolerance: Largest relative error that is taken for round-off.
     """
+    if not padding_sides:
+        raise InvalidInputError(f"`padding_sides` must be 'right', 'left' or both, got: {padding_sides!r}.")
+    if isinstance(padding_sides, str):
+        padding_sides = [padding_sides]
+    if not tolerance >= 0:
+        raise InvalidInputError(f'`tolerance` must be at least 0, got: {tolerance}.')
     cases = []
     for padding in padding_sides:
         expected = reference(padding)
@@ -229,7 +240,7 @@ def verify_invariance(
     padding_sides: Sequence[str] = ('right', 'left'),
     tolerance: float = 1e-6,
 ) -> InvarianceReport:
-    """Has a trainer compute the gradient of the same rows in many cuts, and compares it with that of one forward.
+    """Has a trainer compute the gradient of the same rows in many cuts. All must equal the gradient of one forward.
 
     Dropout must be off, and the learning rate 0 or the weights restored. Use float32, on a GPU without TF32: the
     round-off of shorter types hides an error. On several ranks every rank calls it, with its own rows.
@@ -277,63 +288,102 @@ def verify_invariance(
     """
     batches = [rows] if isinstance(rows, Mapping) else list(rows)
     layout, rows_by_rank = _rows_of_all_ranks(layout, batches)
-    if not callable(gradients):
-        raise InvalidInputError(f'`gradients` must be a function of microbatches, got: {gradients!r:.80}.')
-    for size in microbatch_sizes or ():
-        check_count('microbatch_sizes', size)
-    if not padding_sides:
-        raise InvalidInputError(f"`padding_sides` must be 'right', 'left' or both, got: {padding_sides!r}.")
-    if not tolerance >= 0:
-        raise InvalidInputError(f'`tolerance` must be at least 0, got: {tolerance}.')
-    if isinstance(padding_sides, str):
-        padding_sides = [padding_sides]
-    rows_of_rank = rows_by_rank[get_global_rank()]
-
-    def prepared(batch: Batch) -> BatchDict:
-        # Copies, because a trainer may write into its batches, and cuts share their tensors. `with_media` adds a dummy
-        # image if the model needs an image and the batch has none.
-        return dict(layout.with_media(with_copied_tensors(batch)))
-
-    def all_rows(padding: str) -> BatchDict:
-        return layout.concat(_joined(rows_by_rank), padding_side=padding)
-
-    def reference_gradients(padding: str) -> Gradients:
-        if reference is None:
-            return gradients_of([all_rows(padding)])
-        return _cloned(reference(prepared(all_rows(padding))))
-
-    def gradients_of(microbatches: Sequence[Batch]) -> Gradients:
-        return _cloned(gradients([prepared(microbatch) for microbatch in microbatches]))
-
-    def cuts(padding: str) -> Iterator[StepCut]:
-        sizes = microbatch_sizes or DEFAULT_SIZES
-        for name, size, microbatches in _cuts(layout, rows_of_rank, all_rows(padding), padding, sizes):
-            yield StepCut(name=name, microbatch_size=size, gradients=partial(gradients_of, microbatches))
-
-    report = compare_cuts(padding_sides, reference_gradients, cuts, tolerance=tolerance)
+    step = _UserStep(
+        gradients=gradients,
+        reference=reference,
+        layout=layout,
+        rows_by_rank=rows_by_rank,
+        microbatch_sizes=microbatch_sizes or DEFAULT_SIZES,
+    )
+    report = compare_cuts(padding_sides, step.reference_gradients, step.cuts, tolerance=tolerance)
     if all(case.error == 0 for case in report.cases):
         # Not even round-off, so `gradients` may read other batches than those that it gets.
-        _check_reads_rows(gradients_of, all_rows('right'), rows_by_rank)
+        step.check_reads_rows()
     return report
 
 
-def _check_reads_rows(
-    gradients_of: Callable[[Sequence[Batch]], Gradients],
-    all_rows: Batch,
-    rows_by_rank: list[SingleRows],
-) -> None:
-    """Raises ValueError if a step of one row on each rank has the same gradient as a step of all rows; a collective."""
-    num_labelled = sum(any(_labels_by_rule(row)) for row in _joined(rows_by_rank))
-    if num_labelled <= len(rows_by_rank):
-        return  # each rank may have a single row with labels, and then both steps have the same gradient
-    gradients_of_all = gradients_of([all_rows])
-    row = max(rows_by_rank[get_global_rank()], key=_labels_by_rule)
-    error, _ = relative_error(gradients_of([row]), gradients_of_all)
-    if max(all_gather_object(error)) == 0:
-        raise InvalidInputError(
-            '`gradients` must compute a step of the microbatches that it gets, got: the same gradient for one row as '
-            'for all rows. Does it read other batches?'
-        )
+@dataclass(frozen=True, kw_only=True)
+class _UserStep:
+    """The user's functions and rows, in the form that :func:`compare_cuts` needs.
+
+    Args:
+        gradients: See :func:`verify_invariance`.
+        reference: See :func:`verify_invariance`.
+        layout: How tensors belong to rows.
+        rows_by_rank: The single rows of each rank, without padding.
+        microbatch_sizes: Rows of a microbatch in the compared cuts.
+    """
+
+    gradients: Callable[[list[dict[str, Any]]], Gradients]
+    reference: Callable[[dict[str, Any]], Gradients] | None
+    layout: BatchLayout
+    rows_by_rank: list[SingleRows]
+    microbatch_sizes: Sequence[int]
+
+    def __post_init__(self) -> None:
+        if not callable(self.gradients):
+            raise InvalidInputError(f'`gradients` must be a function of microbatches, got: {self.gradients!r:.80}.')
+        for size in self.microbatch_sizes:
+            check_count('microbatch_sizes', size)
+
+    def reference_gradients(self, padding: str) -> Gradients:
+        """Computes the gradients of one forward over the rows of all ranks, padded on this side."""
+        all_rows = self._all_rows(padding)
+        if self.reference is None:
+            return self._gradients_of([all_rows])
+        return _cloned(self.reference(self._prepared(all_rows)))
+
+    def cuts(self, padding: str) -> Iterator[StepCut]:
+        """Yields the cuts that :class:`InvarianceCase` names. Their last microbatch may be smaller."""
+        rows = self.rows_by_rank[get_global_rank()]
+        num_rows = len(rows)
+        # The same on every rank. By default the reference is this step, too, so this shows whether a repeated step has
+        # the same gradient.
+        yield self._cut('again', num_rows, [self._all_rows(padding)])
+        batch = self.layout.concat(rows, padding_side=padding)
+        widths = [labels_of(row).shape[1] for row in rows]
+        in_order = list(range(num_rows))
+        longest_first = sorted(in_order, key=lambda row: -widths[row])
+        for size in sorted({min(size, num_rows) for size in self.microbatch_sizes}):
+            yield self._cut('in order', size, self.layout.split(batch, groups_of(in_order, size)))
+            by_length = self.layout.split(batch, groups_of(longest_first, size))
+            # Padding on the left stays. Its last position may predict a label at the first token of a row. And
+            # trimming would move tokens to earlier columns, which changes the result of some models.
+            if padding == 'right':
+                by_length = [self.layout.trim(microbatch) for microbatch in by_length]
+            yield self._cut('by length', size, by_length)
+        # The microbatch of one row comes last, because some loops drop a smaller last one, as `drop_last` does.
+        yield self._cut('uneven', num_rows - 1, self.layout.split(batch, [in_order[1:], in_order[:1]]))
+
+    def check_reads_rows(self) -> None:
+        """Raises ValueError if one row on each rank has the same gradient as all rows; a collective."""
+        num_labelled = sum(any(_labels_by_rule(row)) for row in _joined(self.rows_by_rank))
+        if num_labelled <= len(self.rows_by_rank):
+            return  # each rank may have a single row with labels, and then both steps have the same gradient
+        gradients_of_all = self._gradients_of([self._all_rows('right')])
+        row_with_most_labels = max(self.rows_by_rank[get_global_rank()], key=_labels_by_rule)
+        error, _ = relative_error(self._gradients_of([row_with_most_labels]), gradients_of_all)
+        if max(all_gather_object(error)) == 0:
+            raise InvalidInputError(
+                '`gradients` must compute a step of the microbatches that it gets, got: the same gradient for one row '
+                'as for all rows. Does it read other batches?'
+            )
+
+    def _cut(self, name: str, size: int, microbatches: Sequence[Batch]) -> StepCut:
+        return StepCut(name=name, microbatch_size=size, gradients=partial(self._gradients_of, microbatches))
+
+    def _gradients_of(self, microbatches: Sequence[Batch]) -> Gradients:
+        """Computes a step of these microbatches of this rank."""
+        prepared_microbatches = [self._prepared(microbatch) for microbatch in microbatches]
+        return _cloned(self.gradients(prepared_microbatches))
+
+    def _all_rows(self, padding: str) -> BatchDict:
+        return self.layout.concat(_joined(self.rows_by_rank), padding_side=padding)
+
+    def _prepared(self, batch: Batch) -> BatchDict:
+        """Returns a copy, with a dummy image if the model needs an image and the batch has none."""
+        # A copy, because a trainer may write into its batches, and cuts share their tensors.
+        return dict(self.layout.with_media(with_copied_tensors(batch)))
 
 
 def _cloned(gradients: Gradients) -> Gradients:
@@ -350,10 +400,10 @@ def _cloned(gradients: Gradients) -> Gradients:
 
 
 def _rows_of_all_ranks(layout: BatchLayout | None, batches: Sequence[Batch]) -> tuple[BatchLayout, list[SingleRows]]:
-    """Returns the layout, and the single rows of each rank; refuses rows that prove nothing. A collective.
+    """Gathers the rows of all ranks, and refuses rows that prove nothing; a collective. Returns layout and rows.
 
     Args:
-        layout: The layout of the batches. None infers it.
+        layout: The layout of the batches. None: it is inferred.
         batches: The batches of this rank, of one row or several.
     """
     num_rows = sum(len(labels_of(batch)) for batch in batches)
@@ -389,10 +439,10 @@ def _single_rows(layout: BatchLayout, batches: Sequence[Batch]) -> SingleRows:
 
 
 def _check_numbers_of_labels(rows_by_rank: list[SingleRows]) -> None:
-    """Raises ValueError if all rows, or all ranks, have equally many labels.
+    """Raises ValueError if all rows have the same number of labels, or all ranks have.
 
-    A trainer that averages over microbatches shows its fault only if rows have different numbers of labels, and a
-    trainer that averages over ranks only if ranks have.
+    A mean over microbatches is wrong only if rows have different numbers of labels, and a mean over ranks only if ranks
+    have. So with equal numbers, a wrong trainer would pass.
     """
     labels_of_rows = torch.tensor([_labels_by_rule(row) for row in _joined(rows_by_rank)])  # (rows, rules)
     num_ranks = len(rows_by_rank)
@@ -414,44 +464,6 @@ def _labels_by_rule(row: Batch) -> list[int]:
 
 def _joined(rows_by_rank: list[SingleRows]) -> SingleRows:
     return list(chain.from_iterable(rows_by_rank))
-
-
-def _cuts(
-    layout: BatchLayout,
-    rows: SingleRows,
-    all_rows: BatchDict,
-    padding: str,
-    sizes: Iterable[int],
-) -> Iterator[tuple[str, int, list[BatchDict]]]:
-    """Yields cuts: the name, the size of a microbatch in rows, and the microbatches; see :class:`InvarianceCase`.
-
-    The last microbatch of a cut may be smaller. In ``'uneven'`` it holds one row.
-
-    Args:
-        layout: Layout of the rows.
-        rows: The rows of this rank.
-        all_rows: The rows of all ranks, padded.
-        padding: Side of the padding.
-        sizes: Rows of a microbatch.
-    """
-    # The same on every rank. By default the reference is this step, too, so this shows whether a repeated step has the
-    # same gradient.
-    yield 'again', len(rows), [all_rows]
-    batch = layout.concat(rows, padding_side=padding)
-    num_rows = len(rows)
-    widths = [labels_of(row).shape[1] for row in rows]
-    in_order = list(range(num_rows))
-    longest_first = sorted(in_order, key=lambda row: -widths[row])
-    for size in sorted({min(size, num_rows) for size in sizes}):
-        yield 'in order', size, layout.split(batch, groups_of(in_order, size))
-        by_length = layout.split(batch, groups_of(longest_first, size))
-        # Padding on the left stays. Its last position may predict a label at the first token of a row. And trimming
-        # would move tokens to earlier columns, which changes the result of some models.
-        if padding == 'right':
-            by_length = [layout.trim(microbatch) for microbatch in by_length]
-        yield 'by length', size, by_length
-    # The smaller microbatch comes last, because some loops drop it, as a loader with `drop_last` does.
-    yield 'uneven', num_rows - 1, layout.split(batch, [in_order[1:], in_order[:1]])
 
 
 def groups_of(rows: Sequence[int], size: int) -> list[Sequence[int]]:

@@ -30,8 +30,10 @@ class IsolationReport:
     """The result of :func:`.verify_isolation`; printed as a line for each leak."""
 
     leaks: tuple[tuple[int, int, int, float], ...]
-    """Row, document, the document that it sees, and the size of the leak. The size is the norm of the gradient. If the
-    gradient is 0, it is the relative change of the logits when the seen document gets other ids."""
+    """For each leak: the row, the number of a document, the number of the document that it sees, and the size.
+
+    The size is the norm of the gradient. If the gradient is 0, it is the relative change of the logits when the seen
+    document gets other ids."""
 
     @property
     def is_isolated(self) -> bool:
@@ -69,10 +71,10 @@ def verify_isolation(
     """Tells whether documents of packed rows see each other, in any model, with any packing.
 
     The gradient of each document's logits by the input embeddings of the others must be exactly 0. Masked attention
-    makes it 0 in every precision, so no tolerance is needed. Some leaks have no gradient: hashed n-grams of ids, and
-    experts with a capacity. So each document gets other ids in turn, and the logits of the others must stay the same,
-    except for round-off. Only the gradient is checked if the batch has no ``input_ids``, or if there are fewer than two
-    ids to choose from.
+    makes it 0 in every precision, so no tolerance is needed. Some leaks have no gradient, for example through hashed
+    n-grams of ids, or through experts with a capacity. So each document gets other ids in turn, and the logits of the
+    others must stay the same, except for round-off. Only the gradient is checked if the batch has no ``input_ids``, or
+    if there are fewer than two ids to choose from.
 
     Args:
         model: A Hugging Face model, or a module around one. It is checked in its present mode, training or evaluation.
@@ -110,15 +112,15 @@ def verify_isolation(
     leaks = _leaks_of_gradient(model, embedding, inputs, documents_of_rows)
     if isinstance(inputs.get('input_ids'), torch.Tensor):
         reserved = _reserved_ids(getattr(outermost, 'config', None))
-        # A leak that both functions find keeps the size of the gradient.
         num_embeddings = getattr(embedding, 'num_embeddings', 0)
+        # A leak that both functions find keeps the size of the gradient.
         leaks = _leaks_of_ids(model, inputs, documents_of_rows, reserved, num_embeddings) | leaks
     sorted_leaks = [(*place, leaks[place]) for place in sorted(leaks)]
     return IsolationReport(leaks=tuple(sorted_leaks))
 
 
 def _documents_of_rows(documents: torch.Tensor, text: torch.Tensor) -> list[_Document]:
-    """Returns the documents of all rows. Raises ValueError if no row has two, or if the shapes do not match.
+    """Returns the documents of all rows. Raises ValueError if no row has two documents, or if the shapes do not match.
 
     Args:
         documents: The number of the document at each position, ``(rows, width)``.
@@ -141,7 +143,7 @@ def _documents_of_rows(documents: torch.Tensor, text: torch.Tensor) -> list[_Doc
 
 
 def _others(document: _Document, documents: Sequence[_Document]) -> Iterator[_Document]:
-    """Yields the other documents in the row of a document."""
+    """Yields the documents that are in the same row as a document."""
     for other in documents:
         if other.row == document.row and other.number != document.number:
             yield other
@@ -154,7 +156,7 @@ def _leaks_of_gradient(
     inputs: Batch,
     documents: Sequence[_Document],
 ) -> Leaks:
-    """Returns the norm of the gradient of each document's logits by the embeddings of another one, if not 0."""
+    """Finds documents whose logits have a gradient by the embeddings of another document. The size is its norm."""
     # The embeddings that the model gets, one tensor for each call of its embedding. If a model calls it several times,
     # only the first tensor is checked here. Leaks through the others show only in `_leaks_of_ids`.
     embedded: list[torch.Tensor] = []
@@ -194,9 +196,9 @@ def _leaks_of_ids(
     reserved: set[int],
     num_embeddings: int,
 ) -> Leaks:
-    """Returns the largest relative change of each document's logits if another document gets other ids.
+    """Finds documents whose logits change if another document gets other ids. The size is the relative change.
 
-    Changes within round-off are left out.
+    Several other ids are tried, and the largest change counts. Changes within round-off are left out.
 
     Args:
         model: The model.
@@ -207,7 +209,7 @@ def _leaks_of_ids(
     """
     expected = _logits(model, inputs)
     tolerance = tolerance_of(expected.dtype)
-    # If the logits change without other ids, a change proves nothing. `not <=`, because a change may be NaN.
+    # If the logits already change with the same ids, a change proves nothing. `not <=`, because a change may be NaN.
     change = relative_difference(expected, _logits(model, inputs))
     if not change <= tolerance:
         raise InvalidInputError(
@@ -226,7 +228,7 @@ def _leaks_of_ids(
 
 
 def _logits(model: torch.nn.Module, inputs: Batch) -> torch.Tensor:
-    """Returns the logits of a forward. Random numbers and the state of the model are the same in every call."""
+    """Returns the logits of a forward. Every call starts with the same random numbers and state of the model."""
     try:
         with undisturbed(model, watches_parameters=False), same_random_numbers():
             # Only models of Composer have `eval_forward`. They take the batch as one argument.
@@ -245,7 +247,7 @@ def _with_other_ids(
     reserved: set[int],
     num_embeddings: int,
 ) -> Iterator[tuple[_Document, torch.Tensor]]:
-    """Yields a document, and a copy of ``ids`` in which only this document has other ids.
+    """Yields each document, several times, with a copy of ``ids`` in which only this document has other ids.
 
     Reserved ids are neither replaced nor inserted. They may tell the model where documents and padding end, and there
     must be one placeholder for each image feature. So a change of reserved ids could change the other documents,

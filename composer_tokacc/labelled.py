@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -61,13 +61,13 @@ class LabelledPositions:
             num_labels: The number of labels that count. Tokens were counted on the CPU, so it is known.
         """
         running_count = loss_mask(batch, rule).flatten().cumsum(dim=0)
-        # One place more than there are labels. The running count never reaches its ordinal, so this place is the length
-        # of the batch, and the position before it is the last one of the batch. That is the added position, which
+        # The places of all labels, and of one more, which does not exist. For it, _first_places() returns the length of
+        # the batch. So `places - 1` ends with the last position of the batch. This is the added position, which
         # predicts no label.
         ordinals = range(1, num_labels + 2)
         places = _first_places(running_count, ordinals)
         last = len(running_count) - 1
-        of_labels = places[:-1].clamp(max=last)  # see places_of()
+        of_labels = places[:-1].clamp(max=last)  # places_of() says why
         if rule == 'unshifted':
             return cls(of_labels, of_labels, shifts_labels=False)
         # The position before a label is in the same row, because these rules count no label in column 0.
@@ -100,12 +100,17 @@ class LabelledPositions:
         return placed.unflatten(0, (rows, width))
 
 
-def batch_at_logits(
-    batch: Batch, logits: torch.Tensor, rule: str, num_labels: int
-) -> tuple[Mapping[str, Any], LabelledPositions | None] | None:
-    """Returns a batch whose labels and weights have the shape of its logits, and the positions of these logits.
+class BatchAtLogits(NamedTuple):
+    """A microbatch whose labels and weights have the shape of its logits."""
 
-    Returns None if the labels do not fit the shape of the logits.
+    batch: Mapping[str, Any]
+    """The microbatch itself, or only its selected labels and weights if logits were computed only at labels."""
+    positions: LabelledPositions | None
+    """The positions of the logits. None: logits were computed at all positions."""
+
+
+def batch_at_logits(batch: Batch, logits: torch.Tensor, rule: str, num_labels: int) -> BatchAtLogits | None:
+    """Brings labels and weights into the shape of the logits. Returns None if the labels do not fit this shape.
 
     Args:
         batch: The microbatch with ``labels`` of shape ``(rows, width)``.
@@ -113,15 +118,11 @@ def batch_at_logits(
             them only at labels.
         rule: Which labels count, see :func:`.loss_mask`.
         num_labels: The number of labels that count.
-
-    Returns:
-        For logits at all positions: the batch itself, and None in place of their positions. For logits only at labels:
-        a batch of the selected labels and weights, and the positions.
     """
     labels = labels_of(batch)
     shape = logits.shape[:2]
     if shape == labels.shape:
-        return batch, None
+        return BatchAtLogits(batch, None)
     num_added = 0 if rule == 'unshifted' else 1  # see LabelledPositions
     if shape != (1, num_labels + num_added):
         return None
@@ -131,7 +132,7 @@ def batch_at_logits(
     # If tokens have no weights, the dataset may still have a column of this name, perhaps of one number for each row.
     if isinstance(weights, torch.Tensor) and weights.shape == labels.shape:
         selected[LOSS_WEIGHTS] = positions.select_labels(weights, 0.0)
-    return selected, positions
+    return BatchAtLogits(selected, positions)
 
 
 def places_of(running_count: torch.Tensor, ordinals: range) -> torch.Tensor:
@@ -159,9 +160,9 @@ def _first_places(running_count: torch.Tensor, ordinals: range) -> torch.Tensor:
 class LabelSelector:
     """Hooks on a Hugging Face model. They select labels and hidden states in the next forward after :meth:`arm`.
 
-    The first-batch check (``RowComparison.selection_failure``) comes first. After a forward that computed all logits it
-    reads ``num_head_calls``. Then it arms the hooks, and compares the gradients. If they are the same, a training loop
-    calls :meth:`begin_forward` before each forward, which arms the hooks if that is worth it.
+    Before training, the first-batch check (``RowComparison.selection_failure``) tries them. It reads ``num_head_calls``
+    after a forward that computed all logits, calls :meth:`arm`, and compares the gradients of both forwards. If they
+    are the same, the training loop calls :meth:`begin_forward` before each forward.
 
     Args:
         model: A Hugging Face model with an output embedding, not wrapped.
@@ -177,10 +178,10 @@ class LabelSelector:
                 f'{type(model).__name__} has no output embedding: `get_output_embeddings()` finds none.'
             )
         self._head = head
-        # Of the next forward, see arm().
+        # About the next forward, see arm().
         self._rule = ''
         self._num_labels: int | None = None  # None: it computes all logits
-        # Of the forward that runs now. Its end moves the positions to `positions_of_logits`.
+        # About the forward that runs now. At its end the positions move to `positions_of_logits`.
         self._positions: LabelledPositions | None = None  # None: it computes all logits
         self._labels_shape = torch.Size()
         self._num_calls = 0  # of the output embedding
@@ -215,32 +216,35 @@ class LabelSelector:
         self._num_labels = None
 
     def begin_forward(self, rule: str, num_labels: int, num_positions: int) -> None:
-        """Makes the next forward compute logits only at labels, or all logits if nearly all positions have a label."""
+        """Arms the hooks for the next forward, unless nearly all positions have a label, so that little is saved."""
         self.disarm()  # a forward that failed may have left it armed
         if is_worth_selecting(num_labels, num_positions):
             self.arm(rule, num_labels)
 
     def remove(self) -> None:
-        """Leaves the model as it was."""
+        """Removes the hooks from the model."""
         for handle in self._handles:
             handle.remove()
 
     def _select_labels(self, module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Hook before the model: keeps only the labels that count. Without ``labels=`` all logits are computed."""
-        # The last forward may have raised before the hook that resets them.
+        """Hook before the model: if armed, keeps only the labels that count.
+
+        It does nothing if the labels are not a named argument.
+        """
+        # The last forward may have raised before _check_selected(), which resets the positions.
         self._positions = None
         self._num_calls = 0
         num_labels = self._num_labels
         self._num_labels = None
         labels = kwargs.get('labels')
-        # The hook is on the output embedding that the model had at first. The model may have another one now.
+        # Since the hooks were registered, the model may have got another output embedding, which has no hook.
         has_hook = output_embedding(module) is self._head
         if labels is None or num_labels is None or not has_hook:
             return args, kwargs
         positions = LabelledPositions.from_batch(kwargs, self._rule, num_labels)
         kwargs = dict(kwargs)
         if getattr(module.config, 'is_encoder_decoder', False) and kwargs.get('decoder_input_ids') is None:
-            # The model would make them from its labels, but it gets only some of these.
+            # The model would make these ids from its labels, but it gets only some of the labels.
             kwargs['decoder_input_ids'] = module.prepare_decoder_input_ids_from_labels(labels=labels)
         kwargs['labels'] = positions.select_labels(labels, IGNORE_INDEX)
         self._positions = positions
@@ -252,7 +256,7 @@ class LabelSelector:
         self._num_calls += 1
         positions = self._positions
         if positions is None and is_in_backward():
-            # A checkpoint around the output embedding computes the last forward again.
+            # Activation checkpointing of the output embedding computes this part of the last forward again.
             positions = self.positions_of_logits
         if positions is None:
             return None

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Shows samples as the model gets them: their text, what of it is learned, and the shapes of images, videos and audio.
+"""Shows samples as the model gets them: text, the part of it that is learned, and shapes of images, videos and audio.
 
     python -m composer_tokacc.look yamls/llava_json.yaml dataset.path=data.json [key=value ...]
 
@@ -75,7 +75,7 @@ def look(options: LookOptions, config: TrainConfig) -> None:
     if dataset is None:
         raise ConfigError('dataset.eval', 'must be given for eval=true, got: none')
     lengths = source.measure(dataset, processor).lengths
-    samples = source.by_index(dataset)
+    samples = source.by_index(dataset)  # a streamed dataset itself has only the samples of this rank
     with while_somebody_reads():  # `| head` may close the pipe
         for index in choose_samples(samples, lengths, options.samples):
             print(f'\n{described(samples[index], tokenizer_of(processor), index)}', flush=True)

@@ -41,10 +41,10 @@ CHECKSUM_BITS = 20
 8,192 ranks."""
 
 MOST_SHOWN = 4
-"""An error shows the samplers of at most so many ranks."""
+"""The largest number of ranks whose samplers an error shows."""
 
 RANDOM = 'random'
-"""The witness of a rank whose dataset draws random numbers of its own."""
+"""The witness of a rank if its dataset draws random numbers itself, so that every read differs."""
 
 STREAMING_OPTIONS = (
     'batch_size',
@@ -68,8 +68,8 @@ class PlanRecord:
     """Summary of one rank's plan of a global batch."""
 
     plan_checksum: int = 0
-    """Checksum of the arguments of the plan and of the samples of the global batch. A pre-split batch adds the
-    microbatch and the rank of each sample."""
+    """Checksum of the arguments of the plan and of the samples of the global batch. In a pre-split batch it also covers
+    the microbatch and the rank of each sample."""
     rank: int = field(default_factory=get_global_rank)
     """The rank whose part of the plan this process computes."""
     num_ranks: int = field(default_factory=get_world_size)
@@ -82,15 +82,15 @@ class PlanRecord:
 
     @property
     def checksum(self) -> int:
-        """Checksum of everything that must be equal on all ranks."""
+        """Checksum of everything that must be equal on all ranks: the plan and the witness."""
         return extended_checksum(self.plan_checksum, self.witness.encode())
 
 
 def plan_record_of(batch: Any, dataloader: Any, batch_index: int) -> PlanRecord | None:
-    """Returns the record of the plan by which a batch was read; None for loaders that have no plan.
+    """Returns the record of the plan of a batch; None for loaders that have no plan.
 
-    A :class:`.PreSplitBatch` has its own record, and some batch samplers make one. Otherwise the plan is that of a
-    DistributedSampler or a StreamingDataset.
+    A :class:`.PreSplitBatch` has its own record, and some batch samplers make one. Otherwise a DistributedSampler
+    or a StreamingDataset has made the plan.
 
     Args:
         batch: This rank's batch.
@@ -116,7 +116,10 @@ def plan_record_of(batch: Any, dataloader: Any, batch_index: int) -> PlanRecord 
 
 
 def numbers_to_sum(record: PlanRecord | None) -> list[int]:
-    """Returns three integers whose sums over the ranks tell :func:`check_plans` whether all plans are equal."""
+    """Returns three integers whose sums over the ranks tell :func:`check_plans` whether all plans are equal.
+
+    A rank without a record takes part with an empty one.
+    """
     record = record or PlanRecord()
     return [record.checksum, record.checksum**2, record.rank**2]
 
@@ -131,12 +134,12 @@ def check_plans(sums: Sequence[float], record: PlanRecord | None) -> None:
     world_size = get_world_size()
     checksums, squared_checksums, squared_ranks = (int(value) for value in sums)
     are_equal = are_equal_on_ranks(checksums, squared_checksums, world_size)
-    # A process may have the sampler of a wrong rank. Usually one part of the plan is then computed twice and another
-    # part never, and the sum changes. If two processes have swapped their samplers, the sum stays. That does no harm,
-    # because each part is computed once.
+    # A process may have the sampler of a wrong rank. Usually this means that one part of the plan is computed twice and
+    # another part never, and then the sum changes. If two processes have swapped their samplers, the sum stays. That
+    # does no harm, because each part is computed once.
     has_all_ranks = squared_ranks == sum(rank**2 for rank in range(world_size))
-    # All ranks must compare their plans, or none. This value may differ between ranks, but then the checksums do, too,
-    # because they cover the number of ranks.
+    # compare_plans() is a collective, so all ranks must call it, or none. If this value differs between ranks, so do
+    # the checksums, because they cover the number of ranks.
     record = record or PlanRecord()
     is_for_all_ranks = record.num_ranks == world_size
     if not (are_equal and has_all_ranks and is_for_all_ranks):
@@ -200,7 +203,8 @@ def find_difference(records: Sequence[PlanRecord]) -> str | None:
         values = [str(record.facts.get(name, 'none')) for record in records]
         if len(set(values)) > 1:
             return _unequal(name, values)
-    # If the dataset of one rank is random, those of the others are, too. They may have read the same text by chance.
+    # If the dataset of one rank is random, the datasets of the others are, too, even if a repeated read
+    # returned the same by chance. Then the witnesses say nothing.
     witnesses = [record.witness or 'unknown' for record in records]
     known_witnesses = set(witnesses) - {'unknown'}
     if RANDOM not in known_witnesses and len(known_witnesses) > 1:
@@ -224,9 +228,9 @@ def find_difference(records: Sequence[PlanRecord]) -> str | None:
 
 
 def _unequal(name: str, values: Sequence[str]) -> str:
-    """Returns the error for an argument that differs between ranks. ``values`` has one for each rank."""
-    is_unlike = [value != values[0] for value in values]
-    rank = is_unlike.index(True)
+    """Returns the error for an argument that differs between ranks. ``values`` has one text for each rank."""
+    differs_from_first = [value != values[0] for value in values]
+    rank = differs_from_first.index(True)
     return (
         f'`{name}` must be the same on all ranks, got: {values[0]} on rank 0, {values[rank]} on rank {rank}. Give all '
         'ranks the same arguments, list the samples in the same order (sort what a glob or a set returns), and call '

@@ -55,7 +55,7 @@ def _exact_step(model: torch.nn.Module) -> Iterator[TokenWeightsReport]:
     unequal_names = unequal_on_ranks(values_of_ranks(watch.gradients_at_step))
     faults_by_rank = values_of_ranks([*report.forwards_without_weight(), *watch.faults])
     faults = []
-    # Round-off may lift the spread by `known_to`. Not written with `>`, which would be False for NaN.
+    # `known_to` is the round-off of the measured weights. Not written with `>`, which would be False for NaN.
     if not spread <= 1 + report.known_to:
         faults.append(
             f'Every token of an optimizer step must weigh the same, got: the heaviest weighs {spread:.4f} times the '

@@ -1,18 +1,18 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The errors by which this package refuses an input, a model or a step.
+"""The errors that this package raises if it refuses an input, a model or a step.
 
-The programs print such an error in one line. Any other error keeps its traceback: it is a bug of this package, or a
-``TypeError`` for an argument of a wrong type.
-Each class is also a ``ValueError`` or a ``RuntimeError``, so that callers need not know it.
+The programs print such an error in one line. They print any other error with its traceback, because it is a bug of this
+package, or a ``TypeError`` for an argument of a wrong type. Each class is also a ``ValueError`` or a ``RuntimeError``,
+so that callers can catch it without an import from here.
 """
 
 from __future__ import annotations
 
 
 class RefusalError(Exception):
-    """Base class of all refusals. The message says what is wrong, shows the value, and says what to do."""
+    """Base class of all refusals. A message names the fault, shows the value, and tells the user what to do."""
 
 
 class InvalidInputError(RefusalError, ValueError):

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Finds the samples that a sampler repeats so that every rank has equally many. They must weigh nothing."""
+"""Finds the samples that a sampler repeats so that every rank has equally many. They must not count in the loss."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def num_repeated(dataloader: Any, batch_index: int, num_rows: int) -> int:
     """Returns how many rows at the end of this rank's batch are repeated samples: 0 or 1.
 
     Without ``drop_last`` torch's DistributedSampler repeats samples until every rank has equally many. A
-    RegroupingBatchSampler repeats one for a rank that would have none. Another rank has the same sample. If it counted
-    twice, the last step of an epoch would depend on the number of ranks.
+    RegroupingBatchSampler repeats one for a rank that would have none. Another rank has the same sample, too. If the
+    sample counted on both, the last step of an epoch would depend on the number of ranks.
 
     Other samplers and iterable datasets repeat none. Loaders with ``marks_added_rows`` mark repeated samples
     themselves.
@@ -30,7 +30,7 @@ def num_repeated(dataloader: Any, batch_index: int, num_rows: int) -> int:
     """
     if not isinstance(dataloader, DataLoader) or getattr(dataloader, 'marks_added_rows', False):
         return 0
-    has_only_copies = getattr(dataloader.batch_sampler, 'has_only_copies', None)
+    has_only_copies = getattr(dataloader.batch_sampler, 'has_only_copies', None)  # of RegroupingBatchSampler
     if has_only_copies is not None:
         return int(has_only_copies(batch_index))
     sampler, batch_size = sampler_of(dataloader)
@@ -39,7 +39,8 @@ def num_repeated(dataloader: Any, batch_index: int, num_rows: int) -> int:
     num_copies = num_repeated_by(sampler, batch_size, batch_index)
     if num_copies == 0:
         return 0
-    num_samples = sampler.num_samples - batch_index * batch_size  # of this batch, which is the last one
+    # Only the last batch of the epoch repeats a sample, so it has the remaining samples of this rank.
+    num_samples = sampler.num_samples - batch_index * batch_size
     if num_rows != num_samples:
         log.warning(
             'The last batch of the epoch repeats a sample of another rank, and the sample counts twice: the batch has '
@@ -51,10 +52,10 @@ def num_repeated(dataloader: Any, batch_index: int, num_rows: int) -> int:
 
 
 def sampler_of(dataloader: DataLoader) -> tuple[Any, int | None]:
-    """Returns the sampler that decides the order of a loader, and the samples per batch, None if not known."""
+    """Returns the sampler that decides the order of a loader, and the number of samples in a batch, None if unknown."""
     batch_sampler = dataloader.batch_sampler
-    # With `DataLoader(batch_sampler=...)` the loader's own `sampler` and `batch_size` say nothing. A subclass with
-    # another `__iter__` may make other batches.
+    # With `DataLoader(batch_sampler=...)` the loader's own `sampler` and `batch_size` say nothing. Only the batches of
+    # torch's own BatchSampler are known. A subclass with another `__iter__` may make other batches.
     if isinstance(batch_sampler, BatchSampler) and type(batch_sampler).__iter__ is BatchSampler.__iter__:
         return batch_sampler.sampler, batch_sampler.batch_size
     return dataloader.sampler, dataloader.batch_size
@@ -74,15 +75,16 @@ def num_repeated_by(sampler: Any, batch_size: int, batch_index: int) -> int:
 
 
 def has_torchs_order(sampler: object) -> TypeGuard[DistributedSampler]:
-    """Returns whether torch's DistributedSampler decides the order. A subclass may have an order of its own."""
+    """Returns whether torch's DistributedSampler decides the order. A subclass may change the order."""
     return isinstance(sampler, DistributedSampler) and type(sampler).__iter__ is DistributedSampler.__iter__
 
 
 def first_batch_of(dataloader: Any) -> int:
-    """Returns the number of the batch in the epoch that a loader yields first.
+    """Returns the number of the batch in the epoch that a loader yields first, counted from 0.
 
-    It is 0, unless a :class:`.RegroupingBatchSampler` resumes an epoch. At the end of the epoch its place is 0 again.
+    It is above 0 only if a :class:`.RegroupingBatchSampler` resumes an epoch. At the end of the epoch it is 0 again.
     """
     batch_sampler: Any = getattr(dataloader, 'batch_sampler', None)
-    is_regrouping = hasattr(batch_sampler, 'has_only_copies')  # `sampling`, which has the class, imports this module
+    # Not with isinstance(), because the module of the class imports this one.
+    is_regrouping = hasattr(batch_sampler, 'has_only_copies')
     return batch_sampler.first_batch if is_regrouping else 0

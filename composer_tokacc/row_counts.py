@@ -40,10 +40,11 @@ class RowCounts:
         real_tokens: Attended positions; 0 if ``samples`` is 0.
         loss_tokens: Loss-generating tokens.
         loss_weight: Sum of the weights of these tokens. It is their number if tokens have no weights.
-        rule: The loss rule by which tokens were counted, see :func:`.loss_mask`; empty: they were not counted.
+        rule: The loss rule that counted the tokens, see :func:`.loss_mask`. Empty: they were not counted.
         source: Source of the data, if the batch names it.
-        has_new_label: Whether a token of the row counts as a label for the first time in the run. The algorithm marks
-            such rows after it has counted them, because their microbatch is measured.
+        has_new_label: Whether a token id counts as a label in this row for the first time in the run. The algorithm
+            marks such rows after it has counted them. It measures the token weights of their microbatches, because a
+            loss may treat some labels in another way.
         documents: The counts of the rows that were packed or summed; empty: this is one row.
     """
 
@@ -86,11 +87,11 @@ def summed(rows: Sequence[RowCounts]) -> RowCounts:
 
 
 def with_counts(batch: Batch, loss_tokens: str = 'causal', token_weights: str = 'token') -> Batch:
-    """Returns the batch with the counts of its rows, and without labels that must not count.
+    """Returns the batch with the counts of its rows, and masks labels that must not count.
 
-    It should be on the CPU, so that nothing waits for the device. The labels of dummy rows and repeated samples are
-    masked. If rows are packed, and the rule is not ``'unshifted'``, the label of the first token of each further
-    document is masked too, because the document before would predict it.
+    The batch should be on the CPU, so that nothing waits for the device. The labels of dummy rows and repeated samples
+    are masked. If rows are packed, and the rule is not ``'unshifted'``, the label of the first token of each
+    further document is masked too, because the document before would predict it.
 
     Args:
         batch: A batch with ``labels``.
@@ -113,10 +114,10 @@ def with_counts(batch: Batch, loss_tokens: str = 'causal', token_weights: str = 
 def _without_labels_of_added_rows(batch: Batch) -> Batch:
     """Masks the labels of dummy rows and repeated samples."""
     labels = labels_of(batch)
-    added_rows = [row.samples == 0 for row in row_counts_of(batch)]
-    if not any(added_rows):
+    are_added = [row.samples == 0 for row in row_counts_of(batch)]
+    if not any(are_added):
         return batch
-    is_added = torch.tensor(added_rows, device=labels.device)
+    is_added = torch.tensor(are_added, device=labels.device)
     return {**batch, 'labels': labels.masked_fill(is_added[:, None], IGNORE_INDEX)}
 
 
@@ -126,7 +127,8 @@ def count_rows(batch: Batch, loss_tokens: str = 'causal', weights: torch.Tensor 
     Call it before rows are packed. It does not know the ``documents`` of a packed row.
 
     Args:
-        batch: A batch with ``labels``. Rows that are marked with 0 samples keep this mark, and no token of them counts.
+        batch: A batch with ``labels``. A row that already has counts of 0 samples keeps the 0, and its tokens do not
+            count.
         loss_tokens: The loss rule, see :func:`.loss_mask`.
         weights: Weights of the tokens, ``(rows, width)``, 0 at positions without loss. None: tokens have no weights.
     """
@@ -197,7 +199,7 @@ def row_counts_of(batch: Batch) -> list[RowCounts]:
 
 
 def is_counted(batch: object) -> bool:
-    """Returns whether the tokens of all rows of the batch were counted. Rows may also be marked without that."""
+    """Returns whether the tokens of all rows were counted. A :class:`RowCounts` may also only mark a dummy row."""
     rows = batch.get(ROWS_KEY) if isinstance(batch, Mapping) else None
     return bool(rows) and all(row.rule for row in rows)
 

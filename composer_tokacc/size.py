@@ -92,13 +92,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     overrides = [re.sub(r'^device_memory_gib\b', 'microbatching.device_memory_gib', text) for text in overrides]
     try:
         options, config_overrides = read_options(SizeOptions, overrides)
-        # `lengths=` has no value, which reads as None. It is refused, because the program would measure the data.
+        # `lengths=` without a value reads as None, as if it were absent. Then the program would measure the data.
         if options.lengths is None and 'lengths=' in overrides:
             raise ConfigError('lengths', 'must be a CSV file, or figures such as lengths.mean=150, got: nothing')
     except ConfigError as error:
         return refuse(error)
     if options.lengths is not None:
-        # The config needs any path, but the data are not read. A later override replaces this one.
+        # The config requires a path, although the data are not read. A path that the user gives replaces this one.
         config_overrides.insert(0, 'dataset.path=lengths')
     return run_program(partial(_report, options), parsed.config, config_overrides, num_ranks=options.num_ranks)
 
@@ -135,7 +135,7 @@ def size(config: TrainConfig, options: SizeOptions) -> SizingReport:
             raise ConfigError('time_steps', 'needs the data itself, got: `lengths`. Leave one of them out')
         longest = config.dataset.get('max_length')
         table = lengths_of(options.lengths, longest=longest, seed=config.seed)
-        # The memory model is traced with made-up samples. Those of a fresh model need no processor.
+        # The memory model is traced with samples of made-up content. For a fresh model they need no processor.
         processor = None if config.model.pretrained is None else source.build_processor()
         dataset = StandIns(table, processor, source.model_config(processor))
     else:
@@ -143,7 +143,7 @@ def size(config: TrainConfig, options: SizeOptions) -> SizingReport:
         dataset = source.build_dataset(processor)
         table = source.measure(dataset, processor)
     memory = memory_of_run(config, dataset, processor, table)
-    # Called once more when the costs are measured.
+    # Called twice: with the default costs, and then with the measured ones.
     suggest = partial(
         suggest_for_run,
         config,
@@ -179,8 +179,8 @@ def time_steps(
         size: Size of a microbatch, in rows of ``slot_tokens``.
         slot_tokens: Width of such a row in tokens.
         num_steps: Steps to train.
-        width_multiple: Widths are rounded up to a multiple of it. If it is ``slot_tokens``, every row gets the full
-            width. None takes the one of the config.
+        width_multiple: Widths are rounded up to a multiple of this number. With ``slot_tokens`` every row gets the full
+            width. None: the number of the config.
     """
     microbatching = replace(
         config.microbatching,

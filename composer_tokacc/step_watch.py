@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import get_gradient_edge
@@ -25,10 +25,6 @@ from composer_tokacc.checks.written_state import StateSnapshot, undisturbed
 from composer_tokacc.compat import inner_model, is_in_backward, when_backward_ends
 from composer_tokacc.random_state import same_random_numbers
 
-Checksum = tuple[float, float]
-"""The sum of a tensor's entries and the sum of their absolute values. They may be NaN."""
-ZERO: Checksum = (0.0, 0.0)
-"""Checksum of a gradient that is 0, or absent."""
 SAME_GRADIENT = 1e-3
 """Largest relative difference of the sizes of a gradient that was averaged, on two ranks. It may be round-off of short
 types. Gradients of different rows differ by far more."""
@@ -37,27 +33,41 @@ MASKED_LOGIT = -1e4
 has, with -inf or with the smallest number of the type, which is -65504 in float16."""
 
 
+class Checksum(NamedTuple):
+    """Shows whether a tensor has changed. Both sums may be NaN."""
+
+    total: float
+    """The sum of the entries."""
+    size: float
+    """The sum of their absolute values."""
+
+
+ZERO = Checksum(0.0, 0.0)
+"""Checksum of a gradient that is 0, or absent."""
+
+
 class StepWatch:
     """Lists faults of the gradient of one optimizer step; a context around the step.
 
-    Hooks in the graph of autograd show when a backward starts. Then the weights must still be those at the start of the
-    last backward, and the gradients those at its end. At the start of a backward, the last one is the one before it.
+    Hooks in the graph of autograd show when a backward starts. Then the weights must be the same as at the start of the
+    backward before, and the gradients the same as at its end. In this class, the last backward is the last one that has
+    started. At the start of a backward it is still the one before.
 
-    The first forward is repeated, to see whether a forward writes state on which the next one depends.
+    The first forward is repeated twice, to see whether a forward writes state that changes the next one.
 
     With FSDP1 weights and gradients are not compared, because it moves them between two backwards.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.faults: list[str] = []
-        """Sentences, of this rank. Complete when the context ends."""
+        """A sentence for each fault that was found on this rank. The list is complete when the context ends."""
         self.gradients_at_step: dict[str, Checksum] = {}
-        """Gradients that an optimizer used in its last step. Those of sharded parameters are left out."""
+        """Gradients that an optimizer used in its last step. Sharded parameters are left out."""
         self._model = inner_model(model)
         parameters = self._model.named_parameters()
         trained = {name: parameter for name, parameter in parameters if parameter.requires_grad}
         self._trained_ids = {id(parameter) for parameter in trained.values()}
-        """Identities of all trained parameters. Unlike ``_parameters`` they include those of FSDP1."""
+        """The ``id()`` of each trained parameter, with FSDP1, too. ``_parameters`` is empty with FSDP1."""
         # By the name of the class, because a newer torch may have no FSDP1.
         classes = {type(module).__name__ for module in self._model.modules()}
         self._parameters = {} if 'FullyShardedDataParallel' in classes else trained
@@ -147,6 +157,7 @@ class StepWatch:
             )
 
     def _on_backward_end(self) -> None:
+        """Keeps the gradients, to compare them when the next backward starts."""
         self._gradients_at_end = self._gradient_checksums()
         self._in_backward = False
 
@@ -193,7 +204,7 @@ class StepWatch:
             self._inputs = args, kwargs
 
     def _after_forward(self, module: torch.nn.Module, inputs: object, outputs: Any) -> None:
-        """Watches for the backward. Repeats the first forward twice, to see whether the second one is different."""
+        """Adds a hook that sees the backward. Repeats the first forward twice, and compares the two sets of logits."""
         if module is not self._model:  # copies of the model have its hooks
             return
         if self._in_backward and not is_in_backward():
@@ -206,8 +217,8 @@ class StepWatch:
         logits = logits_of(outputs)
         if logits is None or logits.grad_fn is None:
             return
-        # A backward reaches the logits first. With FSDP2 it never reaches the nodes of `__enter__`, because the forward
-        # uses gathered parameters.
+        # A backward reaches the logits before any parameter. With FSDP2 it never reaches the nodes that `__enter__`
+        # hooks, because the forward uses gathered parameters.
         node, _ = edge_of(logits)
         assert node is not None  # the logits have a graph
         node.register_prehook(self._on_backward_start)
@@ -229,7 +240,7 @@ def _difference_of_forwards(
     args: Any,
     kwargs: Any,
 ) -> tuple[float, list[str]]:
-    """Returns the relative difference of the logits of two equal forwards, and the names of the state that they write.
+    """Runs a forward twice. Returns the relative difference of the logits, and the names of the state that it writes.
 
     Leaves the module as it is.
     """
@@ -276,9 +287,10 @@ def _checksums(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, Checksum
             values = values.to_local()
         if values.is_sparse:
             values = values.coalesce().values()
-        total = float(values.sum(dtype=torch.float64))
-        size = float(values.abs().sum(dtype=torch.float64))
-        checksums[name] = total, size
+        checksums[name] = Checksum(
+            total=float(values.sum(dtype=torch.float64)),
+            size=float(values.abs().sum(dtype=torch.float64)),
+        )
     return checksums
 
 
@@ -289,9 +301,10 @@ def _changed_names(before: Mapping[str, object], after: Mapping[str, object]) ->
 
 
 def unequal_on_ranks(gradients_by_rank: Sequence[Mapping[str, Checksum]]) -> list[str]:
-    """Returns the names of the gradients that differ between ranks; none if any gradient is the same on all ranks.
+    """Returns the names of the gradients if none of them was averaged over the ranks, so that all differ between ranks.
 
-    Some gradients may differ, because ranks have other experts. If all differ, none was averaged.
+    If any gradient is the same on all ranks, returns no names. The other gradients may differ then, because ranks may
+    have different experts.
 
     Args:
         gradients_by_rank: ``StepWatch.gradients_at_step`` of each rank.
@@ -299,7 +312,7 @@ def unequal_on_ranks(gradients_by_rank: Sequence[Mapping[str, Checksum]]) -> lis
     names_of_ranks = [gradients.keys() for gradients in gradients_by_rank]
     unequal = []
     for name in sorted(set(names_of_ranks[0]).intersection(*names_of_ranks)):
-        sizes = [gradients[name][1] for gradients in gradients_by_rank]
+        sizes = [gradients[name].size for gradients in gradients_by_rank]
         if max(sizes) == 0:  # equal on all ranks, but also without averaging
             continue
         # A loop may add up the gradients in another order on each rank.

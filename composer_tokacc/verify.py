@@ -107,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _report(config: TrainConfig, *, max_rows: int, tolerance: float | None) -> int:
     """Prints the table and the verdict; returns 1 if the run is not exact.
 
-    If the tolerance is None, it is the one for the run's device.
+    Without a tolerance, the default for the run's device is used.
     """
     if tolerance is None:
         tolerance = _TOLERANCE_OF_GPUS if runs_on_gpu(config) else _TOLERANCE_OF_CPUS
@@ -125,7 +125,7 @@ def _report(config: TrainConfig, *, max_rows: int, tolerance: float | None) -> i
 
 @contextmanager
 def _without_logs_of_split() -> Iterator[None]:
-    """Hides what the split logs about its caps, because microbatches have one to three rows here, unlike in the run."""
+    """Hides the messages of the split about its caps. They would be about microbatches that the run does not have."""
     split_logger = logging.getLogger('composer_tokacc.data_spec')
     level = split_logger.level
     split_logger.setLevel(logging.ERROR)
@@ -140,8 +140,8 @@ def verify(config: TrainConfig, *, max_rows: int = 8, tolerance: float = 1e-6) -
 
     Args:
         config: The run.
-        max_rows: Rows of each rank, at most, because every rank computes one forward over the rows of all. If a rank
-            has fewer rows, all ranks take as many as that rank has.
+        max_rows: The largest number of rows that are taken from each rank. It is small, because every rank computes one
+            forward over the rows of all ranks. If a rank has fewer rows, all ranks take as many as that rank has.
         tolerance: Largest relative error that is taken for round-off.
     """
     run = _VerifiedRun(config, max_rows)
@@ -151,7 +151,8 @@ def verify(config: TrainConfig, *, max_rows: int = 8, tolerance: float = 1e-6) -
     # The load-balancing loss of a router depends on the cut by definition.
     if run.options.router_balance == 'microbatch' and run.has_router_loss:
         return replace(report, note=ROUTER_NOTE)
-    # Even one forward of the model may have more round-off than the tolerance. Only then is a larger one accepted.
+    # The round-off of the model, which one forward shows, may be larger than the tolerance. Only then is a larger
+    # tolerance accepted.
     round_off = run.round_off()
     with_round_off = replace(report, tolerance=round_off, note=ROUND_OFF_NOTE)
     if tolerance < round_off < MOST_ROUND_OFF and with_round_off.is_exact:
@@ -189,9 +190,9 @@ class _VerifiedRun:
         self.has_router_loss = False
         """Whether the model has returned a load-balancing loss of a router."""
         self.loss_rule = ''
-        """Over which labels the model averages its loss. Empty if all tokens weigh the same: then nothing needs it."""
+        """Over which labels the model averages its loss. Empty if it is not needed, as all tokens weigh the same."""
         if self.options.is_weighted:
-            # One row is enough to find the rule. It gets the labels that this needs.
+            # One row, with labels that tell the rules apart, is enough to find the rule.
             row = rule_batch(self.layout, self.layout.concat(self.rows_of_all_ranks))
             on_device = self.device.batch_to_device(self.layout.with_media(row))
             self.loss_rule = find_loss_rule(Probe.from_model(self.parts.model), on_device)
@@ -203,7 +204,7 @@ class _VerifiedRun:
         their rotary embedding is rounded in another way. Without round-off that would not change the gradient.
         """
         batch = self.layout.concat(self.rows_of_all_ranks[::-1], padding_side='left')
-        # A multiple that is larger than the width is the new width.
+        # `widened` rounds up to a multiple. A multiple that is larger than the width is the new width.
         wider = widened(batch, width_multiple=self.layout.width(batch) + COLUMNS_BEFORE, side='left')
         error, _ = relative_error(self.gradients_of(wider), self.whole_step('left'))
         return error
@@ -231,7 +232,7 @@ class _VerifiedRun:
             losses = torch.nn.functional.cross_entropy(logits, targets, reduction='none')
             plain_mean = losses.sum() / (targets != IGNORE_INDEX).sum()
             weighted_mean = (losses * weights).sum() / weights.sum()
-            # Only the mean is replaced. Other terms of the loss, such as that of a router, have no token weights.
+            # Only the mean is replaced. Other terms of the loss, such as a router loss, have no token weights.
             loss = loss - plain_mean + weighted_mean
         loss.backward()
         gradients = _gradients_of(model)
@@ -295,10 +296,10 @@ class _VerifiedRun:
 
 
 def _rows(batch: Batch, layout: BatchLayout, max_rows: int) -> list[dict[str, Any]]:
-    """Returns single rows of this rank's batch, equally many on every rank, so that all compute the same cuts.
+    """Returns single rows of this rank's batch, equally many on every rank, so that all ranks compute the same cuts.
 
-    If a global batch has fewer samples than ranks, the loader gives some ranks a copy of a sample, without labels. It
-    is a row like any other here.
+    If a global batch has fewer samples than ranks, the loader gives some ranks a copy of a sample, without labels. The
+    copy counts as a row here.
     """
     num_rows = layout.num_rows(batch)
     num_chosen = min(max_rows, *dist.all_gather_object(num_rows))

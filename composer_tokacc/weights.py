@@ -26,10 +26,10 @@ batch holds the weights."""
 
 
 def with_weights_of_positions(batch: Batch) -> Batch:
-    """Returns the batch with a weight for each position of its labels. The loader may have given one per row.
+    """Returns the batch with a weight for each position of its labels. The loader may have given one weight per row.
 
-    This is for the first-batch check, which finds the loss rule. As long as the rule is not known, every label that is
-    not -100 keeps its weight, as under ``'unshifted'``.
+    The first-batch check needs this before it has found the loss rule. As long as the rule is not known, every label
+    that is not -100 keeps its weight, as under ``'unshifted'``.
     """
     if isinstance(batch, PreSplitBatch):
         return batch.map(with_weights_of_positions)
@@ -81,12 +81,12 @@ def weights_at(batch: Batch, token_weights: str, counted: Tensor) -> Tensor:
 def _documents(batch: Batch, counted: Tensor) -> Tensor:
     """Numbers the documents of all rows, and returns the number at each position, int ``(rows, width)``."""
     begins = torch.zeros_like(counted)
-    # `position_ids` of shape (3, rows, width), as of Qwen-VL, are not read. Without `sequence_id` such a row counts as
-    # one document.
+    # document_starts() does not read `position_ids` of shape (3, rows, width), which Qwen-VL has. Without `sequence_id`
+    # such a row counts as one document.
     starts = document_starts(batch)
     if starts is not None:
         begins |= starts
-    sequences = batch.get('sequence_id')  # of packed rows of llm-foundry: the number of the document
+    sequences = batch.get('sequence_id')  # llm-foundry's number of the document at each position of packed rows
     if isinstance(sequences, Tensor) and sequences.shape == counted.shape:
         is_another_sequence = sequences[:, 1:] != sequences[:, :-1]
         begins[:, 1:] |= is_another_sequence

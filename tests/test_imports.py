@@ -259,5 +259,6 @@ def test_public_names_are_listed_and_typed():
             for alias in node.names:
                 module_of_name[alias.name] = node.module
     del module_of_name['on_first_use']
-    assert module_of_name == {name: f'composer_tokacc.{room}' for name, room in composer_tokacc._ROOMS.items()}
+    expected_modules = {name: f'composer_tokacc.{module}' for name, module in composer_tokacc._MODULES.items()}
+    assert module_of_name == expected_modules
     assert set(module_of_name) == set(composer_tokacc.__all__)

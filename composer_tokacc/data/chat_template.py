@@ -55,6 +55,19 @@ class Rendered(NamedTuple):
     """The answers that carry loss."""
 
 
+class _TextsOfExample(NamedTuple):
+    """The texts that a template writes around the questions and answers of an example."""
+
+    before: str
+    """The text before a question."""
+    after_question: str
+    """The text between a question and its answer."""
+    after_answer: str
+    """The text between an answer and the next question."""
+    after_last: str
+    """The text after the last answer."""
+
+
 class ChatTemplate:
     """The chat template of a processor or tokenizer. Its properties, such as its ending token, are found by rendering.
 
@@ -87,13 +100,13 @@ class ChatTemplate:
         """The results of `_media_of`, by role."""
         self._checked_shapes: set[tuple[tuple[str, int], ...]] = set()
         """Conversations for which `_check_all_written` need not be repeated: role and number of texts of each turn."""
-        before, after_question, after_answer, after_last = self._text_of_example()
-        self._endings = _find_endings(before, after_question, after_answer, after_last, tokenizer)
+        example = self._texts_of_example()
+        self._endings = _find_endings(example, tokenizer)
         """The texts that may end an answer, see `_find_endings`."""
         self.end_token = self._endings[0]
         """The ending token: it is added to answers that the template leaves open. Several tokens in Aya Vision."""
-        has_ending = after_answer.lstrip().startswith(self._endings)
-        last_has_ending = after_last.lstrip().startswith(self._endings)
+        has_ending = example.after_answer.lstrip().startswith(self._endings)
+        last_has_ending = example.after_last.lstrip().startswith(self._endings)
         if add_end_token and not (has_ending and last_has_ending):
             _warn_of_added_token(self.end_token)
 
@@ -186,9 +199,10 @@ class ChatTemplate:
         return modality in modalities
 
     def _media_of(self, role: str) -> set[str] | None:
-        """Returns the modalities for which the template writes a placeholder in turns of a role. Tries a role once.
+        """Returns the modalities for which the template writes a placeholder in turns of a role.
 
-        None if the content of such turns must be a string, which has no media, and not a list of parts.
+        None if the content of such turns must be a string, which has no media, and not a list of parts. Each role is
+        tried once, by rendering examples.
         """
         if not self._takes_media:
             return None
@@ -305,12 +319,13 @@ class ChatTemplate:
     def _check_all_written(self, messages: Sequence[Message], text: str) -> None:
         """Raises ValueError if a turn is left out. Templates silently drop turns of roles that they do not know."""
         for message in messages:
-            # Not answers: `render` has compared those that carry loss, and the template may change the others.
+            # Answers are left out. `render` has compared those that carry loss, and the template may change the others.
             if message['role'] != 'assistant':
                 _check_written(message, text)
-        # The text of a turn may also stand in another turn. A marker cannot. So the conversation is rendered again with
-        # markers, once for all conversations with the same roles and numbers of texts. The numbers matter, because an
-        # empty turn shows nothing, and some templates write only the first text of a turn.
+        # This is not enough, because the text of a dropped turn may also stand in another turn. A marker cannot. So the
+        # conversation is rendered again with markers, once for all conversations with the same roles and numbers of
+        # texts. The numbers matter, because an empty turn shows nothing, and some templates write only the first text
+        # of a turn.
         turns = []
         for message in messages:
             num_texts = sum(part['type'] == 'text' for part in message['content'])
@@ -327,8 +342,9 @@ class ChatTemplate:
     def _text_around(self, messages: Sequence[Message], indices: Sequence[int]) -> list[str]:
         """Returns the texts before the first, between, and after the last of the messages with these indices.
 
-        They are found between the markers for the texts of these messages. After a marker that the template leaves out,
-        all texts are ''. `_render_around_markers` then finds that they do not fit.
+        The texts of these messages are replaced by markers, and the rendered text is cut at the markers. If the
+        template leaves out a marker, all texts after it are ''. Then `_render_around_markers` finds that they do not
+        fit.
         """
         marked_messages = _with_markers(messages, indices)
         remaining = self.apply(marked_messages)
@@ -338,20 +354,16 @@ class ChatTemplate:
             pieces.append(piece)
         return [*pieces, remaining]
 
-    def _text_of_example(self) -> tuple[str, str, str, str]:
-        """Returns the texts around the questions and answers of an example.
-
-        These are the text before a question, between it and its answer, between this answer and the next question, and
-        after the last answer.
-        """
+    def _texts_of_example(self) -> _TextsOfExample:
+        """Renders an example of two questions and answers, or of one if the template refuses a second question."""
         try:
             conversation = example_conversation() + example_conversation()
             # `_` is the text after the second question, which is like that after the first.
             before, after_question, after_answer, _, after_last = self._text_around(conversation, range(4))
-        except ValueError:  # the template refuses a second question
+        except ValueError:
             before, after_question, after_last = self._text_around(example_conversation(), range(2))
             after_answer = after_last
-        return before, after_question, after_answer, after_last
+        return _TextsOfExample(before, after_question, after_answer, after_last)
 
 
 def owner_of_template(processor: Any) -> Any:
@@ -392,13 +404,7 @@ def only_last_learned(messages: Sequence[Message]) -> list[Message]:
     return changed
 
 
-def _find_endings(
-    before: str,
-    after_question: str,
-    after_answer: str,
-    after_last: str,
-    tokenizer: Any,
-) -> tuple[str, ...]:
+def _find_endings(example: _TextsOfExample, tokenizer: Any) -> tuple[str, ...]:
     """Returns the texts that may end an answer. The first one is added to answers that the template leaves open.
 
     Each is a token, or several without space between them (Aya Vision). Most templates have one ending. gpt-oss
@@ -406,21 +412,18 @@ def _find_endings(
     ends no answer, the ending is the tokenizer's ``eos_token``.
 
     Args:
-        before: The text before a question.
-        after_question: The text between a question and its answer.
-        after_answer: The text between an answer and the next question.
-        after_last: The text after the last answer.
+        example: The texts around questions and answers.
         tokenizer: The tokenizer. An ending is one of its special and added tokens.
     """
-    # Special or not: some tokenizers have ChatML's tokens as plain added ones.
+    # Also added tokens that are not special, because some tokenizers add ChatML's tokens as plain ones.
     added_tokens = {
         *map(str, tokenizer.added_tokens_decoder.values()),
         *tokenizer.all_special_tokens,
     }
     # Gemma's tokenizer has added tokens of line breaks. Such a token ends nothing.
     tokens = {token for token in added_tokens if token.strip()}
-    tokens_after_last = _first_tokens(after_last, tokens)
-    tokens_after_answer = _first_tokens(after_answer, tokens)
+    tokens_after_last = _first_tokens(example.after_last, tokens)
+    tokens_after_answer = _first_tokens(example.after_answer, tokens)
     # After an earlier answer, the tokens that begin the next question may follow. After the last one there are none.
     # So the tokens that both texts begin with are the ending.
     shared = []
@@ -434,8 +437,8 @@ def _find_endings(
         # The last answer has its own ending. The first token after an earlier answer may end this answer, or begin the
         # next question. It is an ending if it also ends questions, and does not begin them.
         endings = tokens_after_last[:1]
-        after_questions = _first_tokens(after_question, tokens)[:1]
-        before_questions = _first_tokens(before, tokens)
+        after_questions = _first_tokens(example.after_question, tokens)[:1]
+        before_questions = _first_tokens(example.before, tokens)
         for token in tokens_after_answer[:1]:
             if token in after_questions and token not in before_questions:
                 endings.append(token)
@@ -449,7 +452,7 @@ def _find_endings(
 
 
 def _first_tokens(text: str, tokens: Iterable[str]) -> list[str]:
-    """Returns the tokens with which a text begins, in order. Ignores white space before the first.
+    """Returns the tokens at the beginning of a text, in order. Ignores white space before the first.
 
     Args:
         text: The text.

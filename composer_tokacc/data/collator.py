@@ -58,14 +58,14 @@ class VisionLanguageCollator:
             padding_side=self.padding_side,
             pad_token_id=self.pad_token_id,
         )
-        # StreamingDataLoader takes the batch size from the first entry.
+        # The ids come first, because StreamingDataLoader takes the batch size from the first entry.
         return {'input_ids': batch.pop('input_ids'), **batch}
 
 
 def check_samples(samples: Sequence[EncodedSample]) -> None:
     """Raises ValueError unless there are samples, and each has ``input_ids`` of shape ``(1, length)``."""
     if isinstance(samples, Mapping):
-        samples = []  # somebody passes one sample or a batch by mistake
+        samples = []  # one sample or a batch, passed by mistake, is refused below
     if not samples or not all(isinstance(sample.get('input_ids'), torch.Tensor) for sample in samples):
         raise InvalidInputError(
             '`samples` must be a list of samples, each with the tensor `input_ids` of shape (1, length). Call the '

@@ -20,7 +20,7 @@ from composer_tokacc.planning import check_choice
 from composer_tokacc.refusals import InvalidInputError
 
 ControlTokens = Literal['warn', 'text', 'refuse']
-"""What to do with a control token in a text. ``warn``: encode it as the control token, and name the first sample that
+"""Handling of a control token in a text. ``warn``: encode it as the control token, and name the first sample that
 has one. ``text``: encode the characters that it is written with. ``refuse``: refuse the sample."""
 STAND_IN = '\ue002{}\ue003'
 """Stands for a control token, with a number between two private-use characters, as in ``chat_template.MARKER``."""
@@ -31,10 +31,10 @@ log = logging.getLogger(__name__)
 class ControlTokenPolicy:
     """Finds control tokens in the texts of a dataset. Those that the chat template writes are not touched.
 
-    With ``text``, :meth:`hide` replaces each control token by stand-ins before the template and the processor run. A
-    stand-in is a new token of the tokenizer. It stands there as often as the control token's characters have tokens
-    (its spelling), and :meth:`spell` puts them in its place. So no other token of the sample changes, and the processor
-    needs no support for it.
+    The *spelling* of a control token is the ids of its characters. With ``text``, a control token must be encoded as
+    its spelling, but processors do not offer that. So before the template and the processor run, :meth:`hide` replaces
+    it by stand-ins: a new token of the tokenizer, written as often as the spelling has ids. Afterwards :meth:`spell`
+    puts the spelling in the place of the stand-ins. All other tokens of the sample stay the same.
 
     Args:
         option: One of ``ControlTokens``.
@@ -53,7 +53,7 @@ class ControlTokenPolicy:
         self._pattern = _pattern_of_control_tokens(self.tokenizer, end_token)
         self._has_warned = False
         self._stand_ins: dict[str, str] = {}
-        """The stand-ins of each control token that was met, one for each id of its spelling."""
+        """The stand-ins of each control token that was met, as one text."""
         self._spellings: dict[int, torch.Tensor] = {}
         """By the id of a stand-in: the ids that spell its control token, of shape ``(ids,)``."""
 
@@ -112,7 +112,7 @@ class ControlTokenPolicy:
             # Each control token has as many stand-ins as its spelling has ids.
             num_control_tokens = int(is_stand_in.sum()) // len(spelling)
             input_ids[is_stand_in] = spelling.repeat(num_control_tokens)
-        # If a stand-in carried loss, its id of the spelling does.
+        # If a stand-in carried loss, the id in its place carries loss.
         labels = sample['labels']
         return {
             **sample,

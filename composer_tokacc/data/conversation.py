@@ -121,7 +121,7 @@ class ConversationEncoder:
         self.video = _sampling_for(self.parts.get('video'), video)
         self._audio_window = _window_of(self.parts.get('audio'))
         self._longest_read_audio = 0
-        """Length of the longest audio for which `_check_ends_of_audios` has found that the processor reads its end."""
+        """Length of the longest audio whose end the processor reads, as `_check_ends_of_audios` has found."""
         self._has_query_tokens = hasattr(processor, 'num_query_tokens')
         """Whether the processor (of BLIP) writes a fixed number of query tokens for media, and the template none."""
         self.template = ChatTemplate(
@@ -133,7 +133,7 @@ class ConversationEncoder:
         self.control = ControlTokenPolicy(control_tokens, processor, end_token=self.template.end_token)
         vocabulary = tokenizer.get_vocab()
         self._tags_that_are_tokens = [tag for tag in PLACEHOLDERS if tag in vocabulary]
-        """Those of ``<image>``, ``<video>`` and ``<audio>`` that are in the vocabulary."""
+        """The tags ``<image>``, ``<video>`` and ``<audio>``, if they are in the vocabulary."""
         # With control_tokens=text these are copies that know a few more tokens.
         self.processor = self.control.processor
         self.tokenizer = self.control.tokenizer
@@ -171,8 +171,8 @@ class ConversationEncoder:
             raise InvalidInputError(f'`messages` must hold at least one turn, got: {messages!r}. Leave the sample out.')
         checked_messages = [check_message(message) for message in messages]
         media = {'image': images, 'video': videos, 'audio': audios}
-        # With control_tokens=text, `render` writes stand-ins for each control token of the messages, and the tokenizer
-        # encodes each as one token. At the end, `spell` replaces them by the tokens of the control token's characters.
+        # With control_tokens=text, `render` writes stand-ins for the control tokens in the messages. At the end,
+        # `spell` replaces them, see ControlTokenPolicy.
         rendered = self.render(checked_messages)
         encoded = self._encode(rendered.text, media)
         self._check_ends_of_audios(encoded, rendered.text, media)
@@ -186,7 +186,7 @@ class ConversationEncoder:
             'sample_ids': [sample_id],
         }
         self._check_length(sample)
-        # Also if the sample has no media: all samples of a processor must have the same keys to be collated.
+        # A sample without media has these keys, too, because only samples with the same keys can be collated.
         for modality, items in media.items():
             if modality == 'image' or modality in self.parts:
                 sample[f'num_{modality}s'] = [len(items)]
@@ -224,7 +224,7 @@ class ConversationEncoder:
         except ValueError as error:
             raise record.error(error) from error
         except Exception as error:
-            # Perhaps a bug. on_error=skip must not hide it, so this is no BadSampleError.
+            # Perhaps a bug. on_error=skip must not hide it, so BadSampleError is not raised.
             named_error = record.error(f'{type(error).__name__}: {error}')
             raise RuntimeError(str(named_error)) from error
         if record.loss_weights is not None:
@@ -284,7 +284,7 @@ class ConversationEncoder:
         samples: list[dict[str, torch.Tensor] | None] = [None] * len(conversations)
         for (index, rendered), encoding in zip(rendered_conversations.items(), encodings, strict=True):
             input_ids = torch.tensor([encoding.ids])
-            with suppress(InvalidInputError):  # an answer has no tokens; the whole sample raises this error again, too
+            with suppress(InvalidInputError):  # an answer has no tokens. The whole sample raises this error again
                 spans = _spans_of(encoding, rendered.answers)
                 sample = {
                     'input_ids': input_ids,
@@ -342,7 +342,7 @@ class ConversationEncoder:
                         f'has {modality}s in a turn of the {turn.role}, but the chat template writes no placeholder '
                         'for each; set another one'
                     )
-        # Last: it warns only of the first record with control tokens, and should not warn of one that is refused.
+        # This comes last, because it warns only of the first record with control tokens. That should be a good record.
         self.control.check(record)
 
     def _check_tags(self, record: Record, text: str) -> None:
@@ -361,8 +361,8 @@ class ConversationEncoder:
         prepared = []
         for message in messages:
             if message['role'] == 'assistant':
-                # Templates treat white space around an answer in different ways, so it is removed. No media are lost:
-                # answers hold only text.
+                # Templates treat white space around an answer in different ways, so it is removed. No media are lost,
+                # because answers hold only text.
                 message = {
                     **message,
                     **text_message('assistant', text_of(message).strip()),
@@ -378,10 +378,10 @@ class ConversationEncoder:
     ) -> None:
         """Refuses an audio whose end the processor cuts off silently.
 
-        No attribute of a processor says whether it does so. Of an audio that is longer than the window (see
-        `_window_of`), Qwen2-Audio and Gemma 4 read one window, Qwen3-ASR reads all, and Audio Flamingo 3 reads windows
-        up to a limit. So it is tried: the last window is replaced by noise, and the sample is encoded again. If this
-        changes no tensor, the processor has not read the last window.
+        No attribute of a processor says whether it does so. If an audio is longer than the window (see `_window_of`),
+        Qwen2-Audio and Gemma 4 read one window, Qwen3-ASR reads all, and Audio Flamingo 3 reads windows up to a limit.
+        So it is tried: the last window is replaced by noise, and the sample is encoded again. If this changes no
+        tensor, the processor has not read the last window.
 
         Args:
             encoded: The entries that the processor made of the sample.
@@ -422,7 +422,7 @@ class ConversationEncoder:
     def _adds_special_tokens(self, text: str) -> bool:
         """Tells whether special tokens, such as BOS, must be added to a rendered text.
 
-        The rule is that of Transformers' ``apply_chat_template(tokenize=True)``. A processor adds them, unless the text
+        Follows Transformers' ``apply_chat_template(tokenize=True)``. A processor adds them, unless the text
         begins with the BOS token. A tokenizer that is used without a processor adds none.
         """
         bos = self.tokenizer.bos_token
@@ -462,7 +462,8 @@ class ConversationEncoder:
             return
         if media['image']:
             # A list of images for each text, and there is one text. In a flat list, each image would count as the only
-            # one of a text. OneVision's processor would cut each into tiles, but its model expects this only of one.
+            # image of a text. Then OneVision's processor would cut each into tiles, which its model expects only if a
+            # text has a single image.
             arguments['images'] = [list(media['image'])]
         if media['video']:
             videos = []
@@ -511,7 +512,7 @@ class ConversationEncoder:
     def _add_mask_of_audio(self, encoded: dict[str, torch.Tensor]) -> None:
         """Adds the mask of a single audio if the processor writes one only for several (Phi-4 multimodal).
 
-        The collator may pad the audio to the length of another sample's, and the mask tells the model what is padding.
+        The collator may pad the audio to the length of another one, and the mask tells the model what is padding.
         """
         keys: list[str] = getattr(self.parts['audio'], 'model_input_names', [])  # the features are the first
         for key in keys[1:]:
@@ -654,7 +655,7 @@ def _window_of(extractor: Any) -> int | None:
     """Returns the length, in audio samples, above which a feature extractor may cut off an audio.
 
     Whisper's extractor has it as the attribute ``n_samples``, Gemma 3n's as the default of the argument ``max_length``.
-    Returns None if the extractor has no such length, or is None because the processor takes no audio.
+    Returns None if the extractor has no such length. The extractor is None if the processor takes no audio.
     """
     parameter = inspect.signature(type(extractor).__call__).parameters.get('max_length')
     windows = [getattr(extractor, 'n_samples', None), getattr(parameter, 'default', None)]

@@ -134,7 +134,8 @@ def _is_table(file: str) -> bool:
 def _read_text(file: str) -> str:
     """Returns the text of a file, unpacked, without byte-order mark.
 
-    Bytes that are not UTF-8 become surrogates. So only the record that holds them is refused, in `formats.py`.
+    Bytes that are not UTF-8 become surrogates. `formats.py` refuses a record with surrogates. So the other records of
+    the file can be used.
     """
     try:
         with regular_file(Path(file)).open('rb') as opened:
@@ -181,10 +182,10 @@ def _read_array(text: str, file: str) -> Iterator[RawRecord]:
 
 
 def _decode_value(text: str) -> object:
-    """Returns the value of a JSON text, such as a line, or the error of decoding it."""
+    """Returns the value of a JSON text, such as a line. If it cannot be decoded, returns the error, see RawRecord."""
     try:
         return DECODER.decode(text)
-    except ValueError as error:  # also Python's own, for an integer of thousands of digits
+    except ValueError as error:  # of JSON, or of Python for an integer with thousands of digits
         return error
     except RecursionError:
         return ValueError('brackets within brackets, too deep')
@@ -227,7 +228,7 @@ def _read_table(path: str, split: str | None) -> Iterator[RawRecord]:
     """Yields the rows of a table. Their media stay in the table until they are decoded."""
     table = _open_table(path, split)
     # All rows are read at the start, and `table[index]` would decode their images. So the rows are read in Arrow's
-    # format, and `_read_value` decodes them by features that leave media as bytes.
+    # format, and `_read_value` decodes them by features (types of columns) that leave media as bytes.
     columns = _without_decoding(dict(table.features))
     features = type(table.features)(columns)
     arrow_table = table.with_format('arrow')
@@ -280,7 +281,7 @@ def _load_table(path: str) -> Any:
             if not file.is_dir():
                 regular_file(file)  # raises for a pipe, which would block `datasets`
         return datasets.load_from_disk(path)
-    # `datasets` takes a path as a glob pattern, and a relative one as the pattern of the whole path.
+    # `datasets` takes a path for a glob pattern, and a relative path for the pattern of the whole path.
     pattern = glob.escape(os.path.abspath(path))
     return datasets.Dataset.from_parquet(pattern)
 

@@ -89,7 +89,7 @@ class ThinnedSampling(VideoSampling):
     """Share of the frames. It never leaves fewer than ``min_frames``."""
 
     def __post_init__(self) -> None:
-        """Checks nothing: the values are those of a :class:`.VideoSampling` that was checked."""
+        """Checks nothing, because the values come from a :class:`.VideoSampling` that was checked."""
 
     def count(self, num_frames: int, duration: float) -> int:
         """Returns the number of frames to take."""
@@ -170,9 +170,9 @@ class FittingEncoder(ConversationEncoder):
             try:
                 sample = encode(steps, shapes_only=shapes_only)
             except RuntimeError as error:
-                # An image has no pixels left (SmolVLM), for which torch raises a RuntimeError. So no steps are enough,
-                # and the sample of step 0 is refused below. `encode_record` turns any other error into a RuntimeError,
-                # too. It may be a bug, which must not be skipped.
+                # If an image has no pixels left (SmolVLM), torch raises a RuntimeError. Then no steps are enough, and
+                # the sample of step 0 is refused below. The base class has wrapped this error, as it wraps all others.
+                # Others may be bugs, so they are raised again.
                 if type(error.__cause__) is not RuntimeError:
                     raise
         if not self._fits(sample):
@@ -191,7 +191,8 @@ class FittingEncoder(ConversationEncoder):
         encoder = self._encoder_after(steps)
         # The base class's method, because the method of this class would search for steps again.
         sample = ConversationEncoder.encode_record(encoder, record, files, shapes_only=shapes_only)
-        # Otherwise each audio of this length would be encoded twice, see `_check_ends_of_audios`.
+        # `encoder` is a copy. Without this, each audio of this length would be encoded twice, see
+        # `_check_ends_of_audios`.
         self._longest_read_audio = encoder._longest_read_audio
         return sample
 
@@ -205,8 +206,8 @@ class FittingEncoder(ConversationEncoder):
             try:
                 return self._fits(encode(steps, shapes_only=True))
             except PROCESSOR_ERRORS:
-                # The media are too small for the processor, so fewer steps are tried. If none of them are enough, the
-                # caller encodes with these, and the sample is refused.
+                # The media are too small for the processor. True lets the bisection try fewer steps. If they are not
+                # enough, the caller encodes with this number of steps, and the sample is refused.
                 return True
 
         # Bisection, which supposes that more steps never make a sample longer.
@@ -244,15 +245,16 @@ class FittingEncoder(ConversationEncoder):
 
     def _frames_reduce_tokens(self) -> bool:
         """Tells whether fewer frames make fewer tokens. False if all videos must have the same number of frames."""
-        # Budgets are at their minimum, because some processors divide one budget among all frames. Above the minimum,
-        # they would make fewer frames larger, with as many tokens.
+        # Budgets are at their minimum, because some processors divide one budget among all frames. With a larger
+        # budget, fewer frames would only be larger, and have as many tokens.
         budgets = self._budgets['video']
         fewest_frames = self.video.min_frames
         num_frames = min(max(PROBE_FRAMES, 2 * fewest_frames), self.video.max_frames)
         many = self._probe('video', budgets, num_frames=num_frames)
         few = self._probe('video', budgets, num_frames=fewest_frames)
         pixels = many.get('pixel_values_videos')
-        # Five dimensions: clips are stacked, and must have the same number of frames. Without this entry, they may be.
+        # Pixels of five dimensions are stacked clips, which must all have the same number of frames. If the processor
+        # has no such entry, its clips may be stacked, too.
         if pixels is None or pixels.dim() == 5:
             return False
         return few['input_ids'].shape[1] < many['input_ids'].shape[1]

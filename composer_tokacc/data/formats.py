@@ -7,12 +7,12 @@ Reads the formats of LLaVA, VILA, LLaMA-Factory, TRL, OpenAI, ms-swift, Monkey, 
 of a format is used as its own project means it, or the record is refused. A record is also refused if it has one of
 ``REFUSED_KEYS``, or if another key seems to hold a medium. All other keys, such as ``category``, are ignored.
 
-:func:`parse_record` is the entry. The errors of the other functions name only what is wrong; it adds the sample.
+:func:`parse_record` is the entry. The errors of the other functions describe only the fault. It adds the sample.
 
-The files of media are named in the turns, or listed under keys such as ``images``. So each placeholder in a turn gets a
-slot: a medium that has no files yet if the turn does not name them. The listed media are put into these empty slots.
-For example, ``<image> or <img>b.png</img>?`` becomes ``<image> or <image>?``, with an empty slot and a slot of
-``b.png``.
+The files of media are named in the turns, or listed under keys such as ``images``. So parsing has two steps. First,
+each placeholder in a turn gets a *slot*, which is a medium. It is empty (has no files) if the turn does not name them.
+Then the listed media are put into the empty slots. For example, ``<image> or <img>b.png</img>?`` becomes ``<image> or
+<image>?``, with an empty slot and a slot of ``b.png``.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ MODALITY_OF_TAG = {
     '<audio>': 'audio',
     '<sound>': 'audio',
 }
-"""Modality of the medium for which a tag stands in a text."""
+"""The modality that a tag in a text stands for."""
 # A tag, or <img>NAME</img> with the name of an image's file, as Qwen-VL and Monkey write it. A name may not contain
 # `<img>`: otherwise a text with many unclosed `<img>` would be searched to its end for each of them.
 MEDIUM_IN_TEXT = re.compile(rf'<img>((?:(?!</?img>).)*)</img>|{"|".join(MODALITY_OF_TAG)}', re.DOTALL)
@@ -214,7 +214,7 @@ def _parse_data(data: object, record: Record) -> Record:
         data: The decoded object of the entry, or the error that decoding it raised.
         record: The record without turns and media.
     """
-    if isinstance(data, Exception):
+    if isinstance(data, Exception):  # see RawRecord
         raise InvalidInputError(f'not valid JSON: {data}. A file holds one array, or an object in each line')
     if not isinstance(data, dict):
         raise InvalidInputError(f'must be a JSON object, got: {type(data).__name__}')
@@ -223,7 +223,7 @@ def _parse_data(data: object, record: Record) -> Record:
         if key in REFUSED_KEYS and is_given(value) and value != '[]':
             raise InvalidInputError(f'`{key}` is not supported, {REFUSED_KEYS[key]}')
     record_format = _format_of(data)
-    slots: list[Medium] = []  # `_parse_turn` appends those of a turn
+    slots: list[Medium] = []  # of all turns, in the order of their placeholders. `_parse_turn` adds those of a turn
     turns = [_parse_turn(turn, slots) for turn in _raw_turns(data, record_format)]
     listed = {modality: _listed_media(data, modality) for modality in MODALITIES}
     media_read = [slot for slot in slots if slot.files]
@@ -233,7 +233,7 @@ def _parse_data(data: object, record: Record) -> Record:
         *record_format.keys,
         *record_format.further_keys,
     }
-    # Checked before `_fill_slots`, which would only say that a medium is missing, not that it is under an unread key.
+    # Before `_fill_slots`, which would only say that a medium is missing, and not that it is under an unread key.
     check_unread_keys(data, keys_read, media_read)
     if record_format.media_first and not slots:
         turns = _with_media_first(turns, listed, slots)
@@ -266,7 +266,7 @@ def _parse_loss_weights(value: Any) -> float | None:
     """Returns ``Record.loss_weights``, the weight of each token of a sample. None if the record has no weight."""
     if value is None:
         return None
-    is_number = type(value) in (int, float)  # True is no number
+    is_number = type(value) in (int, float)  # True is not a number here
     if is_number and (value == 0 or MIN_LOSS_WEIGHT <= value <= MAX_LOSS_WEIGHT):
         return float(value)
     raise InvalidInputError(
@@ -292,7 +292,7 @@ def _read_pairs(data: JsonObject, question: object, answer: object) -> list[Json
     """Returns the turns of the ``history``, a list of pairs, and then of the question and its answer."""
     history = data.get('history') or []
     if not isinstance(history, list):
-        history = [history]  # refused below, because it is no pair
+        history = [history]  # refused below, because its entry is not a pair
     for pair in history:
         if not isinstance(pair, list) or len(pair) != 2:
             raise InvalidInputError(f'`history` must hold pairs of question and answer, got: {short_repr(pair)}')
@@ -408,23 +408,18 @@ def _is_list_of_objects(value: object, keys: Iterable[str] = ()) -> TypeGuard[li
     """Tells whether a value is a list of objects that have all these keys."""
     if not isinstance(value, list):
         return False
-    for item in value:
-        if not isinstance(item, dict):
-            return False
-        if not item.keys() >= set(keys):
-            return False
-    return True
+    return all(isinstance(item, dict) and item.keys() >= set(keys) for item in value)
 
 
 # Turns and their parts. A function with the argument `slots` appends a slot for each placeholder that it writes. The
-# argument is None in a turn that may hold no media, such as an answer: tags in it are text.
+# argument is None for a turn that may not hold media, such as an answer. Tags in such a turn are text.
 
 
 def _parse_turn(raw_turn: JsonObject, slots: list[Medium]) -> Turn:
     """Returns a turn whose text has a placeholder for each medium."""
     turn = {}
     for key, value in raw_turn.items():
-        # An empty text stays, because the model may have to read an empty turn. `_check_turns` refuses empty answers.
+        # An empty text stays, because the user may say nothing. `_check_turns` refuses empty answers.
         if is_given(value) or key in ('content', 'value'):
             turn[key] = value
     role_name = _only_value(turn, ('role', 'from'))
@@ -446,13 +441,13 @@ def _parse_turn(raw_turn: JsonObject, slots: list[Medium]) -> Turn:
 def _parse_carries_loss(turn: JsonObject, role: str) -> bool:
     """Returns ``Turn.carries_loss``. Reads ``weight`` of OpenAI and ShareGPT, and ``loss`` of ms-swift.
 
-    Only answers can carry loss. For turns of other roles this is always True and has no effect.
+    Only answers can carry loss. For turns of other roles the result is always True, and has no effect.
     """
-    weight = _only_value(turn, ('weight', 'loss'))  # `loss` may be true or false
+    weight = _only_value(turn, ('weight', 'loss'))  # `loss` may be true or false, which equal 1 and 0
     if weight is None or (weight == 1 and role == 'assistant'):
         return True
     if weight == 0:
-        return role != 'assistant'  # 0 changes nothing in other turns
+        return role != 'assistant'
     raise InvalidInputError(
         f'`weight` (or `loss`) of a turn must be 0 or 1, and 1 only for an answer, got: {short_repr(weight)} for a '
         f'turn of the {role}'
@@ -663,10 +658,7 @@ def _check_turns(turns: Sequence[Turn]) -> None:
     if not is_in_order:
         got = short_repr(roles, 200)
         raise InvalidInputError(f'turns must alternate between user (or tool) and assistant, user first, got: {got}')
-    learned_answers = []
-    for turn in turns:
-        if turn.role == 'assistant' and turn.carries_loss:
-            learned_answers.append(turn.text)
+    learned_answers = [turn.text for turn in turns if turn.role == 'assistant' and turn.carries_loss]
     if not learned_answers:
         raise InvalidInputError('at least one answer must carry loss, got: `weight` 0 for all. Take the sample out')
     for answer in learned_answers:
@@ -698,9 +690,9 @@ def _check_keys(values: JsonObject, allowed_keys: Container[str], place: str) ->
 
 
 def _only_value(values: JsonObject, keys: Iterable[str]) -> Any:
-    """Returns the only value that is not null, None if all are. Raises ValueError if several are not.
+    """Returns the only value under these keys that is not null, or None if all are null.
 
-    An empty value counts, too.
+    An empty value is not null. Raises ValueError if several values are not null.
     """
     values_given = {key: values[key] for key in keys if values.get(key) is not None}
     if len(values_given) > 1:

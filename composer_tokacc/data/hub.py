@@ -32,7 +32,7 @@ def ask_hub(name: str, kind: Literal['model', 'dataset']) -> None:
 
     Args:
         name: ``owner/name`` of a repository, or a folder of this machine.
-        kind: What the repository holds.
+        kind: The kind of the repository.
 
     Raises:
         OSError: If the hub does not answer, or the name cannot be one of the hub.

@@ -24,9 +24,9 @@ def identify_data(dataset: Any) -> str:
     """Returns a fingerprint of the data.
 
     It is made of the value of ``dataset.identity()`` or ``dataset.fingerprint()``. If the dataset has no such method,
-    it is made of the number of samples and the token ids of 64 of them, evenly spread. A change of labels, media or any
-    other sample goes unnoticed. A bad sample does not raise here, but when the run reads it. Its error message takes
-    the place of its ids.
+    it is made of the number of samples and the token ids of 64 of them, evenly spread. Then a change of labels, media
+    or any other sample goes unnoticed. A bad sample raises no error here, because the run will raise it. Its message
+    takes the place of its ids.
 
     Args:
         dataset: A map-style dataset, or a ``ConcatDataset`` of some.

@@ -43,7 +43,7 @@ TURNS = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-"""What turns an image upright, by the value of EXIF's orientation. From 5 on, width and height are exchanged."""
+"""The operation that turns an image upright, by EXIF's orientation. From 5 on, it exchanges width and height."""
 
 
 def read_image(file: MediaFile) -> Image.Image:
@@ -59,8 +59,8 @@ def image_size(file: MediaFile) -> tuple[int, int]:
     with _open_image(file) as image:
         if image.format not in SIZE_IN_HEADER:
             return _upright(image).size
-        # The base class's `getexif`, because PNG's own method would decode the image to look for EXIF after its pixels.
-        # If a turn stands there, width and height are exchanged here.
+        # The base class's `getexif`, because PNG's own method would decode the image to look for EXIF after the pixels.
+        # So such an EXIF entry is not seen here. If it turns the image, this function returns the size before the turn.
         orientation = Image.Image.getexif(image).get(ExifTags.Base.Orientation)
         width, height = image.size
         if orientation in TURNS and orientation >= 5:
@@ -103,7 +103,7 @@ def _open_image(file: MediaFile) -> Iterator[Image.Image]:
 
 
 def _known_formats() -> list[str]:
-    """Returns those of IMAGE_FORMATS that this installation of PIL can open. Adds HEIF if pillow-heif is there."""
+    """Returns the IMAGE_FORMATS that this installation of PIL can open. Adds HEIF if pillow-heif is installed."""
     Image.init()
     if 'HEIF' not in Image.OPEN and importlib.util.find_spec('pillow_heif') is not None:
         import pillow_heif  # pyright: ignore[reportMissingImports]

@@ -80,13 +80,13 @@ class LengthTable:
     vision_patches: np.ndarray
     """Patches that the vision encoder computes, before a resampler or a merge makes image tokens of them."""
     shrink_steps: np.ndarray = None  # type: ignore[assignment]  # pyright: ignore[reportAssignmentType]
-    """Steps by which `fit.py` makes a sample's media smaller. 0: the sample fits as it is. Default: all are 0."""
+    """Steps by which `fit.py` makes a sample's media smaller. 0: the sample fits as it is. None becomes all 0."""
     errors: dict[int, str] = field(default_factory=dict)
     """Reasons why samples cannot be used, by index. All sizes of such a sample are 0."""
 
     def __post_init__(self) -> None:
         if self.shrink_steps is None:
-            # A plain assignment raises, because the dataclass is frozen.
+            # The dataclass is frozen, so a plain assignment would raise an error.
             object.__setattr__(self, SHRINK_STEPS, np.zeros_like(self.lengths))
         shapes = {np.shape(getattr(self, name)) for name in TABLE_COLUMNS}
         if len(shapes) > 1:
@@ -162,13 +162,17 @@ def length_table(
     Under ``torch.distributed`` every rank must call it. The ranks share the work, and one rank of each node writes the
     file.
 
+    A dataset may have these methods and attributes, which are then used:
+
+    - The method ``fingerprint()`` identifies the data, see ``table_name()``.
+    - The attribute ``measured`` is a length table that is returned as it is.
+    - With ``unexpanded`` and ``shapes_of_videos``, as :class:`.LlavaDataset` has them, samples are measured without
+      reading them. This is done for more than 512 samples, and with ``'raise'`` only. A file that is damaged after its
+      header is then noticed only in training.
+
     Args:
         dataset: A map-style dataset, or a ``ConcatDataset`` of some, each with its own file. Samples hold ``input_ids``
-            and ``labels`` of shape ``(1, length)``. If the dataset has one of the following, it is used. The method
-            ``fingerprint()`` identifies the data, see ``table_name()``. The attribute ``measured`` is a length table
-            that is returned as it is. The methods ``unexpanded`` and ``shapes_of_videos`` of
-            :class:`.LlavaDataset` give what can be measured without reading samples. They are used for more than 512
-            samples, with ``'raise'`` only. Then a file that is damaged after its header is noticed only in training.
+            and ``labels`` of shape ``(1, length)``.
         processor: The dataset's Hugging Face processor or tokenizer.
         folder: Folder of the tables. Default: ``composer_tokacc/lengths`` in the user's cache folder.
         patch_size: Side of the vision encoder's patches in pixels, used only for ``vision_patches``. None: the size
@@ -201,8 +205,8 @@ def length_table(
     folder = Path(cache_folder('lengths') if folder is None else folder)
     path = folder / f'{name}.npz'
     table = load_kept(path, LengthTable.load)
-    # All ranks take part in the measurement, even if only one of them cannot load its file, or has bad samples in it.
-    # These are read again, because a file may be repaired since, or a decoder installed.
+    # If any rank cannot load its file, or has bad samples in it, all ranks measure together. Bad samples are read
+    # again, because the user may have repaired a file, or installed a decoder.
     if not any(values_of_ranks(table is None or len(table.errors) > 0)):
         assert table is not None
         return _check_table(table, on_error)
@@ -229,7 +233,7 @@ def build_length_table(
 
     Samples that are good in the table ``earlier`` are not measured again.
     """
-    # Without a process group, as in a script under the launcher, each rank measures all samples.
+    # Without a process group each rank measures all samples. A script that a launcher starts may have none.
     rank = 0
     num_ranks = 1
     if dist.is_initialized():
@@ -260,8 +264,8 @@ def _measure_rows(
         measurer: Measures one sample.
         indices: The samples.
         on_error: See :func:`length_table`.
-        earlier: A table that has the rows of good samples. It is not used with headers, because then no bad sample is
-            kept.
+        earlier: A table of these samples. The rows of its good samples are taken from it. It is not used with headers,
+            because a table from headers is never kept if it has bad samples.
     """
     rows: dict[int, TableRow | str] = {}
     if _uses_headers(measurer.dataset, on_error):
@@ -274,7 +278,7 @@ def _measure_rows(
     for index, row in zip(missing_indices, measurer.run(measurer.read, missing_indices), strict=True):
         rows[index] = row
         if isinstance(row, str) and on_error == 'raise':
-            break  # no error is raised here, because all ranks raise it together when they have exchanged their rows
+            break  # the error is raised when the ranks have exchanged their rows, on all of them together
     return rows
 
 

@@ -24,8 +24,8 @@ KEY_OF_COLUMN = {
     'response': 'output',
     'messages': 'conversations',
 }
-"""The key of a record that `formats.py` reads, by LLaMA-Factory's name of a column. Other columns have the name of the
-key."""
+"""The key of a record that `formats.py` reads, by LLaMA-Factory's name of a column. For all other columns both names
+are the same."""
 MEDIA_COLUMNS = ('images', 'videos', 'audios')
 """The columns of an entry that hold media."""
 COLUMNS = (*KEY_OF_COLUMN, 'history', 'system', *MEDIA_COLUMNS, *REFUSED_KEYS)
@@ -39,8 +39,8 @@ DEFAULT_COLUMNS = {
     'sharegpt': {'messages': 'conversations'},
     'openai': {'messages': 'messages'},
 }
-"""The columns for each ``formatting``, if the entry names no column of the file. Otherwise only those that it names are
-read, as in LLaMA-Factory. Null names no column."""
+"""By ``formatting``: the columns of an entry that names none. If an entry names columns, only these are read, as in
+LLaMA-Factory. A column that is null counts as not named."""
 DEFAULT_TAGS = {
     'role_tag': 'from',
     'content_tag': 'value',
@@ -50,8 +50,8 @@ DEFAULT_TAGS = {
     'function_tag': 'function_call',
     'system_tag': 'system',
 }
-"""The key of a turn, or the name of a speaker, for each tag. A file whose entry has no tags uses these names. They are
-also the names in the records that :meth:`.DatasetEntry.rename` returns, because `formats.py` reads them."""
+"""The key of a turn, or the name of a speaker, for each tag that an entry does not name. They are also the names in the
+records that :meth:`.DatasetEntry.rename` returns, because `formats.py` reads them."""
 TAGS_OF_KEYS = ('role_tag', 'content_tag')
 """The tags that name a key. The others name a speaker."""
 KEYS_OF_ENTRY = ('file_name', 'hf_hub_url', 'subset', 'split', 'formatting', 'columns', 'tags')
@@ -106,9 +106,9 @@ class DatasetEntry:
     def rename(self, data: JsonObject) -> JsonObject:
         """Returns a record with the keys that `formats.py` reads.
 
-        LLaMA-Factory ignores keys that are no column of the entry. Two kinds of them are kept, so that `formats.py`
-        refuses them: keys that are not supported, and media, if the entry names no column of media. Null in the entry,
-        such as ``"chosen": null``, lets this key be ignored, too.
+        LLaMA-Factory ignores keys that no column of the entry names. Two kinds of them are kept here, so that
+        `formats.py` refuses them: keys that are not supported, and media, if the entry names no column of media. If a
+        key is null in the entry, such as ``"chosen": null``, it is ignored, too.
         """
         record = {
             'id': data.get('id'),
@@ -132,7 +132,7 @@ class DatasetEntry:
     def _rename_turn(self, turn: object) -> object:
         """Returns a turn with the keys and the speaker that `formats.py` reads.
 
-        A turn may also have a key such as ``from`` that no tag names. It is left out, as in LLaMA-Factory.
+        If the tags name other keys, a key such as ``from`` in the file is ignored, as in LLaMA-Factory.
         """
         if not isinstance(turn, Mapping):
             return turn  # `formats.py` refuses it, and names the record
@@ -148,7 +148,7 @@ class DatasetEntry:
 def _names_of(entry: JsonObject, key: str, supported: Collection[str]) -> JsonObject:
     """Returns the mapping of an entry under ``columns`` or ``tags``: names in the file, by LLaMA-Factory's names.
 
-    A name in the file may be None: the file has no such column, or no such speaker.
+    A name in the file is None if the file has no such column, or no such speaker.
 
     Args:
         entry: The entry.

@@ -139,7 +139,7 @@ class LlavaStreamingDataset(StreamingDataset):
         A resumed run with other settings would repeat some samples and lose others.
         """
         order = {name: getattr(self, name) for name in ORDER_ARGUMENTS}
-        # Samples that an epoch takes of each stream. The weights of the streams and `epoch_size` decide these numbers.
+        # The number of samples that an epoch takes from each stream. It follows from their weights and `epoch_size`.
         order['samples_of_streams'] = [int(stream.choose) for stream in self.streams]
         return order
 
@@ -151,8 +151,8 @@ class LlavaStreamingDataset(StreamingDataset):
 
         Args:
             num_samples: Samples of the epoch that were trained on.
-            from_beginning: Whether they are counted from the beginning of the epoch, and not from where the run
-                resumed.
+            from_beginning: Whether they are counted from the beginning of the epoch. If not, they are counted from the
+                place at which the run was resumed.
         """
         state = super().state_dict(num_samples, from_beginning)
         if from_beginning and num_samples == 0:

@@ -69,9 +69,9 @@ def check_files(record: Record, *, allow_outside: bool) -> None:
 
 
 def open_files(record: Record) -> list[Path | BinaryIO]:
-    """Returns what to read for each file of a record, in order: a path, or the open content of an embedded file.
+    """Returns a path for each file of a record, in order, or the open content if the file is embedded.
 
-    Raises BadSampleError if a file cannot be read. Errors that are no fault of the file stay as they are, see
+    Raises BadSampleError if a file cannot be read. Errors that do not come from the file are raised as they are, see
     :func:`.is_from_file`.
     """
     opened: list[Path | BinaryIO] = []
@@ -94,12 +94,8 @@ def check_decoder(record: Record) -> None:
 
     It is not a :class:`.BadSampleError`, because the sample is good, and ``on_error=skip`` must not skip it.
     """
-    needs_decoder = False
-    for medium in record.media:
-        # The files of a video of several files are images, which need no PyAV.
-        if medium.modality != 'image' and len(medium.files) == 1:
-            needs_decoder = True
-    if not needs_decoder:
+    # A video of several files is a list of images, which do not need PyAV.
+    if not any(medium.modality != 'image' and len(medium.files) == 1 for medium in record.media):
         return
     try:
         importlib.import_module('av')
@@ -135,7 +131,7 @@ def decode_media(
 
     Raises:
         BadSampleError: If a file cannot be decoded.
-        Exception: Any error that is no fault of the file, see :func:`.is_from_file`.
+        Exception: Any error that does not come from the file, see :func:`.is_from_file`.
     """
     check_decoder(record)
     sampling = video or VideoSampling()

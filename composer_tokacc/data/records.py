@@ -30,8 +30,8 @@ JsonObject = Mapping[str, Any]
 Message = Mapping[str, Any]
 """One turn as chat templates take it: ``role``, ``content`` (a text, or a list of parts), perhaps ``weight``."""
 EncodedSample = dict[str, Any]
-"""One encoded conversation, as a batch of one row. Tensors of its text have a first dimension of 1, those of media one
-of any size. Lists have one entry."""
+"""One encoded conversation, as a batch of one row. The first dimension of a tensor is 1 if it is about the text, and
+may have any size if it is about media. Lists have one entry."""
 DecodedMedia = Mapping[str, Sequence[Any]]
 """By modality: PIL images, :class:`.Video`, and float32 arrays ``(samples,)`` of audio."""
 
@@ -56,7 +56,7 @@ MACHINE_ERRNOS = (
     errno.ETIMEDOUT,
 )
 """Numbers of system errors that are faults of the machine: its network, memory, or limit of threads (EAGAIN) or of open
-files. EIO is not among them, because a file may lie on a bad sector for ever."""
+files. EIO is not among them, because a bad sector of a disk stays bad, so the file can never be read."""
 
 
 class BadSampleError(InvalidInputError):
@@ -71,7 +71,7 @@ def is_from_file(error: Exception) -> bool:
 
     If not, it is a fault of the machine or of the program. Such an error must stay as it is, because the sample is
     good, and ``on_error=skip`` must not skip it. Decoders raise almost any class for a damaged file, so this
-    function lists the errors that are no fault of a file.
+    function lists the errors that never come from a file.
     """
     # FFmpeg also reports ENOMEM for a damaged header with an absurd size.
     is_of_ffmpeg = type(error).__module__.partition('.')[0] == 'av'
@@ -101,7 +101,7 @@ class Turn(NamedTuple):
     text: str
     """In a turn that may hold media, ``<image>``, ``<video>`` or ``<audio>`` marks the place of a medium."""
     carries_loss: bool = True
-    """False for an answer that the model reads and does not learn. True, without effect, for turns of other roles."""
+    """False for an answer that the model reads and does not learn. Turns of other roles have True, without effect."""
 
     @property
     def placeholders(self) -> list[re.Match[str]]:
@@ -233,7 +233,7 @@ def check_message(message: object) -> Message:
         is_weight_valid = message.get('weight', 1) in (0, 1)
         role = message.get('role')
         # ROLES_WITH_MEDIA is about tags in the texts of records. Here the user names each medium as a part, so any turn
-        # but an answer may hold media.
+        # may hold media, except an answer.
         modalities = () if role == 'assistant' else MODALITIES
         if isinstance(role, str) and is_weight_valid and _is_list_of_parts(content, modalities):
             return {**message, 'content': content}
@@ -268,7 +268,7 @@ def leaves_of(value: object) -> Iterator[object]:
 
 
 def is_given(value: object) -> bool:
-    """Tells whether a value is given. A missing one is null, '', [] or {} in tables and files, or these in each other.
+    """Tells whether a value is given. It is missing if it is null, '', [] or {}, or a list or object of only these.
 
     For example, a table of images has ``{"bytes": null, "path": null}`` in rows that have only text.
     """
@@ -285,7 +285,7 @@ def short_repr(value: object, limit: int = 60) -> str:
 
 
 def shorten_middle(text: str, limit: int) -> str:
-    """Takes out the middle of a text of more than ``limit`` characters. Its end stays, because it says what to do."""
+    """Takes out the middle of a text of more than ``limit`` characters. The end stays, because it has the remedy."""
     if len(text) <= limit:
         return text
     half = limit // 2

@@ -193,7 +193,7 @@ def _patches_of(pixels: torch.Tensor, patch_size: int, image_sizes: Any) -> int:
 
 
 class TextRow(NamedTuple):
-    """The row of a sample's text, before the processor expands the placeholders of its images."""
+    """The row of a sample's text, before the processor expands the placeholders, with the sizes of its images."""
 
     row: TableRow
     sizes: ImageSizes
@@ -248,8 +248,8 @@ class SampleMeasurer:
 
     def from_headers(self, indices: Sequence[int]) -> dict[int, TableRow]:
         """Returns the rows of samples by index, without decoding their images. A sample that must be read has none."""
-        # Some processors make the same tokens of images of any size, so one size can stand for all. If the processor
-        # cannot encode an image at all, every row is None. Then samples with images get no row below, and are read.
+        # For some processors, images of any size add the same row. Then one size can stand for all. If the processor
+        # cannot encode any image, all rows here are None. Then samples with images get no row below, and are read.
         probe_rows = {self._added_by((size,)) for size in PROBE_SIZES}
         measure_texts = partial(self._measure_texts, sizes_matter=len(probe_rows) > 1)
         measured_rows = []
@@ -268,7 +268,7 @@ class SampleMeasurer:
         return rows
 
     def _measure_texts(self, indices: Sequence[int], *, sizes_matter: bool) -> list[TextRow | TableRow | None]:
-        """Returns for each sample the row of its text, or its whole row if it has videos. None if it must be read.
+        """Returns for each sample the row of its text, or its complete row if it has videos. None if it must be read.
 
         Args:
             indices: The samples.
@@ -299,8 +299,8 @@ class SampleMeasurer:
     def _added_by(self, sizes: ImageSizes) -> AddedRow | None:
         """Returns the row that images of these sizes add. None if only reading the sample can tell.
 
-        It is computed by running the processor on black images. If the processor computes with torch, they are meta
-        tensors, which have a shape and no content. So nothing is computed.
+        To find it, the processor runs on black images. If the processor works with torch, it gets meta tensors instead,
+        which have a shape and no content, so that nothing is computed.
         """
         encoder = copy(self.dataset.encoder)
         encoder.max_length = None  # a probe may be longer than the cap
@@ -330,8 +330,8 @@ class SampleMeasurer:
 
 def _encode_images(encoder: Any, conversation: Sequence[Message], sizes: ImageSizes) -> EncodedSample | None:
     """Encodes a conversation with images of these sizes. None if the processor raises an error."""
-    # Not for images of several sizes, because for them a processor may add tiles of padding. `count_patches`
-    # recognizes these by their content, which meta tensors do not have.
+    # Meta tensors are only used if all images have one size. For several sizes a processor may add tiles of padding,
+    # which `count_patches` recognizes by their content, and meta tensors have none.
     if len(set(sizes)) < 2:
         with suppress(Exception):  # some processors need real images, which follow
             meta_images = []

@@ -141,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         action='store_true',
         help='let names of media lead out of their folder',
     )
-    options = parser.parse_args(arguments)  # their names are those of the arguments of `write_shards`
+    options = parser.parse_args(arguments)  # the options have the names of the arguments of `write_shards`
     try:
         written = write_shards(**vars(options))
     except (ValueError, OSError, ImportError) as error:
@@ -155,7 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _open_writer(out: Path, size_limit: int | str) -> MDSWriter:
-    """Returns an MDSWriter that writes no empty shards. MDSWriter itself writes one before a sample over the limit."""
+    """Returns an MDSWriter that writes no empty shards. Plain MDSWriter writes one before a sample over the limit."""
     from streaming import MDSWriter  # pyright: ignore[reportMissingImports]
     from streaming.base.util import bytes_to_int  # pyright: ignore[reportMissingImports]
 

@@ -61,7 +61,7 @@ and a number."""
 _ID_KEY = re.compile(r'.*ids?')
 """Keys whose number is the id of a medium, such as ``image_id``. Under other keys a number is a count."""
 NO_COLUMN = ' (named by no column)'
-"""The end of a key that :class:`.DatasetEntry` gives to a medium that is no column of the entry."""
+"""The end of a key that :class:`.DatasetEntry` gives to a medium if no column of the entry names it."""
 
 
 class MediaSign(NamedTuple):
@@ -72,8 +72,8 @@ class MediaSign(NamedTuple):
     file_name: str = ''
     """Name of the file without folders. '' if the sign has no file name. No medium that is read has the name ''."""
     may_be_source: bool = False
-    """Whether the key may only say where a medium that is read comes from: its value is a URL of a network, or nothing
-    but the name of the key is a sign."""
+    """Whether the key may only name the source of a medium that is read under another key. That may be so if the value
+    is a URL of a network, or if only the name of the key is a sign."""
 
 
 def check_unread_keys(
@@ -166,9 +166,9 @@ def _signs_in_key(key: str, value: object) -> Iterator[MediaSign]:
 
 
 def _refusal(key: str, value: object, modality: str) -> str:
-    """Returns the message that refuses a key, with the key to use instead. ``modality`` is that of the sign."""
-    # If the value looks like an image, or does not show its modality, the name of the key decides, because images under
-    # `frames` are a video. A .mp4 file is a video under any key.
+    """Returns the message that refuses a key, with the key to use instead. ``modality`` comes from the sign."""
+    # A .mp4 file is a video under any key. But if the value looks like an image, or does not show its modality, the
+    # name of the key decides, because images under `frames` are a video.
     if modality in ('', 'image'):
         for sign in _signs_in_key(key.removesuffix(NO_COLUMN), value):
             modality = sign.modality or modality

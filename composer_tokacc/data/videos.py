@@ -3,8 +3,8 @@
 
 """Reads videos and audio with PyAV, and refuses files that are cut or damaged.
 
-The first part chooses frames. The second opens files and checks that they are complete. The third reads audio, and the
-last reads videos. The errors call the file "it", because the caller puts the name of the file before the message.
+The first part of this file chooses frames. The second opens files and checks that they are complete. The third reads
+audio, and the last reads videos. Error messages call a file "it", because the caller puts its name before the message.
 
 A timestamp is the moment at which a frame is shown, as a whole number in the units of its stream's ``time_base``, a
 fraction of a second.
@@ -152,7 +152,8 @@ class Video(NamedTuple):
 def make_video(frames: Sequence[np.ndarray], frame_numbers: list[int], num_steps: int, step: float) -> Video:
     """Stacks frames and adds the metadata that processors need.
 
-    Processors expect a video whose frames follow one another in equal steps. So the time of a frame is given in steps.
+    Processors expect a video with equal steps of time between frames. So the time of a frame is given in such steps,
+    see `_even_step`.
 
     Args:
         frames: The frames that were taken, uint8 ``(height, width, 3)`` each.
@@ -243,7 +244,7 @@ def _check_last_bytes(file: BinaryIO) -> None:
     elif head.startswith(b'FORM') and head[8:12] in (b'AIFF', b'AIFC'):
         is_complete = _has_complete_chunk(file, file_size, b'SSND', 'big')
     elif head.startswith(b'GIF8'):
-        is_complete = last_bytes.rstrip(b'\0').endswith(b';')  # the trailer. Zeros after it are no damage
+        is_complete = last_bytes.rstrip(b'\0').endswith(b';')  # the trailer. Zeros may follow it
     if not is_complete:
         raise InvalidInputError('its end is missing')
 
@@ -412,7 +413,7 @@ def _audio_frames(container: InputContainer, stream: AudioStream) -> Iterator[Au
             start = frame.time
             if start is None:  # it follows the frame before it
                 start = end_of_audio or 0.0
-            # A gap of more than half a frame is no rounding: a frame is missing.
+            # A gap of more than half a frame does not come from rounding. A frame is missing.
             if is_steady and end_of_audio is not None and start - end_of_audio > frame_seconds / 2:
                 gap = start - end_of_audio
                 raise InvalidInputError(f'{gap:.3f} s of it cannot be decoded, at {end_of_audio:.2f} s: it is damaged')
@@ -439,8 +440,8 @@ def _audio_frames(container: InputContainer, stream: AudioStream) -> Iterator[Au
 def read_frames(files: Sequence[MediaFile], sampling: VideoSampling) -> Video:
     """Returns a video whose frames are image files.
 
-    Image files have no times, so they are taken as a video with the ``fps`` of the sampling. Therefore ``fps`` leaves
-    out none of them.
+    Image files have no times. So they count as a video that has the ``fps`` of the sampling, and ``fps`` leaves out
+    none of them.
     """
     step = 1 / (sampling.fps or DEFAULT_FPS)
     times = [number * step for number in range(len(files))]
@@ -519,7 +520,7 @@ def _check_pixels(num_frames: int, width: int, height: int) -> None:
 
 
 def _read_timestamps(container: InputContainer, stream: VideoStream) -> tuple[list[int], list[int]]:
-    """Returns the timestamps of all frames, and those of the key frames, both sorted. No frame is decoded.
+    """Returns the timestamps of all frames, and the timestamps of the key frames, both sorted. No frame is decoded.
 
     Refuses a file that is cut or damaged. To see this, it reads all packets of the file.
     """
@@ -558,8 +559,8 @@ def _decode_frames(
         timestamps: The timestamps, sorted, at least one. Some may be equal.
         key_timestamps: Timestamps of all key frames of the video, sorted.
     """
-    # The first attempt jumps to key frames. If a frame is missing, perhaps a jump went past it, because the container
-    # has no index or a wrong one. So the second attempt jumps nowhere, and decodes everything from the start.
+    # The first attempt jumps to key frames. A jump may go past a frame, if the container has no index or a wrong one.
+    # So if a frame is missing, the second attempt decodes everything from the start, without jumps.
     for jump_timestamps in (key_timestamps, []):
         with _open_stream(file, 'video') as (container, stream):
             frames = _take_frames(container, stream, timestamps, jump_timestamps)
@@ -587,17 +588,17 @@ def _take_frames(
     timestamps: Sequence[int],
     jump_timestamps: Sequence[int],
 ) -> list[VideoFrame]:
-    """Returns for each timestamp the first frame that is shown at this timestamp or later.
+    """Returns for each timestamp the first decoded frame that is shown at this timestamp or later.
 
-    That is a later frame if the decoder does not return the frame of the timestamp. A timestamp after the last frame
-    has none in the result.
+    It is a later frame if the decoder does not return the frame of the timestamp. For a timestamp after the last
+    decoded frame the result has no frame.
 
     Args:
         container: The file, which was just opened.
         stream: Its video.
         timestamps: The timestamps, sorted.
-        jump_timestamps: Timestamps of the key frames to which to jump, sorted. If some lie between two timestamps,
-            jumps to the last of them.
+        jump_timestamps: Timestamps of the key frames that may be jumped to, sorted. If several of them lie between two
+            timestamps, the last one is jumped to.
     """
     taken_frames = []
     start = timestamps[0]

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Sums up a step for each source of data: the losses of its tokens, their number, their weight, and positions.
+"""Sums for each source of data in a step: loss, number and weight of its tokens, and its computed positions.
 
 The source of a row is a name in the batch's list ``source``. A token is a label that carries loss.
 """
@@ -138,7 +138,7 @@ def _token_losses(batch: Batch, outputs: Any, num_tokens: int) -> torch.Tensor |
     None if the outputs have no logits that fit the labels. Does not wait for the device.
 
     Args:
-        batch: The microbatch, whose tokens were counted.
+        batch: The microbatch. Its tokens must have been counted.
         outputs: Outputs of the model.
         num_tokens: The number of tokens.
     """
@@ -149,12 +149,13 @@ def _token_losses(batch: Batch, outputs: Any, num_tokens: int) -> torch.Tensor |
     at_logits = batch_at_logits(batch, logits, rule, num_tokens)
     if at_logits is None:
         return None
-    labelled, _ = at_logits  # has labels in the shape of the logits
-    # Whoever counted the tokens has also masked the first label of each document.
-    labels = labels_of(labelled).masked_fill(~loss_mask(labelled, rule), IGNORE_INDEX)
+    shaped_batch = at_logits.batch
+    # This mask covers all labels that do not count. with_counts() has already masked the label of the first token of
+    # each further document.
+    labels = labels_of(shaped_batch).masked_fill(~loss_mask(shaped_batch, rule), IGNORE_INDEX)
     targets = at_predictions(labels, rule).flatten()
     running_count = (targets != IGNORE_INDEX).cumsum(dim=0)
-    positions = places_of(running_count, range(1, num_tokens + 1))  # of the first token, the second, ..., the last
+    positions = places_of(running_count, range(1, num_tokens + 1))  # of all tokens, in order
     return token_losses_at(logits, positions, targets[positions])
 
 

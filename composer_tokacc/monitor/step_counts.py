@@ -39,8 +39,8 @@ class StepCounts(NamedTuple):
     device_flops: float  # operations that the device can do in a second; 0: not known
     loader_seconds: float  # time that the rank waited for the data of the step
     peak_memory: float  # most bytes of the device that were allocated so far; 0 without a GPU
-    gradient_square: float  # share of the rank in the squared norm of the gradient; NaN after an overflow
-    weighting_distance: float  # of the previous step; its sum is the metric `sample_weighting_error`
+    gradient_square: float  # the rank's share of the squared norm of the gradient; NaN after an overflow
+    weighting_distance: float  # of the previous step, for `sample_weighting_error`; see _distance_of_weights()
 
 
 class BatchCounts(NamedTuple):
@@ -54,7 +54,7 @@ class BatchCounts(NamedTuple):
 
 
 def count_device_batch(batch: Batch, rule: str) -> BatchCounts:
-    """Counts a device batch, which is still on the CPU. ``rule`` is used if nobody has counted its tokens."""
+    """Counts a device batch, which is still on the CPU. If nobody has counted its tokens, counts them by ``rule``."""
     rows = row_counts_of(batch) if is_counted(batch) else count_rows(batch, rule)
     return _counts_of(batch, rows)
 
@@ -87,9 +87,9 @@ def _counts_of(batch: Batch, rows: Sequence[RowCounts]) -> BatchCounts:
 
 
 def num_positions(batch: Batch) -> int:
-    """Returns rows times padded width.
+    """Returns the number of rows times the padded width.
 
-    The microbatches of a pre-split batch count as if they were padded together, as a stock loader would pad them.
+    The microbatches of a pre-split batch count as if they were padded to one width, as a stock loader would pad them.
     """
     total_rows = 0
     largest_width = 0
@@ -132,13 +132,13 @@ def _unpacked(
         if not row.documents:
             counts.append((row, width))
             continue
-        # A packed row has no padding, so the positions of a sample are its real tokens. The other positions belong to
-        # dummy rows, which have no real tokens. They are divided equally among the dummy rows.
+        # A packed row has no padding, so the positions of a sample are its real tokens. All other positions belong to
+        # its dummy rows. Their counts have no real tokens, so each gets an equal part.
         num_dummies = sum(document.samples == 0 for document in row.documents)
-        dummy_tokens = (width - row.real_tokens) // max(num_dummies, 1)
+        positions_of_dummy = (width - row.real_tokens) // max(num_dummies, 1)
         for document in row.documents:
-            num_tokens = document.real_tokens
+            num_positions_of_document = document.real_tokens
             if document.samples == 0:
-                num_tokens = dummy_tokens
-            counts.append((document, num_tokens))
+                num_positions_of_document = positions_of_dummy
+            counts.append((document, num_positions_of_document))
     return counts

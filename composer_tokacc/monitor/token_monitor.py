@@ -64,8 +64,8 @@ class TokenMonitor(Callback):
 
     The ranks exchange their counts once per step. The monitor waits for the device only at the end of a step.
 
-    The computed positions are the rows times the padded width of each microbatch, summed up. A real token is a position
-    that is not padding.
+    The number of computed positions is the sum over all microbatches of rows times padded width. A real token is a
+    position that is not padding.
 
     ============================================ ====================================================================
     Key                                          Logged in each step, over all ranks
@@ -185,26 +185,26 @@ class TokenMonitor(Callback):
         if self.flops is not None:
             for width, rows in rows_by_width(state.batch).items():
                 self._text_flops += self.flops.text(rows, width)
-            # `text` includes the logits of all positions. Only some classes predict these operations by themselves, as
-            # `FlopModel` does.
+            # `text` includes the logits of all positions, also of those at which none were computed. They are
+            # subtracted if the class has the optional method `logits`, as `FlopModel` does.
             flops_of_logits: Callable[[int], float] | None = getattr(self.flops, 'logits', None)
             if flops_of_logits is not None:
                 self._text_flops -= flops_of_logits(_positions_without_logits(state))
         if self.sources:
-            # Some models return hidden states in place of logits. Only `TokenAccumulation` knows, by its `has_logits`.
+            # Some models return hidden states in place of logits. `TokenAccumulation` knows whether this one does.
             has_logits = all(getattr(algorithm, 'has_logits', True) for algorithm in state.algorithms)
             self._ledger.note(state.batch, state.outputs, has_logits=has_logits)
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """Gathers the counts of all ranks, and logs the metrics of the step."""
         reports = all_gather_object((self._step_counts(), self._ledger.sums_of_rank()))
-        ranks = [counts for counts, _ in reports]
+        counts_by_rank = [counts for counts, _ in reports]
         sources = self._ledger.add_up(rank_sums for _, rank_sums in reports)
-        values_of_fields = zip(*ranks, strict=True)
+        values_of_fields = zip(*counts_by_rank, strict=True)
         total = StepCounts(*map(sum, values_of_fields))
         metrics = _token_metrics(total)
-        metrics |= _rank_metrics(ranks)
-        if not math.isnan(total.gradient_square):  # an overflow in half precision may make it NaN
+        metrics |= _rank_metrics(counts_by_rank)
+        if not math.isnan(total.gradient_square):  # NaN after an overflow in half precision
             metrics['gradient_norm'] = math.sqrt(total.gradient_square)
         assert state.timestamp.batch_wct is not None, 'Composer sets the wall-clock time of the step before BATCH_END'
         seconds = state.timestamp.batch_wct.total_seconds()
@@ -212,8 +212,8 @@ class TokenMonitor(Callback):
             self._seconds.append(seconds)
             metrics |= _speed_metrics(total, seconds)
             metrics |= self._time_metrics(state)
-        # The distance of a step needs the sums over the ranks. So it is computed after they are gathered, and gathered
-        # itself with the counts of the next step.
+        # The distance of a step needs the sums over the ranks, which are known only now. To gather the distances, too,
+        # they travel with the counts of the next step.
         if self._weighting_distance is not None:
             metrics['sample_weighting_error'] = total.weighting_distance
         self._weighting_distance = _distance_of_weights(self._microbatches, total)
@@ -270,10 +270,10 @@ def _positions_without_logits(state: State) -> int:
 
 
 def _steps_of_run(state: State) -> float | None:
-    """Returns how many steps the run has in all, those already done included; None if that is not known."""
+    """Returns how many steps the run has in all, finished ones included; None if that is not known."""
     duration = state.max_duration
     if duration is not None and duration.unit == TimeUnit.EPOCH:
-        # Composer's elapsed duration (below) counts whole epochs only, so it stands still within an epoch.
+        # Composer's elapsed duration, which is used below, counts only whole epochs.
         if state.dataloader_len is None:
             return None
         return duration.value * state.dataloader_len.value
@@ -298,15 +298,15 @@ def _token_metrics(total: StepCounts) -> dict[str, float]:
     }
 
 
-def _rank_metrics(ranks: Sequence[StepCounts]) -> dict[str, float]:
+def _rank_metrics(counts_by_rank: Sequence[StepCounts]) -> dict[str, float]:
     """Returns the imbalance of the ranks, the longest wait for data and the highest memory."""
-    positions = [counts.positions for counts in ranks]
-    mean_positions = sum(positions) / len(ranks)
+    positions = [counts.positions for counts in counts_by_rank]
+    mean_positions = sum(positions) / len(positions)
     metrics = {
         'rank_imbalance': max(positions) / max(mean_positions, 1),
-        'loader_seconds': max(counts.loader_seconds for counts in ranks),
+        'loader_seconds': max(counts.loader_seconds for counts in counts_by_rank),
     }
-    peak_memory = max(counts.peak_memory for counts in ranks)
+    peak_memory = max(counts.peak_memory for counts in counts_by_rank)
     if peak_memory > 0:
         metrics['peak_memory_gib'] = peak_memory / 2**30
     return metrics
@@ -344,8 +344,8 @@ def _source_metrics(sources: Mapping[str, SourceSums], positions: float) -> dict
 def _distance_of_weights(microbatches: Sequence[BatchCounts], total: StepCounts) -> float:
     """Returns how far the sample weights of a step's microbatches are from their token weights, on this rank.
 
-    A weight of a microbatch is its share of the samples, or of the loss tokens, of all ranks, which ``total`` has. The
-    distances of all ranks add up to the total variation distance.
+    The sample weight of a microbatch is its share of the samples of all ranks, and its token weight is its share of the
+    loss tokens. The distances of all ranks add up to the total variation distance.
     """
     if total.samples == 0 or total.loss_tokens == 0:
         return 0.0
@@ -378,7 +378,7 @@ class GradientNorm(Algorithm):
 
     def __init__(self) -> None:
         self._norms: dict[int, torch.Tensor] = {}
-        """Norms of this rank's part of the gradient, by the number of ranks that hold the same part."""
+        """Norms of the parts of the gradient that this rank holds, by the number of ranks that hold the same part."""
 
     def match(self, event: Event, state: State) -> bool:
         """Returns True at the event before the optimizer's step. Composer has unscaled the gradients by then."""
@@ -387,7 +387,7 @@ class GradientNorm(Algorithm):
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         """Computes the norms on the device, without waiting for it."""
         shards_of_fsdp1 = _shards_of_fsdp1(state.model)
-        # This rank's part of each gradient, grouped by the number of ranks that hold the same part.
+        # The part of each gradient that this rank holds, grouped by the number of ranks that hold the same part.
         gradients: dict[int, list[torch.Tensor]] = {}
         for parameter in state.model.parameters():
             gradient = parameter.grad
@@ -418,9 +418,9 @@ class GradientNorm(Algorithm):
 
 
 def _shards_of_fsdp1(model: torch.nn.Module) -> dict[torch.nn.Parameter, int]:
-    """Returns the number of ranks over which FSDP1 divides each parameter. Its gradients are plain tensors.
+    """Returns the number of ranks over which FSDP1 divides each parameter. Parameters outside of FSDP1 are left out.
 
-    Parameters outside of FSDP1 are left out.
+    With FSDP1 a gradient is a plain tensor, so it does not show this itself, unlike the DTensor of FSDP2.
     """
     num_shards = {}
     unit: Any

@@ -4,8 +4,8 @@
 """Assignment of microbatches to ranks: so that all ranks have equal loads, or in step slots of similar cost.
 
 Everywhere ``costs`` is the cost of each of K microbatches, float64 (K,), and ``ranks`` the rank of each, int64 (K,).
-The load of a rank is the summed cost of its microbatches. A step slot is what all ranks compute at the same time: one
-microbatch of each rank.
+The load of a rank is the summed cost of its microbatches. A step slot is one microbatch of each rank, which
+all ranks compute at the same time.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ def rebalance(
     """Moves microbatches away from the rank with the greatest load, as long as that lowers the greatest load.
 
     In each round the rank with the greatest load exchanges a microbatch for a cheaper one of another rank, or gives one
-    away. Of all possible exchanges it takes the one after which the greater load of the two ranks is least. There are
-    at most four rounds a rank, to limit the time of a plan. No rank loses its only microbatch, because the other rank
-    would then have the greatest load.
+    away. Of all possible exchanges it takes the one after which the greater load of the two ranks is least. To limit
+    the time of a plan, there are at most four times as many rounds as ranks. No rank loses its only microbatch, because
+    the other rank would then have the greatest load.
 
     Returns:
         The new ranks, and the greatest load.
     """
-    # Each rank has a free place, which costs nothing. To give a microbatch away is to exchange it for such a place.
+    # Each rank gets an empty microbatch of cost 0. To give a microbatch away is to exchange it for an empty one.
     costs = np.concatenate((costs, np.zeros(num_ranks)))
     ranks = np.concatenate((ranks, np.arange(num_ranks)))
     loads = np.bincount(ranks, costs, num_ranks)

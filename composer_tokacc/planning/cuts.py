@@ -112,8 +112,8 @@ def _pack(rows: Rows) -> list[list[int]]:
     # (n, number of caps). Packing adds no padding, so the token budget is a cap on the sum of lengths, like the others.
     sizes = rows.capped_sizes.T
     groups: list[list[int]] = []
-    # How much each group may still take under each cap, (n, number of caps). It has a line for each group that could be
-    # opened, at most one for each row. Only the first `len(groups)` lines are groups that have rows.
+    # How much each group may still take under each cap, (n, number of caps). There can be as many groups as rows. Only
+    # the first `len(groups)` lines belong to groups that have rows.
     room = np.tile(rows.caps, (len(sizes), 1))
     longest_first = np.argsort(-rows.lengths, kind='stable').tolist()
     for row in longest_first:
@@ -152,8 +152,8 @@ def least_padded_cut(
 
     The higher the price, the fewer microbatches there are.
 
-    Plain dynamic programming over the ends of microbatches, in O(n * rows that a microbatch can hold). (On sorted rows
-    O(n log n) is possible, with three times the code; measured, a whole plan of up to 1,024 rows took as long.)
+    Plain dynamic programming over the ends of microbatches, in O(n * rows that a microbatch can hold). On sorted rows
+    O(n log n) is possible, with three times the code. With it, a plan of up to 1,024 rows took as long (measured).
     """
     n = len(row_costs)
     # For each `end`: the least total of a cut of the rows before it, and where the last microbatch of that cut starts.
@@ -184,9 +184,10 @@ def least_padded_cut(
 
 
 def least_padded_cuts(rows: OrderedRows) -> list[np.ndarray]:
-    """Returns cuts of sorted rows with least padded cost, at falling prices of a microbatch.
+    """Returns cuts of sorted rows with least padded cost, for falling prices of a microbatch.
 
-    The first one has the fewest microbatches that the caps allow. The numbers of microbatches never fall.
+    The first one has the fewest microbatches that the caps allow. From one cut to the next, the number of microbatches
+    never falls.
     """
     greatest_cost = float(rows.row_costs[0])
     # No cut costs more than all rows at the greatest width, so at the highest price a further microbatch never pays.
@@ -237,7 +238,7 @@ def equal_cost_cut(
 
     ``count`` is at least the number of microbatches that the caps demand.
     """
-    # `low` is the cost of the costliest row alone, `high` that of all rows in one microbatch.
+    # `low` is the cost of the costliest row alone, and `high` is the cost of all rows in one microbatch.
     cost_of_each_row = row_costs + (vision[1:] - vision[:-1])
     low = cost_of_each_row.max()
     high = len(row_costs) * row_costs[0] + vision[-1]
@@ -278,7 +279,7 @@ def split_largest(
         _push(heap, row_costs, bounds[k], bounds[k + 1])
     while len(heap) > 0 and len(new_bounds) - 1 < count:  # K microbatches have K + 1 bounds
         _, start, end = heapq.heappop(heap)
-        middle = (start + end) // 2  # if the number of rows is odd, the first half has fewer: its rows are longer
+        middle = (start + end) // 2  # of an odd number of rows, the first half gets fewer, because they are longer
         new_bounds.append(middle)
         _push(heap, row_costs, start, middle)
         _push(heap, row_costs, middle, end)
@@ -294,8 +295,8 @@ def _push(
 ) -> None:
     """Adds a microbatch to the heap of :func:`split_largest`, unless it has only one row, which cannot be split.
 
-    Its entry is minus its padded cost, its start and its end. The smallest entry, of the costliest microbatch, is at
-    the top.
+    An entry is the negative padded cost, the start and the end. The smallest entry is at the top of a heap, so this is
+    the costliest microbatch.
     """
     num_rows = end - start
     if num_rows > 1:

@@ -19,7 +19,7 @@ Table = Sequence[float] | np.ndarray
 
 CAPPED_SIZES = {'image_tokens': 'max_image_tokens', 'loss_tokens': 'max_loss_tokens'}
 """Sizes of a sample whose sum over a microbatch has a hard cap, and the option of :class:`CutOptions` that sets it.
-docs/architecture.md#a-further-cap lists what else a further cap needs."""
+docs/architecture.md#a-further-cap lists the other places that a further cap needs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class CostModel:
         vision_per_image: Cost of the vision encoder for one image of any size.
         vision_per_patch: Cost of the vision encoder for one patch.
         vision_per_square: Factor of the squared number of patches of an image: attention over the whole image.
-        launch: Fixed cost of a microbatch of any size. With zero, microbatches of one row would have no price.
+        launch: Fixed cost of a microbatch of any size. With zero, microbatches of one row would be the cheapest.
         document: Fixed cost of attention for one document of a packed row.
         seconds_per_token: Seconds of one unit, if the model was fitted to measured times. Plans do not use it.
 
@@ -113,8 +113,8 @@ def token_budget(microbatch_size: float, slot_tokens: int) -> int:
 
 
 def mean_samples(lengths: np.ndarray, tokens: int) -> int:
-    """Returns how many samples of mean length have ``tokens`` tokens together, rounded up."""
-    return -(-len(lengths) * tokens // int(lengths.sum()))
+    """Returns the number of samples of mean length that have ``tokens`` tokens together, rounded up."""
+    return -(-len(lengths) * tokens // int(lengths.sum()))  # tokens / mean length, in exact integers
 
 
 def check_count(name: str, value: Any) -> None:
@@ -152,7 +152,7 @@ def check_choice(
 
 
 def check_state(state: Any, keys: set[str], *, counts: Sequence[str] = ()) -> None:
-    """Raises ValueError unless a state to load has these keys, and an integer from 0 under each key in ``counts``."""
+    """Raises ValueError unless a state to load has these keys, with integers from 0 under those in ``counts``."""
     is_good = isinstance(state, Mapping) and keys <= state.keys()
     for name in counts:
         is_good = is_good and _is_integer(state[name]) and state[name] >= 0
@@ -185,7 +185,7 @@ class CutOptions:
             every microbatch, as FSDP does.
         packing: Whether the rows of a microbatch become one packed row; ``'auto'``: if that is possible and costs less.
         objective: ``'ddp'``: ranks wait for each other once a step; ``'fsdp'``: at every microbatch.
-        on_oversize: What the split does with a row that is over a cap by itself: ``'raise'`` an error, or ``'warn'``
+        on_oversize: Handling of a row that is over a cap by itself, by the split: ``'raise'`` an error, or ``'warn'``
             and place it alone.
 
     Raises:

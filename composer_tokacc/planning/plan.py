@@ -6,7 +6,7 @@
 Under ``'ddp'`` ranks wait for each other at the end of a step. Under ``'fsdp'`` they also wait in every microbatch: the
 k-th microbatches of all ranks run at the same time. Together these are a *step slot*.
 
-A *dummy* is a microbatch that is a copy of one sample and weighs nothing. It takes the place of a missing microbatch.
+A *dummy* is a microbatch with a copy of one sample that does not count. It takes the place of a missing microbatch.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from composer_tokacc.planning.cuts import equal_cost_cut, least_padded_cuts, mic
 from composer_tokacc.planning.options import CostModel, CutOptions, Table, check_count
 from composer_tokacc.planning.rows import OrderedRows, Rows
 
-# Both were chosen on plans of 2 to 1,024 samples of lognormal and uniform length, with and without images, 1 to 32
-# ranks, budgets of 1 to 8 long rows. Each docstring says how much longer the modelled step is, in the mean, with other
-# values.
+# These two constants were chosen on plans of 2 to 1,024 samples of lognormal and uniform length, with and without
+# images, on 1 to 32 ranks, with budgets of 1 to 8 long rows. Each docstring says how much longer the modelled step is,
+# in the mean, with other values.
 GROWTH = 1.1
 """Factor from one tried number of microbatches to the next. With 1.25 a step takes 0.1 % longer (5 % at worst), with
 1.05 it is as short."""
@@ -238,7 +238,7 @@ def lower_bound(rows: Rows, num_ranks: int) -> float:
     # Any plan needs a microbatch for each rank, and as many as the caps demand.
     fewest = num_ranks
     for sizes, cap in zip(rows.capped_sizes, rows.caps.tolist(), strict=True):
-        # A size over the cap has a microbatch of its own, so it counts like the cap. At best, all others are full, too.
+        # A row over the cap has a microbatch of its own, which counts as a full one. At best, all others are full, too.
         total_size = int(np.minimum(sizes, cap).sum())
         fewest = max(fewest, math.ceil(total_size / cap))
     total = float(row_costs.sum()) + fewest * cost.launch
@@ -311,7 +311,7 @@ class _CutSearch:
         """Returns the microbatches of each rank under a cut, costliest first, or in the order of step slots."""
         microbatches = self._microbatches(cut)
         ranks: list[list[Microbatch]] = [[] for _ in range(self._num_ranks)]
-        # In the order in which slots were filled, so that the k-th microbatches of all ranks are a slot.
+        # In this order assign_slots() has filled the slots, so the k-th microbatches of all ranks are a slot.
         for k in np.argsort(-cut.order_by, kind='stable').tolist():
             ranks[cut.rank_of_microbatch[k]].append(microbatches[k])
         return ranks
@@ -338,7 +338,8 @@ class _CutSearch:
             cuts.extend(self._cuts_into(count))
         cuts.sort(key=_TIME)
         if not self._in_slots:
-            # After rebalancing another cut may be the best. It is nearly always among the first ones.
+            # After rebalancing another cut may be the best. It is nearly always among the first ones, so only these are
+            # rebalanced.
             for k, cut in enumerate(cuts[:PROMISING]):
                 rank_of_microbatch, time = rebalance(cut.costs, cut.rank_of_microbatch, self._num_ranks)
                 cuts[k] = cut._replace(rank_of_microbatch=rank_of_microbatch, time=time)
@@ -362,11 +363,12 @@ class _CutSearch:
     def _cuts_into(self, count: int) -> list[_Cut]:
         """Returns cuts into ``count`` microbatches: of least padded cost, and of most equal cost.
 
-        Cuts into fewer microbatches are split further. That makes no microbatch costlier.
+        Cuts into fewer microbatches are split further. That makes no microbatch costlier. Dummies are added
+        if there are fewer rows than ``count``.
         """
         rows = self._rows
         into_at_most_count = [bounds for bounds in self._least_padded if len(bounds) - 1 <= count]
-        cuts = [into_at_most_count[-1]]
+        cuts = [into_at_most_count[-1]]  # the one with the most microbatches, see least_padded_cuts()
         for row_costs, vision in self._costs_to_equalize:
             cuts.append(equal_cost_cut(row_costs, vision, rows.reach, count))
         return [self._timed(split_largest(rows.row_costs, bounds, count), count) for bounds in cuts]
@@ -376,7 +378,7 @@ class _CutSearch:
         bounds: np.ndarray,
         count: int,
     ) -> _Cut:
-        """Returns a cut with its modelled time. If it has fewer microbatches than ``count``, dummies are added."""
+        """Assigns a cut to ranks. Adds dummies if it has fewer microbatches than ``count``."""
         rows = self._rows
         num_dummies = count - (len(bounds) - 1)
         place_of_dummies = np.full(num_dummies, self._cheapest)

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The rows of a plan: their checked sizes, their order for a cut, and where the caps end a microbatch.
+"""The rows of a plan: their checked sizes, their order for a cut, and the latest end of a microbatch under the caps.
 
 A row is one line of a padded batch. The planner and the samplers plan before batches exist, so there a row is a sample.
 For the split it is a row of the device batch, which may hold several packed samples.
@@ -96,7 +96,7 @@ class Rows:
 
     @property
     def capped_sizes(self) -> np.ndarray:
-        """The lengths, then the sizes that the other caps limit, in the order of the caps, int64 (number of caps, n).
+        """The size of each row that each of the :attr:`caps` limits, int64 (number of caps, n). Lengths are the first.
 
         The first cap limits the lengths with padding, or their sum if rows are packed.
         """
@@ -157,9 +157,10 @@ def checked_table(
     dtype: type = np.int64,
     sample_ids: Sequence[str] | None = None,
 ) -> np.ndarray:
-    """Returns one number per sample, (n,).
+    """Returns a table as an array, (n,).
 
-    Raises ValueError unless all are finite, at least ``least``, and, for int64, integers below 2**31.
+    Raises ValueError unless there is one number for each of ``num_samples`` samples, and all numbers are finite, at
+    least ``least``, and, for int64, integers below 2**31.
 
     Without ``num_samples`` the table may have any length except 0. ``sample_ids`` are names of the samples, for the
     message.
@@ -204,7 +205,7 @@ def checked_sizes(
     options: CutOptions,
     num_samples: int,
 ) -> dict[str, np.ndarray]:
-    """Returns the tables that are not None, int64 (n,), by name. Raises ValueError if one is None, but has a cap."""
+    """Returns the tables that are not None, int64 (n,), by name. Raises ValueError if the table of a cap is None."""
     checked = {}
     for size, table in tables.items():
         if table is not None:

@@ -3,11 +3,11 @@
 
 """A DataLoader whose ranks exchange the samples of a global batch, so that each rank gets equal work.
 
-A sample is sent only to the ranks that compute it and have not read it themselves. The loader has a process group of
-gloo for that, because samples are in the memory of the CPU.
+A sample is sent only to the ranks that compute it and have not read it themselves. The loader has its own process group
+with the backend gloo, because samples are in the memory of the CPU.
 
-Ranks need a name for each sample. So in each step the samples of all ranks have *numbers*: first those that rank 0 has
-read, then those of rank 1, and so on. If ranks 0 and 1 have read three and two samples, those of rank 1 are 3 and 4.
+In each step the samples of all ranks have *numbers*: first the samples that rank 0 has read, then those of rank 1, and
+so on. If rank 0 has read three samples and rank 1 two, the samples of rank 1 have the numbers 3 and 4.
 """
 
 from __future__ import annotations
@@ -97,13 +97,13 @@ class ExchangingDataLoader(DataLoader):
         pin_memory: bool = False,
         **kwargs: Any,
     ) -> None:
-        # A separate generator, because seeding workers must not change the random numbers of the run. The workers of
-        # each rank get another seed.
+        # A separate generator, because torch draws the seed of the workers from it, and that must not change the random
+        # numbers of the run. Each rank has another seed.
         generator = torch.Generator()
         generator.manual_seed(torch.initial_seed() + get_global_rank())
         kwargs.setdefault('generator', generator)
-        # Torch lets a worker send each tensor through an open file, and open files are limited. So it sends all samples
-        # as one tensor.
+        # Torch opens a file for each tensor that a worker sends, and the number of open files is limited. So a worker
+        # sends all samples as one tensor.
         pack: Callable[[list[Any]], Any] = list
         if kwargs.get('num_workers'):
             pack = to_bytes
@@ -127,7 +127,7 @@ class ExchangingDataLoader(DataLoader):
             objective=objective,
             cost=cost or CostModel(),
         )
-        # In the default cost model patches have no price, so they need no counting.
+        # In the default cost model patches have no price, so they are not counted.
         self._patches = None if cost is None else patches
         self._exchange = SampleExchange()
         self._num_samples = 0
@@ -135,10 +135,11 @@ class ExchangingDataLoader(DataLoader):
 
     def __iter__(self) -> Iterator[PreSplitBatch]:
         """Yields this rank's part of each global batch, until no rank has samples left."""
-        # A streamed dataset begins its next epoch with every iterator, so only the newest one counts.
+        # A streamed dataset begins its next epoch with every iterator. So only the samples of the newest one count.
         self._num_samples = 0
-        # There is no plan yet, so only its arguments are compared. Not in the default process group: a thread may read
-        # ahead, at any time of a step, and then these collectives could meet those of the training on another rank.
+        # There is no plan yet, so the ranks compare only their arguments. This loader never uses the default process
+        # group: if a thread reads ahead, its collectives could be matched with collectives of the training on another
+        # rank.
         facts = {**reading_facts(self), **asdict(self._options), 'image_token_ids': self._image_token_ids.tolist()}
         compare_plans(PlanRecord(facts=facts), self._exchange.gather)
         reading = super().__iter__()
@@ -157,7 +158,7 @@ class ExchangingDataLoader(DataLoader):
             to_compute = self._exchange.swap(samples, first_number, assigned_numbers)
             self._num_samples += len(sizes_of_all)
             batch = collate(self._collate, to_compute, assignments[rank], self._options)
-            # Numbers of samples are not indices in the dataset, so a message must not show them.
+            # The numbers of the samples are not indices in the dataset, so no message may show them.
             batch.indices = None
             if self._pin:
                 batch = batch.pin_memory()
@@ -205,12 +206,12 @@ class ExchangingDataLoader(DataLoader):
         reading: Iterator[list[DatasetSample] | torch.Tensor],
         batch_index: int,
     ) -> list[DatasetSample]:
-        """Returns this rank's samples of a step, none if none are left.
+        """Returns this rank's samples of a step, an empty list if the epoch has no further samples for it.
 
-        Those that torch's DistributedSampler repeats are left out.
+        Samples that torch's DistributedSampler repeats are left out.
         """
         loaded = next(reading, [])
-        # The samplers of iterable datasets, and some of users, have no length.
+        # Samplers of iterable datasets have no length, and samplers of users may have none.
         if len(loaded) == 0 and isinstance(self.sampler, Sized) and batch_index < len(self):
             raise RuntimeError(ENDED_BY_AN_ERROR)
         if isinstance(loaded, torch.Tensor):
@@ -270,15 +271,15 @@ class SampleExchange:
         Args:
             samples: The samples that this rank has read.
             first_number: Number of the first of these samples, see the module.
-            assigned_numbers: For each rank the numbers of the samples that it computes. Several ranks may get the same
-                one.
+            assigned_numbers: For each rank the numbers of the samples that it computes. Several ranks may get a copy of
+                the same sample.
         """
         sample_by_number = dict(enumerate(samples, start=first_number))
         this_rank = get_global_rank()
         sending = []
         for receiver, numbers in enumerate(assigned_numbers):
             parcel = {number: sample_by_number[number] for number in numbers if number in sample_by_number}
-            # Nothing to send is no bytes at all.
+            # If there is nothing to send, no bytes are sent.
             data = torch.empty(0, dtype=torch.uint8)
             if parcel and receiver != this_rank:
                 data = to_bytes(parcel)
@@ -317,6 +318,6 @@ def to_bytes(samples: object) -> torch.Tensor:
 
 def from_bytes(packed: torch.Tensor) -> Any:
     """Returns the samples in the bytes of :func:`to_bytes`."""
-    # Not weights_only, because a sample may hold any object. It is safe: the bytes come from a process of this run.
+    # Not weights_only, because a sample may hold any object. This is safe, because a process of this run has sent it.
     buffer = io.BytesIO(packed.numpy().tobytes())
     return torch.load(buffer, weights_only=False)

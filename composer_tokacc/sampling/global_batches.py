@@ -3,8 +3,8 @@
 
 """Which samples make each global batch: the order of an epoch, cut by samples, by a schedule, or by tokens.
 
-Nothing here depends on the number of ranks, so a run makes the same steps on any number of them. (Only
-:func:`check_global_batch` takes that number, to refuse a global batch that is no multiple of it.)
+Nothing here depends on the number of ranks, so a run makes the same steps on any number of them. The one exception is
+:func:`check_global_batch`, which refuses a global batch that is not a multiple of this number.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ _START = re.compile(r'(\d+(?:_\d+)*)(ba|tok)?')
 class BatchSchedule:
     """Sizes of the global batch in the course of a run. A size that never changes is a schedule of one stage.
 
-    In the methods, ``trained`` is how far the run is: its steps or tokens so far, by the unit of the schedule.
+    In the methods, ``trained`` is the number of steps, or of tokens, that the run has trained so far. The unit of the
+    schedule decides which of them.
     """
 
     unit: str
-    """What `starts` count: optimizer steps ('ba') or trained tokens ('tok')."""
+    """The unit of `starts`: optimizer steps ('ba') or trained tokens ('tok')."""
     starts: list[int]
     """Where each stage starts: 0 for the first one, and rising."""
     sizes: list[int]
@@ -72,7 +73,7 @@ class BatchSchedule:
         return cls(unit, starts, sizes)
 
     def stage_after(self, trained: int) -> int:
-        """Returns the number of the stage of the next step, if so much was trained."""
+        """Returns the index of the stage of the next step."""
         return bisect_right(self.starts, trained) - 1
 
     def cut(
@@ -82,12 +83,12 @@ class BatchSchedule:
         trained: int,
         drop_last: bool,
     ) -> tuple[list[np.ndarray], int]:
-        """Returns the global batches of an epoch, and what the run has trained after them.
+        """Cuts an epoch into global batches. Returns them, and ``trained`` after the epoch.
 
         Args:
             order: Samples of the epoch.
             lengths: Tokens of each sample of the dataset.
-            trained: What the run has trained before the epoch.
+            trained: Steps or tokens that the run has trained before the epoch.
             drop_last: Whether samples that do not fill the last global batch are left out.
         """
         batches = []
@@ -186,11 +187,11 @@ class GlobalBatches:
                 'out.'
             )
         self._kept_epoch: int | None = None
-        """The epoch for which :meth:`of_epoch` was called last."""
+        """The epoch of the last call of :meth:`of_epoch`."""
         self._kept_batches: list[np.ndarray] = []
         """Global batches of that epoch. Each is a view of the order of the epoch."""
         self._trained_before_epochs = [0]
-        """With a schedule: what the run has trained before each epoch. Computed for as many epochs as were needed."""
+        """With a schedule: the steps or tokens trained before each epoch. Epochs are added when they are needed."""
         if drop_last:
             self._check_epoch_fills_a_batch()
 
@@ -206,7 +207,8 @@ class GlobalBatches:
         """Whether every epoch has equally many global batches. Their samples may differ."""
         if self._schedule is not None:
             return len(self.sizes) == 1
-        # By tokens, the number follows from the tokens of an epoch. They are the same if its samples are.
+        # Cut by tokens, the number of global batches only depends on the sum of the tokens. It is the same in every
+        # epoch if the samples are the same.
         return self._mixture is None or self._mixture.has_whole_passes
 
     def identity(self) -> dict[str, Any]:
@@ -234,8 +236,8 @@ class GlobalBatches:
                 stages.append([f'{start}{schedule.unit}', size])
             identity['global_batch_size'] = stages
         if schedule is None or schedule.unit == 'tok':
-            # The lengths decide where a global batch, or a stage, ends. Not `extended_checksum`, which is shorter:
-            # saved states have this one.
+            # The lengths decide where a global batch, or a stage, ends. This is not `extended_checksum`, which is
+            # shorter, because saved states hold the full CRC-32.
             identity['checksum_of_lengths'] = zlib.crc32(self._lengths.tobytes())
         return identity
 
@@ -275,9 +277,9 @@ class GlobalBatches:
         return [permutation(len(self._lengths), self._seed + epoch)]
 
     def _trained_before(self, epoch: int, schedule: BatchSchedule) -> int:
-        """Returns what the run has trained before an epoch, if all earlier epochs are read to their end.
+        """Returns the steps or tokens trained before an epoch, if all earlier epochs are read to their end.
 
-        It may return less, once the last stage is reached. Then the size of all later global batches is the same.
+        Stops counting when the last stage is reached, because the size of the global batch no longer changes.
         """
         trained_before_epochs = self._trained_before_epochs
         last_stage = len(schedule.starts) - 1
@@ -292,23 +294,23 @@ class GlobalBatches:
         return trained_before_epochs[epoch]
 
     def _check_epoch_fills_a_batch(self) -> None:
-        """Raises ValueError if the first epoch, or by tokens one modality of it, cannot fill the largest global batch.
+        """Raises ValueError if the first epoch cannot fill the largest global batch, so that it would be dropped.
 
-        `drop_last` would drop all its samples. By tokens, a later epoch of a mixture may still be too small if it has
-        other samples than the first.
+        With global batches by tokens, each modality of the epoch must fill one. A later epoch of a mixture may still be
+        too small, if it has other samples than the first.
         """
         if self._schedule is None:
             option = 'global_batch_tokens'
             unit = 'tokens'
             size = self._tokens
-            # Each modality is cut by itself and drops its own rest, so each must fill a global batch.
+            # Each modality is cut by itself, and drops the samples that do not fill a global batch.
             orders = self._orders(epoch=0)
             tokens_of_orders = [self._lengths[order].sum() for order in orders]
             available = int(min(tokens_of_orders))
         else:
             option = 'global_batch_size'
             unit = 'samples'
-            # Modalities need no check of their own, because their rest is not dropped: it begins the next epoch.
+            # Modalities are not checked one by one, because samples that do not fill a batch begin the next epoch.
             size = max(self.sizes)
             available = len(self._lengths)
             if self._mixture is not None:

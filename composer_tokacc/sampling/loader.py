@@ -33,7 +33,7 @@ class RegroupingDataLoader(DataLoader):
 
     - Batches are pre-split (:class:`.PreSplitBatch`): each planned microbatch is collated by itself, in the worker that
       read it, at its own width. With ``pin_memory=True`` it is page-locked. ``token_data_spec`` passes them on.
-    - ``batch_size``, from which Composer derives its first microbatch size, is ``global_batch_size / num_replicas``. It
+    - ``batch_size`` is ``global_batch_size / num_replicas``. Composer derives its first microbatch size from it. It
       does not change in a run. If the sampler has a schedule of sizes, it is computed from the largest one; with
       ``global_batch_tokens``, from the mean number of samples.
     - If a global batch has fewer samples than ranks, a rank without a sample gets a copy of one, which does not count.
@@ -50,7 +50,7 @@ class RegroupingDataLoader(DataLoader):
         **kwargs: Further arguments of :class:`torch.utils.data.DataLoader`.
 
     Raises:
-        ValueError: If `collate_fn` is no function, or if the sampler was made for a dataset of another size. Torch
+        ValueError: If `collate_fn` is not a function, or if the sampler was made for a dataset of another size. Torch
             raises one for arguments that the sampler decides, such as ``shuffle``.
     """
 
@@ -78,16 +78,16 @@ class RegroupingDataLoader(DataLoader):
         self._generator = torch.Generator()
         kwargs.setdefault('generator', self._generator)  # a generator of the user is used as it is, and never seeded
         planned_dataset = _PlannedDataset(dataset, batch_sampler, collate_fn or default_collate)
-        # The dataset returns collated batches, so nothing is left to collate. Batches are only wrapped if torch pins
-        # them (see _BatchToPin), and `_batches` unwraps them. To skip batches, accelerate makes a plain DataLoader with
-        # the attributes of this one. That one unwraps nothing, so without pinning nothing is wrapped.
+        # The dataset returns collated batches, so torch's `collate_fn` only wraps them for pinning (see _BatchToPin),
+        # and `_batches` unwraps them. Without pinning nothing is wrapped: accelerate may copy the attributes of this
+        # loader to a plain DataLoader, to skip batches, and that one does not unwrap.
         wrap: Any = _BatchToPin if kwargs.get('pin_memory') else _unchanged
         super().__init__(planned_dataset, batch_sampler=batch_sampler, collate_fn=wrap, **kwargs)
         keep_from_accelerate(self)
         self._resume_at = (0, 0)
-        """Epoch and batch at which a resumed run goes on. All earlier batches are skipped, so (0, 0) skips none."""
+        """Epoch and batch at which a resumed run goes on. All earlier batches are skipped. (0, 0): none are skipped."""
         self._witness = ''
-        """Digest of the two samples that all ranks read; empty until a batch has brought it."""
+        """Digest of the two samples that all ranks read. Empty until the batch with the digest was read."""
 
     @property
     def batch_size(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -114,7 +114,7 @@ class RegroupingDataLoader(DataLoader):
         self._resume_at = (epoch, batch)
 
     def __iter__(self) -> Iterator[PreSplitBatch | SkippedBatch]:
-        """Yields the batches of the sampler's epoch, those that are skipped as ``SkippedBatch``."""
+        """Yields the batches of the sampler's epoch, with a ``SkippedBatch`` for each batch that is skipped."""
         sampler = self._sampler
         epoch = sampler.epoch
         num_skipped = self._num_to_skip(epoch)
@@ -132,7 +132,7 @@ class RegroupingDataLoader(DataLoader):
     ) -> Iterator[PreSplitBatch | SkippedBatch]:
         """Yields the batches of the epoch from `first` on. The first `num_skipped` of them are skipped."""
         sampler = self._sampler
-        # Before anything is yielded, because the trainer may set another epoch in between.
+        # Asked before anything is yielded. Afterwards the trainer may set another epoch, and the number may change.
         num_batches = sampler.num_batches
         for _ in range(num_skipped):
             yield SkippedBatch()
@@ -144,15 +144,15 @@ class RegroupingDataLoader(DataLoader):
                 batch = batch.batch
             plan = batch.plan
             assert plan is not None, 'each batch is read with its plan'
-            # Only the first batch that is read brings the witness. Later ones get it, too: in a resumed run without
-            # `skip_to` Composer reads earlier batches and discards them, perhaps the one with the witness.
+            # Only the first batch that is read has a witness. Later ones get it, too, because a resumed run without
+            # `skip_to` discards earlier batches, perhaps the one with the witness.
             self._witness = plan.witness or self._witness
             # The facts are added here, so that workers need not send them.
             batch.plan = replace(plan, facts=sampler.plan_facts(epoch, index), witness=self._witness)
             yield batch
 
     def _num_to_skip(self, epoch: int) -> int:
-        """Returns how many batches of an epoch to skip. Once the run is at the place of :meth:`skip_to`, forgets it."""
+        """Returns how many batches of an epoch to skip. In the epoch of :meth:`skip_to`, forgets the place."""
         resume_epoch, resume_batch = self._resume_at
         num_batches = self._sampler.num_batches
         if epoch < resume_epoch:
@@ -177,7 +177,7 @@ class RegroupingDataLoader(DataLoader):
         # iterator is made while another one reads, as in `next(iter(loader))`, it gets its own workers.
         needs_own_workers = self.persistent_workers and sampler.progress.num_reading > 1
         # Torch calls `iter(sampler)` while it makes its iterator. This attribute tells the sampler where to begin. The
-        # sampler itself may be in the next epoch already, if that was set while batches were skipped.
+        # sampler's own epoch may already be the next one, if the trainer has set it while batches were skipped.
         sampler.start_of_loader = (epoch, first)
         try:
             with separate_iterator(self) if needs_own_workers else nullcontext():
@@ -186,7 +186,7 @@ class RegroupingDataLoader(DataLoader):
             sampler.start_of_loader = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state of the sampler after the furthest batch that was yielded. Workers have read further.
+        """Returns the state of the sampler after the furthest batch that was yielded. Workers may have read further.
 
         A look at one batch by ``next(iter(loader))`` counts as a yielded batch, unless another iterator has already
         yielded a batch of the epoch.
@@ -204,8 +204,8 @@ class RegroupingDataLoader(DataLoader):
 class _PlannedDataset(Dataset):
     """Reads the samples of an assignment and collates them at once, in the worker.
 
-    Torch passes each item of the batch sampler, here an assignment, to ``__getitems__``. For code that looks at
-    ``loader.dataset``, length and single items are those of the wrapped dataset.
+    Torch passes each item of the batch sampler, here an assignment, to ``__getitems__``. Other code may look at
+    ``loader.dataset``. It finds the length and the single items of the wrapped dataset.
 
     It has no ``state_dict``, even if the wrapped dataset has one. A resumed Composer run discards the batches that it
     has trained on, and restores the random numbers at the last of them. If the dataset had a state, Composer would

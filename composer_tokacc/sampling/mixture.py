@@ -181,7 +181,7 @@ class LossShares:
         tokens = np.bincount(datasets, self.loss_tokens[window], num_datasets)
         is_absent = tokens == 0
         shares = np.where(is_absent, 0, self.shares)
-        # Both `max` only avoid a division by zero. The weight of a dataset without tokens is 0 anyway.
+        # Both maxima only avoid a division by zero. The weight of a dataset without tokens is 0 in any case.
         total_share = max(shares.sum(), 1e-9)
         weight_of_dataset = shares * tokens.sum() / np.maximum(tokens, 1) / total_share
         return weight_of_dataset[datasets]
@@ -201,7 +201,7 @@ class _Sequence:
     samples: np.ndarray
     """The samples of a pass, in the order of the dataset, int64 (n,)."""
     quota: Fraction
-    """How many items of it an epoch has on average."""
+    """Mean number of items of this sequence in an epoch."""
 
     def read(
         self,
@@ -220,8 +220,8 @@ class _Sequence:
         passes = range(positions[0] // size, positions[-1] // size + 1)
         orders = []
         for number_of_pass in passes:
-            # Every pass of every sequence has another seed. Sequences differ in their first samples. SeedSequence takes
-            # no negative numbers.
+            # Every pass of every sequence has another seed. The first sample identifies the sequence. The remainder of
+            # the seed is taken because SeedSequence refuses negative numbers.
             entropy = [seed % 2**32, int(self.samples[0]), number_of_pass]
             (seed_of_pass,) = np.random.SeedSequence(entropy).generate_state(1).tolist()
             orders.append(permutation(size, seed_of_pass))
@@ -247,13 +247,13 @@ def mixed_orders(
         mixture: Shares of the datasets.
         seed: Seed of the orders. None: datasets keep their order.
         epoch: Number of the epoch.
-        media: Modality of each sample, int (n,). Each modality is then a group of its own.
-        full_batch_size: Size of a global batch, if the epoch shall only have full ones. The samples that are left begin
-            the next epoch.
+        media: Modality of each sample, int (n,). Each modality is then a group.
+        full_batch_size: Size of a global batch, if the epoch must have only full ones. The remaining samples begin the
+            next epoch.
 
     Raises:
-        ValueError: Without `full_batch_size`, if an epoch would have no sample of some modality. Then no epoch would,
-            because all have equal numbers of each modality, and these samples would never be trained.
+        ValueError: Without `full_batch_size`, if an epoch would have no sample of some modality. All epochs have equal
+            numbers of each modality, so these samples would never be trained.
     """
     groups = _groups_of_sequences(mixture, media)
     # Exact fractions, because rounding errors would add up over the epochs and move samples.
@@ -261,7 +261,7 @@ def mixed_orders(
     for group in groups:
         quotas = [sequence.quota for sequence in group]
         quotas_of_groups.append(sum(quotas, Fraction(0)))
-    # Each epoch begins where the last one ended, in the merged sequence of each group.
+    # In the merged sequence of each group, each epoch begins where the one before has ended.
     if full_batch_size is None:
         # Every epoch has the same number of samples of each group.
         counts = counts_of_first(mixture.num_samples, quotas_of_groups)
@@ -286,7 +286,7 @@ def mixed_orders(
 
 
 def merged_evenly(batches_of_modalities: Sequence[Sequence[np.ndarray]]) -> list[np.ndarray]:
-    """Merges the global batches of all modalities, one list for each, evenly into one list."""
+    """Merges the global batches of all modalities evenly into one list. The argument has one list for each modality."""
     counts = [len(batches) for batches in batches_of_modalities]
     begins = [0] * len(counts)
     quotas = [Fraction(count) for count in counts]
@@ -351,7 +351,8 @@ def counts_of_first(num_items: int, quotas: Sequence[Fraction]) -> list[int]:
     ``sum(quotas)`` items hold exactly ``quotas``.
     """
     half = Fraction(1, 2)
-    # First count all items up to a mark. Rounding adds at most 1/2 a sequence, so these are at most `num_items`.
+    # First count all items up to a mark. Rounding adds at most 1/2 for each sequence, and the mark is so low that the
+    # counts still add up to at most `num_items`.
     mark = Fraction(max(num_items - len(quotas), 0)) / sum(quotas)
     counts = [int(mark * quota + half) for quota in quotas]
     # Then add the few that are missing, one by one: each time the item with the lowest mark.
@@ -369,10 +370,10 @@ def interleave(
     ends: Sequence[int],
     quotas: Sequence[Fraction],
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns a stretch of the merged sequence: for each item the number of its sequence, and its position in that.
+    """Returns a stretch of the merged sequence: for each item the number of its sequence, and its position in it.
 
-    The stretch holds items ``begins[s]`` to ``ends[s] - 1`` of each sequence ``s``. They may be sorted by marks in
-    floats, because a rounding error only exchanges neighbours inside the stretch.
+    The stretch holds items ``begins[s]`` to ``ends[s] - 1`` of each sequence ``s``. Here marks may be floats, because a
+    rounding error only exchanges neighbours inside the stretch.
     """
     counts = np.subtract(ends, begins)
     sequence_numbers = np.repeat(np.arange(len(quotas)), counts)

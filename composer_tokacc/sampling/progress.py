@@ -14,7 +14,7 @@ Item = TypeVar('Item')
 
 @dataclass(eq=False)
 class _ReadingIterator:
-    """How far one iterator has read. Without ``eq``, so that a list finds this very object, not one that is equal."""
+    """How far one iterator has read. Without ``eq``, so that ``in`` and ``remove`` of a list find this very object."""
 
     epoch: int
     next_batch: int
@@ -31,8 +31,8 @@ class Progress:
     The place is an epoch, and the number of the batch that the run reads next. A run trains on the batches of one
     iterator. But ``next(iter(loader))`` makes a second iterator, to look at a batch, and must not change the place. So
     the iterator that has read most batches of the epoch holds the place. Once an iterator has read a whole epoch, the
-    others are forgotten. Of a :class:`.RegroupingDataLoader` only its own iterator is noted, because its workers read
-    the sampler ahead.
+    others are forgotten. If a :class:`.RegroupingDataLoader` is iterated, the iterator of the loader is noted, and not
+    the one of the sampler, because the workers read ahead.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class Progress:
         try:
             for batch in batches:
                 current.next_batch += 1
-                # It is the last one in the list now. It is not in the list if it was forgotten since its last batch.
+                # Moves to the end of the list. If it was forgotten since its last batch, it is added again.
                 if current in self._iterators:
                     self._iterators.remove(current)
                 self._iterators.append(current)
@@ -74,7 +74,7 @@ class Progress:
             current.is_reading = False
 
     def forget(self) -> None:
-        """Forgets all iterators. Needed when a caller sets the place, which an earlier iterator must not override."""
+        """Forgets all iterators, so that none of them overrides a place that the caller sets."""
         self._iterators = []
 
     def place(

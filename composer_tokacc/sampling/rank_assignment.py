@@ -27,21 +27,22 @@ ENDED_BY_AN_ERROR = (
     'The dataset or `collate_fn` has raised StopIteration, which a loader takes for the end of the epoch. Look for a '
     '`next()` without a default, such as that of a processor for a text with more image tokens than images.'
 )
-"""The error of a loader, so that the samples that are left are not lost in silence."""
+"""Error message of a loader. Without this error the epoch would end early, and its last samples would be lost."""
 
 
 @dataclass(frozen=True)
 class RankAssignment:
     """The samples of a global batch that one rank loads, at least one.
 
-    Dummies of the plan are left out, because the split makes dummy rows of a loaded row where they are needed. So a
-    rank that has only dummies must load a row, too. It gets a copy of a sample that another rank computes.
+    In the plan, a rank may have dummy microbatches in the place of missing ones. They are left out here, because the
+    split makes dummy rows from any loaded row. But a rank that has only dummies must load one row. So it gets a copy of
+    a sample that another rank computes.
     """
 
     microbatches: list[list[int]]
     """Samples of each microbatch."""
     is_copy: bool = False
-    """Whether its only sample is such a copy, which must weigh nothing."""
+    """Whether its only sample is such a copy, which must have no weight in the loss."""
     weights: list[list[float]] | None = None
     """For each sample of each microbatch the weight of its tokens; None if all tokens of the step weigh the same."""
     plan_checksum: int = 0
@@ -74,19 +75,19 @@ class RankAssignment:
             weights: For each of these samples the weight of its tokens, float64 (n,).
             plan_checksum: Checksum of the plan of all ranks.
         """
-        # A dummy of the plan is marked `filled`. It is a copy of a sample that another rank computes.
-        computed = [microbatch for microbatch in planned if not microbatch.filled]
-        computed = computed or planned[:1]
+        # A dummy of the plan is marked `filled`, and its index is a sample that another rank computes.
+        loaded = [microbatch for microbatch in planned if not microbatch.filled]
+        loaded = loaded or planned[:1]
         samples = []
         weights_of_samples = []
-        for microbatch in computed:
+        for microbatch in loaded:
             indices = list(microbatch.indices)
             samples.append(global_batch[indices].tolist())
             if weights is not None:
                 weights_of_samples.append(weights[indices].tolist())
         return cls(
             microbatches=samples,
-            is_copy=computed[0].filled,
+            is_copy=loaded[0].filled,
             weights=weights_of_samples or None,
             plan_checksum=plan_checksum,
         )
@@ -98,7 +99,7 @@ def collate(
     assignment: RankAssignment,
     options: CutOptions,
 ) -> PreSplitBatch:
-    """Collates each microbatch of an assignment by itself. `samples` are in the order of the assignment."""
+    """Collates each microbatch of an assignment by itself. The samples must be in the order of the assignment."""
     budget = options.max_tokens
     collated: list[Batch] = []
     remaining = iter(samples)
@@ -110,7 +111,7 @@ def collate(
     side = common_padding_side(collated) if options.width_multiple > 1 else None
     microbatches: list[Batch] = []
     for number, batch in enumerate(collated):
-        # To the planned width, which is not rounded up beyond the budget.
+        # Padded to the width in the plan: a multiple of `width_multiple`, but not above the budget.
         batch = widened(batch, options.width_multiple, budget, side=side)
         if assignment.weights is not None:
             batch = _with_weights(batch, assignment.weights[number])
@@ -138,7 +139,7 @@ def _check_rows(batch: Batch, num_samples: int) -> None:
 
 
 def _without_weight(batch: Batch) -> BatchDict:
-    """Marks the only row of a batch as no sample, and masks its labels, which also metrics of an evaluation read."""
+    """Marks the only row of a batch as 0 samples. Masks its labels, because metrics of an evaluation read them, too."""
     labels = batch.get('labels')
     if isinstance(labels, torch.Tensor):
         batch = {**batch, 'labels': torch.full_like(labels, IGNORE_INDEX)}

@@ -24,7 +24,7 @@ class SkipReadBatches(Callback):
     trained on, and restores the random number generators at the last of them. With this callback a
     :class:`RegroupingDataLoader` yields markers for the batches that will be discarded, and does not read them. Without
     it, or with another loader, all of them are read, with the same result. Checkpoints do not depend on it. Do not use
-    it with ``Trainer(spin_dataloaders=False)``, which discards no batches: the markers would reach the model.
+    it with ``Trainer(spin_dataloaders=False)``. Then Composer discards no batches, and the model would get the markers.
     """
 
     def fit_start(
@@ -43,11 +43,12 @@ class SkipReadBatches(Callback):
 class RestoreRandomState(Callback):
     """Restores the random number generators of every rank before the first batch of a resumed run.
 
-    Composer restores them mid-epoch only at the last batch that it discards. It discards none if the dataset has a
-    ``load_state_dict``, as StreamingDataset does. Then dropout would draw other masks than in the unbroken run.
+    If a run resumes mid-epoch, Composer restores them at the last batch that it discards. It discards none if the
+    dataset has a ``load_state_dict``, as StreamingDataset does. Then dropout would draw other masks than in the
+    unbroken run.
 
-    Give a StreamingDataLoader a ``generator`` of its own. Without one it draws a seed from torch's generator when
-    its first batch is read and so after this callback. The unbroken run draws it only at the start of the epoch.
+    Give a StreamingDataLoader its own ``generator``. Without one it draws a seed from torch's generator when its
+    first batch is read, which is after this callback. The unbroken run draws a seed only at the start of the epoch.
     """
 
     def __init__(self) -> None:

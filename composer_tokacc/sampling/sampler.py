@@ -3,8 +3,8 @@
 
 """A distributed batch sampler that assigns each global batch to the ranks by length.
 
-The samples of a global batch, in the order of the epoch, are its *window*. The assignment of a rank says which of them
-it computes, in which microbatches. The *place* of a run is the epoch, and the number in it of the next global batch.
+The samples of a global batch, in the order of the epoch, are its *window*. The assignment of a rank lists the samples
+that it computes, by microbatch. The *place* of a run is the epoch, and the number in it of the next global batch.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class RegroupingBatchSampler(DistributedSampler):
 
     With one `global_batch_size`, a global batch holds exactly the samples that torch's ``DistributedSampler`` (same
     seed, epoch, `shuffle` and `drop_last`) gives to all ranks together, for every number of ranks. Only the grouping of
-    samples into microbatches and ranks changes. With exact token accumulation that changes no gradient. The one
-    difference is that no sample counts twice: without `drop_last` the last global batch holds the samples that are
-    left, while torch's sampler repeats samples to fill it up to a multiple of the ranks.
+    samples into microbatches and ranks changes. With exact token accumulation that changes no gradient. There is one
+    difference: without `drop_last`, torch's sampler repeats samples until the last global batch is a multiple of the
+    ranks. Here it holds only the samples that are left, so no sample counts twice.
 
     With `mixture` or ``modality='per_step'`` an epoch has another order. With `global_batch_tokens`, or a schedule of
     `global_batch_size`, the order is cut at other places. Neither depends on the number of ranks. With a schedule,
@@ -66,7 +66,7 @@ class RegroupingBatchSampler(DistributedSampler):
     global batches only depends on the sum of the lengths. :meth:`window_tokens` returns the tokens of each.
 
     Ranks may get unequal numbers of samples. If there are fewer samples than ranks, or for ``'fsdp'`` hardly more, some
-    ranks get a copy of another rank's sample, which is marked (``RankAssignment.is_copy``) and must weigh nothing.
+    ranks get a copy of another rank's sample. It is marked (``RankAssignment.is_copy``) and must not count.
 
     The assignments only depend on the arguments, the epoch and the rank, so ranks exchange nothing to make them. The
     order of the epoch and the lengths take 16 bytes of memory a sample. A background thread plans the next global
@@ -94,8 +94,8 @@ class RegroupingBatchSampler(DistributedSampler):
         seed: Seed of the order, the same on all ranks.
         shuffle: Whether each epoch has another order.
         drop_last: Whether the last, smaller global batch of an epoch is left out.
-        num_replicas: Number of ranks. Default: that of the process group, else of the launcher (``WORLD_SIZE``).
-        rank: This rank. Default: that in the process group, else of the launcher (``RANK``).
+        num_replicas: Number of ranks. Default: the size of the process group, else ``WORLD_SIZE`` of the launcher.
+        rank: This rank. Default: the rank in the process group, else ``RANK`` of the launcher.
         cost, image_tokens, loss_tokens, vision_cost, max_image_tokens, max_loss_tokens, objective: As for
             :func:`.plan_microbatches`.
         width_multiple: The same value as for ``token_data_spec``, because it widens the planned microbatches.
@@ -156,10 +156,10 @@ class RegroupingBatchSampler(DistributedSampler):
         check_choice('drop_last', drop_last, (True, False))
         _check_integer('seed', seed, -_GREATEST_SEED, _GREATEST_SEED)
         super().__init__(dataset, num_replicas, rank, shuffle, int(seed), drop_last)
-        # Torch's class counts repeated samples, too, and Composer's evaluation drops as many samples as this number
-        # exceeds the dataset by. Here no sample is repeated, so none must be dropped.
+        # Torch's class sets this to the number of samples with the repeated ones. Composer's evaluation takes the
+        # excess over the dataset for repeated samples, and drops that many at the end. Here no sample is repeated.
         self.total_size = num_samples
-        # Sizes of the samples and caps of a microbatch. Bad tables are refused here, before the first epoch.
+        # Sizes of the samples, and caps of a microbatch. Bad tables are refused now, and not in the first epoch.
         options = CutOptions(
             max_tokens=max_tokens,
             max_image_tokens=max_image_tokens,
@@ -183,7 +183,7 @@ class RegroupingBatchSampler(DistributedSampler):
         check_choice('modality', modality, ('mixed', 'per_step'))
         if modality == 'per_step':
             media = _modality_of_samples(media, self.rows)
-            # Only mixtures are divided by modality, so a single dataset becomes a mixture of one.
+            # Only a mixture can be divided by modality, so a single dataset becomes a mixture of one dataset.
             mixture = mixture or Mixture([num_samples])
         else:
             media = None  # has no effect
@@ -210,17 +210,18 @@ class RegroupingBatchSampler(DistributedSampler):
         self.first_batch = 0
         """The global batch that the next iteration starts at."""
         self.start_of_loader: tuple[int, int] | None = None
-        """An argument of ``iter(sampler)``, if a RegroupingDataLoader iterates: the epoch and global batch to start at.
+        """The epoch and the global batch at which the iterator of a RegroupingDataLoader starts.
 
-        Torch makes that call, without arguments, so the loader sets this attribute during the call. The sampler does
-        not note the progress of that iterator, because the workers read ahead. The loader notes what it yields.
+        The loader sets this attribute only while torch calls ``iter(sampler)``, because torch passes no arguments. The
+        sampler does not note the progress of such an iterator, because workers read ahead. The loader notes the batches
+        that it yields.
         """
         self.progress = Progress()
         self._epoch_of_witnesses: int | None = None
         """The first epoch that is iterated. Its first assignment has *witnesses*, two samples that every rank reads.
 
-        If the ranks read different ones, their datasets list the samples in different orders, and the step is refused.
-        One epoch is enough, because a dataset does not change its order during a run.
+        If these differ between ranks, the datasets list their samples in different orders, and the step is refused. One
+        epoch is enough, because a dataset does not change its order during a run.
         """
 
     def __len__(self) -> int:
@@ -262,9 +263,9 @@ class RegroupingBatchSampler(DistributedSampler):
         needs_witnesses = self.num_replicas > 1 and epoch == self._epoch_of_witnesses
         for assignment in prefetch(self._assign, windows[first:]):
             if needs_witnesses:
-                # The first and the last sample of the dataset, in every epoch. If one rank has looked at a batch of
-                # another epoch before the run, it has read its witnesses then, and the other ranks read theirs now.
-                # Samples of the window would differ between the two epochs.
+                # The first and the last sample of the dataset, and not samples of the window, which change with the
+                # epoch. A rank may look at a batch of another epoch before the run. It reads its witnesses then, but
+                # they are compared with those of the run's first epoch on the other ranks.
                 assignment = replace(assignment, witnesses=(0, len(self.lengths) - 1))
                 needs_witnesses = False
             yield assignment
@@ -291,10 +292,10 @@ class RegroupingBatchSampler(DistributedSampler):
         return plan_checked_rows(self.rows.of(self._window(batch)), self.num_replicas)
 
     def has_only_copies(self, batch: int) -> bool:
-        """Whether this rank only has a copy, which must weigh nothing, in global batch `batch` of this epoch."""
+        """Returns whether this rank has only a copy in global batch `batch` of this epoch, see RankAssignment."""
         window = self._window(batch)
-        # For 'ddp' each rank has a sample if there are enough. Then no plan is needed to tell. For 'fsdp' a rank may
-        # have only dummies, if few samples must be in slots with images and slots without.
+        # Saves a plan in most cases. For 'ddp' each rank has a sample if there are enough of them. For 'fsdp' a rank
+        # may have only dummies even then, because samples with images and samples without are in different slots.
         may_have_copies = len(window) < self.num_replicas or self.rows.options.objective == 'fsdp'
         return may_have_copies and self._assign(window).is_copy
 
@@ -321,7 +322,7 @@ class RegroupingBatchSampler(DistributedSampler):
         check_state(state, {'epoch', 'batch'}, counts=('epoch', 'batch'))
         identity = self._identity()
         state = dict(state)
-        # Earlier versions saved a single size as a schedule of one stage, and did not save two other names.
+        # Earlier versions saved a single size as a schedule of one stage, and did not save two of the names.
         size = identity.get('global_batch_size')
         if state.get('global_batch_size') == [['0ba', size]]:
             state['global_batch_size'] = size
@@ -329,7 +330,7 @@ class RegroupingBatchSampler(DistributedSampler):
             state.setdefault(name, identity.get(name))
         names = {*identity, *state} - {'epoch', 'batch'}
         for name in sorted(names):
-            # A key that only one of the two has is a difference, too: the other one yields None.
+            # If only one of the two has a name, that is a difference, too, because `get` returns None for the other.
             if state.get(name) != identity.get(name):
                 raise InvalidInputError(
                     f'`{name}` must be that of the saved run for the same global batches, got: {identity.get(name)}, '
@@ -339,10 +340,10 @@ class RegroupingBatchSampler(DistributedSampler):
         self.skip_to(state['batch'])
 
     def plan_record(self, batch: int) -> PlanRecord:
-        """Returns the record of global batch `batch` by which ranks with a plain DataLoader check that they agree.
+        """Returns the record of global batch `batch`, with which ranks check that they agree; for a plain DataLoader.
 
-        Its checksum covers the arguments and the samples, but not the plan, which would have to be made again. Batches
-        of a RegroupingDataLoader bring the checksum of their assignment instead, which also covers the plan.
+        Its checksum covers the arguments and the samples, but not the plan, which would have to be made again. A batch
+        of a RegroupingDataLoader has its own record, with the checksum of its assignment, which also covers the plan.
         """
         checksum = extended_checksum(self._checksum, self._window(batch).tobytes())
         return PlanRecord(checksum, self.rank, self.num_replicas, facts=self.plan_facts(self.epoch, batch))
@@ -352,12 +353,12 @@ class RegroupingBatchSampler(DistributedSampler):
         epoch: int,
         batch: int,
     ) -> Facts:
-        """Returns all that the plan of a global batch depends on, so that an error can show what ranks differ in."""
+        """Returns all arguments that decide the plan of a global batch. An error shows which of them differ."""
         return {**self._facts, 'epoch': epoch, 'global batch': batch}
 
     @cached_property
     def _facts(self) -> Facts:
-        """All arguments that the plans of a run depend on, by name, also those of `_identity`. Tables are digests."""
+        """All arguments that decide the plans of a run, by name. Includes `_identity`. Tables are summaries."""
         facts: Facts = {'number of ranks': self.num_replicas, 'number of samples': len(self.lengths)}
         tables = {
             'lengths': self.lengths,
@@ -400,7 +401,7 @@ class RegroupingBatchSampler(DistributedSampler):
         return windows[batch]
 
     def _assign(self, window: np.ndarray) -> RankAssignment:
-        """Plans a global batch for all ranks. Returns this rank's part, with a checksum of the whole plan."""
+        """Plans a global batch for all ranks. Returns this rank's part, with a checksum of the plan of all ranks."""
         plan = plan_checked_rows(self.rows.of(window), self.num_replicas)
         weights = None
         if self.loss_shares is not None:
@@ -423,8 +424,8 @@ def noting_progress(
 ) -> Iterator[Item]:
     """Yields the batches of an epoch from batch `first` on, and notes in the sampler how far the run is."""
     yield from sampler.progress.follow(batches, epoch, first)
-    # The epoch is over. If it was resumed in the middle, `first_batch` still is that place, but the next iteration must
-    # start at batch 0. If the trainer has set another epoch, `first_batch` belongs to that one.
+    # The epoch is over. If it was resumed in the middle, `first_batch` is still above 0, but the next iteration must
+    # start at 0. If the trainer has already set another epoch, `first_batch` belongs to that one, and stays.
     if epoch == sampler.epoch:
         sampler.first_batch = 0
 
@@ -432,9 +433,9 @@ def noting_progress(
 def prefetch(function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
     """Yields ``map(function, items)``. A background thread computes up to two further results in advance.
 
-    With two, the thread has an item to work on while a result waits. No more than two items are taken in advance. The
-    thread starts when the first result is requested. It is joined when the iterator ends, is closed or is garbage
-    collected. An error of `function` is raised where its result would have been yielded.
+    Two, because the thread can then work on one item while the result of the other one waits. No further items are
+    taken from ``items``. The thread starts when the first result is requested. It is joined when the iterator ends, is
+    closed or is garbage collected. An error of `function` is raised where its result would have been yielded.
     """
     waiting: deque[Future[Result]] = deque()
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix='prefetch') as pool:
@@ -457,7 +458,7 @@ def length_of(dataset: object) -> int:
 
 
 def _modality_of_samples(media: Table | None, rows: Rows) -> np.ndarray:
-    """Returns the modality of each sample, int64 (n,): as given, or 1 with image tokens and 0 without."""
+    """Returns the modality of each sample, int64 (n,). Without `media` it is 1 with image tokens and 0 without them."""
     if media is not None:
         return checked_table('media', media, len(rows.lengths))
     if 'image_tokens' not in rows.sizes:

@@ -21,8 +21,8 @@ def witness_of(
 ) -> str:
     """Returns a digest of the samples at `indices`, which is equal in all processes with the same dataset.
 
-    It is made of token ids, or of texts if there are no ids. Pixels are left out because they may be augmented, and
-    paths because they may differ between nodes.
+    It is computed from token ids, or from texts if there are no ids. Pixels are left out because they may be augmented,
+    and paths because they may differ between nodes.
 
     The samples are read three times with the same random numbers. If the digests differ, the dataset has another source
     of randomness, and RANDOM is returned, so that no rank is compared. If the samples cannot be read, the digest is
@@ -34,10 +34,10 @@ def witness_of(
     """
     digests = set()
     try:
-        for _ in range(3):  # twice the same text, of only a few, is often chance
+        for _ in range(3):  # if a dataset chooses among a few texts, two reads are often equal by chance
             with same_random_numbers():
                 digests.add(_digest(read(list(indices))))
-    except Exception:  # the error is raised again by the rank that trains on the sample
+    except Exception:  # the rank that trains on the sample will raise the error
         return ''
     return digests.pop() if len(digests) == 1 else RANDOM
 
@@ -58,7 +58,8 @@ def _digest(samples: Sequence[object]) -> str:
 def _leaves(value: object) -> Iterator[np.ndarray | str]:
     """Yields the arrays and lists of integers in a sample, and its texts.
 
-    Arrays of one byte a number are left out, because they are pixels, and texts with a slash, because they are paths.
+    Arrays with one byte for each number are left out, because they are pixels. Texts with a slash are left out, because
+    they are paths.
     """
     if isinstance(value, Mapping):
         value = tuple(value.values())
