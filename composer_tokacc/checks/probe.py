@@ -33,7 +33,7 @@ from composer_tokacc.checks.written_state import State, StateSnapshot, perturb, 
 from composer_tokacc.collectives import Gather, only_of_this_rank
 from composer_tokacc.compat import BatchNorm
 from composer_tokacc.labelled import LabelledPositions, LabelSelector
-from composer_tokacc.model_structure import forward_parameters
+from composer_tokacc.model_structure import HALF_PRECISION, forward_parameters
 from composer_tokacc.random_state import seed_everything
 from composer_tokacc.refusals import InvalidInputError, NotExactError
 
@@ -63,7 +63,6 @@ DROPOUTS = {
     'feature_alpha_dropout_',
 }
 """Names of torch's functions that are only a dropout. A fused kernel, such as `bias_dropout_add`, does more."""
-HALF_PRECISION = (torch.bfloat16, torch.float16)
 WITH_DROPOUT = (
     torch.nn.MultiheadAttention,
     torch.nn.RNNBase,

@@ -40,6 +40,7 @@ from torch import Tensor, nn
 
 from composer_tokacc.batch import Batch
 from composer_tokacc.compat import attention_of
+from composer_tokacc.model_structure import HALF_PRECISION
 from composer_tokacc.refusals import NotExactError
 
 PREFIX = 'documents_'
@@ -500,7 +501,7 @@ def _attend_at_once(
     dtype = query.dtype
     if torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)
-    is_half = dtype in (torch.float16, torch.bfloat16)
+    is_half = dtype in HALF_PRECISION
     # Multi-head latent attention, as in DeepSeek-V3, has smaller values than queries and keys.
     has_one_head_size = value.shape[-1] == head_size
     fits_kernel = has_one_head_size and head_size <= LARGEST_HEAD and head_size % 8 == 0
