@@ -268,10 +268,10 @@ class RowComparison:
                 continue
             if self.has_shown_trimming:
                 return candidate
-            # This candidate has trimmed no row. If it keeps the padding, because trimming has failed, with_side_of()
-            # changes nothing. If no row has padding that may be cut off, the rows have shown nothing about trimming,
-            # and with_side_of() puts the earlier width back.
-            return candidate.with_side_of(rules, self._facts.side)
+            # This candidate has trimmed no row. If it keeps the padding, because trimming has failed,
+            # with_earlier_width() changes nothing. If no row has padding that may be cut off, the rows have shown
+            # nothing about trimming, and with_earlier_width() puts the earlier width back.
+            return candidate.with_earlier_width(rules, self._facts.side)
         if cutter.must_pack:
             raise NotExactError(_why_not_packed(failures))
         raise failures[-1]  # the last cut changes the rows the least, so its failure tells the most

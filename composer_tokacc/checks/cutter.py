@@ -25,10 +25,11 @@ class Rules(Protocol):
         """How a microbatch's rows become one packed row: ``'documents'`` or ``'positions'``. ``''``: not at all."""
         ...
 
-    def with_side_of(self: RulesT, earlier: RulesT, side: str) -> RulesT:
-        """Returns these rules, but with the earlier ones for rows padded on ``side``, ``'left'`` or ``'right'``.
+    def with_earlier_width(self: RulesT, earlier: RulesT, side: str) -> RulesT:
+        """Returns these rules, but with the widths of the earlier ones for rows padded on ``side``.
 
-        If these rules keep the padding of such rows, they stay as they are.
+        Padding of such rows (``'left'`` or ``'right'``) is proven up to a width. If these rules keep the padding, they
+        stay as they are.
         """
         ...
 
