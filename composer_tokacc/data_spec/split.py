@@ -77,9 +77,9 @@ class MicrobatchSplit:
 
     Args:
         dataloader: The loader whose batches are split. The algorithm finds the split by its loader.
-        layout: How tensors belong to rows: the user's layout, or that of ``model=``. None: the algorithm gives the
-            layout of its model. Without an algorithm it is inferred from the first batch, or without
-            ``model=`` from each batch.
+        layout: How tensors belong to rows: the user's layout, or the layout of ``model=``. None: the algorithm gives
+            the layout of its model. Without an algorithm it is inferred from the first batch, or without ``model=``
+            from each batch.
         options: The caps, and how to cut under them.
         microbatch_transforms: The user's own transforms of a microbatch on the device.
     """
@@ -128,20 +128,24 @@ class MicrobatchSplit:
         model: torch.nn.Module,
         batch: Batch,
         microbatch_size: float,
-        layout: BatchLayout | None = None,
+        layout: BatchLayout,
     ) -> None:
         """Takes a model whose rules are not known yet, and decides whether to try packing. A collective.
 
-        ``layout``: how tensors belong to rows in this run. None: the layout of the arguments, if there is one.
+        Args:
+            model: The model that is trained.
+            batch: The first batch of this rank.
+            microbatch_size: The ``device_train_microbatch_size``.
+            layout: How tensors belong to rows in this run.
         """
         self.stop()
         self._model = model
-        self.layout = layout or self.fixed_layout
-        self.rules = CutRules()  # trims nothing; the first-batch check finds what may be trimmed
+        self.layout = layout
+        self.rules = CutRules()  # trims nothing, until the first-batch check has found which padding may be trimmed
         self._note_plan(batch, microbatch_size)
         self._tries_packing = self.options.packing is True
-        if self.options.packing == 'auto' and self.layout is not None:
-            facts_of_batches = describe_all(self.layout, batch)
+        if self.options.packing == 'auto':
+            facts_of_batches = describe_all(layout, batch)
             self._tries_packing = self._packing_costs_less(facts_of_batches, microbatch_size)
 
     def start_evaluation(self, model: torch.nn.Module, loss_rule: str | None) -> None:
@@ -185,8 +189,7 @@ class MicrobatchSplit:
 
     def adopt(self, rules: CutRules) -> None:
         """Cuts by these rules from now on, because the first-batch check has found them to be exact."""
-        stops_packing = self.checked and self.packs_rows and not rules.packing
-        if stops_packing:
+        if self.checked and self.packs_rows and not rules.packing:
             log.warning(
                 'A row of this batch cannot be packed, so all rows are padded from now on. The log at level INFO says '
                 'why (docs/packing.md).'
@@ -329,7 +332,7 @@ class MicrobatchSplit:
         if microbatch_size <= 0:
             raise InvalidInputError(f'`device_train_microbatch_size` must be positive, got: {microbatch_size}.')
         if not self.checked:
-            self.rules = RULES_WITHOUT_CHECK  # not those of an earlier fit
+            self.rules = RULES_WITHOUT_CHECK  # forgets the rules of an earlier fit
         layout = self.layout
         if layout is None:
             layout = inferred_layout(microbatches_of(batch))
@@ -343,8 +346,7 @@ class MicrobatchSplit:
         facts_of_batches = self._describe(layout, batch)
         pre_split = batch if isinstance(batch, PreSplitBatch) else None
         if pre_split is not None and self._must_join(facts_of_batches):
-            joined_facts = self._joined(layout, pre_split, facts_of_batches)
-            facts_of_batches = [joined_facts]
+            facts_of_batches = [self._joined(layout, pre_split, facts_of_batches)]
             pre_split = None
         self._check_packing(facts_of_batches)
         budget = self._budget(facts_of_batches, microbatch_size)
@@ -356,8 +358,7 @@ class MicrobatchSplit:
         microbatches = build(pieces, self._attention)
         num_empty = self._num_microbatches(len(pieces)) - len(pieces)
         if num_empty:
-            empty = _empty_microbatch(facts_of_batches, dummies)
-            microbatches += [empty] * num_empty
+            microbatches += [_empty_microbatch(facts_of_batches, dummies)] * num_empty
         if self.step is not None:
             self.step.planned = microbatches
         return microbatches
@@ -412,8 +413,7 @@ class MicrobatchSplit:
         # Padding is trimmed up to a width, so if the rules trim the widest microbatch, they trim all. The widest one
         # may have no padding, and then its facts name the wrong side.
         widest = max(facts_of_batches, key=lambda facts: facts.width)
-        widest_on_side = replace(widest, side=side)
-        return not self.rules.trims(widest_on_side)
+        return not self.rules.trims(replace(widest, side=side))
 
     def _joined(
         self,
@@ -510,7 +510,7 @@ class MicrobatchSplit:
         if layout is None:
             return True
         may_be_media = any(Reading.MEDIA in possible for possible in layout.readings.values())
-        return bool(layout.family.media) or bool(layout.extra) or may_be_media
+        return bool(layout.family.media or layout.extra or may_be_media)
 
     def _num_microbatches(self, num_pieces: int) -> int:
         """Returns how many microbatches this rank makes, with empty ones; a collective if all ranks make as many."""
@@ -524,11 +524,9 @@ class MicrobatchSplit:
 
     def _warn_of_dummies(self, pieces: Sequence[Piece]) -> None:
         """Warns of rows that do not fit under the caps together with their dummy rows."""
-        if self._has_warned_of_dummies:
-            return
         for piece in pieces:
             # A piece that does not fit has one row, because with_dummies() halves others.
-            if piece.dummies and not piece.fits:
+            if piece.dummies and not piece.fits and not self._has_warned_of_dummies:
                 self._has_warned_of_dummies = True
                 log.warning(
                     '%s must fit into a microbatch together with its dummy rows, which have media because other rows '
@@ -540,7 +538,6 @@ class MicrobatchSplit:
                     piece.options.max_tokens,
                     piece.options.max_image_tokens,
                 )
-                return
 
 
 def _width_matters(facts_of_batches: Sequence[RowFacts]) -> bool:
@@ -616,9 +613,8 @@ def with_dummies(pieces: Sequence[Piece], dummies: DummyRows) -> list[Piece]:
         is_too_large = bool(missing) and not with_missing.fits
         if is_too_large and num_rows > 1:
             middle = num_rows // 2
-            first_half = piece.take(range(middle))
-            second_half = piece.take(range(middle, num_rows))
-            completed += with_dummies([first_half, second_half], dummies)
+            halves = [piece.take(range(middle)), piece.take(range(middle, num_rows))]
+            completed += with_dummies(halves, dummies)
         else:
             completed.append(with_missing)
     return completed
@@ -656,8 +652,7 @@ def _empty_microbatch(facts_of_batches: Sequence[RowFacts], dummies: DummyRows) 
     layout = facts.layout
     shortest = facts.lengths.index(min(facts.lengths))
     row = layout.select(facts.batch, [shortest])
-    trimmed = layout.trim(row)
-    return zero_weight(trimmed)
+    return zero_weight(layout.trim(row))
 
 
 # Which split, and which layout, belongs to a loader.
@@ -712,7 +707,7 @@ def layout_of(state: State, split: MicrobatchSplit | None) -> BatchLayout | None
 
 
 def _tells_rows_apart(layout: BatchLayout, batch: Batch) -> bool:
-    """Returns whether a layout knows to which row each part of every entry belongs."""
+    """Returns whether a layout can select the rows of a batch, and count their media."""
     try:
         layout.select(batch, [0])
         layout.media_per_row(batch)
