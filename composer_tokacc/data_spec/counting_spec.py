@@ -66,7 +66,7 @@ class CountingDataSpec(DataSpec):
         self._batch_transforms = batch_transforms
         self._first_batch: FirstBatchCheck[CutRules] | None = None
         # _transform_microbatch() may remove the counts of a microbatch, and Composer asks for its samples and tokens
-        # later. So the counts are kept here, with the tensor of labels, by which the microbatch is recognized.
+        # later. So the counts are kept here. The tensor of labels tells whether Composer asks for this microbatch.
         self._computed_labels: torch.Tensor | None = None
         self._computed_counts: Sequence[RowCounts] = ()
         super().__init__(
@@ -102,9 +102,8 @@ class CountingDataSpec(DataSpec):
         if not were_counted:
             # Only a user's own code asks so early. The rule need not be proven, because this number weights no loss.
             counts = row_counts_of(with_counts(batch, self._loss_rule))
-            return sum(row.loss_tokens for row in counts)
-        # Composer asks, and will weight the loss of a microbatch by this number. So the rule must be the model's own.
-        if not self._split.checked:
+        elif not self._split.checked:
+            # Composer asks, and would weight the loss of a microbatch by this number.
             raise NotExactError(
                 '`token_data_spec` must know the model to count for `accumulate_train_batch_on_tokens`, got: no '
                 "`model=`. A loss rule that is not the model's own would weight tokens wrongly, and nobody would "
@@ -161,7 +160,7 @@ class CountingDataSpec(DataSpec):
         batch: Batch,
         microbatch_size: int | float,
     ) -> None:
-        """Runs the first-batch check on a batch, because no algorithm runs it, and takes over what it has found.
+        """Runs the first-batch check on a batch, because no algorithm runs it, and adopts its rules.
 
         It is called with every batch, but the check computes only rows unlike those that it has seen before. A run
         without a layout infers one from its first batch.

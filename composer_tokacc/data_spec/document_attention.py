@@ -177,8 +177,7 @@ class DocumentAttention:
             return None
         names = inspect.signature(self._rope_index).parameters
         arguments = {key: value for key, value in batch.items() if key in names}
-        results = self._rope_index(**arguments)
-        return results[0]  # the other result is only needed to generate text
+        return self._rope_index(**arguments)[0]  # the other result is only needed to generate text
 
     def _register(self) -> None:
         """Registers our mask and attention functions with Transformers, and makes the text models use them."""
@@ -232,7 +231,7 @@ class _Documents:
 
     Args:
         lengths: The number of tokens of each document.
-        masks: The mask that each document would have as a batch of its own; None: it needs no mask.
+        masks: The mask that each document would have if it were the whole batch; None: it needs no mask.
     """
 
     def __init__(self, lengths: list[int], masks: list[HostMask]) -> None:
@@ -378,7 +377,7 @@ def _forward_by_document(plain_forward: HostFunction, states_name: str, *args: A
     if not is_packed:
         return plain_forward(*args, **kwargs)
     lengths = _lengths_of(mask)
-    parts_by_name: dict[str, Sequence[Tensor]] = {}
+    parts_by_name = {}
     for name in SPLIT_ARGUMENTS[states_name]:
         value = call.arguments.get(name)
         if isinstance(value, Tensor):
@@ -393,7 +392,7 @@ def _forward_by_document(plain_forward: HostFunction, states_name: str, *args: A
     if not isinstance(outputs[0], tuple):
         return torch.cat(outputs, dim=1)
     # Some layers return more than their states. MiniMax also returns the state at the end of its linear attention, for
-    # a cache. The cache is off, so no one reads the further results, and those of the first document will do.
+    # a cache. The cache is off, so no one reads the further results. They are taken from the first document.
     _, *further_results = outputs[0]
     states_of_documents = [output[0] for output in outputs]
     joined = torch.cat(states_of_documents, dim=1)
@@ -494,7 +493,7 @@ def _attend(
 
 
 def _on_gpu(states: Tensor) -> bool:
-    # A function of its own, so that tests can replace it and use the code for GPUs on a CPU.
+    # This is a function, so that tests can replace it and use the code for GPUs on a CPU.
     return states.is_cuda
 
 
@@ -525,7 +524,7 @@ def _attend_at_once(
     if torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)
     is_half = dtype in HALF_PRECISION
-    # In multi-head latent attention (DeepSeek-V3) the heads of values are smaller than those of queries and keys.
+    # In multi-head latent attention (DeepSeek-V3) values have smaller heads than queries and keys.
     has_one_head_size = value.shape[-1] == head_size
     fits_kernel = has_one_head_size and head_size <= LARGEST_HEAD and head_size % 8 == 0
     half_kernel = None

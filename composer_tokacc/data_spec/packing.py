@@ -40,7 +40,7 @@ def pack_rows(
     Args:
         layout: How the tensors of the batch belong to its rows.
         batch: The rows. They must not have holes, which are positions without attention between attended ones. The
-            loss rule is in the counts of the batch. If there are no counts, labels are predicted by the previous token.
+            loss rule is in the counts of the batch. Without counts, the previous token is taken to predict a label.
         attention: The model's attention, which tells documents apart.
 
     Returns:

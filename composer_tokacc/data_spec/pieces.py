@@ -45,9 +45,9 @@ FAILED = -1
 class CutRules:
     """How rows may be cut so that their losses stay the same as in the device batch.
 
-    Each kind of padding has a width. It is the width of the widest batch in which the first-batch check has shown that
-    trimming this padding is exact. Padding is trimmed in batches up to this width. Wider batches keep it until the
-    check has looked at one of them. If the width is :data:`NOT_TRIED` or :data:`FAILED`, all batches keep it.
+    Each kind of padding has a width. Padding is trimmed in batches up to this width, because the first-batch check has
+    shown on a batch of this width that trimming is exact. Wider batches keep their padding until the check has looked
+    at one of them. If the width is :data:`NOT_TRIED` or :data:`FAILED`, all batches keep it.
 
     Args:
         left: Width for rows padded on the left.
@@ -68,8 +68,7 @@ class CutRules:
 
     def trims(self, facts: RowFacts) -> bool:
         """Returns whether the padding of a batch is trimmed."""
-        largest_width: int = getattr(self, _padding_name(facts))
-        return facts.may_be_trimmed and facts.width <= largest_width
+        return facts.may_be_trimmed and facts.width <= getattr(self, _padding_name(facts))
 
     def depends_on_left_padding(self, facts: RowFacts) -> bool:
         """Returns whether the losses of these rows would change with the width of their padding on the left.
