@@ -201,8 +201,7 @@ class RowFacts:
                 continue
             if labels is not None and value.shape == labels.shape:
                 # ranges_of() reads only values up to 0, so a 1 stands for no value.
-                at_labels = value.masked_fill(labels == IGNORE_INDEX, 1)
-                value = at_labels.amin(dim=1)
+                value = value.masked_fill(labels == IGNORE_INDEX, 1).amin(dim=1)
             if value.shape == self.real.shape[:1]:
                 lowest[key] = value.tolist()
         return lowest
@@ -241,7 +240,7 @@ def check_first_labels(facts: RowFacts, loss_rule: str, kind: str) -> None:
         facts: The facts about the rows.
         loss_rule: Nothing is raised for ``'unshifted'``, because no pad predicts a label then, and for ``''``, because
             the rule is not known yet.
-        kind: What the rows are called in the message, such as ``'packed rows'``.
+        kind: A name of the rows for the message, such as ``'packed rows'``.
     """
     if loss_rule in ('', 'unshifted') or not any(facts.has_label_behind_padding):
         return
@@ -370,10 +369,7 @@ class RowRanges:
 
     def without_padding(self) -> RowRanges:
         """Returns the ranges without the limits of padded rows. If no row was trimmed, nothing is shown about them."""
-        limits = {}
-        for name, limit in self.limits.items():
-            if not name.startswith(PADDED_ROWS):
-                limits[name] = limit
+        limits = {name: limit for name, limit in self.limits.items() if not name.startswith(PADDED_ROWS)}
         return RowRanges(limits=limits, readings=self.readings)
 
 
@@ -418,8 +414,8 @@ def ranges_of(facts_of_batches: Sequence[RowFacts], largest_packed_row: int = 0)
     limits |= _rotary_limits(with_ids, suffix)
     limits |= _padded_limits(with_ids, suffix)
     if largest_packed_row:
-        longest_document = max(lengths)
-        limits[PACKED_ROWS] = (longest_document, largest_packed_row)
+        # The longest document, and the largest packed row.
+        limits[PACKED_ROWS] = (max(lengths), largest_packed_row)
     for modality in MODALITIES:
         limit = _media_limit(modality, facts_of_batches)
         if limit is not None:

@@ -431,7 +431,7 @@ class BatchLayout:
         """Returns a batch of some rows, in the given order, with exactly their images. The width stays.
 
         Raises:
-            ValueError: If the layout does not know an entry, or cannot tell its rows, or if there is no such row.
+            ValueError: If the layout does not know an entry or its rows, or if a row does not exist.
         """
         (selected,) = self.split(batch, [rows])
         return selected
@@ -586,7 +586,7 @@ class BatchLayout:
                 for batch in batches:
                     joined[key] += self._carried_or_counted(batch, COUNT_KEYS[key])
             elif any(isinstance(value, torch.Tensor) for value in values):
-                joined[key] = self._joined_tensor(key, batches, padding_side, pad_token_id)
+                joined[key] = self._joined_tensor(key, present, batches, padding_side, pad_token_id)
             elif any(isinstance(value, (list, tuple)) for value in values):
                 _check_present(key, present, batches)
                 joined[key] = values_of_rows(key, batches)
@@ -611,12 +611,12 @@ class BatchLayout:
     def _joined_tensor(
         self,
         key: str,
+        present: Sequence[Batch],
         batches: Sequence[Batch],
         side: str,
         pad_token_id: int,
     ) -> torch.Tensor:
-        """Returns one tensor for the rows of all batches. Some batches may lack the key."""
-        present = [batch for batch in batches if batch.get(key) is not None]
+        """Returns one tensor for the rows of all batches. ``present`` are the batches that have the key."""
         values = [batch[key] for batch in present]
         _check_are_tensors(key, values)
         entries = [self.entry_of(batch, key) for batch in present]
@@ -652,7 +652,7 @@ class BatchLayout:
     ) -> list[torch.Tensor]:
         """Returns one tensor for each batch, to be joined. Batches that lack the key get a new tensor.
 
-        The new tensor has 0 slots, or is filled with ``entry.absent``. ``present`` are the batches with the key.
+        The new tensor has 0 slots, or is filled with ``entry.absent``. ``present`` are the batches that have the key.
         """
         if entry.slot_dim is None and entry.absent is None:
             _check_present(key, present, batches)
@@ -826,7 +826,7 @@ def _items_by_placeholders(
 ) -> list[int]:
     """Returns the number of items of each row, by the number of its placeholders.
 
-    Raises ValueError if the placeholders of a row are not those of whole items.
+    Raises ValueError if an item would lie in two rows.
     """
     if not tokens_per_item and not any(tokens_per_row):
         return [0] * len(tokens_per_row)

@@ -35,7 +35,7 @@ _NO_PLACEHOLDER = re.compile(
     'start|end|begin|boi|eoi|boa|eoa|bos|eos|newline|break|row|col|sep|pad_token|base|num_|size|length'
 )
 """Words in names of config entries that end in `_id` or `_index`, but do not name a placeholder. Such entries name
-tokens that begin or end an item or a line of an image, the token of padding, or numbers that are no ids."""
+tokens that begin or end an item or a line of an image, the token of padding, or numbers that are not ids."""
 
 
 @cache  # called for every key of every microbatch
