@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""What the checks need of the class that cuts batches: rules to try, and microbatches that are cut by them.
+"""The interface of the class that cuts batches, for the checks: rules to try, and microbatches that are cut by them.
 
 The classes are in `data_spec`. The checks do not import them, because `data_spec` imports the checks.
 """
