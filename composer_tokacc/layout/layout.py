@@ -366,21 +366,24 @@ class BatchLayout:
             carried = None
         num_items = _num_items(batch, entries, item_unit)
         if num_items is None:
-            # There is no tensor to cut, so wrong numbers do no harm.
+            # Rule 2. There is no tensor to cut, so wrong numbers do no harm.
             return carried or [0] * num_rows
         is_placeholder = self._placeholders_of(batch, item_unit)
         media = self.family.media.get(item_unit, Media())
-        # These models do not notice if there are too few placeholders, so the placeholders are counted even if the
-        # following rules need not count them.
+        # Rule 3. It comes before rules 4 and 5, which need no placeholders, because these models do not notice if there
+        # are too few.
         if media.sizes is not None and is_placeholder is not None:
             tokens_per_row = is_placeholder.sum(dim=1).tolist()
             tokens_per_item = media.sizes(batch, self.config, num_items, sum(tokens_per_row))
             return _items_by_placeholders(item_unit, tokens_per_row, tokens_per_item)
+        # Rule 4.
         if num_rows == 1:
             return [num_items]
-        # The numbers may be of images that the processor has cut into tiles. Then they do not add up to the tiles.
+        # Rule 5. The numbers may be of images that the processor has cut into tiles. Then they do not add up to the
+        # tiles.
         if carried is not None and sum(carried) == num_items:
             return carried
+        # Rule 6.
         if is_placeholder is None:
             remedy = f'Carry `num_{modality}s` in the batch, one int per row (of images, tiles are counted)'
             if self.config is None:
@@ -389,11 +392,11 @@ class BatchLayout:
                 f'`layout` must tell which of {num_items} {modality}s belong to which of {num_rows} rows, got: nothing '
                 f'that tells their placeholders, and `num_{modality}s`={batch.get(f"num_{modality}s")}. {remedy}.'
             )
-        # A tensor with one entry per row, such as the dataset's column `image_id`, tells nothing about items, whatever
-        # its name.
-        known_keys = {*entries, *self.family.entries}
-        of_media = {key: value for key, value in batch.items() if key in known_keys}
-        return entries_per_row(of_media, is_placeholder, modality, num_items)
+        # Other keys are left out. A tensor with one entry per row, such as the dataset's column `image_id`, tells
+        # nothing about items, although its name does.
+        media_keys = {*entries, *self.family.entries}
+        media_batch = {key: value for key, value in batch.items() if key in media_keys}
+        return entries_per_row(media_batch, is_placeholder, modality, num_items)
 
     def _placeholders_of(self, batch: Batch, item_unit: str) -> torch.Tensor | None:
         """Returns the positions of the placeholders of some items, bool ``(rows, width)``; None: nothing tells them."""
