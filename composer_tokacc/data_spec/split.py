@@ -265,8 +265,8 @@ class MicrobatchSplit:
                 return
             self._tries_packing = False  # it has failed on these rows
         # If any row of a batch has media, some models number tokens behind a hole (Qwen2-VL), or labelled padding
-        # (Qwen3-VL), in another way. Without media on this rank the check cannot see this, but another rank may have
-        # media. So each microbatch gets a dummy row with media, to be safe.
+        # (Qwen3-VL), in another way. Rows without media cannot show this to the check, but another rank may have media.
+        # So if there are such rows, each microbatch without media gets a dummy row with media.
         if get_world_size() > 1 and self._may_have_media and not any(facts.media):
             may_depend = any(facts.has_hole) or any(facts.has_unattended_label)
             earlier = replace(earlier, needs_media=earlier.needs_media or may_depend)
