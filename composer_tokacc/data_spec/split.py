@@ -478,7 +478,7 @@ class MicrobatchSplit:
                 # they are left out. If no row remains, the rank makes an empty microbatch.
                 counts = row_counts_of(facts.batch)
                 samples = [row for row in piece.rows if counts[row].samples > 0]
-                piece = piece.take(samples)
+                piece = piece.take(samples)  # the piece has all rows, so the place of a row is its number
             if not piece.rows:
                 continue
             if pre_split is not None and piece.fits:
