@@ -347,9 +347,7 @@ def _forward_arguments(model: torch.nn.Module) -> set[str] | None:
     """
     if not isinstance(model, HuggingFaceModel):
         return None
-    has_own_forward = type(model).forward is not HuggingFaceModel.forward
-    has_own_loss = type(model).loss is not HuggingFaceModel.loss
-    if has_own_forward or has_own_loss:
+    if type(model).forward is not HuggingFaceModel.forward or type(model).loss is not HuggingFaceModel.loss:
         return None
     return model.model_forward_args
 

@@ -457,7 +457,6 @@ def _attend(
     if not isinstance(attention_mask, _Documents):
         return plain_attention(module, query, key, value, attention_mask, **kwargs)
     documents = attention_mask
-    num_documents = len(documents.lengths)
     have_masks = any(mask is not None for mask in documents.masks)
     has_unknown_argument = any(kwargs.get(name) is not None for name in UNKNOWN_TO_KERNELS)
     fits_kernels = plain_name == 'sdpa' and not have_masks and not has_unknown_argument
@@ -470,7 +469,7 @@ def _attend(
         batch_of_documents = []
         for states in (query, key, value):
             # From (1, heads, tokens, size) to (documents, heads, length, size).
-            by_document = states[0].unflatten(1, (num_documents, -1))
+            by_document = states[0].unflatten(1, (len(documents.lengths), -1))
             batch_of_documents.append(by_document.transpose(0, 1))
         attended, _ = plain_attention(module, *batch_of_documents, None, **kwargs)
         return attended.flatten(0, 1)[None], None
@@ -479,15 +478,8 @@ def _attend(
     keys = key.split(documents.lengths, dim=2)
     values = value.split(documents.lengths, dim=2)
     outputs = []
-    for number in range(num_documents):
-        attended, _ = plain_attention(
-            module,
-            queries[number],
-            keys[number],
-            values[number],
-            documents.masks[number],
-            **kwargs,
-        )
+    for query_part, key_part, value_part, mask in zip(queries, keys, values, documents.masks, strict=True):
+        attended, _ = plain_attention(module, query_part, key_part, value_part, mask, **kwargs)
         outputs.append(attended)
     return torch.cat(outputs, dim=1), None
 

@@ -153,9 +153,8 @@ def _pack_tensor(
         # the rows. Mllama's `cross_attention_mask` never comes here: rows of Mllama are not packed, see
         # `Family.coupling`.
         return value
-    is_along_text = value.shape == real.shape and bool(entry.seq_dims)
-    if is_along_text:
-        # The real tokens, row after row.
+    if value.shape == real.shape and entry.seq_dims:
+        # The tensor lies along the text. Takes its values at the real tokens, row after row.
         return value[real][None]
     raise InvalidInputError(
         f'`batch[{key!r}]` must be of shape {tuple(real.shape)} for packing, got: {tuple(value.shape)}. Give '

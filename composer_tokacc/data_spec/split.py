@@ -610,8 +610,7 @@ def with_dummies(pieces: Sequence[Piece], dummies: DummyRows) -> list[Piece]:
         _check_rotary_limit(piece.facts, missing)
         with_missing = replace(piece, dummies=missing)
         num_rows = len(piece.rows)
-        is_too_large = bool(missing) and not with_missing.fits
-        if is_too_large and num_rows > 1:
+        if num_rows > 1 and missing and not with_missing.fits:
             middle = num_rows // 2
             halves = [piece.take(range(middle)), piece.take(range(middle, num_rows))]
             completed += with_dummies(halves, dummies)
