@@ -364,7 +364,12 @@ def _convolved_layers(module: nn.Module, *, by_document: bool) -> Iterator[nn.Mo
             yield from _convolved_layers(part, by_document=by_document)
 
 
-def _forward_by_document(plain_forward: HostFunction, states_name: str, *args: Any, **kwargs: Any) -> Any:
+def _forward_by_document(
+    plain_forward: HostFunction,
+    states_name: str,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     """Calls a layer once for each document of a packed mask, with the tokens of that document and without a mask."""
     signature = inspect.signature(plain_forward)
     call = signature.bind(*args, **kwargs)

@@ -115,7 +115,11 @@ def possible_readings(
     return (Reading.TEXT, Reading.MEDIA)
 
 
-def _readings_by_shape(shape: tuple[int, ...], num_rows: int, width: int) -> tuple[Reading, ...]:
+def _readings_by_shape(
+    shape: tuple[int, ...],
+    num_rows: int,
+    width: int,
+) -> tuple[Reading, ...]:
     """Returns the possible readings of a tensor whose name tells nothing. ``width`` is the width of the text."""
     readings = []
     if shape[:2] == (num_rows, width):

@@ -863,7 +863,11 @@ def _check_are_tensors(key: str, values: Sequence[object]) -> None:
             )
 
 
-def _check_same_form(key: str, values: Sequence[torch.Tensor], entries: Sequence[Entry]) -> None:
+def _check_same_form(
+    key: str,
+    values: Sequence[torch.Tensor],
+    entries: Sequence[Entry],
+) -> None:
     """Raises ValueError if tensors of one key cannot be joined.
 
     They must have equally many dimensions, and the same padding value. The padding values of two masks differ if 0
