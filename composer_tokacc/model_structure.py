@@ -9,8 +9,12 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+
+HALF_PRECISION = (torch.float16, torch.bfloat16)
+"""The types of 16 bits in which models compute."""
 
 MEDIA_MODULES = {
     'vision_tower',

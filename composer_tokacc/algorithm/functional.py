@@ -70,15 +70,15 @@ def step_loss_weights(
     """Returns the factor of each microbatch's mean loss in one optimizer step; a collective over the ranks.
 
     The labels that ``loss_tokens`` names count, as in the model's own loss. In packed rows they include the label of
-    the first token of each document, which the model predicts from the last token of the document before. Mask these
+    the first token of each document, which the model predicts from the last token of the previous document. Mask these
     labels in the collator, or use :func:`weighted_microbatches`, which masks them in the batches that it yields.
 
-    A microbatch without loss-generating tokens has factor 0. Do not compute it, because most models return NaN for it.
-    If DDP waits for its backward, give it a label, as :func:`weighted_microbatches` does.
+    A microbatch without loss-generating tokens has factor 0. Do not compute such a microbatch, because most models
+    return NaN for it. If DDP waits for its backward, give it a label, as :func:`weighted_microbatches` does.
 
     Args:
-        microbatches: This rank's part of the step. Each has ``labels`` of shape ``(rows, width)``. Or a batch of a
-            :class:`.RegroupingDataLoader`. Then the loop must be over its ``microbatches``.
+        microbatches: This rank's part of the step: batches with ``labels`` of shape ``(rows, width)``. Or one batch of
+            a :class:`.RegroupingDataLoader`. Then your loop must be over its ``microbatches``.
         loss_tokens: Which labels the model's loss averages over, see :func:`.counting.loss_mask`.
         token_weights: Weights of the tokens, see :class:`.TokenAccumulation`. Within a microbatch they are applied by
             :func:`.apply_token_weights`.
@@ -93,7 +93,7 @@ def step_loss_weights(
     weight_sums = []
     for microbatch in _as_list(microbatches, loss_tokens):
         has_loss = loss_mask(microbatch, loss_tokens)
-        # A row that counts as 0 samples is a repeated one. It only gives this rank as many rows as the others have.
+        # A row of 0 samples repeats a sample, so that this rank has as many rows as the others. It must not count.
         samples = [row.samples > 0 for row in row_counts_of(microbatch)]
         is_sample = torch.tensor(samples, device=has_loss.device)
         counted = has_loss & is_sample[:, None]
@@ -110,8 +110,8 @@ def weighted_microbatches(
 ) -> Iterator[tuple[BatchDict, float]]:
     """Yields each microbatch in the form that a model accepts, and the factor of its mean loss; a collective.
 
-    The arguments are those of :func:`.step_loss_weights`. Every token has the same weight. In packed rows the label of
-    the first token of each document after the first is masked.
+    For the arguments see :func:`.step_loss_weights`. Every token has the same weight. In packed rows the label of the
+    first token of each document after the first is masked.
 
     A microbatch without loss-generating tokens is yielded with factor 0, because DDP on other ranks may wait for its
     backward. It gets one label, because the mean over no labels is NaN. A microbatch of repeated samples, which only
@@ -136,20 +136,21 @@ def weighted_microbatches(
 
 
 def _as_list(microbatches: Sequence[Batch] | PreSplitBatch, loss_tokens: str) -> list[Batch]:
-    """Returns the microbatches as a list.
+    """Returns the microbatches as a list. Refuses microbatches that would get wrong factors.
 
     Raises:
-        TypeError: If they are no list.
-        ValueError: If a batch has ``num_items_in_batch``, or if a pad of the loader predicts a first label.
+        TypeError: If they are not a list.
+        ValueError: If a batch has ``num_items_in_batch``, or if padding that the loader has added predicts the label of
+            a row's first token.
     """
     if isinstance(microbatches, PreSplitBatch):
         microbatches = microbatches.microbatches
         if loss_tokens != 'unshifted':
-            # The loader pads each microbatch by itself. On the left, a pad may then predict the label of a first token.
+            # The loader pads each microbatch by itself, so a row has other padding than in one batch.
             for microbatch in microbatches:
                 facts = describe(BatchLayout.infer(microbatch), microbatch)
                 check_first_labels(facts, loss_tokens, COLLATED_BY_LOADER)
-    # An iterator would be used up here. A loader would give the caller's loop other batches than were counted here.
+    # An iterator would be used up here. A loader would give the caller's loop other batches than the counted ones.
     if not isinstance(microbatches, Sequence):
         raise TypeError(
             f'`microbatches` must be a list of batches, got: one {type(microbatches).__name__}. Pass one batch as '
@@ -170,7 +171,9 @@ def _as_list(microbatches: Sequence[Batch] | PreSplitBatch, loss_tokens: str) ->
 
 
 def _factors(
-    microbatches: Sequence[Batch] | PreSplitBatch, weight_sums: Sequence[float], device: torch.device | str
+    microbatches: Sequence[Batch] | PreSplitBatch,
+    weight_sums: Sequence[float],
+    device: torch.device | str,
 ) -> list[float]:
     """Returns the factor of each microbatch's mean loss; a collective.
 
@@ -192,7 +195,11 @@ def _factors(
 
 
 def apply_token_weights(
-    logits: torch.Tensor, batch: Mapping[str, Any], token_weights: str, *, loss_tokens: str = 'causal'
+    logits: torch.Tensor,
+    batch: Mapping[str, Any],
+    token_weights: str,
+    *,
+    loss_tokens: str = 'causal',
 ) -> None:
     """Turns the gradient of a mean over tokens into the gradient of their weighted mean, in a loop without a Trainer.
 
@@ -211,7 +218,7 @@ def apply_token_weights(
         raise InvalidInputError(
             f'`logits` must be of shape {(*weights.shape, "vocabulary")}, as `labels`, got: {tuple(logits.shape)}.'
         )
-    # Without labels or with weights of 0 only, the sum is 0, and the minimum prevents 0 / 0.
+    # Without labels, or with weights of 0 only, the sum is 0. The minimum prevents 0 / 0.
     sum_of_weights = weights.sum(dtype=torch.float64).clamp(min=1e-30)
     # The loss divides by the number of tokens. The weighted mean divides by the sum of the weights.
     factor = (has_loss.sum() / sum_of_weights).float()

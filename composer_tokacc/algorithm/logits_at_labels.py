@@ -4,9 +4,9 @@
 """Logits only at labels, as a context manager for any trainer.
 
 The positions of images, prompts and padding add nothing to the loss, but a model computes logits for all of them. With
-a large vocabulary these logits take more memory than everything else that a microbatch keeps for its backward. If the
-labelled positions are selected before the output embedding, loss and gradient stay the same. The first forward proves
-this for the model.
+a large vocabulary these logits take more memory than everything else that a microbatch keeps for its backward. If only
+the positions that predict a label go through the output embedding, loss and gradient stay the same. The first forward
+proves this for the model.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ class LogitsAtLabels:
         self._shifts_labels = shifts_labels
         self._rule: str | None = None  # the loss rule of the model; None: no forward was checked yet
         self._is_probing = False  # whether the check of the first forward is calling the model
-        # The hook of this class, and the selector with its hooks, between __enter__ and __exit__.
-        self._handle: Any = None
-        self._selector: LabelSelector | None = None
+        # Set between __enter__ and __exit__.
+        self._handle: Any = None  # of the hook _begin_forward()
+        self._selector: LabelSelector | None = None  # has further hooks
 
     def __enter__(self) -> LogitsAtLabels:
         """Adds the hooks to the model."""
@@ -82,7 +82,10 @@ class LogitsAtLabels:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         """Leaves the model as it was."""
         assert self._selector is not None
@@ -90,7 +93,7 @@ class LogitsAtLabels:
         self._selector.remove()
 
     def _begin_forward(self, module: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> None:
-        """Tells the selector how many labels the batch has; a forward pre-hook. Checks the first batch."""
+        """Checks the first batch, and tells the selector how many labels a batch has. A forward pre-hook."""
         if self._is_probing or not module.training or kwargs.get('labels') is None:
             return
         if args:

@@ -3,9 +3,10 @@
 
 """The terms of a loss, each with its unit.
 
-A model's loss is a tensor, a sequence of tensors or a dict of terms. A tensor is a mean over tokens, also in a sequence
-or if it is all that a dict has. For other dicts, ``loss_units`` names the unit of each term. The unit says what a term
-is a mean over, and so how its value in a microbatch counts in the step.
+A model's loss is a tensor, a sequence of tensors, or a dict of tensors, which are its terms. For a dict of several
+terms, ``loss_units`` names the unit of each. A term is a mean over its unit, for example over tokens or over samples.
+So the unit tells how the value in a microbatch counts in the step. In all other losses each tensor is a mean over
+tokens.
 
 A dict may also have a ``'total'``, which must be the sum of the terms, as in ``{'lm': a, 'image': b, 'total': a + b}``.
 It is left out of the loss that Composer differentiates, because Composer sums up the terms itself.
@@ -27,8 +28,9 @@ from composer_tokacc.model_structure import transformers_model
 from composer_tokacc.refusals import NotExactError
 
 LOSS_UNITS = ('tokens', 'samples', 'coupled_samples', 'microbatches')
-"""What a term is: a mean over loss tokens; a mean over samples; a mean over samples that see each other, as in a
-contrastive loss; or a statistic of a whole microbatch, such as a router's load-balancing loss."""
+"""The units of terms. In this order they stand for a mean over loss tokens; a mean over samples; a mean over samples
+that see each other, as in a contrastive loss; and a statistic of a whole microbatch, such as a router's load-balancing
+loss."""
 COEFFICIENTS = ('router_aux_loss_coef', 'aux_loss_coef')
 """Names that configs use for the factor of a router's load-balancing loss."""
 
@@ -61,7 +63,7 @@ class LossTerms:
 
     def __init__(self, loss_units: Mapping[str, str] | None, router_coefficient: float | None = None) -> None:
         self.units = dict(loss_units or {})
-        """The unit of each term; empty: all are means over tokens, except those of a :class:`SplitLoss`."""
+        """The unit of each term. Empty: all terms are means over tokens, unless the loss is a :class:`SplitLoss`."""
         self.are_over_tokens = set(self.units.values()) <= {'tokens'}
         """Whether all terms in ``loss_units`` are means over tokens."""
         self.router_coefficient = router_coefficient
@@ -130,12 +132,16 @@ class LossTerms:
         return SplitLoss(values) if isinstance(loss, SplitLoss) else values
 
     def scaled(
-        self, loss: Any, scales: Mapping[str, float], observe: Callable[[Tensor], None], excess: float = 1.0
+        self,
+        loss: Any,
+        scales: Mapping[str, float],
+        observe: Callable[[Tensor], None],
+        excess: float = 1.0,
     ) -> Any:
         """Returns the loss with each term multiplied by the factor of its unit.
 
-        Composer adds up the products, multiplies by its own weight, and calls the backward. So the gradient by each
-        product is Composer's weight.
+        Composer adds up the products, multiplies the sum by its own weight, and calls the backward. So the gradient by
+        each product is Composer's weight.
 
         Args:
             loss: The loss of a microbatch.
@@ -172,7 +178,7 @@ class LossTerms:
         """Splits the loss of a mixture of experts into the mean over tokens and the load-balancing loss.
 
         They need different factors: the load-balancing loss has the same weight in every microbatch, however many
-        tokens it has. Other losses are returned as they are.
+        tokens the microbatch has. Other losses are returned as they are.
         """
         router = router_loss_of(outputs)
         if router is None or self.router_coefficient is None or not isinstance(loss, Tensor):
@@ -200,8 +206,8 @@ class LossTerms:
             # So the coefficient of the config is trusted. Without one the check fails, because NaN equals nothing.
             measured = math.nan if coefficient is None else coefficient
         else:
-            # By the edge and not by the tensor, because DDP may return a copy of the router's loss. `loss` was made of
-            # the router's loss before the copy.
+            # DDP may return a copy of the router's loss, and `loss` was made before the copy. So the gradient is not
+            # taken by the tensor, but by the edge, which edge_of() follows back through copies.
             edge = GradientEdge(node, index)
             (gradient,) = torch.autograd.grad(loss.mean(), edge, retain_graph=True, allow_unused=True)
             measured = 0.0
@@ -209,7 +215,7 @@ class LossTerms:
                 measured = float(gradient)
                 dtypes.append(gradient.dtype)
         expected = coefficient or 0.0
-        # Autograd has rounded the coefficient to the type of the load-balancing loss, or to its type before the copy.
+        # Autograd has rounded the coefficient to the type of the load-balancing loss, here or before the copy.
         precision = max(torch.finfo(dtype).eps for dtype in dtypes)
         round_off = 1e-5 + precision
         if not math.isclose(measured, expected, rel_tol=round_off):
@@ -234,8 +240,8 @@ class LossTerms:
         for unit in ('tokens', 'samples'):
             terms_of_unit = self.of_unit(loss, unit)
             if terms_of_unit:
-                sums[unit] = _sum(terms_of_unit)
-        return sums or {'tokens': _sum(values)}
+                sums[unit] = _sum_in_least_precise_dtype(terms_of_unit)
+        return sums or {'tokens': _sum_in_least_precise_dtype(values)}
 
 
 def _check_total(total: Tensor, terms: Collection[Tensor]) -> None:
@@ -249,7 +255,7 @@ def _check_total(total: Tensor, terms: Collection[Tensor]) -> None:
     round_off = relative_error * float(means.abs().sum())
     total = total.float()
     difference = float((total - summed).abs())
-    if difference > round_off:  # a NaN is refused later, as a loss that is no number
+    if difference > round_off:  # a NaN is refused later, because it is not a number
         raise NotExactError(
             f"`loss['total']` must be the sum of the other terms, got: {total.item():.6f}, but they sum to "
             f'{summed.item():.6f}. Return each term with its weight (docs/errors.md#model-loss).'
@@ -277,13 +283,14 @@ def router_coefficient(model: torch.nn.Module) -> float | None:
 def attached_zero(outputs: Any, loss: Any) -> Tensor:
     """Returns a zero that replaces a mean over no tokens, which is NaN.
 
-    Its backward gives a gradient of zero to the same parameters as the backward of the loss. It is made of the outputs
-    that the loss is made of. It is made of the loss itself only if no output has a gradient, because the gradient in
-    the graph of the loss may be NaN: the mean divides by 0.
+    The backward of the zero gives a gradient of 0 to the parameters that the backward of the loss would reach. For this
+    the zero is made of the first of these that exists:
 
-    Other outputs, such as a pooled image, would reach parameters that no other microbatch reaches. Under FSDP this rank
-    would then reduce more gradients than the others, and all would wait forever. So other outputs are used only if the
-    loss is made of none of the outputs.
+    1. The outputs of the model that the loss is made of. Other outputs, such as a pooled image, might reach parameters
+       that no other microbatch reaches. Under FSDP this rank would then reduce more gradients than the others, and all
+       would wait forever.
+    2. All outputs with a gradient.
+    3. The loss itself. This comes last, because the gradient in its graph may be NaN: the mean divides by 0.
     """
     losses = [value for value in tensors_in(loss) if value.requires_grad]
     nodes = set(nodes_of(losses))
@@ -296,9 +303,10 @@ def attached_zero(outputs: Any, loss: Any) -> Tensor:
         if is_loss or not output.requires_grad:
             continue
         with_gradient.append(output)
-        # The logits always count, because a loss may leave them out if there is no label. A loss without a graph does
-        # not tell what it is made of.
-        if not losses or output is logits or edge_of(output)[0] in nodes:
+        # The logits always count, because a loss may leave them out if there is no label. If the loss has no graph, it
+        # is not known which outputs it is made of, so all of them count.
+        node, _ = edge_of(output)
+        if not losses or output is logits or node in nodes:
             of_loss.append(output)
     first_loss = tensors_in(loss)[0]
     zero = first_loss.new_zeros((), dtype=torch.float32)
@@ -313,7 +321,7 @@ def empty_sum(tensor: Tensor) -> Tensor:
     Unlike ``0 * tensor`` it is 0 even if the tensor is NaN.
     """
     if isinstance(tensor, DTensor):
-        tensor = tensor.to_local()  # because a DTensor cannot be added to a loss that is none
+        tensor = tensor.to_local()  # because a DTensor cannot be added to a loss that is a plain tensor
     return torch.atleast_1d(tensor)[:0].sum()
 
 
@@ -338,7 +346,7 @@ def sum_of_means(terms: Iterable[Tensor]) -> Tensor:
     return torch.stack(means).sum()
 
 
-def _sum(terms: Collection[Tensor]) -> Tensor:
+def _sum_in_least_precise_dtype(terms: Collection[Tensor]) -> Tensor:
     """Returns the sum of the means of some terms, in their least precise dtype.
 
     The dtype tells the first-batch check how much round-off to allow.

@@ -1,12 +1,15 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Checks rows that are padded on the left, if there are several ranks.
+"""Refuses a step if rows that are padded on the left would be other rows with another number of ranks.
 
 Each rank pads to its own longest row. If all rows were in one batch, some would have more padding. More padding on the
-right changes nothing. On the left it may change a row in two ways. If the first token has a label, the pad before it
-predicts that label. And some models count positions from the first column, or compute the pads (a recurrent network).
-If a row is changed, the gradient depends on the number of ranks, so the step is refused.
+right changes nothing. On the left it may change a row in two ways:
+
+- If the first token has a label, the pad before it predicts that label.
+- Some models count positions from the first column, or compute the pads (a recurrent network).
+
+If a row is changed, the gradient depends on the number of ranks.
 
 A rotary embedding that changes beyond some width (dynamic, long-rope) must be the same on all ranks, on any side.
 """
@@ -30,13 +33,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RankWidth:
-    """The padded width of the rows of one rank, and whether it matters."""
+    """The padded width of the rows of one rank, and whether another width would change the rows."""
 
     width: int
-    is_left: bool
+    pads_left: bool
     """Whether some row has padding on the left."""
     reason: str
-    """Why more padding on the left would change these rows; empty: it would not."""
+    """Why more padding on the left would change these rows; empty: it would not change them."""
     is_beyond_rotary_limit: bool | None = None
     """Whether the rotary embedding depends on the width. None: no row has a label, or the model has no such limit."""
 
@@ -46,12 +49,12 @@ class RankWidth:
 
         Args:
             facts_of_parts: The facts of the batch, or of each microbatch that the loader has made. Empty if rows cannot
-                be told apart, or if there is one rank, so that nothing is compared. Then the width is 0.
-            rules: How rows may be cut. None: the run does not trim rows, so no check has shown what padding changes.
+                be told apart, or if there is only one rank. Then nothing is compared, and the width is 0.
+            rules: How rows may be cut. None: the run does not trim rows, so no check has shown the effect of padding.
             loss_rule: The loss rule of the model, see :func:`.loss_mask`.
         """
         width = 0
-        is_left = False
+        pads_left = False
         reason = ''
         is_beyond = None
         for facts in facts_of_parts:
@@ -59,24 +62,32 @@ class RankWidth:
             if has_rotary_limit and bool((labels_of(facts.batch) != IGNORE_INDEX).any()):
                 is_beyond = bool(is_beyond) or is_beyond_rotary_limit(facts)
             width = max(width, facts.width)
-            is_left |= facts.is_padded and facts.side == 'left'
+            pads_left |= facts.is_padded and facts.side == 'left'
             is_padded_right = facts.is_padded and facts.side == 'right'
             if is_padded_right:
                 continue
-            # These rows are padded on the left, or not at all. In a wider batch the latter might be padded on the left.
+            # These rows are padded on the left, or not at all. Rows without padding might get it on the left in a wider
+            # batch.
             if _may_depend_on_padding(facts, rules):
                 reason = 'more padding changes its losses (the model may count positions from the first column)'
             elif loss_rule != 'unshifted' and any(facts.has_first_label):
                 reason = 'the first token of a row has a label, which the pad before it would predict'
-        return cls(width, is_left, reason, is_beyond)
+        return cls(width, pads_left, reason, is_beyond)
 
     def numbers(self) -> list[int]:
-        """Returns integers whose sums over the ranks show :func:`check_widths` whether widths differ and may matter.
+        """Returns integers for :func:`check_widths`. Their sums over the ranks show whether widths differ and matter.
 
         The sums of widths and of their squares show whether all ranks have the same width.
         """
         is_beyond = self.is_beyond_rotary_limit
-        return [is_beyond is True, is_beyond is False, self.is_left, bool(self.reason), self.width, self.width**2]
+        return [
+            is_beyond is True,
+            is_beyond is False,
+            self.pads_left,
+            bool(self.reason),
+            self.width,
+            self.width**2,
+        ]
 
 
 def _may_depend_on_padding(facts: RowFacts, rules: CutRules | None) -> bool:
@@ -88,14 +99,18 @@ def _may_depend_on_padding(facts: RowFacts, rules: CutRules | None) -> bool:
         return True
     if rules.left > 0:  # the check has trimmed padding on the left, and no loss has changed
         return False
-    # The check has trimmed nothing on the left. It cannot trim a row whose first token has a label, because the pad
-    # before it predicts that label. So the model may count positions from the first column, if the batch does not give
-    # them in `position_ids`.
+    # The check has trimmed nothing on the left. If the first token of a row has a label, it cannot trim the row,
+    # because the pad before this token predicts the label. So it is not known whether the model counts positions from
+    # the first column. This does not matter if the batch gives the positions in `position_ids`.
     return any(facts.has_label_behind_padding) and not facts.has_positions
 
 
 def check_widths(
-    sums: Sequence[float], width_of_rank: Callable[[], RankWidth], *, was_checked: bool, is_trimmed: bool
+    sums: Sequence[float],
+    width_of_rank: Callable[[], RankWidth],
+    *,
+    was_checked: bool,
+    is_trimmed: bool,
 ) -> None:
     """Raises RuntimeError on all ranks if the widest rank's padding on the left would change the rows of another rank.
 
@@ -103,7 +118,7 @@ def check_widths(
         sums: Sums over the ranks of :meth:`RankWidth.numbers`.
         width_of_rank: Returns the width of this rank by the rules that hold now. Called only if the sums show unequal
             widths that may matter.
-        was_checked: Whether rows were checked since the sums were made. The check may have found that padding matters,
+        was_checked: Whether the first-batch check ran after the sums were made. It may have found that padding matters,
             which the sums do not show.
         is_trimmed: Whether the run trims rows. If not, :meth:`RankWidth.of` gets no rules, and no check shows whether
             the model counts positions from the first column. Then unequal widths give a warning.

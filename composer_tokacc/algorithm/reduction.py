@@ -1,10 +1,11 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Makes sure that DDP and FSDP2 can reduce the gradients of a step, and that FSDP shards all trained parameters.
+"""Makes sure that DDP and FSDP2 reduce the gradients of a step correctly, and that FSDP shards all trained parameters.
 
-DDP waits until every rank has a gradient for every parameter. If the microbatch of one rank does not use a part of the
-model (text without images), or if one rank has fewer microbatches, the others would wait forever.
+To reduce gradients is to average them over the ranks. DDP waits until every rank has a gradient for every parameter. If
+the microbatch of one rank does not use a part of the model (text without images), or if one rank has fewer
+microbatches, the others would wait forever.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ NOT_REDUCED = (
 class ReductionWatch:
     """Watches which gradients the backward of each microbatch writes. Under DDP it adds those that DDP waits for.
 
-    For each attempt to compute a step: :meth:`start_attempt`, then for each microbatch :meth:`begin_microbatch` before
-    its forward and :meth:`end_microbatch` after its backward, then :meth:`check_gradients`. What they do depends on the
-    wrapper of the model:
+    Each attempt to compute a step begins with :meth:`start_attempt`. For each microbatch, :meth:`begin_microbatch` is
+    called before its forward and :meth:`end_microbatch` after its backward. At the end comes :meth:`check_gradients`.
+    What they do depends on the wrapper of the model:
 
     - DDP reduces in the backward of some microbatches, by Composer's default only of the last one. Parameters that such
       a backward does not reach get a gradient of zero.
@@ -53,13 +54,15 @@ class ReductionWatch:
         self._ddp = state.model if isinstance(state.model, DistributedDataParallel) else None
         # A model may tell DDP to ignore parameters (such as experts), because it reduces their gradients itself.
         self._parameters_of_ddp: list[torch.nn.Parameter] = []
-        # Those that DDP was made to reduce. None: DDP does not tell which they are, only how many.
+        # The parameters that were trained when DDP was made, so that it reduces their gradients. None: DDP does not
+        # tell which they are, only how many.
         self._reduced_parameters: set[torch.nn.Parameter] | None = None
         if self._ddp is not None:
             self._reduced_parameters = reduced_parameters(self._ddp)
             for name, parameter in self._ddp.module.named_parameters():
                 if name not in self._ddp.parameters_to_ignore:
                     self._parameters_of_ddp.append(parameter)
+        # Only parameters of FSDP2 are DTensors.
         self._parameters_of_fsdp = [
             parameter for parameter in state.model.parameters() if isinstance(parameter, DTensor)
         ]
@@ -74,8 +77,8 @@ class ReductionWatch:
         self._reduces: list[bool] = []  # under DDP, for each microbatch so far: whether its backward reduces gradients
         # The parameters to watch in the next backward, each with the state of its gradient before that backward.
         self._states_before: list[tuple[torch.nn.Parameter, tuple[int, int]]] = []
-        # Tells which parameters of FSDP2 each backward of the step has reached. A checksum, because ranks compare it by
-        # one number.
+        # A checksum that tells which parameters of FSDP2 each backward of the step has reached. It is one number, so
+        # that ranks can compare it.
         self._reached_checksum = 0
 
     def begin_microbatch(self, num_microbatches: int, *, must_reduce_once: bool) -> None:
@@ -98,8 +101,8 @@ class ReductionWatch:
         self._reduces.append(reduces)
         if not reduces:
             if len(self._reduces) == num_microbatches:
-                # Composer would reduce what gradients there are, even after an error. It would wait forever for a rank
-                # that has others.
+                # Even after an error Composer would reduce the gradients that there are. It would wait forever for a
+                # rank that has others.
                 self._ddp.zero_grad()
                 raise NotExactError(NOT_REDUCED)
             return
@@ -123,7 +126,7 @@ class ReductionWatch:
         Each rank would train its own copy of them.
         """
         if self._reduced_parameters is None:
-            # A lower bound: parameters that were frozen since then are still among those that DDP reduces.
+            # DDP still counts parameters that were frozen since then, so there may be more unfrozen ones than this.
             num_unfrozen = len(trained) - num_reduced(ddp)
         else:
             num_unfrozen = len(set(trained) - self._reduced_parameters)
@@ -146,11 +149,11 @@ class ReductionWatch:
         states_before = self._states_before
         self._states_before = []
         if self._ddp is None:
-            # One byte for each parameter.
+            # One byte for each parameter. The checksum goes on from the earlier microbatches.
             reached_flags = bytes(state_of_gradient(parameter) != before for parameter, before in states_before)
             self._reached_checksum = zlib.crc32(reached_flags, self._reached_checksum)
             return
-        # Empty if this backward did not reduce, or if DDP itself finds these parameters.
+        # Empty if this backward did not reduce, or if DDP itself finds these parameters: no states were noted then.
         unreached = [parameter for parameter, before in states_before if state_of_gradient(parameter) == before]
         if not unreached:
             return
@@ -159,7 +162,7 @@ class ReductionWatch:
         has_reached_any = len(unreached) < len(states_before)
         if has_reached_any and is_reduced(self._ddp):
             return
-        # This backward calls the hooks of DDP.
+        # This backward adds zeros to the gradients, and calls the hooks of DDP.
         torch.autograd.backward([empty_sum(parameter) for parameter in unreached])
 
     def check_gradients(self) -> None:
@@ -204,7 +207,7 @@ def check_sharding(model: torch.nn.Module) -> None:
         return
     sharded: set[torch.nn.Parameter] = {parameter for parameter in model.parameters() if isinstance(parameter, DTensor)}
     for unit in fsdp_units(model):
-        if not isinstance(unit, FSDPModule):  # the parameters of FSDP1 are no DTensors
+        if not isinstance(unit, FSDPModule):  # parameters of FSDP1 are not DTensors
             sharded.update(unit.parameters())
     left_out = []
     for name, parameter in model.named_parameters():
@@ -222,13 +225,13 @@ def excess_of_reduction(model: torch.nn.Module) -> float:
     """Returns how many times too large gradients are after FSDP2 has reduced them; 1 without FSDP2. A collective.
 
     FSDP2 asks the backend for the mean over the ranks, but on CPUs gloo of torch 2.7 returns the sum. To find out,
-    FSDP2 reduces a gradient here that is 1 on each rank. This holds for every ``reduce_dtype`` except float16, with
-    which FSDP2 divides by itself. Composer computes in float32 on CPUs, so only a user can ask for float16 there.
+    FSDP2 reduces a gradient here that is 1 on each rank. This holds for every ``reduce_dtype`` except float16: there
+    FSDP2 divides by itself. Composer computes in float32 on CPUs, so only a user can ask for float16 there.
     """
     sharded = [parameter for parameter in model.parameters() if isinstance(parameter, DTensor)]
     if not sharded or sharded[0].device.type != 'cpu':
         return 1.0
-    # Its weight is not drawn, so the random numbers of the run stay the same.
+    # The weight of this embedding is not drawn, so the random numbers of the run stay the same.
     embedding = torch.nn.Embedding.from_pretrained(torch.ones(1, 1), freeze=False)
     fully_shard(embedding, mesh=sharded[0].device_mesh)
     embedding(torch.tensor([0])).sum().backward()

@@ -40,8 +40,9 @@ CHOICE_TOLERANCE = 1e-3
 """Largest share of the choices that may differ between the count and the forward in training. A few choices change if
 two experts are equally probable and a kernel does not sum in a fixed order."""
 FEW_CHOICES = 2
-"""Number of choices that may always differ, however few choices there are."""
+"""Number of choices that may always differ, even if there are few choices."""
 OR_LEAVE_MICROBATCH = "Otherwise leave `router_balance='microbatch'` (docs/weights.md#mixtures-of-experts)."
+"""The end of messages that refuse the option."""
 
 
 class CountedMicrobatch(NamedTuple):
@@ -82,9 +83,11 @@ class StepBalance:
     # Set by count(), for each attempt to compute a step.
     _counted: deque[CountedMicrobatch]
     """The microbatches of this rank that are not trained yet."""
-    _sums: Tensor
-    """Sums over the step and all ranks: the number of positions times layers, then the choices of each expert. They
-    stay on the device, because the host would have to wait to read them."""
+    # Sums over the step and all ranks. They stay on the device, because the host would have to wait to read them.
+    _num_positions: Tensor
+    """The number of positions. A position counts once for each layer."""
+    _choices_of_experts: Tensor
+    """How often each expert was chosen, ``(experts,)``."""
     _loss_deviation: Tensor
     """The largest deviation of a loss so far, as a multiple of its tolerance, a scalar on the device."""
     _choice_deviation: Tensor
@@ -129,8 +132,8 @@ class StepBalance:
         self._loss_deviation = torch.zeros(())
         self._choice_deviation = torch.zeros(())
         num_positions = torch.tensor(0)
-        # Puts random numbers and buffers back, so that the forwards in training find the same state. Nobody needs a
-        # report of written parameters here.
+        # undisturbed() puts random numbers and buffers back, so that the forwards in training find the same state. No
+        # one asks here whether parameters were written.
         with torch.no_grad(), undisturbed(self._model, watches_parameters=False):
             for microbatch in microbatches:
                 batch = without_row_counts(microbatch)
@@ -147,9 +150,11 @@ class StepBalance:
                 num_positions = num_positions + positions.sum() * num_layers
         choices_of_microbatches = [counted.choices for counted in self._counted]
         choices_of_experts = torch.stack(choices_of_microbatches).sum(dim=0)
-        sums = torch.stack([num_positions, *choices_of_experts])
-        self._sums = self._device.tensor_to_device(sums)
-        add_over_ranks(self._sums)
+        on_rank = torch.stack([num_positions, *choices_of_experts])
+        sums = self._device.tensor_to_device(on_rank)
+        add_over_ranks(sums)
+        self._num_positions = sums[0]
+        self._choices_of_experts = sums[1:]
 
     def _checked_logits(self, outputs: Any, batch: Batch) -> Sequence[Tensor]:
         """Returns the router's logits of each layer, ``(positions, experts)``.
@@ -183,10 +188,12 @@ class StepBalance:
         the right number gives the model's own loss.
         """
         is_first = self._top_k == 0
-        most_choices = logits[0].shape[-1] if is_first else self._top_k
+        most_choices = self._top_k
+        if is_first:
+            most_choices = logits[0].shape[-1]  # the number of experts
         choices, probabilities = _sums_over_positions(logits, attended, most_choices)
         num_positions = len(logits) * attended.sum()
-        # For 1, 2, ... `most_choices` experts.
+        # One loss for each number of experts from 1 to `most_choices`.
         losses = _balance_losses(choices, probabilities, num_positions)
         if is_first:
             if not bool(attended.any()):
@@ -209,7 +216,7 @@ class StepBalance:
         outputs: Any,
         num_microbatches: int,
     ) -> SplitLoss:
-        """Returns the loss of a microbatch with its part of the step's load-balancing loss instead of its own.
+        """Replaces the load-balancing loss of a microbatch by its part of the load-balancing loss of the step.
 
         Called once for each microbatch, in the order of :meth:`count`.
 
@@ -222,16 +229,16 @@ class StepBalance:
         with self._precision():
             logits = _router_logits(outputs)
             choices, probabilities = _sums_over_positions(logits, counted.positions, self._top_k)
-        # Each choice that has changed moves the counts of two experts by 1.
+        # A choice that differs between the count and this forward moves the counts of two experts by 1.
         change = choices.sum(dim=0) - counted.choices
         num_changed = change.abs().sum() / 2
         num_choices = choices.sum()
         num_allowed = (CHOICE_TOLERANCE * num_choices).clamp(min=FEW_CHOICES)
         self._choice_deviation = torch.maximum(self._choice_deviation, num_changed / num_allowed)
-        num_positions = self._sums[0].clamp(min=1).double()
-        choices_of_experts = self._sums[1:]
+        num_positions = self._num_positions.clamp(min=1).double()
+        num_experts = len(self._choices_of_experts)
         # The formula of the class, with the probabilities of this microbatch only: E / n^2 * sum of c_e * p_e.
-        weights = len(choices_of_experts) * choices_of_experts / num_positions.square()
+        weights = num_experts * self._choices_of_experts / num_positions.square()
         part_of_step = (weights.to(probabilities) * probabilities).sum()
         # The parts must be summed over microbatches and ranks. But the algorithm divides this term by the number of
         # microbatches, and DDP or FSDP divide its gradient by the number of ranks. This undoes both divisions.
@@ -242,9 +249,9 @@ class StepBalance:
     def check(self) -> None:
         """Raises RuntimeError if a deviation in the step was over its tolerance.
 
-        Then either the model's own load-balancing loss is not the one computed here, or the choices in training are not
-        those of the count. Called at the first comparison of the run, and then only at the end of each step, because it
-        waits for the device.
+        Then either the model's own load-balancing loss differs from the one computed here, or the choices in training
+        differ from the counted ones. Called at the first comparison of the run, and then only at the end of each step,
+        because it waits for the device.
         """
         on_same_device = self._choice_deviation.to(self._loss_deviation)
         both_deviations = torch.stack([self._loss_deviation, on_same_device])
@@ -266,7 +273,7 @@ class StepBalance:
 def _refusal(condition: str) -> NotExactError:
     """Returns the error of a run that cannot have ``router_balance='step'``.
 
-    ``condition`` goes on with the sentence that begins with the option: 'must ...' or 'needs ...'.
+    ``condition`` is the predicate of a sentence about the option: 'must ...' or 'needs ...'.
     """
     return NotExactError(f"`router_balance='step'` {condition} {OR_LEAVE_MICROBATCH}")
 
@@ -275,14 +282,14 @@ def counted_positions(microbatch: Batch) -> Tensor:
     """Returns which positions are attended and belong to a sample, ``(rows, width)`` bool.
 
     The model's own loss also counts attended positions of dummy rows (copies of rows with media, in microbatches
-    without media) and of repeated samples (which fill up ranks). The loss of the step must not, because there are none
-    in one forward over the global batch.
+    without media) and of repeated samples (which fill up ranks). The loss of the step must not count them, because one
+    forward over the global batch has no such rows.
     """
     attended = _attended(microbatch)
     rows = row_counts_of(microbatch)
     if rows[0].documents:  # packed: the microbatch is this one row
         return _counted_in_packed_row(microbatch, rows[0].documents)[None]
-    # Dummy rows and repeated samples are counted as rows without real tokens.
+    # The counts of dummy rows and repeated samples say that they have no real tokens.
     is_sample = torch.tensor([row.real_tokens > 0 for row in rows], device=attended.device)
     return attended & is_sample[:, None]
 
@@ -305,14 +312,15 @@ def _counted_in_packed_row(packed: Batch, rows: Sequence[RowCounts]) -> Tensor:
         # `real_tokens` is 0, because they do not count.
         if row.real_tokens > 0 or row.samples == 0:
             real_tokens_of_documents.append(row.real_tokens)
-    # For a packed row without any document. It has one position of padding, with the document number 0. In other rows
-    # no position looks up this last entry.
+    # If all rows are empty, the packed row is one position of padding, with the document number 0. It needs an entry.
+    # In any other packed row no position looks up this last entry.
     real_tokens_of_documents.append(0)
     num_real = torch.tensor(real_tokens_of_documents, device=device)[document_of_position]
     # The first position of the document that each position belongs to. Document numbers are in ascending order.
     starts = torch.searchsorted(document_of_position, document_of_position)
     positions = torch.arange(len(document_of_position), device=device)
-    return positions - starts < num_real
+    place_in_document = positions - starts
+    return place_in_document < num_real
 
 
 def _attended(batch: Batch) -> Tensor:
@@ -342,8 +350,8 @@ def _sums_over_positions(
 ) -> tuple[Tensor, Tensor]:
     """Sums choices and probabilities over layers and counted positions.
 
-    Softmax and ``topk`` are computed as in the models' own loss, so that of experts with equal probabilities the same
-    ones are chosen.
+    Softmax and ``topk`` are computed as in the models' own loss, so that the same experts are chosen even if some have
+    equal probabilities.
 
     Returns:
         How often each expert was chosen first, second and so on, int64 ``(top_k, experts)``, and the sum of the

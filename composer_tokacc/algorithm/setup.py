@@ -94,7 +94,7 @@ class AlgorithmOptions:
 
     @property
     def checks_loss(self) -> bool:
-        """Whether the model's loss is compared with its rule. With token weights it always is, because they need it."""
+        """Whether the first-batch check compares the model's loss with its rule. Token weights always need it."""
         return self.check_loss or self.is_weighted
 
     @property
@@ -150,7 +150,7 @@ class RunContext:
         self._parameters = list(model.parameters())
         self._hook_numbers: list[int] | None = None  # of the hooks that were checked
         self.check_gradient_hooks()
-        # Listed once, because a mixture of experts may have thousands of modules.
+        # The BatchNorms by name. Listed once, because a mixture of experts may have thousands of modules.
         self._batch_norms: dict[str, torch.nn.Module] = {}
         # With `check_loss=False` the user accepts that rows depend on each other, so BatchNorm may train. This holds
         # with token weights, too, although they need the first-batch check.
@@ -158,25 +158,26 @@ class RunContext:
             for name, module in model.named_modules():
                 if isinstance(module, BatchNorm):
                     self._batch_norms[name] = module
-        # Before the selector adds hooks to the model, so that a refused model stays as it was.
+        # Called before the selector adds hooks to the model, so that a refused model stays as it was.
         self.check_batch_norms()
         self.world_size = get_world_size()
         self.excess_of_reduction = excess_of_reduction(state.model)
         coefficient = None
-        if not options.loss_units:  # otherwise they may name the load-balancing loss as a term
+        if not options.loss_units:  # `loss_units` may name the load-balancing loss as a term
             coefficient = router_coefficient(model)
         self.terms = LossTerms(options.loss_units, coefficient)
         # With `check_loss=False` a SyncBatchNorm may train, which gathers statistics in every forward.
         may_gather = bool(self.terms.coupled) or not options.check_loss
         self.reductions = ReductionWatch(state, may_gather=may_gather)
         self.has_bypass: bool | None = None
-        """Whether the loss of earlier steps had a term that is not made of the logits. Later steps are compared with
-        it. None: no step has ended that shows it."""
+        """Whether the loss of earlier steps had a part that is not made of the logits. Later steps must be the same.
+        None: no earlier step shows it."""
         self.split = split_of(state.dataloader)
-        layout = layout_of(state, self.split)  # None: the rows of a batch cannot be told apart
+        layout = layout_of(state, self.split)  # None: there is no split, and rows cannot be told apart
         # Composer sets None if the loader has no batch size, for example because it has a batch sampler.
         microbatch_size = state.device_train_microbatch_size or 1
         if self.split is not None:
+            assert layout is not None
             self._check_coupled_terms(self.split)
             # The split may have served another model before, and must forget it.
             self.split.start(model, state.batch, microbatch_size, layout)
@@ -206,7 +207,7 @@ class RunContext:
         )
 
     def _new_selector(self, state: State, layout: BatchLayout | None) -> LabelSelector | None:
-        """Adds the hooks for logits at labels to the model; None, if something is against it before the check."""
+        """Adds the hooks for logits at labels to the model. Returns None if the run needs all logits."""
         why_all_logits = _why_all_logits(state, layout, self._options, self._model)
         if why_all_logits is not None:
             self._log_all_logits(why_all_logits)
@@ -214,14 +215,14 @@ class RunContext:
         return LabelSelector(self._model.model)
 
     def begin_step(self, step: Step) -> None:
-        """Begins a step. The split will add its microbatches to the record of the step."""
+        """Begins a step. The split gets its record, because it will note the microbatches of the step there."""
         self.step = step
         if self.split is not None:
             self.split.step = step
 
     @property
     def is_step_empty(self) -> bool:
-        """Whether the step has no loss-generating token on any rank, although the loss, or a term of it, is their mean.
+        """Whether the loss, or a term of it, is a mean over tokens, but no rank has a loss-generating token.
 
         One forward over the whole batch would have a loss of NaN, so such a step changes no weight.
         """
@@ -230,10 +231,12 @@ class RunContext:
         return self.step.totals.loss_tokens == 0 and has_token_terms
 
     def width_of(self, step: Step) -> RankWidth:
-        """Returns the width of the rows of this rank. A single rank, which is not compared, has width 0."""
+        """Returns the width of the rows of this rank. The width of a single rank is 0, because nothing is compared."""
         if self.world_size == 1:
             return RankWidth.of((), None, None)
-        rules = None if self.split is None else self.split.rules  # without a split no row is trimmed
+        rules = None  # without a split no row is trimmed
+        if self.split is not None:
+            rules = self.split.rules
         return RankWidth.of(step.facts, rules, self.check.rule)
 
     def prove(self, batch: Batch) -> None:
@@ -243,7 +246,8 @@ class RunContext:
         each batch how tensors belong to rows.
         """
         if self._options.token_weights == 'column':
-            # The batches of training have a weight for each position, so the check gets the same.
+            # The data may have one weight for each row. In training, batches have a weight for each position, so the
+            # check gets the same.
             batch = with_weights_of_positions(batch)
         try:
             rules = self.check.prove(batch)
@@ -251,7 +255,8 @@ class RunContext:
             # FIT_END does not come after an error, so the model is given back here.
             self.end()
             raise
-        if self.split is not None and rules is not None:  # without a split there are no rules
+        if self.split is not None:
+            assert rules is not None  # a split always has rules
             self.split.layout = self.check.layout
             self.split.adopt(rules)
         failure = self.check.selection_failure
@@ -293,7 +298,7 @@ class RunContext:
     def check_batch_norms(self) -> None:
         """Raises RuntimeError if a BatchNorm is in training mode.
 
-        Checked in every step, because Composer puts the model into training mode after each evaluation.
+        Called in every step, because Composer puts the model into training mode after each evaluation.
         """
         training = [name for name, module in self._batch_norms.items() if module.training]
         if training:
@@ -314,7 +319,10 @@ class RunContext:
 
 
 def _why_all_logits(
-    state: State, layout: BatchLayout | None, options: AlgorithmOptions, model: torch.nn.Module
+    state: State,
+    layout: BatchLayout | None,
+    options: AlgorithmOptions,
+    model: torch.nn.Module,
 ) -> str | None:
     """Returns why a run needs logits at all positions; None: there is no reason before the first-batch check."""
     if options.why_all_logits is not None:
@@ -333,9 +341,9 @@ def _why_all_logits(
 
 
 def _forward_arguments(model: torch.nn.Module) -> set[str] | None:
-    """Returns the entries of a batch that Composer passes on to the model.
+    """Returns the keys of a batch that Composer passes on to the model.
 
-    None if a forward or a loss of the user gets the whole batch.
+    Returns None if the user's own forward or loss gets the whole batch.
     """
     if not isinstance(model, HuggingFaceModel):
         return None
@@ -357,7 +365,7 @@ def _to_device(state: State, split: MicrobatchSplit | None, batch: Batch) -> Any
 
 
 def _warn_of_surprises(state: State, token_weights: str) -> None:
-    """Warns of weights that are not used, and of noise that depends on the cut. No check refuses them."""
+    """Warns of weights that are not used, and of noise that depends on the cut. No check refuses such runs."""
     has_weights = any(LOSS_WEIGHTS in microbatch for microbatch in microbatches_of(state.batch))
     if has_weights and token_weights != 'column':
         log.warning('The data have `%s`, which is not used without `token_weights=column`.', LOSS_WEIGHTS)
@@ -375,7 +383,7 @@ def check_labels_and_ids(model: torch.nn.Module, microbatches: Sequence[Batch], 
             output embedding of a Hugging Face model.
     """
     model = inner_model(model)
-    # Whether labels must have the shape of the ids. That is known only of Hugging Face models without an encoder.
+    # Whether labels must have the shape of the ids. Only in Hugging Face models without an encoder they surely must.
     labels_are_at_ids = False
     embedding = None
     if isinstance(model, HuggingFaceModel):
@@ -383,14 +391,19 @@ def check_labels_and_ids(model: torch.nn.Module, microbatches: Sequence[Batch], 
         embedding = input_embedding(model.model)
         if vocabulary is None:
             head = output_embedding(model.model)
-            # Only if it is a Linear itself. A wrapper of PEFT may have another number.
+            # Another module, such as a wrapper of PEFT, may return another number of logits.
             if isinstance(head, torch.nn.Linear):
                 vocabulary = head.out_features
     for microbatch in microbatches:
-        # It repeats checks of token_data_spec(), because an algorithm may have changed the batch since.
+        # This repeats checks of token_data_spec(), because an algorithm may have changed the batch since.
         check_batch(microbatch, labels_are_at_ids=labels_are_at_ids)
         check_vocabulary(microbatch, 'labels', vocabulary)
-        # A class derived from Embedding may have more ids than `num_embeddings`. Ids of placeholders may be outside,
-        # because models replace them.
+        # A class derived from Embedding may have more ids than `num_embeddings`.
         if type(embedding) is torch.nn.Embedding and microbatch.get('input_ids') is not None:
-            check_vocabulary(microbatch, 'input_ids', embedding.num_embeddings, partial(all_placeholders, model.config))
+            check_vocabulary(
+                microbatch,
+                'input_ids',
+                embedding.num_embeddings,
+                # Ids of placeholders may be out of the vocabulary, because models replace them.
+                further_ids=partial(all_placeholders, model.config),
+            )

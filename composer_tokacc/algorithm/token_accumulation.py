@@ -3,12 +3,13 @@
 
 """TokenAccumulation: the weight of a token in an optimizer step does not depend on how its batch is cut.
 
-Four objects hold what the algorithm knows:
+Four objects hold the knowledge of the algorithm:
 
 - :class:`.RunContext`, for a fit: the split, the first-batch check and the like. It is made at the first batch.
 - :class:`.Step`, for an optimizer step: the counts of its rows, and a record of each microbatch.
-- :class:`.MicrobatchRecord`: the counts of a microbatch, and what its backward has shown. The step check reads it.
-- :class:`CurrentMicrobatch`: what only the computation of a microbatch needs, such as the outputs of the model.
+- :class:`.MicrobatchRecord`: the counts of a microbatch, and the facts that its backward has shown. The step check
+  reads it.
+- :class:`CurrentMicrobatch`: objects that only the computation of a microbatch needs, such as the model's outputs.
 
 Three words:
 
@@ -214,7 +215,7 @@ class TokenAccumulation(Algorithm):
 
     @property
     def why_all_logits(self) -> str | None:
-        """Why the arguments ask for logits of all positions; None: they allow logits at labels."""
+        """Why the arguments need logits at all positions; None: they allow logits only at labels."""
         return self.options.why_all_logits
 
     def selects_logits(self, state: State) -> bool:
@@ -238,7 +239,7 @@ class TokenAccumulation(Algorithm):
             selector.begin_forward(self._known_rule, num_labels, num_positions)
 
     def _selector_for(self, state: State) -> LabelSelector | None:
-        """Returns what makes the model compute logits only at labels; None: it computes all logits."""
+        """Returns the selector that makes the model compute logits only at labels; None: it computes all logits."""
         # Metrics of training read all logits. They may be set at any time.
         if self._context is None or state.train_metrics:
             return None
@@ -259,7 +260,7 @@ class TokenAccumulation(Algorithm):
             logger.log_metrics(metrics)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns the attributes for a copy or a pickle, without those of a fit, which hold the model and the graph."""
+        """Returns the attributes for a copy or a pickle. Leaves out attributes that hold the model or the graph."""
         return {**vars(self), '_context': None, '_microbatch': None}
 
     def state_dict(self) -> dict[str, Any]:
@@ -271,7 +272,7 @@ class TokenAccumulation(Algorithm):
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what a resumed run needs to give the same bits. It finds the loss rule again."""
+        """Restores the values without which a resumed run would not give the same bits. It finds the rule again."""
         check_state(state, {'num_empty_steps'}, counts=('num_empty_steps',))
         self.num_empty_steps = state['num_empty_steps']
         self._reduces_once = state.get('reduces_once', False)
@@ -292,9 +293,9 @@ class TokenAccumulation(Algorithm):
     def _before_dataloader(self, state: State) -> None:
         """Counts the batches that are read, also those that Composer discards in a resumed run.
 
-        The number tells which samples of the batch are repeated, and which batch of a plan it is. It is not
-        ``timestamp.batch_in_epoch``, which with ``Trainer(spin_dataloaders=False)`` goes on from the checkpoint or from
-        the last fit, although the loader is read from its start.
+        The number tells which samples of the batch are repeated, and which batch of a plan it is.
+        ``timestamp.batch_in_epoch`` is not this number: with ``Trainer(spin_dataloaders=False)`` it goes on from the
+        checkpoint or from the last fit, although the loader is read from its start.
         """
         self._num_batches_read += 1
 
@@ -311,7 +312,7 @@ class TokenAccumulation(Algorithm):
         Warns of an epoch that has ended too early.
         """
         self._num_batches_read = 0
-        # The timestamp itself is already that of the next epoch.
+        # `state.timestamp` already belongs to the next epoch.
         if state.previous_timestamp is None:
             return
         num_batches = state.previous_timestamp.batch_in_epoch
@@ -333,7 +334,7 @@ class TokenAccumulation(Algorithm):
         if split is None:
             return
         rule = self.rule
-        if rule is None and self.options.loss_tokens != 'auto':  # before the first fit
+        if rule is None and self.options.loss_tokens != 'auto':  # no batch was trained yet, but the user named the rule
             rule = self.options.loss_tokens
         split.start_evaluation(state.model, rule)
 
@@ -351,27 +352,27 @@ class TokenAccumulation(Algorithm):
         check_labels_and_ids(state.model, microbatches_of(state.batch), vocabulary)
         if self._context is None:
             self._context = RunContext(state, self.options)
-            # A checkpoint or an earlier fit may say True, although ranks now wait for each other in every microbatch.
+            # It may be True from a checkpoint or an earlier fit, although ranks now wait in every microbatch.
             self._reduces_once &= self._context.reductions.waits_only_to_reduce
             self._context.prove(state.batch)  # also finds the loss rule, by which tokens are counted below
         run = self._context
         if run.split is not None:
             run.split.reduces_once = self._reduces_once
         batch_index = self._num_batches_read - 1
-        # How the loader has assigned the samples of the global batch to the ranks. All must have planned the same.
+        # How the loader has assigned the samples of the global batch to the ranks. All ranks must have the same plan.
         plan = plan_record_of(state.batch, state.dataloader, batch_index)
         step = self._count_batch(state, batch_index)
         width = run.width_of(step)
         # One all-reduce for everything that ranks must know of each other before the batch is cut.
         counts = [step.counts.loss_tokens, step.counts.samples, step.counts.loss_weight]
         has_new_rows = run.check.has_new_rows(step.facts)
-        sums = self._sums_over_ranks(state, [counts, [has_new_rows], width.numbers(), numbers_to_sum(plan)])
-        totals, (num_ranks_with_new_rows,), sums_of_widths, sums_of_plans = sums
+        numbers = [counts, [has_new_rows], width.numbers(), numbers_to_sum(plan)]
+        totals, (num_ranks_with_new_rows,), sums_of_widths, sums_of_plans = self._sums_over_ranks(state, numbers)
         step.totals = StepTotals(*totals)
         check_plans(sums_of_plans, plan)
         _check_has_weight(step, state.batch)
-        # Not due in the first step, because prove() has just checked its rows. Due in steps 16, 32, 64 and so on even
-        # without new rows, because a model may begin to treat known rows in another way.
+        # In the first step no check is due, because prove() has just checked its rows. In steps 16, 32, 64 and so on it
+        # is due even without new rows, because a model may begin to treat known rows in another way.
         is_check_due = run.check.is_due(self._token_choice.step, has_new_rows=num_ranks_with_new_rows > 0)
         if is_check_due:
             run.prove(state.batch)  # new rows are cut only by rules that were proven for them
@@ -388,9 +389,9 @@ class TokenAccumulation(Algorithm):
         self.num_empty_steps += run.is_step_empty
 
     def _count_batch(self, state: State, batch_index: int) -> Step:
-        """Adds the counts of its rows to the batch, and returns the record of the step.
+        """Adds the counts of the rows to ``state.batch``, and returns the record of the step.
 
-        A row that repeats a sample of another rank is first marked as 0 samples. Counting keeps this mark.
+        If a row repeats a sample of another rank, it is first marked as 0 samples. Counting keeps this mark.
         """
         run = self._run
         batch: Batch = state.batch
@@ -398,20 +399,20 @@ class TokenAccumulation(Algorithm):
             # At most one row is a copy of another rank's sample, and it is the last one.
             *rows, repeated_row = row_counts_of(batch)  # each row is one sample, and has no other counts yet
             batch = attach_row_counts(batch, [*rows, replace(repeated_row, samples=0)])
-        # The counts are in the batch, so that the split also cuts them into microbatches. Rows of 0 samples lose their
-        # labels.
+        # The counts become an entry of the batch, so that the split cuts them together with the rows. Rows of 0 samples
+        # lose their labels.
         counted_batch = with_counts(batch, self._known_rule, self.options.token_weights)
         state.batch = self._with_new_labels_marked(counted_batch)
         return Step(
             rows=row_counts_of(state.batch),
             facts=describe_all(run.check.layout, state.batch),
             is_weighted=self.is_weighted,
-            # check_step() refuses a bypass that earlier steps did not have.
+            # From earlier steps. check_step() refuses a bypass that they did not have.
             has_bypass=run.has_bypass if self.options.checks_loss else None,
         )
 
     def _with_new_labels_marked(self, batch: Batch) -> Batch:
-        """Marks rows of a counted batch with a label that counts for the first time in the run.
+        """Marks the rows of a counted batch that have a label whose id counts for the first time in the run.
 
         The microbatches of these rows are measured, because a loss may treat some labels in another way.
         """
@@ -419,8 +420,8 @@ class TokenAccumulation(Algorithm):
         if not any(has_new_label):
             return batch
         marked_rows = []
-        for row, is_marked in zip(row_counts_of(batch), has_new_label, strict=True):
-            marked_row = replace(row, has_new_label=is_marked)
+        for row, is_new in zip(row_counts_of(batch), has_new_label, strict=True):
+            marked_row = replace(row, has_new_label=is_new)
             marked_rows.append(marked_row)
         return attach_row_counts(batch, marked_rows)
 
@@ -439,9 +440,9 @@ class TokenAccumulation(Algorithm):
         return sums
 
     def _before_train_batch(self, state: State) -> None:
-        """Forgets an earlier attempt of the step.
+        """Prepares an attempt to compute the step: forgets an earlier one, and repeats the checks of the model.
 
-        Composer runs a step again if memory ran out, or if the optimizer takes a closure.
+        Composer computes a step again if memory ran out, or if the optimizer takes a closure.
         """
         run = self._run
         step = run.step
@@ -479,7 +480,7 @@ class TokenAccumulation(Algorithm):
         self.select_logits(state, batch, record.counts.loss_tokens)
 
     def _after_loss(self, state: State) -> None:
-        """Puts our entries back into the batch, and makes the loss ready to be scaled.
+        """Puts our entries back into the batch, and prepares the loss for :meth:`_before_backward`, which scales it.
 
         A router's loss is split off, a mean over no tokens becomes 0, and a loss without a gradient gets one.
         """
@@ -505,8 +506,8 @@ class TokenAccumulation(Algorithm):
         def without_tokens(term: Term) -> torch.Tensor:
             if term.unit in empty_units:
                 return zero
-            # A mean over rows with labels is NaN if there are no such rows. Its gradient may be NaN, too, and the
-            # factor 0 of a microbatch without samples does not remove that.
+            # Without rows with labels, a mean over them is NaN. Its gradient may be NaN, too, and stays NaN even if it
+            # is multiplied by 0, the factor of a microbatch without samples.
             if not has_samples and term.value.isnan().any():
                 return zero
             return term.value
@@ -519,8 +520,8 @@ class TokenAccumulation(Algorithm):
             return
         run = self._run
         step_number = self._token_choice.step
-        # In steps 0, 1, 2, 4, 8 and so on, because a schedule may change the coefficient.
-        is_check_due = (step_number & (step_number - 1)) == 0
+        # Not only in step 0, because a schedule may change the coefficient.
+        is_check_due = (step_number & (step_number - 1)) == 0  # steps 0, 1, 2, 4, 8 and so on
         # With a wrong coefficient the split would be wrong, so it is checked even with `check_loss=False`. Without a
         # coefficient nothing is split, and the check only makes sure that the loss has no such term.
         needs_check = self.options.check_loss or run.terms.router_coefficient is not None
@@ -536,10 +537,10 @@ class TokenAccumulation(Algorithm):
             )
 
     def _attach_gradient(self, state: State) -> None:
-        """Gives the loss of a microbatch without media a gradient if it has none, because the backward would raise.
+        """Gives the loss of a microbatch without media a gradient of 0 if it has none. The backward would raise.
 
-        It has none if only an encoder of media is trained. If a microbatch with media has none, something is wrong, and
-        the backward should raise.
+        Such a loss has no gradient if only an encoder of media is trained. If a microbatch with media has none,
+        something is wrong, and the backward should raise.
         """
         if any(term.requires_grad for term in tensors_in(state.loss)):
             return
@@ -553,11 +554,14 @@ class TokenAccumulation(Algorithm):
         state.loss = self._run.terms.changed(state.loss, lambda term: term.value + zero)
 
     def _before_backward(self, state: State) -> None:
-        """Scales the loss. Users put this algorithm last, because later changes are not scaled."""
+        """Scales the loss, so that its tokens get their weight in the step, and sets up hooks that measure it.
+
+        Users put this algorithm last, because later changes of the loss are not scaled.
+        """
         run = self._run
         microbatch = self._current
         record = microbatch.record
-        # Again, because algorithms may have taken entries out of the batch after the loss.
+        # Called a second time, because algorithms may have taken entries out of the batch after the loss.
         state.batch = microbatch.put_back(state.batch)
         record.batch = _checked_entries(state.batch)
         if not self.options.loss_units:  # with units a term may be added, because its unit tells its factor
@@ -592,11 +596,13 @@ class TokenAccumulation(Algorithm):
         microbatch.edges_of_loss = _edges_of(state.loss)
 
     def _check_other_terms(self, state: State, microbatch: CurrentMicrobatch) -> None:
-        """Raises RuntimeError if a term that is no mean over tokens would have a wrong gradient.
+        """Raises RuntimeError if a term that is not a mean over tokens would have a wrong gradient.
 
-        Its gradient is wrong in added rows, which are dummy rows and repeated samples. They have no labels, so means
-        over tokens leave them out. With token weights it is wrong at the logits, because the weights apply to all of
-        their gradient.
+        There are two cases:
+
+        - Such a term has a gradient in added rows, which are dummy rows and repeated samples. They should not count.
+          Means over tokens leave them out, because they have no labels.
+        - Tokens have weights, and such a term has a gradient at the logits. The weights would change it, too.
         """
         run = self._run
         rows = microbatch.record.rows
@@ -647,8 +653,13 @@ class TokenAccumulation(Algorithm):
                 '(docs/errors.md#model-loss).'
             )
 
-    def _weigh_and_measure_tokens(self, state: State, microbatch: CurrentMicrobatch, weight_of_mean: float) -> None:
-        """Applies the token weights, if there are any, and measures tokens in the backward.
+    def _weigh_and_measure_tokens(
+        self,
+        state: State,
+        microbatch: CurrentMicrobatch,
+        weight_of_mean: float,
+    ) -> None:
+        """Applies the token weights, if there are any, and adds hooks that measure tokens in the backward.
 
         Without token weights only some microbatches are measured, which :class:`.TokenChoice` chooses.
 
@@ -678,8 +689,8 @@ class TokenAccumulation(Algorithm):
         weights = None
         if step.is_weighted:
             weights = self._weigh_mean(state, record, logits, selected)
-        # No parameter before the logits is trained, for example if only an encoder of media is, and there are no media.
-        # The value of the loss was weighted nevertheless, because it is logged.
+        # The logits have no gradient if no parameter before them is trained, for example if only an encoder of media is
+        # trained, and there are no media. The value of the loss is weighted nevertheless, because it is logged.
         if logits.grad_fn is None:
             return
         if weights is not None:
@@ -688,14 +699,14 @@ class TokenAccumulation(Algorithm):
         edges = _edges_of([logits, router_loss_of(microbatch.outputs)])
         record.has_bypass = has_bypass(run.terms.of_unit(state.loss, 'tokens'), edges)
         plain_token_weight = self._plain_token_weight(weight_of_mean, num_tokens)
-        measures_all = self._token_choice.draws_all()  # or only some tokens of this microbatch
+        measures_all = self._token_choice.draws_all()  # if False, only some tokens of this microbatch are measured
         record.watch(logits, weights, plain_token_weight, batch=selected, measures_all=measures_all)
 
     def _plain_token_weight(self, weight_of_mean: float, num_tokens: int) -> float | None:
-        """Returns the weight that a token must have in the gradient by the logits; None: it cannot be measured.
+        """Returns the weight that a plain token must have in the gradient by the logits; None: it cannot be measured.
 
-        It is the weight of a plain token, to which the weights of other tokens are relative. It can be measured only if
-        the loss is one mean over tokens (no ``loss_units``, or one term), because several terms may use the logits.
+        A plain token is one with the relative weight 1. Its weight can be measured only if the loss is one mean over
+        tokens (no ``loss_units``, or one term), because several terms may use the logits.
         """
         run = self._run
         units_of_terms = list(run.terms.units.values())
@@ -703,15 +714,20 @@ class TokenAccumulation(Algorithm):
         scale = run.check.token_scale
         if scale is None or units_of_terms not in ([], ['tokens']):
             return None
-        # FSDP2 on CPUs makes the reduced gradient too large by `excess_of_reduction`. LossTerms.scaled() divides by it.
-        return scale * weight_of_mean * run.step.gradient_scale / num_tokens / run.excess_of_reduction
+        weight = scale * weight_of_mean * run.step.gradient_scale / num_tokens
+        # FSDP2 on CPUs makes the reduced gradient too large by this factor, so LossTerms.scaled() divides by it.
+        return weight / run.excess_of_reduction
 
     def _weigh_mean(
-        self, state: State, record: MicrobatchRecord, logits: torch.Tensor, selected: Batch
+        self,
+        state: State,
+        record: MicrobatchRecord,
+        logits: torch.Tensor,
+        selected: Batch,
     ) -> torch.Tensor:
         """Turns the value of the mean over tokens into the weighted mean, and returns the weights for its gradient.
 
-        They are relative to their mean, and each is at the position whose logits predict the token.
+        The weights are relative to their mean. Each is at the position whose logits predict the token.
 
         Args:
             state: The trainer's state.
@@ -725,8 +741,8 @@ class TokenAccumulation(Algorithm):
         # weighs weight * num_tokens / loss_weight times as much as in the plain mean.
         weights_of_labels = selected[LOSS_WEIGHTS] * (num_tokens / record.counts.loss_weight)
         weights = at_predictions(weights_of_labels, rule)
-        # weigh_tokens() will change only the gradient. The value of the loss gets the same change here, by a number
-        # without a gradient.
+        # weigh_tokens() will weight only the gradient. The value of the loss is weighted here: a number without a
+        # gradient is added.
         targets = targets_of(selected, rule).flatten()
         positions = torch.arange(len(targets), device=logits.device)
         losses = token_losses_at(logits, positions, targets)  # 0 at positions without a target
@@ -745,9 +761,9 @@ class TokenAccumulation(Algorithm):
             return None
         if step.planned:
             return sum(num_samples(microbatch) > 0 for microbatch in step.planned)
-        # Composer's own split makes microbatches of a fixed number of rows. The quotient is rounded up, because the
-        # last microbatch may have fewer.
-        return -(-step.counts.samples // int(state.device_train_microbatch_size or 1))
+        # Composer's own split makes microbatches of a fixed number of rows.
+        microbatch_size = int(state.device_train_microbatch_size or 1)
+        return -(-step.counts.samples // microbatch_size)  # rounded up, because the last one may have fewer rows
 
     def _after_backward(self, state: State) -> None:
         """Adds the gradients that a reduction waits for, and puts the unscaled loss back.
@@ -776,15 +792,15 @@ class TokenAccumulation(Algorithm):
         if run.split is not None and reduced_once is not None:
             self._reduces_once = reduced_once
         if run.is_step_empty:
-            # One forward over the whole batch would have the loss NaN, so the step must change no weight. Terms that
-            # are no means over tokens, such as a router's, may have a gradient. It is dropped. Gradients become None,
-            # not 0, so that the optimizer neither decays weights nor moves by its momentum.
+            # One forward over the whole batch would have the loss NaN, so the step must change no weight. If other
+            # terms, such as a router's loss, have a gradient, it is dropped. Gradients become None, not 0, so that the
+            # optimizer neither decays weights nor moves by its momentum.
             for optimizer in state.optimizers:
                 optimizer.zero_grad(set_to_none=True)
         return self._metrics(state, step)
 
     def _batch_end(self, state: State) -> None:
-        """Ends the step. Not before, because an optimizer may compute a step several times (LBFGS, SAM)."""
+        """Ends the step. Before this event an optimizer may compute the step several times (LBFGS, SAM)."""
         step = self._run.step
         self._token_choice.end_step(len(step.microbatches))
         # Otherwise the batch would stay in memory while the next one is read.
@@ -814,7 +830,8 @@ class TokenAccumulation(Algorithm):
 class CurrentMicrobatch:
     """The microbatch that is computed now.
 
-    The model gets it without our entries. A compiled model would be compiled again whenever their values change.
+    The model gets it without our entries, because a compiled model would be compiled again whenever their values
+    change.
 
     Args:
         batch: The microbatch.
@@ -822,23 +839,30 @@ class CurrentMicrobatch:
         hides_weights: Whether to take out the weights of tokens, because this package has written them. If it has not,
             a column of this name belongs to the user, and the model may read it.
         adds_label: Whether to add a label, because the microbatch has none. A fused loss computes its gradient in the
-            forward. Divided by zero labels this gradient is NaN, and a factor of zero does not remove it. Only for
-            losses whose terms are all means over tokens, because a term over samples would see the label.
+            forward. Without labels it divides by 0, and its gradient stays NaN even if it is multiplied by 0. No label
+            may be added if some terms are not means over tokens, because they would see the label.
     """
 
-    def __init__(self, batch: Batch, record: MicrobatchRecord, *, hides_weights: bool, adds_label: bool) -> None:
+    def __init__(
+        self,
+        batch: Batch,
+        record: MicrobatchRecord,
+        *,
+        hides_weights: bool,
+        adds_label: bool,
+    ) -> None:
         self._batch = batch
         self.record = record
         self.outputs: Any = None
-        """Those of the model, from AFTER_LOSS to BEFORE_BACKWARD. Composer's FreeOutputs empties ``state.outputs`` in
-        between."""
+        """The outputs of the model, from AFTER_LOSS to BEFORE_BACKWARD. They are kept here, because Composer's
+        FreeOutputs empties ``state.outputs`` in between."""
         self.edges_of_loss: Collection[Edge] = ()
         """The nodes of the graph that made the loss; set at AFTER_LOSS and BEFORE_BACKWARD. A term that is added later
         comes from other nodes."""
         self.raw_loss: Any = None
         """The loss before it was scaled; set at BEFORE_BACKWARD."""
         self.entries = without_row_counts(batch)
-        """What the model gets."""
+        """The batch that the model gets."""
         if hides_weights:
             del self.entries[LOSS_WEIGHTS]
         if adds_label:
@@ -855,16 +879,17 @@ class CurrentMicrobatch:
         # The model may have taken the labels out of its batch.
         complete = {'labels': self._batch.get('labels'), **batch}
         for key, value in self._batch.items():
-            # The original comes back if the entry is still the one that the model got. This includes hidden entries,
-            # which are None on both sides.
+            # If the entry is still the one that the model got, the original comes back. A hidden entry is None on both
+            # sides, so it comes back, too.
             if complete.get(key) is self.entries.get(key):
                 complete[key] = value
         return complete
 
 
 def _checked_entries(batch: Batch) -> BatchDict:
-    """Returns the entries that check_step() reads. The others, such as images, can leave the device before it."""
-    return {key: batch[key] for key in ('labels', 'attention_mask', 'sample_ids', LOSS_WEIGHTS) if key in batch}
+    """Returns the entries that check_step() reads. Others, such as images, need not stay on the device until then."""
+    checked_keys = ('labels', 'attention_mask', 'sample_ids', LOSS_WEIGHTS)
+    return {key: batch[key] for key in checked_keys if key in batch}
 
 
 def _check_has_weight(step: Step, batch: Batch) -> None:
@@ -888,15 +913,15 @@ def _check_carries_counts(batch: Batch, *, is_weighted: bool) -> None:
 
 
 def _edges_of(value: Any) -> set[Edge]:
-    """Returns the outputs of the graph that make the tensors in a value, see :func:`.tensors_in`.
+    """Returns the edges at which the tensors in a value leave the graph, see :func:`.tensors_in`.
 
-    They keep the graph in memory.
+    An edge keeps its graph in memory.
     """
     return {edge_of(tensor) for tensor in tensors_in(value)}
 
 
 def _scales_of(record: MicrobatchRecord, weight_of_mean: float) -> dict[str, float]:
-    """Returns the factor of the terms of each unit. Composer applies its own weight in addition.
+    """Returns the factor of the terms of each unit. Composer multiplies the loss by its own weight afterwards.
 
     ``weight_of_mean`` is the factor that the mean over the tokens of the microbatch must have in the step.
     """
@@ -918,6 +943,8 @@ def _with_added(loss: Any, terms: LossTerms, added: torch.Tensor) -> Any:
     means_over_tokens = [term.name for term in terms.terms_of(loss) if term.unit == 'tokens']
 
     def with_added(term: Term) -> torch.Tensor:
-        return term.value + added if term.name in means_over_tokens[:1] else term.value
+        if term.name in means_over_tokens[:1]:
+            return term.value + added
+        return term.value
 
     return terms.changed(loss, with_added)

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from enum import Enum
 from functools import cached_property, partial
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -40,13 +40,6 @@ from composer_tokacc.row_counts import RowCounts, attach_row_counts, num_rows
 
 log = logging.getLogger(__name__)
 
-Point: TypeAlias = tuple[str, int]
-"""Names a gradient in a :class:`.ProbeResult`: the unit of the loss terms, ``'tokens'`` or ``'samples'``, and its index
-among the gradients of this unit. There is one for the output of each of the last two layers."""
-LossPart: TypeAlias = tuple[Sequence[int], Mapping[str, float]]
-"""One microbatch of a cut: the numbers of its rows, and its losses, by unit."""
-RowGradients: TypeAlias = dict[Point, Tensor]
-"""Gradients of some rows, by point. Each is ``(rows, width, entries)``."""
 
 GRADIENT_TOLERANCE = 3e-6
 """Largest relative change of a row's gradient, unless round-off changes it more. Independent rows change by 1e-7. The
@@ -76,6 +69,19 @@ NAME_TERMS = (
     "Return its terms as a dict and name the unit of each in `loss_units`, or a router's factor in "
     '`router_aux_loss_coef` of the config (docs/errors.md#model-loss).'
 )
+
+
+class Point(NamedTuple):
+    """Names a gradient in a :class:`.ProbeResult`."""
+
+    unit: str
+    """The unit of the loss terms: ``'tokens'`` or ``'samples'``."""
+    index: int
+    """Its place among the gradients of this unit. There is one for the output of each of the last two layers."""
+
+
+RowGradients: TypeAlias = dict[Point, Tensor]
+"""Gradients of some rows, by point. Each is ``(rows, width, entries)``."""
 
 
 class CutKind(Enum):
@@ -108,6 +114,14 @@ class _Change:
     error_without_factor: float  # size of the change that is left after division by the factor, relative as ``error``
 
 
+@dataclass(frozen=True)
+class _MicrobatchLosses:
+    """The losses of one microbatch of a cut."""
+
+    rows: Sequence[int]  # numbers of its rows
+    by_unit: Mapping[str, float]  # the sum of the loss terms of each unit
+
+
 @dataclass(eq=False)
 class RowComparison:
     """Compares cuts of some rows with all rows together, as the loader padded them.
@@ -132,8 +146,9 @@ class RowComparison:
     depend on each other."""
 
     def __post_init__(self) -> None:
-        # Packing reads the rule in the batch, to decide whether it masks the first label of a document.
-        self.rows = attach_row_counts(self.rows, [RowCounts(rule=self.rule)] * num_rows(self.rows))
+        # pack_rows() reads the loss rule in the counts, to decide whether it masks the first label of a document.
+        counts = [RowCounts(rule=self.rule)] * num_rows(self.rows)
+        self.rows = attach_row_counts(self.rows, counts)
         self._facts = describe(self.layout, self.rows)
         has_loss = loss_mask(self.rows, self.rule)
         self._counts: list[int] = has_loss.sum(dim=1).tolist()
@@ -151,7 +166,8 @@ class RowComparison:
             self.batch,
             targets=targets,
             varies_weights=self.varies_weights,
-            # The comparison without varied weights is made after results of this one, which must keep their precision.
+            # The comparison without varied weights comes later. If it changed the precision of forwards, later results
+            # of this one could not be compared with the reference any more.
             decides_precision=self.varies_weights,
         )
         """The result of all rows together."""
@@ -171,7 +187,7 @@ class RowComparison:
     def _at_unvaried_weights(self) -> RowComparison | None:
         """The same comparison without varied weights, because they may hide a fault.
 
-        None: no rank has varied a weight, or this is that comparison.
+        None: no rank has varied a weight, or this comparison is the one without varied weights.
         """
         if not self.varies_weights or not any(self.probe.gather(self.probe.has_varied_weights)):
             return None
@@ -194,9 +210,9 @@ class RowComparison:
         return self.probe.gather(noise)[0]  # of the first rank, so that all ranks decide alike
 
     def _denominator(self, unit: str, rows: Sequence[int]) -> int:
-        """Returns the number of tokens or samples that the terms of a unit are divided by.
+        """Returns the number of tokens or samples by which the terms of a unit are divided.
 
-        A term over samples is divided by all rows, also by those that do not have it, as in a step.
+        As in a step, a term over samples is divided by the number of all rows, even if some rows have no such term.
         """
         if unit == 'samples':
             return len(rows)
@@ -210,22 +226,24 @@ class RowComparison:
         measured = self.reference.measured
         if measured is None or not self.check_loss:
             return None
-        # If the model is sure of a token, its weight is measured badly. So each weight counts by its squared gradient.
+        # If the model is sure of a token, its weight is measured badly. So the mean counts each weight by its squared
+        # gradient.
         squares = measured.plain_norms.square()
         weighted_squares = measured.weights * squares
         mean_weight = float(weighted_squares.sum() / squares.sum())
         if mean_weight == 0 or not math.isfinite(mean_weight):
             return None
         # For the same reason a weight that differs from the mean counts only as far as it changes the gradient.
-        worst = float(measured.deviations(mean_weight, 1.0).max())
+        largest_deviation = float(measured.deviations(mean_weight, 1.0).max())
         eps = self.reference.gradient_eps
-        if worst > PLAIN_TOLERANCE + eps:
+        if largest_deviation > PLAIN_TOLERANCE + eps:
             return None
         scale = mean_weight * sum(self._counts)
         # The logits of a fresh model are nearly equal. In half precision label smoothing then looks like a factor, so
         # only a factor of 1 is believed.
-        may_hide_terms = eps > PLAIN_TOLERANCE and abs(scale - 1) > eps
-        return None if may_hide_terms else scale
+        if eps > PLAIN_TOLERANCE and abs(scale - 1) > eps:
+            return None
+        return scale
 
     # The cuts.
 
@@ -241,12 +259,13 @@ class RowComparison:
 
         Args:
             cutter: Proposes rules, and cuts by them.
-            rules: The current rules.
+            rules: The current rules. They were exact for all earlier rows.
             largest_packed_row: The most tokens that packed rows have in training.
-            are_new: Whether some rows are unlike all earlier ones. For these the current rules were exact.
+            are_new: Whether some rows are unlike all earlier ones.
 
         Raises:
-            RuntimeError: If there are no such rules, or if the current rules were exact and are not any more.
+            RuntimeError: If there are no such rules, or if the current rules are not exact any more for such rows as
+                before.
         """
         failures: list[CutFailure] = []
         for candidate in cutter.candidates(self._facts, rules):
@@ -268,24 +287,24 @@ class RowComparison:
                 continue
             if self.has_shown_trimming:
                 return candidate
-            # This candidate has trimmed no row. If it keeps the padding, because trimming has failed, with_side_of()
-            # changes nothing. If no row has padding that may be cut off, the rows have shown nothing about trimming,
-            # and with_side_of() puts the earlier width back.
-            return candidate.with_side_of(rules, self._facts.side)
+            # This candidate has trimmed no row. If it keeps the padding, because trimming has failed,
+            # with_earlier_width() changes nothing. If no row has padding that may be cut off, the rows have shown
+            # nothing about trimming, and with_earlier_width() puts the earlier width back.
+            return candidate.with_earlier_width(rules, self._facts.side)
         if cutter.must_pack:
             raise NotExactError(_why_not_packed(failures))
         raise failures[-1]  # the last cut changes the rows the least, so its failure tells the most
 
     def check_single_rows(self) -> None:
-        """Raises RuntimeError if a row by itself, not trimmed, has another gradient than with the others."""
+        """Raises RuntimeError if a row that is computed by itself, not trimmed, has another gradient."""
         select = partial(self.layout.select, self.rows)
         self._check_microbatches(select, self._single_rows, CutKind.SINGLE_ROW)
 
     def check_unlabelled_row(self) -> bool:
         """Returns whether terms over samples have a gradient in rows without labels.
 
-        A step counts these rows. They come from the data, or fill up a rank. Most samples may have labels, so a copy of
-        a row without its labels stands for them. A loss that is NaN for such a row is not refused here.
+        A step counts such rows. They come from the data, or fill up a rank. The rows of a check may all have labels, so
+        a copy of one of them without its labels is checked. A loss that is NaN for such a row is not refused here.
 
         Raises:
             RuntimeError: If a mean over samples leaves out rows without labels.
@@ -339,7 +358,7 @@ class RowComparison:
         except torch.OutOfMemoryError:
             # It may come on one rank only. If it counted as a failure, this rank would leave out the collectives below.
             raise
-        except Exception as error:  # also an AssertionError of the model
+        except Exception as error:  # any error of the model, such as an AssertionError
             return f'{type(error).__name__}: {error}'
         finally:
             selector.disarm()
@@ -354,7 +373,7 @@ class RowComparison:
         result = replace(result, gradients={'tokens': gradients})
         try:
             self._check_gradients(self.rows, result, self._all_rows, CutKind.AT_LABELS)
-            self._check_losses([(self._all_rows, result.losses)])
+            self._check_losses([_MicrobatchLosses(self._all_rows, result.losses)])
         except CutFailure:
             return 'the loss or its gradient by the logits changes'
         return None
@@ -363,9 +382,9 @@ class RowComparison:
         """Raises CutFailure unless packed rows have the expected gradients.
 
         All rows are packed in their order, and in the opposite order. A leak runs from one document into the next, so
-        each row must follow the others once. A model may compute long packed rows in another way, so the rows are
-        repeated until they have as many tokens as in training. More different rows would need more memory, because all
-        of them are also computed together, padded.
+        each row must follow the others once. A model may compute long packed rows in another way, so the same rows are
+        repeated until they have as many tokens as in training. Other rows would need more memory, because all rows of
+        the check are also computed together, padded.
 
         Each row is also packed by itself, because a loss may depend on which rows are together: on their number, on the
         longest or the shortest one, or on the share of tokens with labels.
@@ -387,22 +406,22 @@ class RowComparison:
 
         ``assemble`` makes the microbatch of a group.
         """
-        parts: list[LossPart] = []
+        losses: list[_MicrobatchLosses] = []
         for rows in groups:
             try:
                 batch = assemble(rows)
                 result = self.probe.run(self.on_device(batch), varies_weights=self.varies_weights)
             except torch.OutOfMemoryError:
                 raise  # says nothing about the model, and may come on one rank only
-            except Exception as error:  # each model has its own, and a CutFailure keeps its text
+            except Exception as error:  # each model raises another class
                 # Some models cannot compute such a batch: BLIP-2 needs images, Funnel pools rows of 5 tokens or more.
                 # Others assert that the width is a multiple of a chunk.
                 raise self._not_accepted(rows, error, cut_kind) from error
             self._check_gradients(batch, result, rows, cut_kind)
-            parts.append((rows, result.losses))
+            losses.append(_MicrobatchLosses(rows, result.losses))
             self.has_shown_trimming |= self.layout.width(batch) < self._facts.width
         if self.check_loss:
-            self._check_losses(parts)
+            self._check_losses(losses)
         if self._at_unvaried_weights is not None:
             self._at_unvaried_weights._check_microbatches(assemble, groups, cut_kind)
 
@@ -427,7 +446,8 @@ class RowComparison:
     ) -> RowGradients:
         """Returns the gradients of each row, in the columns of the uncut rows, times the denominator of the unit.
 
-        A row may be narrower in its microbatch than in the uncut batch, or be one document of the ``packed`` row.
+        In this form they do not depend on an exact cut. In its microbatch a row may be narrower than in the uncut
+        batch, or be one document of the ``packed`` row.
         """
         aligned: RowGradients = {}
         for unit, unit_gradients in result.gradients.items():
@@ -439,7 +459,7 @@ class RowComparison:
                     row_gradients = self._unpacked(packed, gradient, rows)
                 else:
                     row_gradients = self._in_uncut_columns(gradient, len(rows))
-                aligned[unit, index] = row_gradients * self._denominator(unit, rows)
+                aligned[Point(unit, index)] = row_gradients * self._denominator(unit, rows)
         return aligned
 
     def _unpacked(self, packed: Batch, gradient: Tensor, rows: Sequence[int]) -> Tensor:
@@ -459,9 +479,9 @@ class RowComparison:
 
     def _in_uncut_columns(self, gradient: Tensor, num_rows: int) -> Tensor:
         """Returns the gradient of each row in the columns of the uncut rows, ``(rows, width, entries)``."""
-        # There may be dummy rows after the rows themselves, and `microbatch_transforms` may have made the rows wider
-        # than the batch. Both are left out, the latter by a negative number of added columns.
+        # Leaves out dummy rows, which come after the rows themselves.
         gradient = gradient[:num_rows]
+        # Negative if `microbatch_transforms` has made the rows wider than the batch. Then columns are left out.
         num_added = self._width - gradient.shape[1]
         columns = (0, num_added)
         if self._facts.side == 'left':
@@ -479,13 +499,13 @@ class RowComparison:
     ) -> None:
         """Raises CutFailure if a row's gradient differs from the expected one by more than round-off.
 
-        ``batch`` is the microbatch of the rows, and ``result`` the result of the probe of it.
+        ``batch`` is the microbatch of the rows, and ``result`` is the probe's result for it.
         """
         packed = batch if cut_kind is CutKind.PACKED else None
         gradients = self._aligned(result, rows, packed)
         changes_of_ranks = self.probe.gather(self._largest_changes(gradients, rows))
-        # All ranks decide by the same numbers, because a change above the tolerance takes one more forward. The rank
-        # with the largest change also explains it.
+        # For each point, the changes on all ranks. All ranks decide by the largest of them, because a change above the
+        # tolerance takes one more forward, which all must make.
         for changes in zip(*changes_of_ranks, strict=True):
             change = max(changes, key=lambda change: change.error)
             allowed = self._allowed(change.point, change.error)
@@ -499,8 +519,7 @@ class RowComparison:
         difference = f'{name}: the gradient at its logits {size} (round-off is {allowed:.0e})'
         if self.reference.invalid_loss is not None:
             return NOT_A_NUMBER.format(self.reference.invalid_loss, difference)
-        unit, _ = change.point
-        if unit == 'samples':
+        if change.point.unit == 'samples':
             return (
                 f'{SAMPLES}a gradient of {name} that {size}. Take means over the tokens of each row, not over its '
                 'columns, and divide their sum by all rows, or name another unit (docs/errors.md#model-loss).'
@@ -523,7 +542,7 @@ class RowComparison:
             row_gradients = gradients.get(point, zero[rows])
             expected = all_expected[rows]
             sizes = _sizes(all_expected)[rows]
-            # The change of a row's gradient is a factor on all of it, and a remainder.
+            # The change of a row's gradient consists of a factor on all of it, and a remainder.
             factors = _factors(row_gradients, expected)
             remainders = _relative_errors(row_gradients / factors[:, None, None], expected, sizes)
             # If the loss is not checked, rows may have any weight, so only the remainder counts.
@@ -531,7 +550,13 @@ class RowComparison:
             if self.check_loss:
                 errors = _relative_errors(row_gradients, expected, sizes)
             worst = int(errors.argmax())
-            change = _Change(point, rows[worst], float(errors[worst]), float(factors[worst]), float(remainders[worst]))
+            change = _Change(
+                point,
+                row=rows[worst],
+                error=float(errors[worst]),
+                factor=float(factors[worst]),
+                error_without_factor=float(remainders[worst]),
+            )
             changes.append(change)
         return changes
 
@@ -548,17 +573,17 @@ class RowComparison:
         noise = min(self._noise.get(point, 0.0), MOST_ROUNDINGS * eps, MOST_NOISE)
         return max(GRADIENT_TOLERANCE, eps, noise)
 
-    def _check_losses(self, parts: Sequence[LossPart]) -> None:
+    def _check_losses(self, microbatches: Sequence[_MicrobatchLosses]) -> None:
         """Raises CutFailure if the loss of all rows is not the mean of the losses of the microbatches."""
         for unit in self.reference.losses:
             weighted_sum = 0.0
             total = 0
-            for rows, losses in parts:
-                denominator = self._denominator(unit, rows)
+            for microbatch in microbatches:
+                denominator = self._denominator(unit, microbatch.rows)
                 total += denominator
-                if denominator:  # the loss of a part without tokens may be NaN
+                if denominator:  # the loss of a microbatch without tokens may be NaN
                     # A term that a microbatch leaves out is 0, as in a step.
-                    weighted_sum += losses.get(unit, 0.0) * denominator
+                    weighted_sum += microbatch.by_unit.get(unit, 0.0) * denominator
             if total == 0:
                 continue
             # A step weights its microbatches by the same formula.
@@ -624,8 +649,9 @@ class RowComparison:
 def _why_not_packed(failures: Sequence[CutFailure]) -> str:
     """Returns why no packing is exact.
 
-    ``failures`` has one entry for each packing that was tried, attention by document first. If the model raised an
-    error there, and another packing has a wrong result, the message names both failures. Otherwise it names the first.
+    ``failures`` has one entry for each packing that was tried, attention by document first. If the model has raised an
+    error in the first, and has a wrong result in another, the message names both failures. Otherwise it names the
+    first.
     """
     first = failures[0]
     wrong_result = next((failure for failure in failures if failure.reason is None), first)
@@ -635,7 +661,7 @@ def _why_not_packed(failures: Sequence[CutFailure]) -> str:
 
 
 def _factors(gradients: Tensor, expected: Tensor) -> Tensor:
-    """Returns the factor on each row's gradient, by projection on the expected gradient; ``(rows,)``."""
+    """Returns how many times as large as expected each row's gradient is, by projection; ``(rows,)``."""
     products = (gradients * expected).flatten(1).sum(dim=1)
     squares = expected.square().flatten(1).sum(dim=1)
     has_factor = (squares > 0) & (products != 0)
@@ -643,9 +669,9 @@ def _factors(gradients: Tensor, expected: Tensor) -> Tensor:
 
 
 def _sizes(gradients: Tensor) -> Tensor:
-    """Returns the norm of each row's gradient, but at least the least size, see :data:`SMALL_ROW`; ``(rows,)``.
+    """Returns the sizes by which changes of gradients are divided; ``(rows,)``.
 
-    The change of a row's gradient is divided by it.
+    They are the norms of the rows' gradients, but not smaller than :data:`SMALL_ROW` says.
     """
     norms = gradients.flatten(1).norm(dim=1)
     smallest_size = max(SMALL_ROW * float(norms.max()), 1e-30)  # nothing is divided by zero

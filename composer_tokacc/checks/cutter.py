@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""What the checks need of the class that cuts batches: rules to try, and microbatches that are cut by them.
+"""The interface of the class that cuts batches, for the checks: rules to try, and microbatches that are cut by them.
 
 The classes are in `data_spec`. The checks do not import them, because `data_spec` imports the checks.
 """
@@ -25,10 +25,11 @@ class Rules(Protocol):
         """How a microbatch's rows become one packed row: ``'documents'`` or ``'positions'``. ``''``: not at all."""
         ...
 
-    def with_side_of(self: RulesT, earlier: RulesT, side: str) -> RulesT:
-        """Returns these rules, but with the earlier ones for rows padded on ``side``, ``'left'`` or ``'right'``.
+    def with_earlier_width(self: RulesT, earlier: RulesT, side: str) -> RulesT:
+        """Returns these rules, but with the widths of the earlier ones for rows padded on ``side``.
 
-        If these rules keep the padding of such rows, they stay as they are.
+        Padding of such rows (``'left'`` or ``'right'``) is proven up to a width. If these rules keep the padding, they
+        stay as they are.
         """
         ...
 

@@ -5,11 +5,11 @@
 
 It finds out which labels count in the loss, and which cuts keep the gradient of every row.
 
-A check computes only a few rows. What it shows holds for other rows, too, if their properties (length, number of
-images, holes in the mask and others) lie in the same ranges. These are the proven ranges, a :class:`.RowRanges`. A row
-is new if one of its properties lies outside of them, and then this property is missing. For example, rows of 20 to 90
-tokens were checked. Before the first step with a row of 95 tokens, rows of its batch are checked, and the range becomes
-20 to 95.
+A check computes only a few rows. Its result also holds for other rows if their properties (length, number of images,
+holes in the mask and others) lie in the same ranges. These are the proven ranges, a :class:`.RowRanges`. If a property
+of a row lies outside of them, the row is new, and the property is *missing* in the ranges. For example, rows of 20 to
+90 tokens were checked. Before the first step with a row of 95 tokens, rows of its batch are checked, and the range
+becomes 20 to 95.
 """
 
 from __future__ import annotations
@@ -72,14 +72,15 @@ from composer_tokacc.row_counts import num_rows, without_row_counts
 log = logging.getLogger(__name__)
 
 LOOK_AGAIN = 16
-"""`TokenAccumulation` has rows checked again in this step, and in steps 32, 64 and so on. A model may change in a way
-that the measurements of steps do not show: rows begin to see each other, or the loss gets a term of inner states."""
+"""In this step, and in steps 32, 64 and so on, `TokenAccumulation` checks rows again even if none are new. A model may
+change in a way that the measurements of steps do not show: rows begin to see each other, or the loss gets a term of
+inner states."""
 MAX_ROWS = 6
-"""Most rows of a check. There may be more with several new modalities, or by :func:`with_unequal_row`."""
+"""Most rows of a check. There are more if several modalities are new, or if :func:`with_unequal_row` adds one."""
 MIN_ROWS = 4
 """Fewest rows of a check, if the batch has as many. They differ in length and media, so each may show another fault."""
 NUM_LABELS = 4
-"""Most labels that :func:`rule_batch` puts behind the first token, and that :func:`with_unequal_row` puts on a row."""
+"""Most labels that :func:`rule_batch` puts after the first token, and that :func:`with_unequal_row` puts on a row."""
 LARGEST_ELSEWHERE = 0.1
 """A rule fits if less than this part of the gradient is at positions that it does not name. A small part may be
 round-off, or another loss term, which the comparison of rows refuses later."""
@@ -107,16 +108,16 @@ class RowOffer:
     can_show_rule: bool  # see _can_show_rule(). True if the loss rule is known already
     missing: Sequence[str]  # the properties in which its rows are new
     num_rows: int
-    ranges: RowRanges
+    ranges: RowRanges  # of all its rows
 
     @property
     def priority(self) -> tuple[bool, int, int]:
-        """The rows of the offer with the highest priority are checked. Rows that cannot show the rule come last."""
+        """A sort key: the rows of the largest offer are checked. Rows that cannot show the rule come last."""
         return self.can_show_rule, len(self.missing), self.num_rows
 
 
 class Criterion(NamedTuple):
-    """Chooses one row of a batch: the one with the lowest cost of those that have a certain property."""
+    """Chooses one row of a batch: among the rows that have a certain property, the one with the lowest cost."""
 
     costs: Sequence[float]
     # Which rows have the property. None: it does not matter. If no row has it, any row may be chosen.
@@ -127,7 +128,7 @@ class Criterion(NamedTuple):
 
 @dataclass(eq=False)
 class FirstBatchCheck(Generic[RulesT]):
-    """Probes the model with rows of a batch, the same ones on all ranks.
+    """Checks the model with a few rows of a batch, which are the same on all ranks.
 
     Without a layout rows cannot be told apart, and are not compared. In that case the check only finds the loss rule,
     and looks for state that forwards write.
@@ -142,7 +143,7 @@ class FirstBatchCheck(Generic[RulesT]):
     loss_tokens: str
     """The loss rule that the user has named, or ``'auto'``."""
     check_loss: bool
-    """Whether to check the loss rule, and that rows keep their weights. If not, ``loss_tokens`` names a rule."""
+    """Whether to check the loss rule, and whether rows keep their weights. If not, ``loss_tokens`` names a rule."""
     microbatch_size: float
     """Rows of a microbatch in training. It limits the rows of a check, and the length of packed rows."""
     selector: LabelSelector | None = None
@@ -163,7 +164,7 @@ class FirstBatchCheck(Generic[RulesT]):
     has_logits: bool = field(default=True, init=False)
     """False if the model returns hidden states, because its loss contains the output embedding."""
     _proven: RowRanges = field(default_factory=RowRanges, init=False)
-    """Ranges of the rows that were compared, the same on all ranks."""
+    """The ranges of all rows that were compared. They are the same on all ranks."""
     _is_check_due: bool = field(default=True, init=False)
     """Whether to check rows even if none are new."""
 
@@ -217,10 +218,10 @@ class FirstBatchCheck(Generic[RulesT]):
             rules = self.cutter.rules
         # Each pass checks rows of one rank.
         while True:
-            # FSDP needs the same forwards on all ranks, so the ranks agree on whether to check, and on which rows. With
-            # Composer's own flag, `accumulate_train_batch_on_tokens`, each step comes here, and most steps end after
-            # one number.
+            # FSDP needs the same forwards on all ranks, so the ranks agree on whether to check, and on which rows.
             offer_of_rank = self._offer(batch)
+            # With Composer's own flag, `accumulate_train_batch_on_tokens`, this method is called in each step. In most
+            # steps this one number is all that ranks exchange.
             (is_any_missing,) = max_over_ranks([bool(offer_of_rank.missing)])
             if not self._is_check_due and not is_any_missing:
                 return rules
@@ -238,8 +239,9 @@ class FirstBatchCheck(Generic[RulesT]):
             is_new_cut = rules is not None and new_rules is not None and not new_rules.cuts_like(rules)
             rules = new_rules
             if is_new_cut:
-                # The earlier rows were compared under another cut, so nothing is proven of them. Packing or
-                # trimming that has failed is not tried again, so the rules change only a few times.
+                # The earlier rows were compared under another cut, so nothing is proven about them any more, and the
+                # next passes check them again. The loop ends nevertheless, because rules change only a few times:
+                # packing or trimming that has failed is not tried again.
                 self._proven = RowRanges(readings=self._proven.readings)
             self._proven = self._proven.joined(checked_ranges)
             if not is_new_cut and len(self._proven.missing(offer.ranges)) >= len(offer.missing):
@@ -248,7 +250,7 @@ class FirstBatchCheck(Generic[RulesT]):
                 self._proven = self._proven.joined(offer.ranges)
 
     def _offer(self, batch: Batch) -> RowOffer:
-        """Returns the offer of this rank, whose batch is given."""
+        """Returns the offer of this rank. ``batch`` is its batch."""
         ranges = self._ranges_of(describe_all(self.layout, batch))
         return RowOffer(
             can_show_rule=self.rule is not None or _can_show_rule(batch),
@@ -258,10 +260,10 @@ class FirstBatchCheck(Generic[RulesT]):
         )
 
     def _learn_readings(self, offers: Sequence[RowOffer]) -> None:
-        """Drops readings that contradict the batch of any rank. Then all ranks divide its tensors in the same way.
+        """Drops readings that contradict the batch of any rank, so that all ranks divide tensors in the same way.
 
-        A batch may have a tensor that is registered for no model family. A reading of it is one possible way in which
-        it belongs to rows, such as one entry for each row, or one for each image, see :mod:`.layout.found`.
+        A batch may have a tensor that is registered for no model family. A reading is one possible way in which such a
+        tensor belongs to rows: with one entry for each row, or one for each image, see :mod:`.layout.found`.
         """
         readings = self._proven.readings
         for offer in offers:
@@ -285,7 +287,7 @@ class FirstBatchCheck(Generic[RulesT]):
             are_new: Whether some rows of the step lie outside of the proven ranges.
 
         Returns:
-            The rules of the exact cut, and the ranges of the checked rows.
+            The rules of the exact cut; None without a cutter. And the ranges of the checked rows.
         """
         if self.rule is None:
             if not _can_show_rule(shared.rows):
@@ -330,10 +332,10 @@ class FirstBatchCheck(Generic[RulesT]):
         return rules, ranges
 
     def _check_unknown_rows(self, rows: Batch, rule: str) -> None:
-        """Warns that rows are not compared.
+        """Warns that rows are not compared, because they could not be told apart.
 
-        If the loss is checked, also learns whether the model's output holds logits, and checks written states. For that
-        the whole batch is computed, but only its first row has labels.
+        If the loss is checked, it also learns whether the model's output holds logits, and checks written states. For
+        this it computes the whole batch, with labels only in the first row.
         """
         log.warning(
             'Rows of the batch could not be told apart, so it was not checked that they are independent of each '
@@ -341,7 +343,7 @@ class FirstBatchCheck(Generic[RulesT]):
         )
         if self.check_loss:
             row = self._on_device(rule_batch(None, rows))
-            # If it raises an error in float32, all later forwards have the trainer's precision.
+            # If this forward raises an error in float32, all later ones have the trainer's precision.
             result = self.probe.run(row, targets=targets_of(row, rule), decides_precision=True)
             self.has_logits = result.has_logits
             self.probe.judge_written_state(row)
@@ -355,7 +357,7 @@ class FirstBatchCheck(Generic[RulesT]):
         result = (comparison.token_scale(), failure)
         results = all_gather_object(result)
         scales, failures = zip(*results, strict=True)
-        # A scale that is known stays. If the loss is no plain mean any more, the check of a step refuses it.
+        # A known scale stays. If the loss is not a plain mean any more, check_step() refuses the step.
         if self.token_scale is None and None not in scales:
             self.token_scale = scales[0]
         self.selection_failure = next((failure for failure in failures if failure is not None), None)
@@ -363,10 +365,10 @@ class FirstBatchCheck(Generic[RulesT]):
         self.vocabulary = comparison.reference.output_size if self.has_logits else None
 
     def _check_window(self, rows: BatchDict) -> None:
-        """Raises RuntimeError if the model is a Doge, and a row is longer than its window of keys.
+        """Raises RuntimeError if the model attends to a limited number of keys (Doge), and a row is longer than that.
 
-        Doge attends to a limited number of keys, the best ones. Keys have no positions, so repeated tokens have equal
-        keys. Then round-off decides which of them are the best, and each microbatch rounds differently.
+        Doge attends to the best keys. Its keys have no positions, so repeated tokens have equal keys. Then round-off
+        decides which of them are the best, and each microbatch rounds differently.
         """
         config = getattr(transformers_model(self.probe.model), 'config', None)
         window = getattr(config, 'keep_window_size', None)
@@ -396,7 +398,7 @@ class FirstBatchCheck(Generic[RulesT]):
         has_cache = getattr(text_config, 'use_cache', False) and not getattr(model, 'is_gradient_checkpointing', False)
         are_mixed = has_cache
         if mask is not None:
-            are_mixed = mask.dim() == 2  # one of four dimensions tells documents apart itself
+            are_mixed = mask.dim() == 2  # a mask of four dimensions tells documents apart itself
         if are_mixed and attention_of(text_config) in ('sdpa', 'eager'):
             log.warning(
                 'Rows are packed (`position_ids` restart at 0), and their documents attend to each other, because the '
@@ -416,7 +418,7 @@ class FirstBatchCheck(Generic[RulesT]):
             counts = layout.units_per_row(rows, modality)
             keys = []
             for key, entry in media_entries(layout, rows).items():
-                # Other entries, such as `image_score`, may be notes of the user.
+                # Entries with other names, such as `image_score`, may not be meant for the model.
                 if entry.modality == modality and key in on_device and key.startswith(MEDIA_INPUTS):
                     keys.append(key)
             if any(counts) and keys and not set(keys).intersection(self.forward_arguments):
@@ -448,9 +450,9 @@ class FirstBatchCheck(Generic[RulesT]):
 
 @contextmanager
 def _explained_index_errors(rows: Batch) -> Iterator[None]:
-    """Raises RuntimeError for an IndexError of the model: a position, an id or a label of the rows is out of range.
+    """Turns an IndexError of the model into a RuntimeError that names the possible causes.
 
-    A GPU stops the process instead.
+    The model raises it on a CPU if a position, an id or a label of the rows is out of range. A GPU stops the process.
     """
     try:
         yield
@@ -476,12 +478,12 @@ def find_loss_rule(
 ) -> str:
     """Finds the rule by which the model counts labels, or confirms the rule ``loss_tokens``.
 
-    The gradient by the logits shows it: it is not zero at the positions that predict the counted labels. The rule is
-    measured, because it depends on the model class and the version of transformers, and a run with a wrong rule would
-    look right.
+    The gradient by the logits shows the rule: it is not zero at the positions that predict the counted labels. The rule
+    is measured, because it depends on the model class and the version of transformers, and a run with a wrong rule
+    would look right.
 
     Args:
-        probe: The probe of the model. It examines the model with the row.
+        probe: The probe of the model. It examines the model with the row, see :meth:`.Probe.examine`.
         row: As returned by :func:`rule_batch`, on the device of the model.
         loss_tokens: The rule that the user has named, or ``'auto'``.
 
@@ -492,9 +494,9 @@ def find_loss_rule(
     if result.invalid_loss is not None:
         raise NotExactError(NOT_A_NUMBER.format(result.invalid_loss, sample_name(row, 0)))
     norms = _gradient_norms(result, row)
-    matching: dict[str, float] = {}  # the part of the gradient that a rule does not explain, by rule
-    incomplete: list[str] = []  # rules that fit, but have no gradient at some of the positions that they name
     # A rule fits if there is a gradient at each of the positions that it names, and nowhere else.
+    matching: dict[str, float] = {}  # for each rule that fits, the part of the gradient at other positions
+    incomplete: list[str] = []  # rules that would fit, but have no gradient at some of the positions that they name
     for rule in LOSS_RULES:
         predicts = targets_of(row, rule).cpu() != IGNORE_INDEX
         predicting_norms = norms[predicts]
@@ -540,7 +542,7 @@ def find_loss_rule(
 def _gradient_norms(result: ProbeResult, row: Batch) -> Tensor:
     """Returns the norm of the gradient by the logits at each position, or by the states before them, ``(rows, width)``.
 
-    It is of the terms that are means over tokens. If there are none, all terms are means over samples.
+    It is the gradient of the terms that are means over tokens. If there are none, all terms are means over samples.
     """
     gradients = next(iter(result.gradients.values()))  # of the first unit: 'tokens', if there is such a term
     for gradient in reversed(gradients):
@@ -552,10 +554,10 @@ def _gradient_norms(result: ProbeResult, row: Batch) -> Tensor:
 def rule_batch(layout: BatchLayout | None, rows: Batch) -> BatchDict:
     """Returns one of the rows, with new labels on a few positions that tell the rules apart.
 
-    One is on the first position, and one on a position whose attention is taken away, because only some rules count
-    these. All labels are the same token. The model could be sure of the row's own labels, and then they had no
-    gradient, but it is hardly sure of one token at several positions. If the layout is unknown, the other rows stay in
-    the batch, without labels.
+    One label is on the first position, and one on a position that loses its attention, because only some rules count
+    these. All labels are the same token. If the model were sure of all labels, there would be no gradient. It may be
+    sure of the row's own labels, but hardly of one token at several positions. If the layout is unknown, the other rows
+    stay in the batch, without labels.
     """
     if layout is not None:
         rows = layout.select(rows, [_row_for_rule(layout, rows)])
@@ -566,7 +568,7 @@ def rule_batch(layout: BatchLayout | None, rows: Batch) -> BatchDict:
     has_label = labels[0, 1:] != IGNORE_INDEX
     positions = has_label.nonzero().flatten() + 1
     if len(positions) < 2:
-        # Too few labels: any attended positions of text will do.
+        # There are too few labels, so any attended positions of text are taken.
         attended = torch.ones_like(labels)
         if mask is not None:
             attended = mask
@@ -579,7 +581,7 @@ def rule_batch(layout: BatchLayout | None, rows: Batch) -> BatchDict:
     changed['labels'][0, [0, *label_positions]] = _any_token(rows)
     if mask is not None and len(label_positions) > 1:
         changed['attention_mask'] = mask.clone()
-        # Some rules do not count the last label, because its position is not attended now.
+        # Some rules do not count the last label if its position is not attended.
         changed['attention_mask'][0, label_positions[-1]] = 0
     return changed
 
@@ -624,7 +626,7 @@ def chosen_rows(
     Args:
         layout: Which parts of each tensor belong to which row.
         batch: The batch of a rank.
-        missing: What is new in the batch, as returned by :meth:`.RowRanges.missing`.
+        missing: The properties that are new in the batch, as returned by :meth:`.RowRanges.missing`.
         max_rows: The most rows. There may be more if the batch has several new modalities.
     """
     facts = describe(layout, batch)
@@ -640,8 +642,9 @@ def chosen_rows(
             is_repeated = criterion.needs_new_row and row in rows
             lacks_label = criterion.needs_label and has_no_label[row]
             cost = criterion.costs[row]
-            # A row with labels is better than one that gets them for the check, unless only the latter has the
-            # property. If the criterion needs no label, labels count only between rows of equal cost.
+            # The row with the smallest key is chosen, so an earlier entry of the key counts more. A row with labels is
+            # better than one that gets them for the check, but to have the property is more important. If the criterion
+            # needs no label, labels count only between rows of equal cost.
             key = (lacks_property, is_repeated, lacks_label, cost, has_no_label[row], length)
             keys.append(key)
         cheapest = keys.index(min(keys))
@@ -650,7 +653,8 @@ def chosen_rows(
 
     for criterion in _criteria(facts, missing):
         add_row(criterion)
-    # All rows with new media are kept, because this check runs for them. They come after the first two criteria.
+    # All rows with new media are kept, because this check runs for them. Two criteria choose rows for each modality,
+    # after the first two criteria.
     num_media_criteria = 2 * len(_new_modalities(missing))
     del rows[max(max_rows, 2 + num_media_criteria) :]
     # Fill up with short rows, which cost little.
@@ -690,8 +694,8 @@ def _criteria(facts: RowFacts, missing: Sequence[str]) -> list[Criterion]:
         criteria.append(Criterion(lengths, facts.has_unattended_label))
     if PADDING_ON_BOTH_SIDES in missing:
         criteria.append(Criterion(lengths, facts.begins_with_padding))
-    # The padding before it predicts this label, so the row is not trimmed. But packing drops the padding, and the check
-    # must see that. Without such a row this criterion chooses the shortest row again.
+    # A row whose first label is predicted by the padding before it. Such a row is not trimmed. But packing drops the
+    # padding, and the check must see that. Without such a row this criterion chooses the shortest row again.
     criteria.append(Criterion(lengths, facts.has_label_behind_padding))
     # A model may compute in another way above some width. Rows as long as the batch is wide do not show that, because
     # they are not trimmed. Two other rows are taken: the longest one with padding, and one of medium length.
@@ -699,7 +703,7 @@ def _criteria(facts: RowFacts, missing: Sequence[str]) -> list[Criterion]:
     about_half = (min(lengths) + facts.width) / 2
     medium_first = [abs(length - about_half) for length in lengths]
     criteria_of_widths = [Criterion(longest_first, has_padding), Criterion(medium_first)]
-    # They come earlier if the check runs for a new width.
+    # They come here if the check runs for a new width, otherwise at the end.
     if any(name.startswith(PADDED_ROWS) for name in missing):
         criteria += criteria_of_widths
     for key, values in facts.lowest_values.items():
@@ -720,12 +724,13 @@ def media_as_collated(
 ) -> dict[int, BatchDict]:
     """Returns the media of some rows, padded as in the microbatch that the loader has collated.
 
-    Only of rows whose media the whole batch pads to another size. The keys of the result are places in ``rows``.
+    Leaves out rows with media that have the same size in the whole batch. The keys of the result are places in
+    ``rows``.
     """
     microbatches = microbatches_of(batch)
     if len(microbatches) < 2:
         return {}
-    # Each row of the batch: the microbatch that holds it, and its number there.
+    # For each row of the batch, the microbatch that holds it, and its number there.
     sources: list[tuple[Batch, int]] = []
     for microbatch in microbatches:
         sources += [(microbatch, number) for number in range(num_rows(microbatch))]
@@ -753,7 +758,7 @@ def _ids_at_labels(batch: Batch) -> Tensor | None:
 
 
 def _can_show_rule(batch: Batch) -> bool:
-    """Returns whether a row can show the loss rule: it has two tokens."""
+    """Returns whether a row of the batch can show the loss rule, because it has two tokens or more."""
     for microbatch in microbatches_of(batch):
         num_tokens = real_positions(microbatch).sum(dim=1)
         if (num_tokens > 1).any():
@@ -765,9 +770,9 @@ def _with_labels(layout: BatchLayout, batch: BatchDict) -> BatchDict:
     """Adds labels to the rows of a check, because a leak may show only at some tokens.
 
     A row without any label gets one on its last token: if possible a label of another row, because its own token may be
-    a placeholder. Other rows get a label on every token after the first, with two exceptions. Rows with media stay as
-    they are, because a model may not count labels at placeholders. The row with the longest prompt (the most tokens
-    without a label) stays, too, to show a loss term over positions without a label.
+    a placeholder. Other rows get a label on every token after the first. Two kinds of rows stay as they are: rows with
+    media, because a model may not count labels at placeholders, and the row with the longest prompt (the most tokens
+    without a label), to show a loss term over positions without a label.
     """
     ids = _ids_at_labels(batch)
     if ids is None:
@@ -793,9 +798,9 @@ def _with_labels(layout: BatchLayout, batch: BatchDict) -> BatchDict:
 
 
 def _without_placeholders(layout: BatchLayout | None, rows: Batch, columns: Tensor) -> Tensor:
-    """Returns columns of the last row without those of placeholders, because a model may not count labels there.
+    """Returns the columns at which the last row has no placeholder, because a model may not count labels there.
 
-    If fewer than two are left, returns all of them, because one label shows little.
+    If fewer than two are left, returns all columns, because one label shows little.
     """
     ids = _ids_at_labels(rows)
     if layout is None or ids is None:
@@ -813,9 +818,9 @@ def with_unequal_row(
     rows: BatchDict,
     rule: str,
 ) -> BatchDict:
-    """Adds a row with fewer or more labels, if the rows with labels have nearly the same number.
+    """Adds a row with another number of labels if all rows with labels have nearly the same number.
 
-    If all of them have the same number, a mean over tokens equals a mean over the means of these rows. Then the check
+    If all of them had the same number, a mean over tokens would equal the mean over the means of rows, and the check
     could not tell the two losses apart.
     """
     counts = loss_mask(rows, rule).sum(dim=1)
@@ -834,9 +839,9 @@ def with_unequal_row(
     if len(counted_columns) > 1:
         labels[-1, counted_columns[:-1]] = IGNORE_INDEX
     elif _ids_at_labels(extended) is not None:
-        # The first token gets no label, because it may be predicted from padding. The others get the label that the row
-        # has, because ids may be placeholders. Without a config it is not known which tokens are placeholders, but most
-        # rows have them before their text. So only the last tokens get the label.
+        # The first token gets no label, because padding may predict it. The new labels repeat the row's only label,
+        # because its ids may be placeholders. Without a config it is not known which tokens are placeholders, but most
+        # rows have them before their text. So only the last tokens get a label.
         is_real = real_positions(extended)[-1]
         columns = is_real.nonzero().flatten()[1:]
         columns = _without_placeholders(layout, extended, columns)
@@ -848,7 +853,7 @@ def with_unequal_row(
 
 
 def check_gradient_hooks(model: torch.nn.Module) -> None:
-    """Checks that hooks on parameters are linear. A step's gradient is the sum of its microbatches' gradients.
+    """Checks that hooks on parameters are linear, because a step adds up the gradients of its microbatches.
 
     Raises:
         RuntimeError: If a hook is not linear (clipping, quantising), or if an optimizer steps in the backward.
@@ -884,7 +889,7 @@ def _is_linear(hook: GradientHook, parameter: Tensor) -> bool:
         sum_of_changed = _changed(hook, first) + _changed(hook, second)
         difference = (changed_sum - sum_of_changed).float()
         expected_norm = float(sum_of_changed.float().norm())
-        # For float32 the first number is the larger one. Half precision rounds more than that.
+        # 1e-4 is the larger number in float32. Half precision rounds more than that.
         tolerance = max(1e-4, 8 * torch.finfo(first.dtype).eps)
         if float(difference.norm()) > tolerance * expected_norm:
             return False

@@ -11,8 +11,8 @@ predict the token is
 and the gradient by all other logits is zero. So the weight of a token follows by projection. The remainder of the
 gradient comes from other terms of the loss. A factor on ``g_t`` is a factor on ``w_t``.
 
-Everything is computed for a few positions at a time, to save memory. Nothing here waits for the device, except
-:func:`sketch` and :func:`are_logits`, which only the checks at the start use.
+Gradients by logits are large, so they are read for a few positions at a time. Nothing here waits for the device, except
+:func:`sketch` and :func:`are_logits`, which only the first-batch check uses.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ class MeasuredTokens(NamedTuple):
 
     weights: Tensor  # 0 at positions that the loss does not use
     targets: Tensor  # int64, the token that each position should predict; -100 without a token
-    plain_norms: Tensor  # norm of the gradient of a plain cross-entropy: near 0 if the model is sure of the token
+    plain_norms: Tensor  # norm of softmax - onehot, the gradient at weight 1: near 0 if the model is sure of the token
     residual_norms: Tensor  # norm of the part of the gradient that no cross-entropy explains
 
     @property
     def norms(self) -> Tensor:
-        """Norms of the gradient. The explained part is orthogonal to the rest."""
+        """Norms of the gradient. The part that a weight explains is orthogonal to the rest."""
         return torch.hypot(self.weights * self.plain_norms, self.residual_norms)
 
     @property
@@ -77,8 +77,8 @@ class MeasuredTokens(NamedTuple):
         """Returns how far the gradient at each position is from the expected one, as a multiple of ``unit``.
 
         Args:
-            unit: The weight of a plain token in the loss.
-            expected: The weight that a token should have, as a multiple of ``unit``.
+            unit: The weight of a plain token in the loss, whose relative weight is 1.
+            expected: The relative weight that each token should have.
         """
         explained = (self.weights / unit - expected) * self.plain_norms
         return torch.hypot(explained, self.residual_norms / unit)
@@ -103,12 +103,12 @@ def logits_of(outputs: Any) -> Tensor | None:
 def are_logits(gradient: Tensor, targets: Tensor) -> bool | None:
     """Returns whether a loss treats a tensor as logits. The gradient of the loss by that tensor tells.
 
-    If the tensor is logits, the gradient at more than half of its positions has one of two properties: the entry of the
-    label is its largest or its smallest one, or the entries sum to zero, as in every loss that is computed of a
-    softmax. Hidden states of a model whose loss contains the head have neither property.
+    If the tensor holds logits, the gradient at more than half of its positions has one of two properties: the entry of
+    the label is its largest or its smallest one, or the entries sum to zero, as in every loss that is computed from a
+    softmax. If the tensor holds hidden states, because the loss contains the head, the gradient has neither property.
 
     Args:
-        gradient: Of the loss by the tensor, ``(rows, width, entries)``.
+        gradient: The gradient of the loss by the tensor, ``(rows, width, entries)``.
         targets: As returned by :func:`targets_of`.
 
     Returns:
@@ -118,7 +118,7 @@ def are_logits(gradient: Tensor, targets: Tensor) -> bool | None:
     if int(targets.max()) >= size:
         return False
     flat_targets = targets.flatten()
-    # The first of them are enough, and all could take much memory.
+    # The first labels are enough. The gradients at all labels could take much memory.
     positions = (flat_targets != IGNORE_INDEX).nonzero().flatten()[: max(CHUNK // size, 1)]
     gradients = whole_vocabulary(gradient).flatten(0, 1).index_select(0, positions).float()
     label_entries = gradients.gather(1, flat_targets[positions, None])[:, 0]
@@ -182,10 +182,10 @@ def measure(
 
     Args:
         logits: ``(rows, width, vocabulary)``.
-        gradient: Of the loss by the logits.
+        gradient: The gradient of the loss by the logits.
         targets: As returned by :func:`targets_of`. None: the targets are read off the gradient, too.
     """
-    # Both entries were rounded to the type of the gradient.
+    # For _read_targets(), which compares two entries. Both were rounded to the type of the gradient.
     tolerance = ENTRY_TOLERANCE + 2.5 * torch.finfo(gradient.dtype).eps
     parts: list[MeasuredTokens] = []
     for part, (part_logits, part_gradient) in _float_parts(logits, gradient):
@@ -217,7 +217,7 @@ def measure(
 def sketch(gradient: Tensor) -> Tensor:
     """Returns random sums of the entries at each position, float32 ``(rows, width, sums)`` on the CPU.
 
-    They stand for a gradient that is too large to keep, see :data:`SKETCH_WIDTH`. A small one is returned itself.
+    They stand for a gradient that is too large to keep, see :data:`SKETCH_WIDTH`. A small gradient is only copied.
     """
     size = gradient.shape[-1]
     if size <= SKETCH_WIDTH:
@@ -281,7 +281,7 @@ def on_gradient(logits: Tensor, hook: Callable[[Tensor], Tensor | None]) -> None
     node, index = edge_of(logits)
     if node is logits.grad_fn:
         # A hook of the tensor runs before hooks of its node. measure_token_weights() hooks the node, so it sees the
-        # gradient as this hook has changed it. The gradient is None if the loss uses only other outputs of the node.
+        # gradient that this hook has returned. The gradient is None if the loss uses only other outputs of the node.
         logits.register_hook(lambda gradient: None if gradient is None else hook(gradient))
         return
 
@@ -298,13 +298,16 @@ def on_gradient(logits: Tensor, hook: Callable[[Tensor], Tensor | None]) -> None
     node.register_prehook(change)
 
 
-def edge_of(logits: Tensor) -> Edge:
-    """Returns the node of the graph that makes the logits, and the number of the logits among its outputs."""
-    return _before_copies((logits.grad_fn, logits.output_nr))
+def edge_of(tensor: Tensor) -> Edge:
+    """Returns the node of the graph that makes a tensor, such as the logits, and its number among the node's outputs.
+
+    If the tensor is a copy, the node makes the tensor before the copy.
+    """
+    return _before_copies((tensor.grad_fn, tensor.output_nr))
 
 
 def _before_copies(edge: Edge) -> Edge:
-    """Follows an edge back to the node that makes the values, and not only copies them.
+    """Follows an edge back to the node that makes the values, past nodes that only copy them.
 
     accelerate and FSDP return a copy of the logits in another type, and DDP may return copies of all outputs. The loss
     may use the tensor before the copy.
@@ -326,21 +329,22 @@ def has_bypass(losses: Iterable[Tensor], ends: Collection[Edge]) -> bool:
 
     If so, some term of the losses is not made of these tensors. ``ends`` are their edges, see :func:`edge_of`.
     """
-    return any(hasattr(node, 'variable') for node in nodes_of(losses, ends))  # the node of a parameter has a variable
+    # The node at which a parameter enters the graph holds it as `variable`.
+    return any(hasattr(node, 'variable') for node in nodes_of(losses, ends))
 
 
 def nodes_of(losses: Iterable[Tensor], ends: Collection[Edge] = ()) -> Iterator[Node]:
     """Yields the nodes of the graph that makes some losses. Does not follow the graph beyond the ``ends``.
 
-    It follows the graph, so nothing waits for the device.
+    It reads no values, so nothing waits for the device.
     """
     visited: set[Node] = set()
     pending = [edge_of(loss) for loss in losses]
     while pending:
         edge = _before_copies(pending.pop())
         node, _ = edge
-        # An end is one output of its node. The others are followed: `split` makes the logits and the values of a second
-        # head in one node.
+        # An end is only one output of its node. Other outputs are followed: one `split` may make the logits and the
+        # values of a second head.
         if node is None or node in visited or edge in ends:
             continue
         visited.add(node)
@@ -352,7 +356,7 @@ def nodes_of(losses: Iterable[Tensor], ends: Collection[Edge] = ()) -> Iterator[
 
 
 def whole_vocabulary(tensor: Tensor) -> Tensor:
-    """Returns the entries of the whole vocabulary, if ranks hold parts of it."""
+    """Returns the tensor, or if ranks hold parts of its vocabulary, the whole tensor."""
     if isinstance(tensor, DTensor):
         return tensor.full_tensor()
     return tensor
@@ -363,8 +367,8 @@ def _read_targets(gradient: Tensor, *, tolerance: float) -> Tensor:
 
     The label's entry is the largest in absolute value, because the others sum to its negative. If one other token has
     nearly all of the remaining probability, its entry has the same absolute value up to round-off, and each of the two
-    tokens could be the label. Then the one with the negative entry is taken, so that the weight is positive. Otherwise
-    equal weights would look unequal.
+    tokens could be the label. Then the token with the negative entry is taken, so that the weight is positive.
+    Otherwise weights that are equal would have different signs.
     """
     low = gradient.min(dim=-1)
     high = gradient.max(dim=-1)
@@ -382,15 +386,16 @@ def _plain_gradient(logits: Tensor, targets: Tensor) -> Tensor:
         -1.0,
         reduce='add',
     )
-    # Not a product with 0, because the softmax is NaN if padding has logits of -inf.
+    # The softmax is NaN if padding has logits of -inf, and a product of NaN with 0 would stay NaN.
     has_no_target = targets == IGNORE_INDEX
     return direction.masked_fill_(has_no_target[:, None], 0.0)
 
 
 def _float_parts(*tensors: Tensor) -> Iterator[tuple[slice, list[Tensor]]]:
-    """Yields some positions at a time, as a slice, with the float32 values of each tensor ``(positions, entries)``.
+    """Yields some positions at a time, as a slice, and the float32 values of each tensor there.
 
-    The tensors are ``(rows, width, entries)``. The slice is of ``rows * width`` positions.
+    The tensors are ``(rows, width, entries)``, and the values ``(positions, entries)``. The slice is an index into the
+    ``rows * width`` positions.
     """
     flat = [tensor.detach().flatten(0, 1) for tensor in tensors]
     size = max(CHUNK // tensors[0].shape[-1], 1)

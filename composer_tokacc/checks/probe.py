@@ -7,8 +7,8 @@ The result is the loss and its gradients by the outputs of the last two layers. 
 whose output are the hidden states, and the head, whose output are the logits. The forward has no graph before these
 layers, so a probe takes about half of the memory of training.
 
-A loss may have several terms. The unit of a term says what it is a mean over: ``'tokens'`` or ``'samples'``. A loss
-that is one number is one term of the unit ``'tokens'``.
+A loss may have several terms. Each is a mean over its unit, ``'tokens'`` or ``'samples'``. A loss that is one number is
+one term of the unit ``'tokens'``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from composer_tokacc.checks.written_state import State, StateSnapshot, perturb, 
 from composer_tokacc.collectives import Gather, only_of_this_rank
 from composer_tokacc.compat import BatchNorm
 from composer_tokacc.labelled import LabelledPositions, LabelSelector
-from composer_tokacc.model_structure import forward_parameters
+from composer_tokacc.model_structure import HALF_PRECISION, forward_parameters
 from composer_tokacc.random_state import seed_everything
 from composer_tokacc.refusals import InvalidInputError, NotExactError
 
@@ -47,7 +47,7 @@ ROUNDING_FLOOR = 64
 STATE_TOLERANCE = 1e-6
 """If a changed state changes a result by less than this, relatively, the result does not depend on the state."""
 VARIATION = 0.8
-"""The most that :class:`_ShownWeights` adds to an entry of a weight with one column. With more columns it is divided
+"""The most that :class:`_ReplacedWeights` adds to an entry of a weight with one column. With more columns it is divided
 by the root of their number, so that outputs of wide and narrow layers change by about as much."""
 DROPOUTS = {
     'dropout',
@@ -63,7 +63,6 @@ DROPOUTS = {
     'feature_alpha_dropout_',
 }
 """Names of torch's functions that are only a dropout. A fused kernel, such as `bias_dropout_add`, does more."""
-HALF_PRECISION = (torch.bfloat16, torch.float16)
 WITH_DROPOUT = (
     torch.nn.MultiheadAttention,
     torch.nn.RNNBase,
@@ -75,9 +74,9 @@ Outputs: TypeAlias = Any
 Loss: TypeAlias = Any
 """A loss as a model returns it: a tensor, a sequence or a dict."""
 ForwardHook: TypeAlias = Callable[[Module, object, Any], Tensor | None]
-"""Takes a module, its inputs and its output."""
+"""Takes a module, its inputs and its output. Returns another output, or None to leave the output as it is."""
 Leaves: TypeAlias = dict[Module, Tensor]
-"""Outputs of layers at which the graph begins, by layer."""
+"""Outputs of layers, by layer. The graph of autograd begins at them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +96,7 @@ class ProbeResult:
     # they may depend on which rows share a forward. If the loss has only such terms, ``'tokens'`` is their sum.
     losses: Mapping[str, float]
     # Gradients of these sums by the outputs of the last layers, each as a sketch with fewer entries,
-    # ``(rows, width, entries)``. If the model has logits, the last one is by the logits, and the one before it is by
+    # ``(rows, width, entries)``. If the model has logits, the last gradient is by the logits, and the one before it by
     # the hidden states. No graph connects the two, so the gradient by the hidden states comes only from loss terms that
     # use them directly. None: the loss does not use the output.
     gradients: Mapping[str, Sequence[Tensor | None]]
@@ -155,7 +154,7 @@ class _LayerOutput(NamedTuple):
 
 
 class _Forward(NamedTuple):
-    """One forward, with the graph of its last layers.
+    """The results of one forward, from which gradients are computed.
 
     It does not hold the outputs of the model, so that their memory (a cache, hidden states) is free for the gradients.
     """
@@ -169,8 +168,8 @@ class Probe:
     """Runs the model's own forward and loss, with a graph only at the end.
 
     The layers run as in training, because a loss may be different in evaluation. Only dropout is off, and BatchNorm
-    runs as in evaluation. If the forward is random nevertheless, cuts cannot be compared, because they draw other
-    numbers for a row. Then all layers run as in evaluation.
+    runs as in evaluation. If the forward is random nevertheless, cuts cannot be compared, because in each cut a row
+    gets other random numbers. Then all layers run as in evaluation.
 
     A model is probed in float32, without the trainer's ``precision``, because a leak of 2e-3 is easy to see in float32,
     and not in bfloat16. If it cannot compute rows of a batch in float32, all forwards run with ``precision``.
@@ -199,16 +198,17 @@ class Probe:
         """Whether the loss changes from forward to forward. After :meth:`examine` the forward is then random even in
         evaluation."""
         self._written: dict[str, State] = {}
-        """State of the model that forwards have written and that is still to be judged, by name."""
+        """States of the model that forwards have written, and that were not judged yet, by name."""
         self._judged: set[str] = set()
         """Names of states that are not judged again: each was judged before, or is being judged."""
         self._was_examined = False  # whether the last layers were looked for
         self._layers: list[Module] = []
-        """The module that makes the states before the logits, often a norm, and the module that makes the logits."""
+        """The last layers: the module that makes the states before the logits, often a norm, and the module that makes
+        the logits. A gradient is taken at the output of each."""
         # Modules of TorchScript take no hooks.
         self._modules = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
-        self._weights = _ShownWeights(self._modules, can_convert=_can_convert(model))
-        # The type of the first parameter stands for all.
+        self._weights = _ReplacedWeights(self._modules, can_convert=_can_convert(model))
+        # All parameters are taken to have the type of the first one.
         parameter = next(model.parameters(), None)
         has_float32 = parameter is not None and parameter.dtype == torch.float32
         self._uses_float32 = has_float32 or self._weights.can_convert
@@ -252,9 +252,10 @@ class Probe:
             seed: Seed of the random numbers that the forward draws.
             keeps_state: Whether the model keeps the state that the forward has written.
             varies_weights: Whether to vary weights whose entries are all equal, see :attr:`has_varied_weights`.
-            decides_precision: Whether this forward and all later ones run with the trainer's precision, on all ranks,
-                if it raises in float32 on any of them. Only for rows as the loader padded them, because an error on
-                other rows may be about the cut. No result in float32 must be compared with later ones. A collective.
+            decides_precision: Whether an error in float32 on any rank makes this forward and all later ones run with
+                the trainer's precision, on all ranks; a collective. Only for rows as the loader padded them, because an
+                error on other rows may be about the cut. Results of earlier forwards cannot be compared with later ones
+                then.
         """
         if not self._was_examined:
             self.examine(batch)
@@ -264,7 +265,7 @@ class Probe:
                 with self._as_probed(seed):
                     forward = self._forward(batch, rounded=rounded, at_labels=at_labels, varies_weights=varies_weights)
                     result = _result_of(forward, targets)
-                # Not inside of _WithoutDropout, which would slow down the comparison of each state.
+                # Outside of _as_probed(), because _WithoutDropout would slow down the comparison of each state.
                 self._note_written(snapshot)
             return result
 
@@ -273,8 +274,8 @@ class Probe:
         try:
             result = self._with_allowed_leaves(run_once)
         except Exception:
-            # Some kernels accept only half precision, such as flash attention. Each has its own error, so any error
-            # counts, also that float32 takes too much memory. If it has another cause, the next forward raises it, too.
+            # Some kernels accept only half precision, such as flash attention. Each raises another error, and float32
+            # may take too much memory, so any error counts. If it has another cause, the next forward raises it, too.
             result = None
         # Only some ranks may have raised, for example because their GPUs have less free memory.
         if any(self.gather(result is None)):
@@ -284,10 +285,10 @@ class Probe:
         return result
 
     def _with_allowed_leaves(self, run_once: Callable[[], ProbeResult]) -> ProbeResult:
-        """Runs a forward, and runs it again if the model writes into its logits.
+        """Runs a forward. If the model writes into its logits (Chameleon), runs it again with fewer leaves.
 
-        Chameleon does so. Torch does not allow it if the logits are a leaf of the graph. The second time only the
-        hidden states become a leaf, also in all later forwards.
+        Torch does not allow to write into the logits if they are a leaf of the graph. So only the hidden states become
+        a leaf, from then on in all forwards.
         """
         try:
             return run_once()
@@ -299,10 +300,11 @@ class Probe:
 
     @property
     def has_varied_weights(self) -> bool:
-        """Whether forwards have varied some weights. Varied weights show faults that equal entries hide.
+        """Whether forwards have varied some weights, because their entries are all equal.
 
-        They also hide faults, so rows are compared without them, too. For example, a bias that begins at 0 becomes
-        larger than the states of a fresh model, so a leak between rows is small compared with it.
+        Varied weights show faults that equal entries hide. But they also hide faults, so rows are compared without
+        them, too. For example, a varied bias of 0 becomes larger than the states of a fresh model, so a leak between
+        rows is small compared with it.
         """
         return any(self._weights.equal_names.values())
 
@@ -320,7 +322,7 @@ class Probe:
         Returns:
             The result of the batch, as :meth:`run` returns it.
         """
-        self._was_examined = True  # before the forwards below, because run() would call this method again
+        self._was_examined = True  # set first, or run() would call this method again
         self._layers = []
         first = self._find_last_layers(batch)
         # The first forward had seed 1, and this one has seed 0. So the loss changes if it depends on random numbers.
@@ -352,7 +354,7 @@ class Probe:
         # Seed 1, because examine() compares the result with one of seed 0.
         with _hooked(_without_children(self._modules), note):
             result = self.run(batch, seed=1, decides_precision=True)
-        # The last layer is the one whose output is the logits. If no output has their address, the model changes the
+        # The last layer is the one with the logits as its output. If no output has their address, the model changes the
         # output of its head once more. Then the last output of the same size is taken. It is only the second choice,
         # because another layer may have this size, such as the head of a teacher.
         same_size = [place for place, output in enumerate(outputs) if output.size == result.output_size]
@@ -448,7 +450,7 @@ class Probe:
             at_labels.selector.arm(at_labels.rule, len(at_labels.positions.of_labels))
         with (
             precision,
-            self._weights.shown(in_float32=self._uses_float32, varied=varies_weights),
+            self._weights.replaced(in_float32=self._uses_float32, varied=varies_weights),
             _hooked(rounded_layers, _rounded),
             _graph_from(self._layers, shapes) as leaves_of_forwards,
         ):
@@ -457,9 +459,10 @@ class Probe:
             terms = self._terms(loss, outputs)
         logits = _logits_in_loss(outputs, shapes)
         leaves = _leaves_with(logits, leaves_of_forwards)
-        # Not every layer runs in every batch, such as a layer of another modality.
+        # Some layers do not run in every batch, such as a layer of another modality.
         points = [leaves[layer] for layer in self._layers if layer in leaves]
-        # No layer returns these logits, for example, if the model changes the output of its head once more.
+        # If no layer returns the logits, because the model changes the output of its head once more, they are not among
+        # the leaves.
         if logits is not None and logits.requires_grad and not any(logits is leaf for leaf in points):
             points.append(logits)
         return _Forward(terms, points, logits)
@@ -470,13 +473,13 @@ class Probe:
 
         Switches BatchNorm to evaluation. If the forward is random in training, switches all modules to evaluation.
         """
-        kind_to_switch = BatchNorm if self.is_training else Module
-        saved: list[tuple[Module, str, object]] = []  # modules, and an attribute of each with its value
+        class_in_evaluation = BatchNorm if self.is_training else Module
+        saved: list[tuple[Module, str, object]] = []  # modules, and the name and the value of an attribute
         for module in self._modules:
-            if isinstance(module, kind_to_switch):
+            if isinstance(module, class_in_evaluation):
                 saved.append((module, 'training', module.training))
                 module.training = False
-            # A class that is derived from one of them may have a layer in this attribute.
+            # In a derived class this attribute may be a layer.
             if isinstance(module, WITH_DROPOUT) and isinstance(module.dropout, int | float):
                 saved.append((module, 'dropout', module.dropout))
                 module.dropout = 0.0
@@ -527,17 +530,17 @@ def _result_of(forward: _Forward, targets: Tensor | None) -> ProbeResult:
     )
 
 
-class _ShownWeights:
-    """Makes modules compute with other weights than their own: in float32, or varied.
+class _ReplacedWeights:
+    """Makes modules compute with replacements of their weights: in float32, or varied. There are two reasons.
 
     Half precision hides faults. The logits of a fresh model hardly depend on its states, so a leak between rows changes
     the gradient by less than the round-off of bfloat16, but the gradient of the attention is wrong nevertheless (MPT).
 
-    So do weights whose entries are all equal, such as those of a fresh norm, which are all 1. With a norm behind the
-    rotary embedding (HunYuan) attention depends on absolute positions, but loss and logits do not show it as long as
-    the weights of the norm are equal. A scale of positions that begins at 0 (Mistral Large 4) also hides it. Without
-    this class such a fault would show only in a later step, after the weights have moved. A cut that is exact is exact
-    with any weights. So these weights act as if their entries were different.
+    Weights with equal entries hide faults, too, such as the weights of a fresh norm, which are all 1. With a norm
+    behind the rotary embedding (HunYuan) attention depends on absolute positions, but loss and logits do not show it as
+    long as the weights of the norm are equal. A scale of positions that begins at 0 (Mistral Large 4) also hides it.
+    Without this class such a fault would show only in a later step, after the weights have moved. A cut that is exact
+    is exact with any weights. So the entries of these weights are varied.
 
     Nothing is written into the weights of the model, because FSDP may hold parts of them. Instead the module gets an
     attribute of the same name, which Python finds before the parameter.
@@ -546,22 +549,23 @@ class _ShownWeights:
     def __init__(self, modules: Sequence[Module], *, can_convert: bool) -> None:
         self._modules = modules
         self.can_convert = can_convert
-        """Whether weights in half precision may be shown in float32."""
+        """Whether weights in half precision may be replaced by weights in float32."""
         self.equal_names: dict[Module, list[str]] = {}
         """Names of the weights whose entries are all equal, by module; only modules that a forward has reached."""
-        self._shown_names: dict[Module, list[str]] = {}
+        self._replaced_names: dict[Module, list[str]] = {}
+        """Names of the weights that are replaced now, by module."""
 
     @contextmanager
-    def shown(self, *, in_float32: bool, varied: bool) -> Iterator[None]:
-        """Makes forwards inside of the context use the other weights."""
+    def replaced(self, *, in_float32: bool, varied: bool) -> Iterator[None]:
+        """Makes forwards inside of the context use the replacements."""
         in_float32 &= self.can_convert
 
-        def show(
+        def replace(
             module: Module,
             args: tuple[object, ...],
             kwargs: dict[str, object],
         ) -> tuple[tuple[object, ...], dict[str, object]]:
-            self._show(module, in_float32=in_float32, varied=varied)
+            self._replace(module, in_float32=in_float32, varied=varied)
             if in_float32:
                 # Some models cast pixels or a mask to the type of their weights.
                 args = tuple(_input_in_float32(value) for value in args)
@@ -573,17 +577,17 @@ class _ShownWeights:
                 # A module that no forward has reached yet may have weights with equal entries.
                 may_vary = varied and (module not in self.equal_names or bool(self.equal_names[module]))
                 if may_vary or in_float32:
-                    hooks.enter_context(module.register_forward_pre_hook(show, with_kwargs=True))
-                    hooks.enter_context(module.register_forward_hook(self._hide, always_call=True))
+                    hooks.enter_context(module.register_forward_pre_hook(replace, with_kwargs=True))
+                    hooks.enter_context(module.register_forward_hook(self._restore, always_call=True))
             try:
                 yield
             finally:
-                # Torch calls no hook after a KeyboardInterrupt. What is left would hide the weights in training.
-                for module in list(self._shown_names):
-                    self._hide(module)
+                # Torch calls no hook after a KeyboardInterrupt. Training must not see the replacements.
+                for module in list(self._replaced_names):
+                    self._restore(module)
 
-    def _show(self, module: Module, *, in_float32: bool, varied: bool) -> None:
-        """Gives a module the attributes that hide its weights."""
+    def _replace(self, module: Module, *, in_float32: bool, varied: bool) -> None:
+        """Gives a module attributes that hide its weights."""
         if varied and module not in self.equal_names:
             # This waits until a forward has reached the module, because FSDP has the whole weight only then.
             equal_names = []
@@ -592,7 +596,7 @@ class _ShownWeights:
                 if weight.requires_grad and name not in vars(module) and _has_equal_entries(weight):
                     equal_names.append(name)
             self.equal_names[module] = equal_names
-        shown_names = self._shown_names.setdefault(module, [])
+        replaced_names = self._replaced_names.setdefault(module, [])
         for name, weight in module.named_parameters(recurse=False):
             if name in vars(module):  # a module may call itself
                 continue
@@ -603,16 +607,16 @@ class _ShownWeights:
                 replacement = _varied(replacement)
             if replacement is not weight:
                 vars(module)[name] = replacement
-                shown_names.append(name)
+                replaced_names.append(name)
 
-    def _hide(
+    def _restore(
         self,
         module: Module,
         args: object = None,
         output: object = None,
     ) -> None:
-        """Takes the attributes away again."""
-        for name in self._shown_names.pop(module, ()):
+        """Takes the attributes away, so that the module uses its own weights again. A forward hook of torch."""
+        for name in self._replaced_names.pop(module, ()):
             vars(module).pop(name, None)
 
 
@@ -638,7 +642,7 @@ def _input_in_float32(value: ValueT) -> ValueT | Tensor:
 
 
 def _can_convert(model: Module) -> bool:
-    """Returns whether a model has weights in half precision, and computes in float32 if they are shown in float32.
+    """Returns whether a model has weights in half precision, and computes in float32 if they are replaced.
 
     FSDP itself sets the types of a forward, and modules with quantized weights (integers, float8) may compute in half
     precision. The result would be in float32, but with the round-off of half precision.
@@ -745,17 +749,18 @@ def _graph_from(
 ) -> Iterator[list[Leaves]]:
     """Starts the autograd graph at the outputs of some layers. Yields these outputs, which are leaves of the graph.
 
-    Only outputs of one of the ``shapes`` (rows, width) count.
+    An output counts only if its rows and width are one of the ``shapes``.
 
     The forward runs without gradients until the last of the layers has returned its output. Then a hook switches
     gradients on, and the rest of the forward and the loss make a graph. The end of the context restores the earlier
-    mode. The output of an earlier layer becomes a leaf, too, but gradients stay off. So no graph connects the layers,
-    because FSDP has the whole weights of a layer only during the forward of that layer.
+    mode. The output of an earlier layer becomes a leaf, too, but gradients stay off after it. So no graph connects the
+    layers. Autograd could not follow such a graph under FSDP, which has the whole weights of a layer only during the
+    forward of that layer.
 
     The loss may run the model again, so the result has the leaves of several forwards, in order. For example, a
-    preference loss also runs a reference (the model with its adapter off) without gradients, before or after the
-    forward that makes the logits. :func:`_leaves_with` finds the leaves of the latter. If the loss runs the model again
-    with gradients (R-Drop), only the leaves of that forward are kept.
+    preference loss also runs a reference (the model with its adapter off) without gradients. It may do so before or
+    after the forward that makes the logits, and :func:`_leaves_with` finds the leaves of that forward. If the loss runs
+    the model again with gradients (R-Drop), only the leaves of this last forward are kept.
     """
     leaves_of_forwards: list[Leaves] = [{}]
 
@@ -773,9 +778,10 @@ def _graph_from(
             if torch.is_grad_enabled():
                 del leaves_of_forwards[:-1]
             else:
-                # The next forward replaces the leaves in the copy. If it is not complete, the others stay.
+                # If there is another forward, its layers replace leaves in the copy. Leaves of layers that it does not
+                # reach stay.
                 leaves_of_forwards.append(dict(leaves))
-            # Gradients stay on, also if an earlier layer runs again.
+            # From here on, gradients stay on, even if an earlier layer runs again.
             torch.set_grad_enabled(True)
         return leaf
 
@@ -784,7 +790,7 @@ def _graph_from(
 
 
 def _leaves_with(logits: Tensor | None, leaves_of_forwards: Sequence[Leaves]) -> Leaves:
-    """Returns the leaves of the forward whose layer returned the logits. If none did, those of the last forward."""
+    """Returns the leaves of the forward in which a layer returned the logits, or else of the last forward."""
     for leaves in leaves_of_forwards:
         if any(leaf is logits for leaf in leaves.values()):
             return leaves
@@ -796,7 +802,7 @@ def _rounded(
     args: object,
     output: object,
 ) -> Tensor | None:
-    """A forward hook that moves each entry of a layer's output by its last digit, up or down."""
+    """Moves each entry of a layer's output by its last digit, up or down. A forward hook of torch."""
     if not isinstance(output, Tensor) or not output.dtype.is_floating_point:
         return None
     # The signs are random, because a change in one direction would be a scale, which norms remove.
@@ -810,7 +816,7 @@ def _loss_of(
     outputs: Outputs,
     batch: Batch,
 ) -> Any:
-    """Returns the loss. If the outputs have none (a model without a head), raises an error that says so."""
+    """Returns the loss. If the outputs have no loss (a model without a head), raises an error that says so."""
     try:
         return loss(outputs, batch)
     except KeyError as error:
@@ -823,9 +829,9 @@ def _loss_of(
 
 
 def _logits_in_loss(outputs: Outputs, shapes: Sequence[tuple[int, ...]]) -> Tensor | None:
-    """Returns the logits as the loss uses them, if there are any.
+    """Returns the logits that the loss uses; None: the outputs have no logits.
 
-    Raises RuntimeError if their rows and width are none of the ``shapes``, which begin with the shape of the labels.
+    Raises RuntimeError if their rows and width are none of the ``shapes``. The first shape is the one of the labels.
     """
     logits = logits_of(outputs)
     if logits is None:

@@ -37,13 +37,13 @@ from composer_tokacc.row_counts import RowCounts, summed
 from composer_tokacc.weights import LOSS_WEIGHTS
 
 RELATIVE_TOLERANCE = 1e-5
-"""Largest relative error of two numbers: of the weight that Composer gives a microbatch, which is applied in float32,
-and of the sum of the token weights that were counted on the CPU for the microbatches of a step."""
+"""Largest relative error of two numbers. One is the weight that Composer gives a microbatch, which is applied in
+float32. The other is the sum of the token weights that were counted on the CPU for the microbatches of a step."""
 WEIGHT_TOLERANCE = 1e-3
 """Largest relative error of the sum of the token weights in a microbatch on the device, which adds them in float32."""
 NUM_SAMPLED = 16
-"""Number of tokens of a microbatch that are measured. A loss that is divided by a wrong number changes the weight of
-every token of the microbatch, so any token shows it."""
+"""Most tokens that are measured of a microbatch, unless all are. If a loss is divided by a wrong number, the weight of
+every token of the microbatch changes, so any token shows it."""
 ALL_TOKENS_SHARE = 1 / 64
 """After the first step all tokens are measured in this part of the measured microbatches. With a large vocabulary that
 takes a tenth of the time of the microbatch, so one in 64 costs 0.2 %."""
@@ -55,10 +55,10 @@ class TokenChoice:
     """Chooses which tokens of a run are measured.
 
     In the first step all tokens are measured. In each later step microbatches are chosen: those with a label that
-    counts for the first time, and one whose turn it is. The turns go around: if steps have 8 microbatches, it is the
-    first one in step 16, the second one in step 17, and the first one again in step 24. If a step has fewer
-    microbatches than the step before, the turn may fall on none of them. In a chosen microbatch some tokens are
-    measured; in one of 64, drawn at random, all tokens.
+    counts for the first time, and one by turns. For example, if steps have 8 microbatches, it is the first one in
+    step 16, the second one in step 17, and the first one again in step 24. A step with fewer microbatches than the
+    previous step may have no chosen one. In a chosen microbatch some tokens are measured; in one of 64, drawn at
+    random, all tokens.
 
     A loss may treat some labels in another way. If it then also divides by another number, the weight of every token
     changes, and the first microbatch with these labels shows it. If only the weights of their own tokens change, the
@@ -71,11 +71,11 @@ class TokenChoice:
         self._num_microbatches = 1  # of the last step
 
     def rows_with_new_labels(self, batch: Batch, rule: str) -> list[bool]:
-        """Returns which rows have a label that counts and did not count before, and remembers it.
+        """Returns which rows have a label with a token id that counts for the first time, and remembers the id.
 
-        If several microbatches of a pre-split batch have the same new label, these are rows of the first of them.
-
-        A label that does not count (in column 0, or masked) is not remembered, because no loss was measured with it.
+        If several microbatches of a pre-split batch have the same new id, only rows of the first of them are returned.
+        An id is not remembered from a label that does not count (in column 0, or masked), because no loss was measured
+        with it.
 
         Args:
             batch: A batch on the CPU, after its tokens were counted.
@@ -83,7 +83,7 @@ class TokenChoice:
         """
         has_new_label: list[bool] = []
         for microbatch in microbatches_of(batch):
-            # -100 is looked up as 0. It does not count.
+            # -100 is looked up as id 0, but loss_mask() is False there.
             labels = labels_of(microbatch).clamp(min=0)
             # The table grows with the largest label.
             num_missing = int(labels.max()) + 1 - len(self._is_unknown)
@@ -116,7 +116,7 @@ class TokenChoice:
 
 @dataclass(kw_only=True, eq=False)
 class MicrobatchRecord:
-    """Counts of a microbatch from the CPU, and observations from its backward."""
+    """The counts of a microbatch, made on the CPU, and observations from its backward."""
 
     batch: Batch  # on the device
     rows: Sequence[RowCounts]
@@ -174,9 +174,9 @@ class MicrobatchRecord:
         on_gradient(logits, measure_tokens)
 
     def observe(self, gradient: Tensor) -> None:
-        """A hook on the scaled loss. Notes its gradient: the weight of Composer, times the gradient scale.
+        """Notes the gradient of the scaled loss: the weight of Composer, times the gradient scale. A hook on that loss.
 
-        Adds up, because a second backward would also add to the gradients of the model.
+        The gradients of several backwards are added, because the gradients of the model are, too.
         """
         factor = gradient.detach().sum(dtype=torch.float32)
         if self.factor is not None:
@@ -197,8 +197,8 @@ class MicrobatchRecord:
         self.was_reached = True
         if plain_token_weight is None:
             return
-        # If the model has converted its logits to another type, the hook is before the conversion, see edge_of(), and
-        # the two types differ. Then both hold numbers that were rounded to the coarser type.
+        # If the model has converted its logits to another type, the gradient is the one before the conversion, see
+        # edge_of(), and the two types differ. Then both hold numbers that were rounded to the coarser type.
         self.tolerance = max(tolerance_of(gradient.dtype), tolerance_of(logits.dtype))
         targets = targets_of(batch, self.counts.rule)
         if not measures_all:
@@ -224,8 +224,8 @@ class MicrobatchRecord:
         first_number = 1 + GENERATOR.randrange(stride)
         return range(first_number, self.counts.loss_tokens + 1, stride)
 
-    def worst(self) -> tuple[str, int]:
-        """Returns the name of the sample and the label of the token that is off the most."""
+    def worst_token(self) -> tuple[str, int]:
+        """Returns the token with the largest deviation: the name of its sample, and its label."""
         assert self.deviations is not None
         position = int(self.deviations.argmax())
         if self.measured_positions is not None:
@@ -260,7 +260,7 @@ class Step:
     rows: Sequence[RowCounts]
     totals: StepTotals = field(init=False)  # over all ranks
     # Facts about the rows: one entry for a batch, or one for each microbatch of a pre-split batch. Empty without a
-    # layout, that is, if it is not known how to divide the entries of the batch among its rows.
+    # layout, which says how to divide the entries of the batch among its rows.
     facts: Sequence[RowFacts] = ()
     is_weighted: bool = False  # whether tokens may have weights
     # Whether the loss has terms that are not made of the logits, as the first step with a weight has shown. None: there
@@ -303,7 +303,7 @@ def check_step(step: Step) -> None:
 
 
 def _check_reached(step: Step) -> None:
-    """Raises RuntimeError unless token weights apply to the whole loss: its gradient comes through the logits alone."""
+    """Raises RuntimeError unless token weights apply to the whole loss: all of its gradient must pass the logits."""
     for record in step.with_weight:
         if record.was_reached and not record.has_bypass:
             continue
@@ -404,9 +404,9 @@ def _check_tokens(step: Step) -> None:
                 'first batch on, or name the terms of a dict in `loss_units` (docs/errors.md#model-loss).'
             )
         deviation = record.observed.get('deviation', 0.0)
-        # A NaN is left to the callbacks of the trainer.
+        # A NaN or inf is not refused here. Callbacks of the trainer handle it.
         if math.isfinite(deviation) and deviation > record.tolerance:
-            sample, token = record.worst()
+            sample, token = record.worst_token()
             raise NotExactError(
                 "The model's own loss must stay the mean over its loss-generating tokens, got: the label "
                 f"{token} of {sample}, whose weight in the gradient is off by {deviation:.1e} of a token's weight "

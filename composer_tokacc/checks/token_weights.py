@@ -36,14 +36,14 @@ MOST_LISTED = 8
 
 @dataclass(eq=False)
 class _WatchedForward:
-    """A forward whose logits are watched, and what was measured of the gradients that they got.
+    """A forward whose logits are watched, and the measurements of the gradients that the logits got.
 
     The tensors stay on the device until the report is read, because the host would wait for the device to copy them.
     """
 
     in_backward: bool
-    """Whether it ran inside a backward: an activation checkpoint has run a forward again. Its logits may get no
-    gradient."""
+    """Whether it ran inside a backward, because an activation checkpoint has run a forward again. Then its logits may
+    get no gradient."""
     num_labels: Tensor | None
     """See :func:`_num_labels`. An int64 ``()`` on the device of the labels."""
     weights: Tensor
@@ -100,16 +100,17 @@ class TokenWeightsReport:
 
     @property
     def known_to(self) -> float:
-        """By how much round-off may lift the spread of equal weights above 1.
+        """The most by which round-off may lift the spread of equal weights above 1.
 
-        Twice the error of a weight, because round-off may enlarge one weight and shrink another.
+        It is twice the error of a weight, because round-off may enlarge one weight and shrink another.
         """
         return 2 * (self._tolerance + self.residual)
 
     def forwards_without_weight(self) -> list[str]:
-        """Returns a sentence for each forward of this rank that should add to the gradient and does not.
+        """Returns a sentence for each forward of this rank that adds nothing to the gradient, or not enough.
 
-        All of its labels should, unless they are ignored. If a forward gets no labels, some token should.
+        All labels of a forward should add to it, unless they are ignored. If a forward gets no labels, some token
+        should.
         """
         sentences = []
         for number, forward in enumerate(self._forwards, start=1):
@@ -177,7 +178,7 @@ class TokenWeightsReport:
                 high = float(weights.max())
             columns = f'{number:>8}{len(weights):>10,}{low:>15.7g}{mean:>15.7g}{high:>15.7g}'
             lines.append(f'{columns}{float(forward.residual):>10.1e}')
-        # The weights of other ranks are not asked for, because a loop may print on rank 0 only.
+        # Only of this rank, because a loop may print on rank 0 only, and a collective would wait for the other ranks.
         largest, smallest = self._extremes()
         if smallest != torch.inf:  # there is a weight
             are_equal = largest <= smallest * (1 + self.known_to)
@@ -225,7 +226,7 @@ class TokenWeightsReport:
         logits = _logits_in(outputs, is_outer=is_outer)
         mask = None
         if logits is None:
-            # TRL's fused head returns only log-probabilities of the labels. They take the place of the logits.
+            # TRL's fused head returns only log-probabilities of the labels. They are watched instead of the logits.
             logits = getattr(outputs, 'log_probs', None)
             mask = getattr(outputs, 'label_mask', None)
         if logits is None:
@@ -239,7 +240,7 @@ class TokenWeightsReport:
         num_labels = _num_labels(batch)
         # The hook may run twice for the same logits: for a part of the model, and for the whole model around it. They
         # are measured once. So the forward is noted in the node of the graph that made the logits, where the second
-        # call finds it. If the part got no labels, those of the whole model count.
+        # call finds it. If the part got no labels, the labels of the whole model count.
         metadata_of_node: Any = node.metadata
         earlier: _WatchedForward | None = metadata_of_node.get((self, index))
         if earlier is not None:
@@ -281,8 +282,8 @@ class TokenWeightsReport:
         Args:
             gradients: The gradients with respect to all outputs of the node.
             logits: The logits. Not used with a mask.
-            mask: None for a gradient with respect to logits. For one with respect to the log-probabilities of labels: a
-                bool tensor in their shape, False where a label is ignored.
+            mask: None if ``gradients`` are with respect to logits. If they are with respect to log-probabilities of
+                labels, a bool tensor in their shape, False where a label is ignored.
             index: Number of the logits among the outputs.
             forward: The forward that made the logits.
         """
@@ -290,8 +291,6 @@ class TokenWeightsReport:
         if gradient is None or not self._is_open:
             return
         self._tolerance = max(self._tolerance, tolerance_of(gradient.dtype))
-        is_unclear = forward.is_unclear
-        residual = forward.residual
         if mask is not None:
             # The gradient by a log-probability is the weight itself, negated.
             weights = -gradient.float().flatten()
@@ -300,16 +299,15 @@ class TokenWeightsReport:
             measured = measure(logits, gradient)
             weights = measured.weights.flatten()
             # The weight cannot be read off the gradient if the model is sure of the label, or if there is another loss.
-            # NaN fulfils neither condition, so it is reported.
+            # A weight of NaN fulfils neither condition, so the report shows it.
             is_sure = measured.plain_norms < SURE
             is_unexplained = measured.residual_norms > OTHER * measured.norms
             has_label = measured.targets != IGNORE_INDEX
-            is_unclear = is_unclear | (has_label & (is_sure | is_unexplained)).flatten()
-            residual = torch.maximum(residual, measured.residual)
+            is_unclear = has_label & (is_sure | is_unexplained)
+            forward.is_unclear = forward.is_unclear | is_unclear.flatten()
+            forward.residual = torch.maximum(forward.residual, measured.residual)
         forward.has_gradient = True
         forward.weights = forward.weights + weights
-        forward.is_unclear = is_unclear
-        forward.residual = residual
 
     def _why_empty(self) -> str:
         """Returns why nothing was measured."""
@@ -397,9 +395,9 @@ def _logits_in(outputs: Any, *, is_outer: bool) -> Tensor | None:
 def _num_labels(batch: Any) -> Tensor | None:
     """Returns how many labels of a batch count by every loss rule, int64 ``()``. None: it has no 2D ``labels``.
 
-    These are the labels that the strictest rule counts, ``'causal_attended'``. TokenAccumulation gives a batch without
-    labels one by :func:`.with_one_label`, and multiplies its loss by 0, so it does not count. A user's only label, if
-    it has the same place and id, cannot be told apart from it.
+    These are the labels that the strictest rule counts, ``'causal_attended'``. The label that TokenAccumulation writes
+    into a batch without labels, see :func:`.with_one_label`, does not count, because it multiplies the loss by 0. If
+    a user's only label has the same place and id, it cannot be told apart, and does not count either.
     """
     if not isinstance(batch, Mapping):
         return None
@@ -409,7 +407,7 @@ def _num_labels(batch: Any) -> Tensor | None:
     if not isinstance(batch.get('attention_mask'), Tensor):  # some models take other objects as masks
         batch = {**batch, 'attention_mask': None}
     num_labels = counted_tokens(batch, 'causal_attended').sum()
-    # If the batch has this label, writing it again changes nothing.
+    # If the batch has the written label, writing it again changes nothing.
     has_written_label = (labels == with_one_label(batch)['labels']).all()
     is_empty = (num_labels == 1) & has_written_label
     return num_labels.masked_fill(is_empty, 0)

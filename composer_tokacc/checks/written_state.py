@@ -24,8 +24,8 @@ from composer_tokacc.compat import num_writes, own_tensors
 from composer_tokacc.random_state import kept_random_state
 
 LARGEST_COPY = 2**22
-"""Tensors with more entries are not copied if they may be weights. FSDP1 keeps whole weights in plain attributes, GPTQ
-and AWQ keep theirs in buffers of integers."""
+"""If attributes or buffers with more entries may be weights, they are not copied. FSDP1 keeps whole weights in plain
+attributes, GPTQ and AWQ keep theirs in buffers of integers."""
 MOST_OF_PARAMETER = 2**14
 """Most entries of a parameter that are copied. Copies of all weights would take too much memory."""
 PERTURBATION = 0.1
@@ -60,9 +60,10 @@ class State:
         copies: bool = True,
         is_sampled: bool = False,
     ) -> State:
-        """Returns the state as it is now. Copies some entries of a tensor if ``is_sampled``, all of them if ``copies``.
+        """Returns the state as it is now.
 
-        If it copies nothing, only the number of writes tells whether a forward has written the tensor.
+        If ``is_sampled``, it copies some entries of a tensor; otherwise, if ``copies``, all of them. If it copies
+        nothing, only the number of writes tells whether a forward has written the tensor.
         """
         value = container[key]
         content = value
@@ -80,20 +81,21 @@ class State:
         """Returns whether the state was written after this moment."""
         current = self.container.get(self.key)
         is_replaced = current is not self.value
-        # It is or was a number. A NaN is not equal to itself, so a number that was not replaced is not compared.
         if not isinstance(current, Tensor) or not isinstance(self.value, Tensor):
+            # The state is or was a number. A number that was not replaced is not compared, because it may be NaN, which
+            # is not equal to itself.
             is_equal = type(current) is type(self.value) and bool(current == self.value)
             return is_replaced and not is_equal
         was_written_into = not is_replaced and num_writes(current) != self.version
-        # A tensor that is too large for a copy.
         if not isinstance(self.content, Tensor):
+            # The tensor was too large for a copy.
             return is_replaced or was_written_into
-        # A parameter. FSDP1 replaces parameters during a forward. Parametrizations of torch, by which PEFT adapts
-        # experts, write a parameter into itself. Neither changes a value.
         if self.is_sampled:
+            # A parameter may be replaced or written without a change: FSDP1 replaces parameters during a forward, and
+            # parametrizations of torch write a parameter into itself (PEFT adapts experts in this way).
             return was_written_into and not _are_equal(_sample_of(current), self.content)
-        # Any other tensor. `buffer.data.copy_(...)` is not counted as a write, and a tensor may be replaced by an equal
-        # one.
+        # Any other tensor is compared as well, because torch does not count `buffer.data.copy_(...)` as a write, and
+        # because a tensor may be replaced by an equal one.
         return was_written_into or not _are_equal(current, self.content)
 
 
@@ -107,7 +109,7 @@ class StateSnapshot:
     def of_states(cls, states: Iterable[State]) -> StateSnapshot:
         """Takes a snapshot of the present values of some states. Leaves out states that the module has deleted.
 
-        A state is copied as a whole, also a parameter, so :meth:`restore` puts it back.
+        All entries of a state are copied, even of a parameter, so :meth:`restore` puts it back.
         """
         snapshot = []
         for state in states:
@@ -129,8 +131,8 @@ class StateSnapshot:
     def restore(self) -> None:
         """Puts the old object of each state back, with its old content if that was copied.
 
-        Leaves out states of which only some entries were copied: the parameters in a snapshot :meth:`of_model`. If the
-        content was not copied, because the tensor is too large, what a forward has written into it stays.
+        Leaves out states if only some of their entries were copied: the parameters in a snapshot :meth:`of_model`. If
+        the content was not copied, because the tensor is too large, it stays as a forward has written it.
         """
         for state in self.states:
             if state.is_sampled:
@@ -147,9 +149,8 @@ class StateSnapshot:
     def lend_copies(self) -> None:
         """Lets the model use copies in the place of the tensors, until :meth:`restore` puts the tensors back.
 
-        It is for forwards between a training forward and its backward, see :mod:`.step_watch`. They write into the
-        copies. If they wrote into a tensor that the graph needs, the backward would raise, even if the old content came
-        back.
+        Extra forwards between a training forward and its backward, see :mod:`.step_watch`, then write into the copies.
+        If they wrote into a tensor that the graph needs, the backward would raise, even if the old content came back.
         """
         copies: dict[int, Tensor] = {}  # by the identity of the tensor, because modules may share it
         for state in self.states:
@@ -178,10 +179,10 @@ def perturb(states: Iterable[State]) -> None:
             if 0 in current.stride():
                 current = current.clone()
                 state.container[state.key] = current
-            # With the mean and the constant, entries of 0 move, too.
+            # With the mean and the constant, entries of 0 change, too.
             sizes = current.abs() + current.abs().mean() + SMALLEST_STATE
             noise = torch.randn(current.shape, generator=generator).to(current)
-            # Written and not replaced, because the forward may read the tensor in another place than this container.
+            # The tensor is written, not replaced, because the forward may read it from elsewhere than this container.
             with torch.inference_mode():
                 current.add_(PERTURBATION * sizes * noise)
         else:
@@ -192,14 +193,17 @@ def perturb(states: Iterable[State]) -> None:
 
 @contextmanager
 def undisturbed(
-    model: Module, *, keeps_state: bool = False, watches_parameters: bool = True
+    model: Module,
+    *,
+    keeps_state: bool = False,
+    watches_parameters: bool = True,
 ) -> Iterator[StateSnapshot]:
     """Puts random numbers and the state of the model back at the end, so that forwards in between leave no trace.
 
     Args:
         model: The model that makes the forwards.
         keeps_state: Whether the model keeps the state that the forwards have written.
-        watches_parameters: Whether the snapshot also tells whether parameters were written. That takes 20 us for each.
+        watches_parameters: Whether the snapshot also tells if parameters were written, which takes 20 us for each.
 
     Yields:
         The state of the model at the beginning.
@@ -220,8 +224,8 @@ def undisturbed(
 def _can_be_compared(tensor: Tensor) -> bool:
     """Returns whether torch can copy a tensor of this kind, and compare it with another one.
 
-    Not if it wraps other tensors. Ranks hold parts of a DTensor, and FSDP replaces it during a forward. The classes of
-    torchao's quantized weights know few of torch's functions.
+    It cannot if the tensor wraps others. Ranks hold parts of a DTensor, and FSDP replaces it during a forward. The
+    classes of torchao's quantized weights know few of torch's functions.
     """
     if hasattr(tensor, '__tensor_flatten__'):
         return False

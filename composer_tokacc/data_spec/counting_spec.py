@@ -36,12 +36,15 @@ from composer_tokacc.row_counts import (
 
 
 class CountingDataSpec(DataSpec):
-    """Composer's DataSpec, which reads samples and tokens of a batch from its counts. Counts it if it has none.
+    """A DataSpec that tells Composer how many samples and tokens a batch has, and splits it by a ``MicrobatchSplit``.
+
+    The numbers are sums over the row counts that travel with the batch, see :class:`.RowCounts`. If no algorithm has
+    counted the rows, this class does.
 
     Args:
         dataloader: Yields the batches.
-        split: Cuts them.
-        model: The model. Only needed without :class:`.TokenAccumulation`, which knows it.
+        split: Cuts them into microbatches.
+        model: The model. Only needed without :class:`.TokenAccumulation`, which gets it from the trainer.
         loss_tokens: The loss rule, or ``'auto'``.
         batch_transforms: The user's own transforms of the whole batch.
         **kwargs: Passed to :class:`composer.core.DataSpec`.
@@ -58,12 +61,12 @@ class CountingDataSpec(DataSpec):
     ) -> None:
         self._split = split
         self._model = model
-        # At first the argument, a rule or 'auto'. After a first-batch check of this class it is the model's own rule.
+        # At first the argument, a rule or 'auto'. After _check_rows() it is the model's own rule.
         self._loss_tokens = loss_tokens
         self._batch_transforms = batch_transforms
         self._first_batch: FirstBatchCheck[CutRules] | None = None
-        # The counts of the microbatch that the model computes now, if _transform_microbatch() has removed them.
-        # Composer asks for its samples and tokens later, with the same tensor of labels.
+        # _transform_microbatch() may remove the counts of a microbatch, and Composer asks for its samples and tokens
+        # later. So the counts are kept here. The tensor of labels tells whether Composer asks for this microbatch.
         self._computed_labels: torch.Tensor | None = None
         self._computed_counts: Sequence[RowCounts] = ()
         super().__init__(
@@ -77,7 +80,7 @@ class CountingDataSpec(DataSpec):
         )
 
     def get_num_tokens_in_batch(self, batch: Any, token_type: str = 'total') -> int:
-        """Returns the number of attended tokens of a batch, or of its loss tokens, for ``'loss_generating'``.
+        """Returns the number of attended tokens of a batch. For ``'loss_generating'``, the number of its loss tokens.
 
         Composer asks for loss tokens only if ``accumulate_train_batch_on_tokens`` is on.
 
@@ -85,9 +88,9 @@ class CountingDataSpec(DataSpec):
             RuntimeError: If the loss tokens were counted by a rule that was not compared with the model's own.
         """
         counts = self._counts_of(batch)
-        has_counts = all(row.rule for row in counts)  # rows that were not counted have an empty rule
+        were_counted = all(row.rule for row in counts)  # the rule is empty in rows that were not counted
         if token_type == 'total':
-            if has_counts:
+            if were_counted:
                 return sum(row.real_tokens for row in counts)
             # Composer asks before the algorithm counts the batch. To count the labels here too would be wasted time.
             num_real = 0
@@ -96,12 +99,11 @@ class CountingDataSpec(DataSpec):
                 if num_samples(microbatch) > 0:
                     num_real += sum(real_tokens(microbatch))
             return num_real
-        if not has_counts:
-            # A user's own code asks. The rule need not be proven, because this number weights no loss.
+        if not were_counted:
+            # Only a user's own code asks so early. The rule need not be proven, because this number weights no loss.
             counts = row_counts_of(with_counts(batch, self._loss_rule))
-            return sum(row.loss_tokens for row in counts)
-        # Composer asks, for a microbatch. It weights the loss of the microbatch by this number.
-        if not self._split.checked:
+        elif not self._split.checked:
+            # Composer asks, and would weight the loss of a microbatch by this number.
             raise NotExactError(
                 '`token_data_spec` must know the model to count for `accumulate_train_batch_on_tokens`, got: no '
                 "`model=`. A loss rule that is not the model's own would weight tokens wrongly, and nobody would "
@@ -112,7 +114,7 @@ class CountingDataSpec(DataSpec):
     # Before the split.
 
     def _transform(self, batch: Any) -> Any:
-        """Applies the user's transforms to a batch of the loader, and checks it."""
+        """Applies the user's transforms to a batch of the loader, and refuses a batch that cannot be split."""
         if self._batch_transforms is not None:
             if isinstance(batch, PreSplitBatch):
                 batch = batch.map(self._batch_transforms)
@@ -127,7 +129,7 @@ class CountingDataSpec(DataSpec):
             check_ids(microbatch)
         # Two specs may share a loader. The trainer uses this one, so the algorithm must find the split of this one.
         register_split(self.dataloader, self._split)
-        # Forgets the step before. Composer calls the algorithm, if there is one, after this, and it sets the new step.
+        # Forgets the previous step. If there is an algorithm, Composer calls it after this, and it sets the new step.
         self._split.step = None
         return batch
 
@@ -136,8 +138,8 @@ class CountingDataSpec(DataSpec):
         if microbatch_size is None:  # in evaluation, if the loader has no `batch_size` but a batch sampler
             microbatch_size = sys.maxsize
         if not is_counted(batch):
-            # Packing needs the algorithm, because nothing else gives the model its own attention back at the end of a
-            # fit. So a run that wants it is not checked here, and then the split refuses to pack.
+            # Packing changes the model's attention, and only an algorithm can restore it at the end of a fit. So a run
+            # that wants packing is not checked here, and without a check the split refuses to pack.
             wants_packing = bool(self._split.options.packing)
             if self._model is not None and torch.is_grad_enabled() and not wants_packing:
                 self._check_rows(self._model, batch, microbatch_size)
@@ -158,9 +160,10 @@ class CountingDataSpec(DataSpec):
         batch: Batch,
         microbatch_size: int | float,
     ) -> None:
-        """Runs the first-batch check on a batch, because no algorithm runs it. It computes only rows of a new kind.
+        """Runs the first-batch check on a batch, because no algorithm runs it, and adopts its rules.
 
-        A run without a layout infers one from its first batch.
+        It is called with every batch, but the check computes only rows unlike those that it has seen before. A run
+        without a layout infers one from its first batch.
         """
         split = self._split
         if self._first_batch is None:
@@ -181,7 +184,7 @@ class CountingDataSpec(DataSpec):
         rules = check.prove(batch)
         assert rules is not None  # a split always has rules
         split.adopt(rules)
-        split.layout = check.layout  # with the readings of all batches so far
+        split.layout = check.layout  # the check learns from each batch which tensors belong to rows
         self._loss_tokens = check.rule or self._loss_tokens
 
     def _on_models_device(self, batch: Batch) -> Any:
@@ -194,12 +197,15 @@ class CountingDataSpec(DataSpec):
     # On the device.
 
     def _transform_microbatch(self, batch: Any) -> Any:
-        """Returns a microbatch as the model gets it, but with counts if an algorithm removes them later."""
+        """Returns a microbatch as the model gets it. The counts stay if an algorithm removes them later.
+
+        Without an algorithm they are removed here, because a compiled model would be compiled again for each new list
+        of counts. Without ``model=`` they stay: ``HuggingFaceModel.forward`` drops them.
+        """
         batch = self._split.for_model(batch)
-        # Without `model=` the counts stay. HuggingFaceModel.forward() drops them.
-        if self._split.step is not None or self._model is None or not is_counted(batch):
+        has_algorithm = self._split.step is not None
+        if has_algorithm or self._model is None or not is_counted(batch):
             return batch
-        # There is no algorithm to remove the counts. A compiled model would be compiled again for each list of them.
         self._computed_labels = batch['labels']
         self._computed_counts = row_counts_of(batch)
         return without_row_counts(batch)
@@ -207,7 +213,7 @@ class CountingDataSpec(DataSpec):
     # Called by Composer.
 
     def _counts_of(self, batch: Any) -> Sequence[RowCounts]:
-        """Returns the counts of each row, also if :meth:`_transform_microbatch` has removed them."""
+        """Returns the counts of each row, even if :meth:`_transform_microbatch` has removed them from the batch."""
         if self._computed_labels is not None and self._computed_labels is batch.get('labels'):
             return self._computed_counts
         return row_counts_of(batch)

@@ -40,6 +40,7 @@ from torch import Tensor, nn
 
 from composer_tokacc.batch import Batch
 from composer_tokacc.compat import attention_of
+from composer_tokacc.model_structure import HALF_PRECISION
 from composer_tokacc.refusals import NotExactError
 
 PREFIX = 'documents_'
@@ -54,8 +55,9 @@ SPLIT_ARGUMENTS = {
     'hidden_states': ('hidden_states',),
     'input_ids': ('input_ids', 'position_ids', 'token_type_ids'),
 }
-"""Arguments that are split into documents if a layer is called once for each document, by the argument of its states.
-Layers with a state or a convolution take their states as ``hidden_states``, embeddings take them as ``input_ids``."""
+"""The arguments of a layer that are split into documents if it is called once for each document. The keys tell the two
+types of layers apart, by the argument with the states of the tokens: layers with a state or a convolution take
+``hidden_states``, embeddings take ``input_ids``."""
 
 HostFunction: TypeAlias = Callable[..., Any]
 """A function of Transformers, which has no types for its masks and attention."""
@@ -67,14 +69,14 @@ class DocumentAttention:
     """Makes the text layers of a transformers model attend document by document, until :meth:`undo`.
 
     Batches that are not packed are computed by the plain attention. The class also counts positions as the model does,
-    because a packed row must have them.
+    because a packed row must bring them along.
 
     Args:
         model: The model, or a module that contains it.
-        packing: See ``CutRules.packing``. With ``'documents'``, our attention replaces SDPA and eager attention. With
-            ``'positions'`` the model keeps its plain attention, and SDPA and eager attention make a mask of
-            ``(width, width)`` for a packed row. Flash and flex attention are always kept. Attention that is kept finds
-            documents by ``position_ids`` that restart.
+        packing: See ``CutRules.packing``. With ``'documents'``, our attention replaces SDPA and eager attention; flash
+            and flex attention are kept. With ``'positions'`` every attention is kept. An attention that is kept finds
+            documents by ``position_ids`` that restart. For this, SDPA and eager attention make a mask of
+            ``(width, width)`` for a packed row.
 
     Raises:
         RuntimeError: If the text attention does not go through ``AttentionInterface`` or attends in chunks, or if a
@@ -89,7 +91,7 @@ class DocumentAttention:
         if not submodels:
             raise NotExactError(f'The model must be a model of Transformers, got: {type(model).__name__}.')
         text_config = submodels[0].config.get_text_config(decoder=True)
-        # Several of them may have the text config: a model with a head contains one without a head.
+        # Several submodels may have the text config: a model with a head contains one without a head.
         text_type = type(text_config)
         self._text_models = [submodel for submodel in submodels if type(submodel.config) is text_type]
         config = self._text_models[0].config
@@ -99,7 +101,7 @@ class DocumentAttention:
                 'Attention must not be in chunks that are counted from column 0, but some layers of this model have '
                 'such attention.'
             )
-        # The prefix is there if another DocumentAttention has not been undone yet.
+        # The name has the prefix if another DocumentAttention has not been undone yet.
         self._plain_name = attention_of(config).removeprefix(PREFIX)
         self.packing = packing
         """How rows are packed for this attention: see ``CutRules.packing``."""
@@ -110,8 +112,9 @@ class DocumentAttention:
         self._cached_configs: list[Any] = []
         try:
             if self.has_masks:
-                self._register()  # before classes change: it refuses a model without AttentionInterface
-                # undo() does not change these back. They act only on packed masks, and copies of the model share them.
+                # Comes first, so that no class has changed yet if it refuses a model without AttentionInterface.
+                self._register()
+                # undo() does not undo these two. They act only on packed masks, and copies of the model share them.
                 _call_layers_by_document(model)
                 _balance_routers_without_mask(submodels)
             self._switch_off_cache()
@@ -156,12 +159,12 @@ class DocumentAttention:
     def positions(self, batch: Batch, real: Tensor) -> Tensor:
         """Returns the position of each real token in its own row, as the model counts positions, ``(rows, width)``.
 
-        ``real`` marks the tokens of each row, ``(rows, width)`` bool. The result is undefined at padding.
+        ``real`` marks the tokens of each row, ``(rows, width)`` bool. Positions at padding have no meaning.
         """
         padding_position = self._padding_position
         if padding_position is None:
             return real.cumsum(dim=1) - 1
-        # These models use one number for the id of padding and for the position of padding. RoBERTa and ESM do not
+        # In these models the id of padding and the position of padding are the same number. RoBERTa and ESM do not
         # count a token with this id, even within the text, and give it the position of padding.
         is_counted = real & (batch['input_ids'] != padding_position)
         return is_counted.cumsum(dim=1) * is_counted + padding_position
@@ -189,7 +192,7 @@ class DocumentAttention:
 
     def _set_attention(self, name: str) -> None:
         for text_model in self._text_models:
-            # The key '' stands for the model itself. With a plain name, models inside of it would change too.
+            # The key '' stands for the model itself. Without a dict, models inside of it would change too.
             text_model.set_attn_implementation({'': name})
             # Transformers only logs a warning if it cannot set the attention.
             if attention_of(text_model.config) != name:
@@ -224,12 +227,16 @@ def _padding_position_of(model: nn.Module) -> int | None:
 
 
 class _Documents:
-    """The documents of a packed row: their lengths and masks. The layers receive it in place of a mask."""
+    """The documents of a packed row: their lengths and masks. The layers receive it in place of a mask.
+
+    Args:
+        lengths: The number of tokens of each document.
+        masks: The mask that each document would have if it were the whole batch; None: it needs no mask.
+    """
 
     def __init__(self, lengths: list[int], masks: list[HostMask]) -> None:
         self.lengths = lengths
         self.masks = masks
-        """The mask that each document would have alone; None: it needs none."""
         self._ends: dict[torch.device, Tensor] = {}
 
     def ends(self, device: torch.device) -> Tensor:
@@ -264,17 +271,18 @@ def _masks(plain_name: str, **arguments: Any) -> HostMask:
 
     plain_masks = AttentionMaskInterface()[plain_name]
     attention_mask = arguments['attention_mask']
-    # A packed row is a batch of one row, so several documents mean more rows in the mask than in the batch. A single
-    # document needs no other mask than a row that is not packed.
+    # A packed row is a batch of one row, and its mask has a row for each document. So a packed mask has more rows than
+    # the batch. If there is only one document, the packed mask is the mask of a row that is not packed.
     if attention_mask is None or len(attention_mask) == arguments['batch_size']:
         return plain_masks(**arguments)
     # Each document gets the mask that the model would make for it alone.
     lengths = _lengths_of(attention_mask)
-    ends = [0, *accumulate(lengths)]
+    bounds = [0, *accumulate(lengths)]
     masks = []
-    for start, end in pairwise(ends):
+    for start, end in pairwise(bounds):
         document_arguments = {**arguments, 'batch_size': 1, 'attention_mask': None}
-        # Offsets keep the column numbers of the packed row, because some masks look up which of its columns are images.
+        # The offsets say where the document lies in the packed row, because some masks look up which columns of the row
+        # are images.
         document_arguments['kv_length'] = end - start
         document_arguments['kv_offset'] = start
         if 'cache_position' in arguments:  # transformers 4
@@ -290,9 +298,9 @@ def _masks(plain_name: str, **arguments: Any) -> HostMask:
 
 
 def _call_layers_by_document(model: nn.Module) -> None:
-    """Changes the classes of layers that would mix documents, so that they are called once for each document."""
+    """Changes the forward of layers that would mix documents, so that it runs once for each document."""
     for states_name in SPLIT_ARGUMENTS:
-        # Classes are changed and not modules, so that copies of a model work too.
+        # The forward of their class is changed, not of single modules, so that copies of a model work too.
         layer_classes = {type(layer) for layer in _layers_that_mix(model, states_name)}
         for layer_class in layer_classes:
             plain_forward = layer_class.forward
@@ -317,8 +325,8 @@ def _layers_that_mix(model: nn.Module, states_name: str) -> Iterator[nn.Module]:
 
     They have a state or a convolution, or are embeddings that look at the mask. Left out are:
 
-    - attention modules (``is_causal``). They receive :class:`_Documents`, so they need no call for each document, which
-      would hide them from ``torch.compile``;
+    - attention modules (``is_causal``). They receive :class:`_Documents`, and tell documents apart. A call for each
+      document would also hide them from ``torch.compile``;
     - decoder layers, which hold an attention module that takes a mask;
     - models, and wrappers of models such as PEFT's, which take ids and a mask, too.
     """
@@ -335,7 +343,7 @@ def _layers_that_mix(model: nn.Module, states_name: str) -> Iterator[nn.Module]:
         if is_attention or not takes_mask(module):
             continue
         _, *inner_modules = module.modules()  # the first one is the module itself
-        # Attention counts here, so that a decoder layer is not yielded.
+        # Attention modules count as inner modules that take a mask, so that a decoder layer is not yielded.
         if not any(takes_mask(inner) for inner in inner_modules):
             yield module
 
@@ -343,20 +351,25 @@ def _layers_that_mix(model: nn.Module, states_name: str) -> Iterator[nn.Module]:
 def _convolved_layers(module: nn.Module, *, by_document: bool) -> Iterator[nn.Module]:
     """Yields the modules within a text model that hold a convolution over tokens.
 
-    Other models inside it, such as encoders of images and sounds, are left out. If layers are called ``by_document``,
-    these layers are left out too.
+    Other models inside it, such as encoders of images and sounds, are left out. If ``by_document``, layers that are
+    called once for each document are left out too.
     """
     from transformers import PreTrainedModel
 
     for part in module.children():
         if isinstance(part, nn.Conv1d) and part.kernel_size[0] > 1:
             yield module
-        is_split = by_document and _is_replacement(type(part).forward)
-        if not is_split and not isinstance(part, PreTrainedModel):
+        is_called_by_document = by_document and _is_replacement(type(part).forward)
+        if not is_called_by_document and not isinstance(part, PreTrainedModel):
             yield from _convolved_layers(part, by_document=by_document)
 
 
-def _forward_by_document(plain_forward: HostFunction, states_name: str, *args: Any, **kwargs: Any) -> Any:
+def _forward_by_document(
+    plain_forward: HostFunction,
+    states_name: str,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     """Calls a layer once for each document of a packed mask, with the tokens of that document and without a mask."""
     signature = inspect.signature(plain_forward)
     call = signature.bind(*args, **kwargs)
@@ -364,8 +377,10 @@ def _forward_by_document(plain_forward: HostFunction, states_name: str, *args: A
     states = call.arguments.get(states_name)
     if not isinstance(mask, Tensor) or not isinstance(states, Tensor):
         return plain_forward(*args, **kwargs)
-    if mask.dim() != 2 or len(mask) == len(states):
-        return plain_forward(*args, **kwargs)  # a mask with one row per row of the batch: nothing is packed
+    # A packed mask has a row for each document. Any other mask of two dimensions has a row for each row of the batch.
+    is_packed = mask.dim() == 2 and len(mask) != len(states)
+    if not is_packed:
+        return plain_forward(*args, **kwargs)
     lengths = _lengths_of(mask)
     parts_by_name = {}
     for name in SPLIT_ARGUMENTS[states_name]:
@@ -381,8 +396,8 @@ def _forward_by_document(plain_forward: HostFunction, states_name: str, *args: A
         outputs.append(output)
     if not isinstance(outputs[0], tuple):
         return torch.cat(outputs, dim=1)
-    # Some layers return more than their states. MiniMax also returns the state at the end of its linear attention. This
-    # is for a cache, which is off, so it does not matter that the further results are those of the first document.
+    # Some layers return more than their states. MiniMax also returns the state at the end of its linear attention, for
+    # a cache. The cache is off, so no one reads the further results. They are taken from the first document.
     _, *further_results = outputs[0]
     states_of_documents = [output[0] for output in outputs]
     joined = torch.cat(states_of_documents, dim=1)
@@ -390,9 +405,9 @@ def _forward_by_document(plain_forward: HostFunction, states_name: str, *args: A
 
 
 def _balance_routers_without_mask(submodels: Sequence[nn.Module]) -> None:
-    """Changes the load-balancing loss in the files of Transformers, so that it accepts a packed mask."""
+    """Changes the load-balancing loss of routers, so that it accepts a packed mask."""
     for submodel in submodels:
-        # Each file that defines a model with experts has its own function.
+        # Each file of Transformers that defines a model with experts has its own function.
         file = sys.modules[type(submodel).__module__]
         names = vars(file)
         plain_loss = names.get('load_balancing_loss_func')
@@ -404,14 +419,14 @@ def _balance_routers_without_mask(submodels: Sequence[nn.Module]) -> None:
 def _balancing_loss(plain_loss: HostFunction, logits: Any, *args: Any, **kwargs: Any) -> Any:
     """Returns the load-balancing loss of the routers. Drops a packed mask, because packed rows have no padding.
 
-    ``logits`` are those of each router, a tuple of ``(positions, experts)``.
+    ``logits`` is a tuple with the logits of each router, ``(positions, experts)``.
     """
     signature = inspect.signature(plain_loss)
     call = signature.bind(logits, *args, **kwargs)
     mask = call.arguments.get('attention_mask')
     if logits and mask is not None:
         num_positions = logits[0].shape[:-1].numel()
-        # A mask of rows has one entry for each position. A packed mask has one for each position and document.
+        # A mask of rows has one value for each position. A packed mask has as many for each document.
         if mask.numel() != num_positions:
             call.arguments['attention_mask'] = None
     return plain_loss(*call.args, **call.kwargs)
@@ -439,19 +454,23 @@ def _attend(
 
     For packed rows, query, key and value are ``(1, heads, tokens, size)``, and the result is
     ``(1, tokens, heads, size)``. The None stands for attention weights, which no one needs.
+
+    There are three ways. On a GPU one call of a kernel computes all documents, if it can. Otherwise documents of equal
+    length are one batch for the plain attention function, and other documents are given to it one after the other.
     """
     plain_attention = _plain_attention(plain_name, module)
     if not isinstance(attention_mask, _Documents):
         return plain_attention(module, query, key, value, attention_mask, **kwargs)
     documents = attention_mask
-    has_mask = any(mask is not None for mask in documents.masks)
-    is_known_to_kernels = all(kwargs.get(name) is None for name in UNKNOWN_TO_KERNELS)
-    is_for_kernels = plain_name == 'sdpa' and not has_mask and is_known_to_kernels
-    if is_for_kernels and _on_gpu(query):
+    have_masks = any(mask is not None for mask in documents.masks)
+    has_unknown_argument = any(kwargs.get(name) is not None for name in UNKNOWN_TO_KERNELS)
+    fits_kernels = plain_name == 'sdpa' and not have_masks and not has_unknown_argument
+    if fits_kernels and _on_gpu(query):
         attended = _attend_at_once(documents, module, query, key, value, **kwargs)
         return attended, None
-    if not has_mask and len(set(documents.lengths)) == 1:
-        # Documents of equal length are a batch, so their states and the result are not copied.
+    are_equally_long = len(set(documents.lengths)) == 1
+    if are_equally_long and not have_masks:
+        # The states of a batch of documents are views, so neither they nor the result are copied.
         batch_of_documents = []
         for states in (query, key, value):
             # From (1, heads, tokens, size) to (documents, heads, length, size).
@@ -464,14 +483,14 @@ def _attend(
     keys = key.split(documents.lengths, dim=2)
     values = value.split(documents.lengths, dim=2)
     outputs = []
-    for states_and_mask in zip(queries, keys, values, documents.masks, strict=True):
-        attended, _ = plain_attention(module, *states_and_mask, **kwargs)
+    for query_part, key_part, value_part, mask in zip(queries, keys, values, documents.masks, strict=True):
+        attended, _ = plain_attention(module, query_part, key_part, value_part, mask, **kwargs)
         outputs.append(attended)
     return torch.cat(outputs, dim=1), None
 
 
 def _on_gpu(states: Tensor) -> bool:
-    # A function of its own, so that tests can replace it and use the code for GPUs on a CPU.
+    # This is a function, so that tests can replace it and use the code for GPUs on a CPU.
     return states.is_cuda
 
 
@@ -495,13 +514,14 @@ def _attend_at_once(
         # As in the SDPA attention of Transformers.
         is_causal = bool(getattr(module, 'is_causal', True))
     head_size = query.shape[-1]
-    # Rotary embeddings in float32 make float32 queries and keys. Autocast casts them for SDPA, not for other kernels.
+    # Queries and keys may be float32 even under autocast, if rotary embeddings are. Autocast casts them for SDPA, but
+    # not for other kernels, so they are cast here.
     device_type = query.device.type
     dtype = query.dtype
     if torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)
-    is_half = dtype in (torch.float16, torch.bfloat16)
-    # Multi-head latent attention, as in DeepSeek-V3, has smaller values than queries and keys.
+    is_half = dtype in HALF_PRECISION
+    # In multi-head latent attention (DeepSeek-V3) values have smaller heads than queries and keys.
     has_one_head_size = value.shape[-1] == head_size
     fits_kernel = has_one_head_size and head_size <= LARGEST_HEAD and head_size % 8 == 0
     half_kernel = None
@@ -512,10 +532,10 @@ def _attend_at_once(
         token_states = [states[0].transpose(0, 1).to(dtype) for states in (query, key, value)]
         ends = documents.ends(query.device)
         longest = max(documents.lengths)
-        # The kernel asks for the ends of queries and of keys, and for the longest of each. Here both are the same.
+        # The kernel takes ends and the longest length twice, of queries and of keys. Here they are the same.
         attended = half_kernel(*token_states, ends, ends, longest, longest, causal=is_causal, scale=scaling)
         return attended[None]
-    # SDPA of torch takes everything else if the documents are a nested tensor. It needs a copy of the states.
+    # Everything else goes through torch's SDPA, as nested tensors. They are copies of the states.
     num_heads = query.shape[1]
     attended = F.scaled_dot_product_attention(
         _nested(query, num_heads, documents),
@@ -534,7 +554,8 @@ def _nested(states: Tensor, num_heads: int, documents: _Documents) -> Tensor:
     Keys and values may have fewer heads than the query. They are repeated, because SDPA takes nested tensors only with
     equally many heads.
     """
-    token_states = _without_groups(states[0].transpose(0, 1), num_heads).contiguous()
+    token_states = states[0].transpose(0, 1)
+    token_states = _with_repeated_heads(token_states, num_heads).contiguous()
     ends = documents.ends(states.device).long()
     shortest = min(documents.lengths)
     longest = max(documents.lengths)
@@ -542,8 +563,11 @@ def _nested(states: Tensor, num_heads: int, documents: _Documents) -> Tensor:
     return nested.transpose(1, 2)
 
 
-def _without_groups(states: Tensor, num_heads: int) -> Tensor:
-    """Repeats each head of keys or values, ``(tokens, heads, size)``, for all query heads that share it."""
+def _with_repeated_heads(states: Tensor, num_heads: int) -> Tensor:
+    """Returns keys or values, ``(tokens, heads, size)``, with one head for each of ``num_heads`` query heads.
+
+    A head that several query heads share (grouped-query attention) is repeated for each of them.
+    """
     group_size = num_heads // states.shape[1]
     return states.repeat_interleave(group_size, dim=1)
 
@@ -552,8 +576,9 @@ def _without_groups(states: Tensor, num_heads: int) -> Tensor:
 def _half_kernel() -> Callable[..., Tensor] | None:
     """Returns torch's kernel for documents of any length in half precision; None if this release of torch lacks it.
 
-    It takes query, key and value of ``(tokens, heads, size)``, the ends of the documents of queries and of keys, and
-    the longest length of each, and returns ``(tokens, heads, size)``. It has no dropout.
+    The kernel takes query, key and value, ``(tokens, heads, size)``; the ends of documents in the queries, and in the
+    keys; and the longest length of a document in the queries, and in the keys. It returns ``(tokens, heads, size)``. It
+    has no dropout.
     """
     try:
         from torch.nn.attention.varlen import varlen_attn  # type: ignore[import-not-found]
@@ -573,15 +598,15 @@ def _half_kernel() -> Callable[..., Tensor] | None:
         causal: bool,
         scale: float | None,
     ) -> Tensor:
-        # The columns that a token sees before and after itself; -1: all of them.
+        # How many columns a token sees before and after itself; -1: all of them.
         window = (-1, 0) if causal else (-1, -1)
         options: dict[str, Any] = {'scale': scale, 'window_size': window}
         if shares_heads:
             options['enable_gqa'] = True
         else:
             num_heads = query.shape[1]
-            key = _without_groups(key, num_heads)
-            value = _without_groups(value, num_heads)
+            key = _with_repeated_heads(key, num_heads)
+            value = _with_repeated_heads(value, num_heads)
         return varlen_attn(query, key, value, *ends_and_lengths, **options)
 
     return attend
@@ -590,7 +615,7 @@ def _half_kernel() -> Callable[..., Tensor] | None:
 def _plain_attention(plain_name: str, module: nn.Module) -> HostFunction:
     """Returns the attention function that the model calls without this module.
 
-    Transformers registers all but the eager one. It is defined in the file of the model.
+    Transformers registers all of them except the eager one, which is defined in the file of the model.
     """
     from transformers import AttentionInterface
 

@@ -31,24 +31,28 @@ def pack_rows(
     batch: Batch,
     attention: DocumentAttention,
 ) -> BatchDict:
-    """Returns one row with the tokens of all rows. Each row becomes a document of it.
+    """Returns a batch of one row, which holds the tokens of all rows. Each row becomes a document of the packed row.
 
-    Labels stay at their tokens. By every loss rule except ``'unshifted'`` the model predicts a label from the token
-    before it. Then the label of the first token of each document is masked, because the last token of the document
-    before would predict it.
+    Labels stay at their tokens. By every loss rule except ``'unshifted'`` the model predicts a label from the previous
+    token. Then the label of the first token of each document is masked, because the last token of the previous document
+    would predict it.
 
     Args:
         layout: How the tensors of the batch belong to its rows.
         batch: The rows. They must not have holes, which are positions without attention between attended ones. The
-            counts in the batch name the loss rule. A batch without counts is packed by a rule that shifts.
-        attention: The changed attention of the model.
+            loss rule is in the counts of the batch. Without counts, the previous token is taken to predict a label.
+        attention: The model's attention, which tells documents apart.
 
     Returns:
-        ``input_ids``, ``labels`` and all other tensors along the text ``(1, total)``. ``position_ids`` restart with
-        each document, ``(1, total)``; rotary positions of media are ``(3, 1, total)``. ``attention_mask`` is the packed
-        mask, bool ``(documents, total)``, True at the tokens of a document. If the attention takes no packed masks,
-        there is no ``attention_mask``, and rotary ``position_ids`` are ``(4, 1, total)``: the position in the text,
-        then the three rotary ones. For lists see :func:`_pack_value`.
+        The packed row. Its entries are:
+
+        - ``input_ids``, ``labels`` and all other tensors along the text, ``(1, total)``;
+        - ``position_ids``, which restart with each document, ``(1, total)``; rotary positions of media are
+          ``(3, 1, total)``;
+        - ``attention_mask``, the packed mask, bool ``(documents, total)``, True at the tokens of a document. If the
+          attention takes no packed masks, it is missing, and rotary ``position_ids`` are ``(4, 1, total)``: the
+          position in the text, then the three rotary ones;
+        - lists and other values, see :func:`_pack_value`.
 
     Raises:
         ValueError: If the batch has an entry that cannot be packed.
@@ -71,11 +75,11 @@ def pack_rows(
             packed[key] = _pack_value(key, value, num_rows=len(real))
     # The first real token of each row starts a document.
     is_first_token = real & (real.cumsum(dim=1) == 1)
-    is_start = is_first_token[real][None]  # `[real]` takes the real tokens, row after row
+    starts_document = is_first_token[real][None]  # `[real]` takes the real tokens, row after row
     if is_shifted:
-        packed['labels'] = packed['labels'].masked_fill(is_start, IGNORE_INDEX)
+        packed['labels'] = packed['labels'].masked_fill(starts_document, IGNORE_INDEX)
     if attention.has_masks:
-        document_of_token = is_start.cumsum(dim=1) - 1
+        document_of_token = starts_document.cumsum(dim=1) - 1
         num_documents = int(document_of_token[0, -1]) + 1
         documents = torch.arange(num_documents, device=real.device)
         packed['attention_mask'] = document_of_token == documents[:, None]
@@ -90,10 +94,10 @@ def _check_rows(
     *,
     is_shifted: bool,
 ) -> None:
-    """Raises ValueError if the text of a row or its positions would change when it is packed.
+    """Raises ValueError if packing would change the text of a row, or its positions.
 
-    Packing keeps the positions with attention or with a label. So a hole would disappear, and padding with a label
-    would become a token.
+    Packing keeps only the ``real`` positions, which have attention or a label. So a hole would disappear, and padding
+    with a label would become a token.
     """
     if batch.get('input_ids') is None:
         raise InvalidInputError('`input_ids` must be in the batch for packing, got: no ids.')
@@ -111,10 +115,11 @@ def _check_rows(
     attended = attended_positions(batch)
     labelled_padding = real & ~attended
     if is_shifted:
-        # One label behind the row may stay: its last token predicts it. The pad with this label becomes the last token
-        # of the document, and predicts nothing.
+        # A label on the first pad after the tokens is allowed, because the last token predicts it. This pad becomes the
+        # last token of the document, and predicts nothing itself.
         labelled_padding[:, 1:] &= ~attended[:, :-1]
-    is_wrong = (num_runs(attended) > 1) | labelled_padding.any(dim=1)
+    has_hole = num_runs(attended) > 1
+    is_wrong = has_hole | labelled_padding.any(dim=1)
     if bool(is_wrong.any()):
         first_wrong_row = int(is_wrong.int().argmax())
         name = sample_name(batch, first_wrong_row)
@@ -131,21 +136,25 @@ def _pack_tensor(
     key: str,
     real: Tensor,
 ) -> Tensor:
-    """Returns the tensor of the packed row for one key of the batch. ``real`` marks the tokens that are packed."""
+    """Returns the tensor of the packed row for one key of the batch. ``real`` marks the tokens that are packed.
+
+    Raises ValueError if the tensor does not lie along the text, but has one entry for each row.
+    """
     value = batch[key]
     entry = layout.entry_of(batch, key)
     if key in COUNT_KEYS:
-        # The packed row has the items of all rows.
+        # The packed row has the images, videos and audios of all rows.
         return value.sum(dim=0, keepdim=True)
     if entry.slot_dim == 1 and not entry.seq_dims:
         # Idefics3. From (rows, images of a row, ...) to (1, rows * images of a row, ...).
         return value.flatten(0, 1)[None]
     if entry.unit != 'row' or entry.is_media:
-        # All rows share the tensor, or it has one entry per image or the like, which are in the order of the rows.
-        # Mllama's `cross_attention_mask` never comes here: rows of Mllama are not packed, see `Family.coupling`.
+        # All rows share the tensor, or it has one entry per image (video, patch ...). These already are in the order of
+        # the rows. Mllama's `cross_attention_mask` never comes here: rows of Mllama are not packed, see
+        # `Family.coupling`.
         return value
     if value.shape == real.shape and entry.seq_dims:
-        # The real tokens, row after row.
+        # The tensor lies along the text. Takes its values at the real tokens, row after row.
         return value[real][None]
     raise InvalidInputError(
         f'`batch[{key!r}]` must be of shape {tuple(real.shape)} for packing, got: {tuple(value.shape)}. Give '
@@ -157,8 +166,8 @@ def _pack_value(key: str, value: Any, *, num_rows: int) -> Any:
     """Returns the value of the packed row for a key that has no tensor.
 
     A list with one count per row, such as ``num_images``, becomes a list with the sum. Any other list with one value
-    per row becomes a list with one list. (``sample_ids`` are numbers too, but their sum would name another sample.) All
-    other values stay as they are.
+    per row becomes a list with one list. This includes lists of numbers such as ``sample_ids``, because their sum would
+    name another sample. All other values stay as they are.
     """
     if not isinstance(value, (list, tuple)) or len(value) != num_rows:
         return value
@@ -183,5 +192,5 @@ def _pack_positions(
     packed_rotary = rotary[:, real][:, None]
     if attention.has_masks:
         return packed_rotary
-    # Attention without packed masks finds the documents by the positions of text. Transformers expects these first.
+    # Attention without packed masks finds the documents by positions in the text. Transformers expects these first.
     return torch.cat([positions[None], packed_rotary])

@@ -1,12 +1,14 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Pieces: microbatches as numbers of rows, before their tensors are made.
+"""Pieces: microbatches as lists of row numbers, before their tensors are made.
 
-:class:`.RowFacts`, here called facts, are what was read from the tensors of a batch: the length of each row, the side
-of its padding, its images. :class:`CutRules` say how much of the padding may be removed, and whether rows are packed. A
-:class:`Piece` names some rows of the batch, and their widths under these rules. :data:`DummyRows` are rows without
-weight, for modalities that a microbatch must have but lacks. At the end :func:`build` makes a microbatch of each piece.
+- :class:`.RowFacts`, here called facts, were read from the tensors of a batch: the length of each row, the side of its
+  padding, its images.
+- :class:`CutRules` say how much of the padding may be removed, and whether rows are packed.
+- A :class:`Piece` names some rows of the batch, and their widths under these rules.
+- :data:`DummyRows` are rows without weight. They add a modality to a microbatch that must have it.
+- :func:`build` makes a microbatch of each piece.
 """
 
 from __future__ import annotations
@@ -43,13 +45,13 @@ FAILED = -1
 class CutRules:
     """How rows may be cut so that their losses stay the same as in the device batch.
 
-    Each kind of padding has a width: it is trimmed in batches up to this width, that of the widest batch on which the
-    first-batch check has shown that this is exact. Wider batches keep their padding until the check has looked at one
-    of them. All padding is kept if the width is :data:`NOT_TRIED` or :data:`FAILED`.
+    Each kind of padding has a width. Padding is trimmed in batches up to this width, because the first-batch check has
+    shown on a batch of this width that trimming is exact. Wider batches keep their padding until the check has looked
+    at one of them. If the width is :data:`NOT_TRIED` or :data:`FAILED`, all batches keep it.
 
     Args:
         left: Width for rows padded on the left.
-        left_with_positions: Width for rows padded on the left whose batch has ``position_ids``.
+        left_with_positions: Width for rows padded on the left if their batch has ``position_ids``.
         right: Width for rows padded on the right.
         needs_media: Whether each microbatch without media gets a dummy row with media if other microbatches of the
             step have media. Mllama needs this: it skips its cross-attention only if the whole batch has no image.
@@ -77,8 +79,9 @@ class CutRules:
         return getattr(self, _left_padding_name(facts)) == FAILED
 
     def widths(self, facts: RowFacts) -> list[int]:
-        """Returns the number of columns that each row keeps. A row that is packed keeps only its own tokens."""
-        # Without `input_ids` (Whisper) every position counts as a token, so each length is the full width.
+        """Returns the number of columns that each row keeps."""
+        # A row that is packed keeps only its own tokens. Without `input_ids` (Whisper) each length is the full width,
+        # because every position counts as a token.
         if self.packing or not facts.has_ids:
             return facts.lengths
         if not self.trims(facts):
@@ -86,27 +89,33 @@ class CutRules:
         widths = list(facts.lengths)
         for row, has_label in enumerate(facts.has_label_behind_padding):
             if has_label:
-                # The last pad on the left predicts the label of the first token, so this pad must stay.
+                # The last pad on the left predicts the label of the first token, so the row keeps its padding.
                 widths[row] = facts.width
         return widths
 
     def cuts_like(self, other: CutRules) -> bool:
-        """Returns whether both rules trim the same kinds of padding. Ignores the widths on which this was shown."""
+        """Returns whether both rules treat rows in the same way. Ignores the widths up to which padding is trimmed."""
         for name in ('left', 'left_with_positions', 'right'):
-            if (getattr(self, name) > 0) != (getattr(other, name) > 0):
+            is_trimmed = getattr(self, name) > 0
+            is_trimmed_by_other = getattr(other, name) > 0
+            if is_trimmed != is_trimmed_by_other:
                 return False
         return self.needs_media == other.needs_media and self.packing == other.packing
 
-    def with_side_of(self, earlier: CutRules, side: str) -> CutRules:
-        """Returns these rules, but where they trim padding on ``side``, with the width of the ``earlier`` rules.
+    def with_earlier_width(self, earlier: CutRules, side: str) -> CutRules:
+        """Returns these rules with the widths of the ``earlier`` rules for padding on ``side``.
 
         The check calls it if these rules were exact, but no row had padding to trim. Then nothing shows that trimming
-        is exact. Where padding is kept, it stays so: either trimming has failed, or it was not tried.
+        is exact up to a new width. Padding that these rules keep is still kept, because trimming it has failed or was
+        not tried.
         """
-        names = ('right',) if side == 'right' else ('left', 'left_with_positions')
+        names = ('left', 'left_with_positions')
+        if side == 'right':
+            names = ('right',)
         changed = {}
         for name in names:
-            if getattr(self, name) > 0:
+            is_trimmed = getattr(self, name) > 0
+            if is_trimmed:
                 changed[name] = getattr(earlier, name)
         return replace(self, **changed)
 
@@ -123,15 +132,15 @@ def _left_padding_name(facts: RowFacts) -> str:
 
 
 def padded_candidates(facts: RowFacts, earlier: CutRules) -> Iterator[CutRules]:
-    """Yields the rules without packing that the check tries on these rows, cheapest first.
+    """Yields the rules that the check tries on these rows if they are padded, not packed, cheapest first.
 
     ``earlier`` are the current rules, which the check has found on other rows.
     """
-    # Rows with media can change rows without media only if a batch has both.
-    has_media = [count > 0 for count in facts.media]
-    is_mixed = any(has_media) and not all(has_media)
     # `coupling` says how rows of this model family depend on the media of others. It is empty if they do not.
     needs_media = earlier.needs_media or bool(facts.layout.family.coupling)
+    # In other families the check finds out, but only a batch of rows with and without media can show it.
+    has_media = [count > 0 for count in facts.media]
+    is_mixed = any(has_media) and not all(has_media)
     earlier = replace(earlier, packing='', needs_media=needs_media)
     for rules in _padding_rules(facts, earlier):
         yield rules
@@ -140,7 +149,7 @@ def padded_candidates(facts: RowFacts, earlier: CutRules) -> Iterator[CutRules]:
 
 
 def _padding_rules(facts: RowFacts, earlier: CutRules) -> Iterator[CutRules]:
-    """Yields the earlier rules that trim these rows, and then those that keep their padding."""
+    """Yields the earlier rules, changed to trim rows as wide as these, and then to keep the padding of such rows."""
     if not facts.is_padded or not facts.may_be_trimmed:
         # Nothing can be trimmed, so the check can try no other rules.
         yield earlier
@@ -148,7 +157,8 @@ def _padding_rules(facts: RowFacts, earlier: CutRules) -> Iterator[CutRules]:
     name = _padding_name(facts)
     earlier_width: int = getattr(earlier, name)
     if earlier_width != FAILED:
-        yield replace(earlier, **{name: max(facts.width, earlier_width)})
+        new_width = max(facts.width, earlier_width)
+        yield replace(earlier, **{name: new_width})
     yield replace(earlier, **{name: FAILED})
 
 
@@ -163,7 +173,7 @@ def missing_dummies(dummies: DummyRows, facts: RowFacts, rows: Sequence[int]) ->
     """Returns a dummy row for each modality that none of these rows of a batch has."""
     has_media = any(facts.media[row] for row in rows)
     if has_media and facts.layout.family.one_kind:
-        # This model takes only one modality at a time.
+        # In a forward, this model takes media of only one modality.
         return []
     missing = []
     for modality, dummy in dummies.items():
@@ -174,7 +184,7 @@ def missing_dummies(dummies: DummyRows, facts: RowFacts, rows: Sequence[int]) ->
 
 
 def zero_weight(batch: Batch) -> BatchDict:
-    """Returns a copy in which all labels are masked and no row counts as a sample."""
+    """Returns a copy of the batch in which all labels are masked and no row counts as a sample."""
     labels = torch.full_like(batch['labels'], IGNORE_INDEX)
     without_labels = {**batch, 'labels': labels}
     counts = [RowCounts(samples=0, rule=row.rule) for row in row_counts_of(batch)]
@@ -184,7 +194,8 @@ def zero_weight(batch: Batch) -> BatchDict:
 def smallest_row(facts_of_batches: Sequence[RowFacts], modality: str) -> BatchDict | None:
     """Returns a copy of the smallest row that has the modality, without weight; None if no row has it.
 
-    The smallest row has the fewest images, videos or audios. Among rows with equally many it is the shortest.
+    The smallest row is the one with the fewest items of the modality, for example images. Among rows with equally many
+    items it is the shortest.
     """
     smallest: tuple[RowFacts, int] | None = None
     smallest_size = (sys.maxsize, 0)
@@ -225,7 +236,7 @@ def add_rows(
 
 
 def _with_lists_of(microbatch: Batch, row: Batch) -> BatchDict:
-    """Returns a dummy row that has exactly those lists that the microbatch has, as :meth:`BatchLayout.concat` needs."""
+    """Returns a dummy row with the same lists as the microbatch. :meth:`BatchLayout.concat` joins the lists by key."""
     dummy = dict(row)
     for key, value in row.items():
         if isinstance(value, (list, tuple)):
@@ -247,11 +258,11 @@ class Piece:
         facts: Facts of the batch.
         rules: How rows of the batch may be cut.
         options: The caps of a microbatch, and how to cut under them.
-        rows: Numbers of the rows of this piece in the batch.
+        rows: The rows of this piece, by their numbers in the batch.
         widths: Number of columns that each of these rows keeps.
-        sizes: Image tokens and loss tokens of each of these rows, by ``'image_tokens'`` and ``'loss_tokens'``. Only the
-            sizes that have a cap in ``options``.
-        dummies: Facts of the dummy rows that are computed together with these rows.
+        sizes: For each size that has a cap in ``options``, its value in each of these rows. The keys are
+            ``'image_tokens'`` and ``'loss_tokens'``.
+        dummies: Facts of the dummy rows that are computed together with these rows, each of a batch of one row.
     """
 
     facts: RowFacts
@@ -286,12 +297,12 @@ class Piece:
 
     @property
     def width(self) -> int:
-        """Width of the microbatch without its dummy rows: that of the widest row, rounded up to ``width_multiple``."""
+        """Width of the widest row, rounded up to ``width_multiple``. Dummy rows do not count."""
         return int(self._padded_widths().max())
 
     def _padded_widths(self) -> np.ndarray:
-        """Returns the widths of the rows, each rounded up, but not past the width of the batch, nor past the cap."""
-        # A row that fits by itself must not be rounded up over the cap.
+        """Returns the widths of the rows, each rounded up to ``width_multiple``, but at most to the batch's width."""
+        # A row that fits by itself must not be rounded up over the cap, either.
         widest_under_cap = self.options.max_tokens - self.facts.decoder_width
         limit = min(self.facts.width, widest_under_cap)
         return padded_widths(np.array(self.widths), self.options.width_multiple, limit)
@@ -323,8 +334,8 @@ class Piece:
         return num_rows * (widest + self.facts.decoder_width)
 
     def cut(self) -> list[Piece]:
-        """Returns the rows in pieces of least cost under the caps."""
-        # `packing='auto'` is decided by now.
+        """Returns the rows in pieces under the caps, so that the total cost is least."""
+        # In the options, packing may still be 'auto'. The rules hold the decision.
         if self.rules.packing:
             widths = self.widths
             options = replace(self.options, packing=True)
@@ -343,8 +354,8 @@ class Piece:
     def check_caps(self, indices: Sequence[int] | None) -> None:
         """Raises ValueError if a row by itself is over a cap. With ``on_oversize='warn'`` it logs a warning.
 
-        Call it for all rows of a batch, before some are taken: ``indices`` are the indices of all rows in the dataset,
-        or None. The message names the row by them if the batch has no ``sample_ids``.
+        Call it on the piece of all rows, before some of them are taken. ``indices`` are the indices of these rows in
+        the dataset, or None. If the batch has no ``sample_ids``, the message names the row by them.
         """
         sizes = {'tokens': [width + self.facts.decoder_width for width in self.widths], **self.sizes}
         caps = {'tokens': self.options.max_tokens, **self.options.caps}
@@ -372,10 +383,14 @@ class Piece:
 
 
 def build(pieces: Sequence[Piece], attention: DocumentAttention | None = None) -> list[BatchDict]:
-    """Returns the microbatch of each piece. ``attention`` is the attention that packed rows have, if it was changed.
+    """Returns the microbatch of each piece.
 
-    The pieces of a pre-split batch belong to several batches, those of its microbatches. Consecutive pieces of the same
-    batch are selected together, because the layout then assigns the media of the batch to its rows only once.
+    The pieces may belong to several batches, because each microbatch of a pre-split batch counts as one. Consecutive
+    pieces of the same batch are selected together, so that the layout assigns media to rows only once for each batch.
+
+    Args:
+        pieces: The pieces.
+        attention: The changed attention of the model. Needed to pack rows.
     """
     microbatches = []
     for _, group in groupby(pieces, key=lambda piece: id(piece.facts)):
@@ -384,7 +399,8 @@ def build(pieces: Sequence[Piece], attention: DocumentAttention | None = None) -
         rows_of_pieces = [list(piece.rows) for piece in pieces_of_batch]
         all_rows = list(range(len(facts.lengths)))
         if rows_of_pieces == [all_rows]:
-            # Nothing is selected. So entries that split() refuses, because it cannot select their rows, are allowed.
+            # The only piece is the batch itself. It may have entries that split() refuses, because it cannot tell their
+            # rows apart.
             selected = [dict(facts.batch)]
         else:
             selected = facts.layout.split(facts.batch, rows_of_pieces)
@@ -401,10 +417,12 @@ def build(pieces: Sequence[Piece], attention: DocumentAttention | None = None) -
 
 
 def _trimmed(piece: Piece, rows: BatchDict) -> BatchDict:
-    """Returns the rows of a piece without the columns of padding that are beyond the width of the piece."""
+    """Returns the rows of a piece, trimmed to the width of the piece. Packing removes the padding itself."""
     facts = piece.facts
     width = piece.width
     if width == facts.width or piece.rules.packing:
         return rows
-    start = facts.width - width if facts.side == 'left' else 0
-    return facts.layout.narrow(rows, start, width)
+    first_column = 0
+    if facts.side == 'left':
+        first_column = facts.width - width
+    return facts.layout.narrow(rows, first_column, width)

@@ -15,11 +15,15 @@ Each step :class:`MicrobatchSplit` goes from tensors to numbers and back. Take t
 
 On several ranks dummy rows and empty microbatches are added, so that no rank waits forever for another.
 
-A split lives as long as its loader, and a model as long as a fit. :meth:`MicrobatchSplit.start` takes the model. The
-first-batch check tries the rules of :meth:`MicrobatchSplit.candidates` on some rows, and :meth:`MicrobatchSplit.adopt`
-takes those that it has found. Then each step calls the split. :meth:`MicrobatchSplit.stop` ends the fit.
+A split belongs to a loader. It may serve several fits, one after the other:
 
-The functions at the end find the split and the layout of a loader.
+1. :meth:`MicrobatchSplit.start` takes the model of the fit.
+2. The first-batch check tries the rules that :meth:`MicrobatchSplit.candidates` yields on some rows, and gives the
+   rules that it has found to be exact to :meth:`MicrobatchSplit.adopt`. It does so again if a step has other rows.
+3. Each step calls the split.
+4. :meth:`MicrobatchSplit.stop` ends the fit.
+
+The functions at the end of the file find the split and the layout that belong to a loader.
 """
 
 from __future__ import annotations
@@ -73,9 +77,9 @@ class MicrobatchSplit:
 
     Args:
         dataloader: The loader whose batches are split. The algorithm finds the split by its loader.
-        layout: How tensors belong to rows: the user's layout, or that of ``model=``. None: the algorithm gives the
-            layout of its model. Without an algorithm it is inferred from the first batch, or without
-            ``model=`` from each batch.
+        layout: How tensors belong to rows: the user's layout, or the layout of ``model=``. None: the algorithm gives
+            the layout of its model. Without an algorithm it is inferred from the first batch, or without ``model=``
+            from each batch.
         options: The caps, and how to cut under them.
         microbatch_transforms: The user's own transforms of a microbatch on the device.
     """
@@ -108,7 +112,7 @@ class MicrobatchSplit:
         self._planned_tokens = 0
         """Token budget of a loader that plans microbatches, see :meth:`_note_plan`. 0: no batch was planned."""
         self._planned_size: float = 1
-        """The microbatch size that stands for this budget."""
+        """The microbatch size at which a microbatch gets all of this budget."""
         self._microbatch_transforms = microbatch_transforms
         self._model: torch.nn.Module | None = None
         self._attention: DocumentAttention | None = None
@@ -120,20 +124,28 @@ class MicrobatchSplit:
     # Called by the algorithm. Without one, the DataSpec that knows the model calls start() and adopt().
 
     def start(
-        self, model: torch.nn.Module, batch: Batch, microbatch_size: float, layout: BatchLayout | None = None
+        self,
+        model: torch.nn.Module,
+        batch: Batch,
+        microbatch_size: float,
+        layout: BatchLayout,
     ) -> None:
         """Takes a model whose rules are not known yet, and decides whether to try packing. A collective.
 
-        ``layout``: how tensors belong to rows in this run. None: the layout of the arguments, if there is one.
+        Args:
+            model: The model that is trained.
+            batch: The first batch of this rank.
+            microbatch_size: The ``device_train_microbatch_size``.
+            layout: How tensors belong to rows in this run.
         """
         self.stop()
         self._model = model
-        self.layout = layout or self.fixed_layout
-        self.rules = CutRules()  # trims nothing; the first-batch check finds what may be trimmed
+        self.layout = layout
+        self.rules = CutRules()  # trims nothing, until the first-batch check has found which padding may be trimmed
         self._note_plan(batch, microbatch_size)
         self._tries_packing = self.options.packing is True
-        if self.options.packing == 'auto' and self.layout is not None:
-            facts_of_batches = describe_all(self.layout, batch)
+        if self.options.packing == 'auto':
+            facts_of_batches = describe_all(layout, batch)
             self._tries_packing = self._packing_costs_less(facts_of_batches, microbatch_size)
 
     def start_evaluation(self, model: torch.nn.Module, loss_rule: str | None) -> None:
@@ -153,12 +165,12 @@ class MicrobatchSplit:
         self.step = None
 
     def _packing_costs_less(self, facts_of_batches: Sequence[RowFacts], microbatch_size: float) -> bool:
-        """Returns whether packing costs less on this batch, over all ranks; a collective."""
+        """Returns whether packing the batches of all ranks costs less than padding them; a collective."""
         lengths = np.array(_lengths_of(facts_of_batches))
         longest = int(lengths.max())
         budget = self._budget(facts_of_batches, microbatch_size)
-        # The caps would need the image tokens and loss tokens of each row. Loss tokens are not counted before the
-        # first-batch check, which finds the loss rule. Only the token budget stays.
+        # The token budget is the only cap here. The others need the image tokens and loss tokens of each row, and loss
+        # tokens cannot be counted yet, because the first-batch check has not found the loss rule.
         without_caps = self.options.without_caps()
         options = replace(without_caps, max_tokens=max(budget, longest), packing=False)
         cost = options.cost
@@ -168,14 +180,15 @@ class MicrobatchSplit:
             packed_cost += cost.packed(packed_lengths)  # this includes the launch
         padded_cost = 0.0
         for rows in cut_rows(lengths, options, max_width=longest):
-            costs = cost.rows(lengths[rows])
-            widest_cost = float(costs.max())
+            # Padding makes each row of a microbatch as expensive as the widest.
+            row_costs = cost.rows(lengths[rows])
+            widest_cost = float(row_costs.max())
             padded_cost += len(rows) * widest_cost + cost.launch
         savings = all_gather_object(padded_cost - packed_cost)
         return sum(savings) > 0
 
     def adopt(self, rules: CutRules) -> None:
-        """Cuts by these rules of the first-batch check from now on."""
+        """Cuts by these rules from now on, because the first-batch check has found them to be exact."""
         if self.checked and self.packs_rows and not rules.packing:
             log.warning(
                 'A row of this batch cannot be packed, so all rows are padded from now on. The log at level INFO says '
@@ -191,10 +204,10 @@ class MicrobatchSplit:
     def largest_packed_row(self, facts_of_batches: Sequence[RowFacts], microbatch_size: float) -> int:
         """Returns the most tokens that a packed row of a batch can have; 0: its rows are not packed.
 
-        The check packs rows of this length, because a model may compute long rows in another way. Without a layout
-        there are no facts, and no rows that can be packed.
+        The check packs rows of this length, because a model may compute long rows in another way.
         """
-        if not facts_of_batches or not (self.packs_rows or self._tries_packing):
+        may_pack = self.packs_rows or self._tries_packing
+        if not facts_of_batches or not may_pack:  # without a layout there are no facts
             return 0
         lengths = _lengths_of(facts_of_batches)
         budget = self._budget(facts_of_batches, microbatch_size)
@@ -217,12 +230,15 @@ class MicrobatchSplit:
         widest = max(facts.width for facts in facts_of_batches)
         decoder_width = max(facts.decoder_width for facts in facts_of_batches)
         if self.options.slot_tokens is None and self._planned_tokens:
-            # At the first size the share is 1, and planned microbatches just fit.
+            # At the first microbatch size the share is 1, and planned microbatches just fit.
             share = microbatch_size / self._planned_size
-            # The loader's budget does not count the text of a decoder, but a microbatch does.
-            budget = int(self._planned_tokens * share) + token_budget(microbatch_size, decoder_width)
-            # A single row always fits. The loader's budget may be the largest integer, to which nothing can be added.
-            return min(max(budget, widest + decoder_width), sys.maxsize)
+            planned_budget = int(self._planned_tokens * share)
+            # The loader's budget leaves out the text of a decoder, but a microbatch counts it.
+            budget = planned_budget + token_budget(microbatch_size, decoder_width)
+            largest_row = widest + decoder_width
+            budget = max(budget, largest_row)  # so that a single row always fits
+            # The loader's budget may be the largest integer already, and the planner takes no larger one.
+            return min(budget, sys.maxsize)
         width = self.options.slot_tokens or widest
         return token_budget(microbatch_size, width + decoder_width)
 
@@ -232,12 +248,14 @@ class MicrobatchSplit:
         return self.options.packing is True
 
     def candidates(self, facts: RowFacts, earlier: CutRules) -> Iterator[CutRules]:
-        """Yields the rules to try on such rows, cheapest first. ``earlier`` are the rules found on other rows.
+        """Yields the rules to try on these rows, cheapest first. ``earlier`` are the rules found on other rows.
 
-        If rows may be packed, packing comes first: as in the earlier rules, or by documents if these do not pack. Then
-        a run that must pack tries packing by positions, unless the earlier rules pack. Any other run tries padding.
+        Packing comes first, if rows may be packed. If the earlier rules pack, it is only tried in their way. Otherwise
+        packing by documents is tried, and if the run must pack, by positions as well. A run that need not pack then
+        tries padding.
 
-        The check stops at the first rules that are exact. So code behind a ``yield`` runs only if rules have failed.
+        The check stops at the first rules that are exact. So the code after a ``yield`` only runs if these rules have
+        failed.
         """
         if earlier.packing or self._tries_packing:
             yield replace(earlier, packing=earlier.packing or 'documents')
@@ -246,8 +264,9 @@ class MicrobatchSplit:
             if self.must_pack:
                 return
             self._tries_packing = False  # it has failed on these rows
-        # Some models number tokens behind a hole (Qwen2-VL), or labelled padding (Qwen3-VL), in another way if any row
-        # of the batch has media. Rows without media cannot show this, and other ranks may have media.
+        # If any row of a batch has media, some models number tokens behind a hole (Qwen2-VL), or labelled padding
+        # (Qwen3-VL), in another way. Rows without media cannot show this to the check, but another rank may have media.
+        # So if there are such rows, each microbatch without media gets a dummy row with media.
         if get_world_size() > 1 and self._may_have_media and not any(facts.media):
             may_depend = any(facts.has_hole) or any(facts.has_unattended_label)
             earlier = replace(earlier, needs_media=earlier.needs_media or may_depend)
@@ -263,14 +282,14 @@ class MicrobatchSplit:
             self._set_attention(rules.packing)
         options = self.options.without_caps()
         if not rules.packing:
-            # The width is not rounded up, because the last token may see the next column (MobileBERT). In training some
-            # rows keep no padding after rounding.
+            # The width is not rounded up: the check must see a row without any padding, as some rows are in training
+            # even after rounding. It may matter, because the last token may see the next column (MobileBERT).
             options = replace(options, width_multiple=1)
         all_rows = Piece.from_facts(facts, rules, options)
         piece = all_rows.take(rows)
         if rules.needs_media:
             dummies = _dummies_of_first_modality([facts])
-            (piece,) = with_dummies([piece], dummies)
+            (piece,) = with_dummies([piece], dummies)  # a single piece, because there are no caps to halve it
         (microbatch,) = build([piece], self._attention)
         return without_row_counts(microbatch)
 
@@ -284,9 +303,9 @@ class MicrobatchSplit:
         return batch if self.layout is None else self.layout.with_media(batch)
 
     def _set_attention(self, packing: str) -> None:
-        """Changes the model's attention for rows that are packed in this way, see ``CutRules.packing``.
+        """Changes the model's attention for packed rows; ``packing`` says how they are packed, see ``CutRules``.
 
-        If it is empty, the model gets its own attention back.
+        If ``packing`` is empty, the model gets its own attention back.
         """
         current = '' if self._attention is None else self._attention.packing
         if packing == current:
@@ -313,7 +332,7 @@ class MicrobatchSplit:
         if microbatch_size <= 0:
             raise InvalidInputError(f'`device_train_microbatch_size` must be positive, got: {microbatch_size}.')
         if not self.checked:
-            self.rules = RULES_WITHOUT_CHECK  # not those of an earlier fit
+            self.rules = RULES_WITHOUT_CHECK  # forgets the rules of an earlier fit
         layout = self.layout
         if layout is None:
             layout = inferred_layout(microbatches_of(batch))
@@ -323,6 +342,7 @@ class MicrobatchSplit:
         if self.layout is None:
             layout = largest_of_ranks(layout)  # not in evaluation, where ranks may have unequal numbers of batches
         self._note_plan(batch, microbatch_size)
+        # From here on numbers describe the batch.
         facts_of_batches = self._describe(layout, batch)
         pre_split = batch if isinstance(batch, PreSplitBatch) else None
         if pre_split is not None and self._must_join(facts_of_batches):
@@ -346,7 +366,7 @@ class MicrobatchSplit:
     def _split_in_order(self, layout: BatchLayout, batch: Batch, size: int) -> list[BatchDict]:
         """Returns microbatches of at most ``size`` rows, in order, trimmed but not packed.
 
-        The order must stay, because in evaluation Composer drops a repeated sample, the last of ``n`` rows, by
+        The order must stay. In evaluation, if the last of ``n`` rows is a repeated sample, Composer drops it by
         ``split_batch(microbatch, n - 1)[0]``. Each microbatch of a pre-split batch is cut by itself.
         """
         rules = replace(self.rules, packing='')
@@ -371,16 +391,17 @@ class MicrobatchSplit:
         return self.step.facts
 
     def _must_join(self, facts_of_batches: Sequence[RowFacts]) -> bool:
-        """Returns whether the microbatches of a loader are joined and cut again.
+        """Returns whether the microbatches of a pre-split batch are joined to one batch and cut again.
 
-        If not, each of them is used as it is, or cut by itself. Without ``regroup`` they are joined, because the loader
-        has grouped rows by length.
+        If not, each of them is used as it is, or cut by itself.
 
-        The loader has padded each microbatch to its own widest row. In one batch all rows would be as wide as the
-        widest of them. So microbatches that are used as they are have lost padding, and that is exact only if the rules
-        trim it.
+        The loader has padded each microbatch to its own widest row. In one batch all rows would be padded to the widest
+        row of all. So a microbatch that is used as it is has less padding than in one batch. This is exact only if the
+        rules trim such padding.
         """
-        if not self.options.regroup or self.packs_rows or _width_matters(facts_of_batches):
+        if not self.options.regroup:
+            return True  # the loader has grouped rows by length, and the user wants them in their order
+        if self.packs_rows or _width_matters(facts_of_batches):
             return True
         padded_sides = {facts.side for facts in facts_of_batches if facts.is_padded}
         if len(padded_sides) == 2:
@@ -389,16 +410,22 @@ class MicrobatchSplit:
             return True  # a pad predicts a label
         # If no microbatch has padding, the narrower ones would be padded on the right in one batch.
         side = 'left' if 'left' in padded_sides else 'right'
-        # Padding is trimmed up to a width, so what holds for the widest microbatch holds for all. The widest one may
-        # have no padding, and so another side.
+        # Padding is trimmed up to a width, so if the rules trim the widest microbatch, they trim all. The widest one
+        # may have no padding, and then its facts name the wrong side.
         widest = max(facts_of_batches, key=lambda facts: facts.width)
         return not self.rules.trims(replace(widest, side=side))
 
-    def _joined(self, layout: BatchLayout, pre_split: PreSplitBatch, facts_of_batches: Sequence[RowFacts]) -> RowFacts:
-        """Returns the facts of one batch of all rows, which is cut again.
+    def _joined(
+        self,
+        layout: BatchLayout,
+        pre_split: PreSplitBatch,
+        facts_of_batches: Sequence[RowFacts],
+    ) -> RowFacts:
+        """Returns the facts of one batch of all rows of a pre-split batch.
 
-        Raises ValueError if joining would change a loss. Narrower microbatches get more padding on the left, which may
-        move positions, and a pad may predict a first label.
+        Raises ValueError if joining would change a loss. This may happen if rows are padded on the left, because the
+        rows of narrower microbatches get more padding there: it may move positions, and a pad may predict the label of
+        a first token.
         """
         for facts in facts_of_batches:
             if facts.side == 'left' and self.rules.depends_on_left_padding(facts):
@@ -432,7 +459,10 @@ class MicrobatchSplit:
             )
 
     def _cut(
-        self, facts_of_batches: Sequence[RowFacts], options: CutOptions, pre_split: PreSplitBatch | None
+        self,
+        facts_of_batches: Sequence[RowFacts],
+        options: CutOptions,
+        pre_split: PreSplitBatch | None,
     ) -> list[Piece]:
         """Returns pieces under the caps. A microbatch of a pre-split batch stays as it is if it fits."""
         pieces: list[Piece] = []
@@ -447,22 +477,24 @@ class MicrobatchSplit:
                 # DistributedSampler repeats samples to give all ranks equally many. Repeated samples have no weight, so
                 # they are left out. If no row remains, the rank makes an empty microbatch.
                 counts = row_counts_of(facts.batch)
-                samples = [row for row in piece.rows if counts[row].samples]
-                piece = piece.take(samples)
-            if pre_split is not None and piece.rows and piece.fits:
+                samples = [row for row in piece.rows if counts[row].samples > 0]
+                piece = piece.take(samples)  # the piece has all rows, so the place of a row is its number
+            if not piece.rows:
+                continue
+            if pre_split is not None and piece.fits:
                 pieces.append(piece)
-            elif piece.rows:
+            else:
                 pieces += piece.cut()
         return pieces
 
     # Several ranks in step: all of them use the same encoders, and make equally many microbatches if they must.
     #
     # FSDP gathers the weights of an encoder in every microbatch, and hangs if one rank leaves the encoder unused. DDP
-    # waits for gradients when it reduces them. In most runs it reduces only in the last microbatch, where
-    # `ReductionWatch` (algorithm/reduction.py) gives it zeros.
+    # waits for the gradients of an encoder when it reduces them. In most runs it reduces only in the last microbatch,
+    # and there `ReductionWatch` (algorithm/reduction.py) gives it zeros if the encoder was unused.
 
     def _dummy_rows(self, facts_of_batches: Sequence[RowFacts]) -> DummyRows:
-        """Returns the dummy rows for microbatches without media; with several ranks a collective."""
+        """Returns the dummy rows that microbatches get if they lack media; with several ranks a collective."""
         needs_media = self.rules.needs_media
         if get_world_size() == 1:
             return _dummies_of_first_modality(facts_of_batches) if needs_media else {}
@@ -473,14 +505,15 @@ class MicrobatchSplit:
 
     @property
     def _may_have_media(self) -> bool:
-        """Whether rows of some rank may have media. The same on all ranks: the check has exchanged the readings."""
-        if self.layout is None:
+        """Whether rows of some rank may have media. All ranks agree, because the check has exchanged the readings."""
+        layout = self.layout
+        if layout is None:
             return True
-        may_be_media = any(Reading.MEDIA in possible for possible in self.layout.readings.values())
-        return bool(self.layout.family.media or self.layout.extra or may_be_media)
+        may_be_media = any(Reading.MEDIA in possible for possible in layout.readings.values())
+        return bool(layout.family.media or layout.extra or may_be_media)
 
     def _num_microbatches(self, num_pieces: int) -> int:
-        """Returns how many microbatches this rank makes, empty ones included; a collective if counts must be equal."""
+        """Returns how many microbatches this rank makes, with empty ones; a collective if all ranks make as many."""
         num_microbatches = max(num_pieces, 1)
         must_be_equal = self.options.equal_counts
         if must_be_equal == 'auto':
@@ -492,7 +525,7 @@ class MicrobatchSplit:
     def _warn_of_dummies(self, pieces: Sequence[Piece]) -> None:
         """Warns of rows that do not fit under the caps together with their dummy rows."""
         for piece in pieces:
-            # A piece that does not fit has one row, see with_dummies().
+            # A piece that does not fit has one row, because with_dummies() halves others.
             if piece.dummies and not piece.fits and not self._has_warned_of_dummies:
                 self._has_warned_of_dummies = True
                 log.warning(
@@ -523,8 +556,8 @@ def _lengths_of(facts_of_batches: Sequence[RowFacts]) -> list[int]:
 def _dummies_of_ranks(facts_of_batches: Sequence[RowFacts]) -> DummyRows:
     """Returns a dummy row of each modality that some rank has; a collective.
 
-    If the model takes only one kind of media in a forward, it returns only the first of them. A dummy row is a copy of
-    this rank's smallest row with the modality. If this rank has none, another rank sends one.
+    If the model takes only one kind of media in a forward, only the first of them gets a dummy row. A dummy row is a
+    copy of this rank's smallest row with the modality. If this rank has none, another rank sends one.
     """
     layout = facts_of_batches[0].layout
     own_rows = [smallest_row(facts_of_batches, modality) for modality in MODALITIES]
@@ -535,7 +568,7 @@ def _dummies_of_ranks(facts_of_batches: Sequence[RowFacts]) -> DummyRows:
     some_rank_lacks = flags[len(MODALITIES) :]
     dummies: dict[str, RowFacts] = {}
     for number, modality in enumerate(MODALITIES):
-        if not some_rank_has[number] or (dummies and layout.family.one_kind):
+        if not some_rank_has[number]:
             continue
         row: Batch | None = own_rows[number]
         if some_rank_lacks[number]:
@@ -543,11 +576,13 @@ def _dummies_of_ranks(facts_of_batches: Sequence[RowFacts]) -> DummyRows:
             row = row or shared_row
         assert row is not None  # some rank has one
         dummies[modality] = describe(layout, row)
+        if layout.family.one_kind:
+            break
     return dummies
 
 
 def _dummies_of_first_modality(facts_of_batches: Sequence[RowFacts]) -> DummyRows:
-    """Returns a dummy row of the first modality that some row has.
+    """Returns a dummy row of the first modality that some row of this rank has.
 
     One modality is enough for ``CutRules.needs_media``, because text rows only depend on whether the batch has media.
     """
@@ -567,7 +602,8 @@ def with_dummies(pieces: Sequence[Piece], dummies: DummyRows) -> list[Piece]:
         RuntimeError: If a dummy row of another rank is so wide that the rotary embedding of the piece would change.
     """
     if not dummies:
-        return list(pieces)  # without counting the media of rows, which may not be possible
+        # The media of rows need not be counted, which is not possible for every batch.
+        return list(pieces)
     completed: list[Piece] = []
     for piece in pieces:
         missing = missing_dummies(dummies, piece.facts, piece.rows)
@@ -584,7 +620,10 @@ def with_dummies(pieces: Sequence[Piece], dummies: DummyRows) -> list[Piece]:
 
 
 def _check_rotary_limit(facts: RowFacts, dummies: Sequence[RowFacts]) -> None:
-    """Raises if dummy rows are wider than the limit of the rotary embedding, but the batch of the facts is not."""
+    """Raises RuntimeError if dummy rows are wider than the limit of the rotary embedding, but the batch is not.
+
+    Then the dummy rows would change the rotary embedding of the batch's own rows.
+    """
     if _width_matters([facts]) or not _width_matters(dummies):
         return
     width_limit = facts.layout.width_limit
@@ -604,7 +643,7 @@ def _check_all_first_labels(facts_of_batches: Sequence[RowFacts], kind: str) -> 
 
 
 def _empty_microbatch(facts_of_batches: Sequence[RowFacts], dummies: DummyRows) -> BatchDict:
-    """Returns a microbatch without weight: the dummy rows, or if there are none, the shortest row."""
+    """Returns a microbatch without weight: the dummy rows, or if there are none, a copy of the shortest row."""
     if dummies:  # their weight is 0
         dummy_batches = [dummy.batch for dummy in dummies.values()]
         return facts_of_batches[0].layout.concat(dummy_batches)
@@ -638,19 +677,20 @@ def split_of(dataloader: Any) -> MicrobatchSplit | None:
 
 
 def largest_of_ranks(layout: BatchLayout) -> BatchLayout:
-    """Returns the layout with the most entries, of those that the ranks infer from their batches; a collective.
+    """Returns the layout with the most entries. ``layout`` is inferred from the batch of this rank. A collective.
 
-    A rank without media infers the layout of a text model, which has no entries. Without an algorithm, ``model=`` and
-    ``layout=`` this is called in every step, because each step infers its layout again.
+    A rank without media infers the layout of a text model, which has no entries. If there is neither an algorithm nor
+    ``model=`` nor ``layout=``, this is called in every step, because each step infers its layout again.
     """
     layouts = all_gather_object(layout)
     return max(layouts, key=lambda inferred: len(inferred.family.entries))
 
 
 def layout_of(state: State, split: MicrobatchSplit | None) -> BatchLayout | None:
-    """Returns the layout of the arguments, else that of the model, else the one that the batches imply.
+    """Returns the layout of the split's arguments, else the layout of the model, else the one that the batches imply.
 
-    If there is no split, and the layout does not tell the rows of some rank apart, all ranks return None. A collective.
+    A collective. If there is no split, and on some rank the layout cannot tell the rows of the batch apart, all ranks
+    return None.
     """
     if split is not None and split.fixed_layout is not None:
         return split.fixed_layout
@@ -659,14 +699,14 @@ def layout_of(state: State, split: MicrobatchSplit | None) -> BatchLayout | None
         layout = largest_of_ranks(inferred_layout(microbatches_of(state.batch)))
     if split is not None:
         return layout
-    # Without token_data_spec() the user's own split cuts the batch, so this layout need not know its entries. Perhaps
-    # only one rank has an entry that it does not know.
+    # Without token_data_spec() the user's own split cuts the batch, so the run does not need a layout. An entry that
+    # the layout does not know may be on one rank only, and all ranks must have the same answer.
     can_tell_on_ranks = all_gather_object(_tells_rows_apart(layout, state.batch))
     return layout if all(can_tell_on_ranks) else None
 
 
 def _tells_rows_apart(layout: BatchLayout, batch: Batch) -> bool:
-    """Returns whether a layout knows to which row each part of every entry belongs."""
+    """Returns whether a layout can select the rows of a batch, and count their media."""
     try:
         layout.select(batch, [0])
         layout.media_per_row(batch)

@@ -40,7 +40,8 @@ from composer_tokacc.layout.pre_split import microbatches_of
 from composer_tokacc.refusals import InvalidInputError
 
 KEYS_OF_TEXT = ('input_ids', 'attention_mask', 'labels', 'position_ids')
-"""Keys whose values leave nothing out, or are described by other facts."""
+"""Keys without :attr:`RowFacts.lowest_values`. Their values leave no row or token out of a loss, or are described by
+other facts."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class RowFacts:
     real: torch.Tensor = field(repr=False)
 
     def describes(self, layout: BatchLayout, batch: Batch) -> bool:
-        """Returns whether these facts hold for a batch: same layout, and no entry was replaced since."""
+        """Returns whether these facts hold for a batch: it has the same layout, and no entry was replaced since."""
         if layout is not self.layout or batch.keys() != self.batch.keys():
             return False
         return all(value is self.batch[key] for key, value in batch.items())
@@ -101,7 +102,7 @@ class RowFacts:
 
     @cached_property
     def counts(self) -> dict[str, list[int]]:
-        """Number of items of each row, by modality; only modalities that have tensors in the batch."""
+        """Number of items of each row, by modality. Only modalities that have tensors in the batch are keys."""
         counts = {}
         for modality in self.layout.media_of(self.batch):
             counts[modality] = self.layout.units_per_row(self.batch, modality)
@@ -117,16 +118,17 @@ class RowFacts:
     def media_sizes(self, modality: str) -> list[float | None]:
         """Returns the number of placeholders of the largest item in each row; None: the row has no item.
 
-        It stands for the size of the item, because a model that pads items pads them to the largest one. Each item is
-        expected to have one run of placeholders. If a row has another number of runs than items, because images touch
-        each other or a token ends each line, this is the mean over the items of the row.
+        The number stands for the size of the item. The largest item counts, because a model that pads items pads them
+        to the largest one. Each item is expected to have one run of placeholders. If a row has another number of runs
+        than items, because images touch each other or a token ends each line, this is the mean over the items of the
+        row.
         """
         counts = self.counts.get(modality, [])
         if not any(counts):
             return [None] * len(self.real)
         media = self.layout.family.media.get(modality, Media())
         is_placeholder = media.placeholders(self.batch, self.layout.config, modality)
-        if is_placeholder is None:  # nothing tells them, so all items have the size 0
+        if is_placeholder is None:  # nothing tells the placeholders, so all items get the size 0
             is_placeholder = torch.zeros_like(self.real)
         sizes: list[float | None] = []
         for runs, num_items in zip(lengths_of_runs(is_placeholder), counts, strict=True):
@@ -170,7 +172,7 @@ class RowFacts:
     @cached_property
     def has_unattended_label(self) -> list[bool]:
         """Which rows have a label at a position without attention. In DeBERTa this position attends to all padding."""
-        # Without attention, a position is only real by its label.
+        # A position is real if it has attention or a label. So without attention it has a label.
         is_unattended = self.real & ~self.attended
         return is_unattended.any(dim=1).tolist()
 
@@ -182,15 +184,15 @@ class RowFacts:
         """
         if self.side == 'left':
             return [False] * len(self.real)
-        # The columns from the first real position to the end. There are 0 in a row without real positions.
+        # `columns` counts the columns from the first real position to the end. It is 0 in a row without real positions.
         return [0 < columns < self.width for columns in self._reach.from_last]
 
     @cached_property
     def lowest_values(self) -> dict[str, list[int]]:
-        """The lowest value in each row of each tensor of integers or bools that has one for each row or token, by key.
+        """The lowest value in each row of further tensors of integers or bools, by key.
 
-        A loss may leave out rows or tokens by them: a flag, a mask, or the label of a second task. Only the values of
-        tokens with labels count.
+        Such a tensor has one value for each row or token. It may be a flag, a mask, or the labels of a second task, and
+        a loss may leave out rows or tokens by it. Only the values at tokens with labels count.
         """
         labels = labels_at_text(self.batch)
         lowest: dict[str, list[int]] = {}
@@ -198,6 +200,7 @@ class RowFacts:
             if key in KEYS_OF_TEXT or not isinstance(value, torch.Tensor) or value.is_floating_point():
                 continue
             if labels is not None and value.shape == labels.shape:
+                # ranges_of() reads only values up to 0, so a 1 stands for no value.
                 value = value.masked_fill(labels == IGNORE_INDEX, 1).amin(dim=1)
             if value.shape == self.real.shape[:1]:
                 lowest[key] = value.tolist()
@@ -234,10 +237,10 @@ def check_first_labels(facts: RowFacts, loss_rule: str, kind: str) -> None:
     """Raises ValueError if padding on the left predicts a label, although the padding depends on how rows are cut.
 
     Args:
-        facts: Of the rows.
+        facts: The facts about the rows.
         loss_rule: Nothing is raised for ``'unshifted'``, because no pad predicts a label then, and for ``''``, because
             the rule is not known yet.
-        kind: What the rows are called in the message, such as ``'packed rows'``.
+        kind: A name of the rows for the message, such as ``'packed rows'``.
     """
     if loss_rule in ('', 'unshifted') or not any(facts.has_label_behind_padding):
         return
@@ -250,7 +253,7 @@ def check_first_labels(facts: RowFacts, loss_rule: str, kind: str) -> None:
 
 
 def describe(layout: BatchLayout, batch: Batch) -> RowFacts:
-    """Returns the facts about a batch's rows. Reads masks and labels now. Media are counted on first use.
+    """Returns the facts about a batch's rows. Reads masks and labels now, and counts media when they are first asked.
 
     Raises:
         ValueError: If ``mm_token_type_ids`` are padded on another side than the ids.
@@ -283,7 +286,8 @@ def _check_types_on_padding(layout: BatchLayout, batch: Batch, real: torch.Tenso
     # A hole between real positions is not padding. It is never trimmed.
     is_before_row = real.cumsum(dim=1) == 0
     is_after_row = real.flip(1).cumsum(dim=1).flip(1) == 0
-    is_wrong = (is_before_row | is_after_row) & (types != 0) & ~layout.is_placeholder(batch)
+    is_padding = is_before_row | is_after_row
+    is_wrong = is_padding & (types != 0) & ~layout.is_placeholder(batch)
     if bool(is_wrong.any()):
         row, column = is_wrong.nonzero()[0].tolist()
         raise InvalidInputError(
@@ -301,11 +305,12 @@ def describe_all(layout: BatchLayout | None, batch: Batch) -> list[RowFacts]:
 
 Limit = tuple[float, ...]
 """The largest values of a property that were seen. For example, a limit of images ``(3, True, -16, 64, False)`` begins
-with: up to 3 images in a row, several rows with images, 16 to 64 placeholders. The smallest value, 16, is kept as its
-negative, and a bool says whether rows had something. So rows lie within a limit if none of their values is larger. The
-limit of a property without values is ``()``: it is enough to have seen it once."""
+with: up to 3 images in a row, several rows with images, 16 to 64 placeholders. A smallest value, such as 16, is kept as
+its negative, and a bool says whether rows had something. So rows lie within a limit if none of their values is larger.
+A property without values has the limit ``()``: it is enough to have seen it once."""
+
+# Names of properties.
 PACKED_ROWS = 'packed rows'
-"""Name of a property, as are the next five."""
 UNATTENDED_LABELS = 'labels without attention'
 PADDING_ON_BOTH_SIDES = 'padding on both sides'
 LOWEST_VALUE = 'the lowest value of '
@@ -314,7 +319,7 @@ PADDED_ROWS = 'rows padded'
 """The beginning of the name. It goes on with the side, such as ``' on the left'``."""
 BEYOND_ROTARY_LIMIT = 'rows beyond the rotary limit'
 WITH_POSITIONS = ', with position_ids'
-"""The end of the last two names if the batch has ``position_ids``."""
+"""The end of the names of padded rows and of rows beyond the rotary limit if the batch has ``position_ids``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -322,10 +327,10 @@ class RowRanges:
     """Ranges of the properties of some rows, for example of those that the first-batch check has looked at.
 
     The check shows on a few rows that no cut changes their gradient. This holds for other rows only if the model treats
-    them alike. But models change at some size. DeepSeek-V3.2 attends to the best k keys as soon as there are more than
-    k columns, Llama 4 scales attention from some column on, HunYuan-VL numbers the images of a batch, Qwen3-Omni pads
-    short audios to the longest one, and in GLM-ASR the padding changes the output. Nobody knows these thresholds
-    beforehand.
+    them in the same way. But models change at some size. DeepSeek-V3.2 attends to the best k keys as soon as there are
+    more than k columns, Llama 4 scales attention from some column on, HunYuan-VL numbers the images of a batch,
+    Qwen3-Omni pads short audios to the longest one, and in GLM-ASR the padding changes the output. Nobody knows these
+    thresholds beforehand.
 
     So the ranges are exact: a row outside of them is looked at before the step is cut, and the ranges grow to include
     it. A range ends at the smallest and the largest value that was seen, never at a rounded one, because a threshold
@@ -395,7 +400,8 @@ def ranges_of(facts_of_batches: Sequence[RowFacts], largest_packed_row: int = 0)
             limits[PADDING_ON_BOTH_SIDES] = ()
         for key, values in facts.lowest_values.items():
             lowest = min(values)
-            if lowest <= 0:  # only a value that may leave something out: 0, False, or a negative one such as -100
+            # Only such a value may leave something out: 0, False, or a negative one such as -100.
+            if lowest <= 0:
                 name = LOWEST_VALUE + key
                 limit = (-lowest,)
                 limits[name] = _larger(limits.get(name, limit), limit)
@@ -405,7 +411,8 @@ def ranges_of(facts_of_batches: Sequence[RowFacts], largest_packed_row: int = 0)
     suffix = ''
     if any(facts.has_positions for facts in with_ids):
         suffix = WITH_POSITIONS
-    limits |= _rotary_limits(with_ids, suffix) | _padded_limits(with_ids, suffix)
+    limits |= _rotary_limits(with_ids, suffix)
+    limits |= _padded_limits(with_ids, suffix)
     if largest_packed_row:
         # The longest document, and the largest packed row.
         limits[PACKED_ROWS] = (max(lengths), largest_packed_row)
@@ -426,7 +433,7 @@ def ranges_of(facts_of_batches: Sequence[RowFacts], largest_packed_row: int = 0)
 
 
 def largest_positions(facts: RowFacts) -> list[int]:
-    """Returns the number of positions up to the largest one of each row. Without ``position_ids`` it is the length.
+    """Returns for each row its largest position plus one. Without ``position_ids`` this is the length of the row.
 
     It is less than the length if the positions begin again with each document of a row.
     """
@@ -435,7 +442,8 @@ def largest_positions(facts: RowFacts) -> list[int]:
         return facts.lengths
     # (rows, width), (1, width) for all rows, or (axes, rows, width).
     num_rows = positions.shape[-2]
-    largest = positions.amax(dim=-1).view(-1, num_rows).amax(dim=0) + 1
+    largest_per_axis = positions.amax(dim=-1).view(-1, num_rows)
+    largest = largest_per_axis.amax(dim=0) + 1
     return largest.expand(len(facts.real)).tolist()
 
 
@@ -448,9 +456,10 @@ def is_beyond_rotary_limit(facts: RowFacts) -> bool:
 
 
 def _rotary_limits(facts_of_batches: Iterable[RowFacts], suffix: str) -> dict[str, Limit]:
-    """Returns the limit of all rows together if the rotary embedding of some depends on other rows, else nothing.
+    """Returns the limit of all rows together if some of them are beyond the rotary limit, else an empty dict.
 
-    Its two values are the least of the largest positions of the rows, as its negative, and the greatest of them.
+    Each row has a largest position. The two values of the limit are the least of these, as its negative, and the
+    greatest of them.
     """
     positions: list[int] = []
     is_beyond = False
@@ -464,7 +473,7 @@ def _rotary_limits(facts_of_batches: Iterable[RowFacts], suffix: str) -> dict[st
 
 
 def _padded_limits(facts_of_batches: Iterable[RowFacts], suffix: str) -> dict[str, Limit]:
-    """Returns the limit of padded rows, as if all batches were one padded batch; empty if no row has padding.
+    """Returns the limit of padded rows, as if all batches were one padded batch; an empty dict if no row is padded.
 
     Its values are the length of the shortest row, as its negative, the length of the longest row with padding, and the
     width.
@@ -512,7 +521,13 @@ def _media_limit(modality: str, facts_of_batches: Sequence[RowFacts]) -> Limit |
         # No row pads the items of another, so their size does not matter. An empty range lies within any other.
         smallest = math.inf
         largest = -math.inf
-    return max(counts), len(counts) > 1, -smallest, largest, _is_ragged(modality, facts_of_batches)
+    return (
+        max(counts),
+        len(counts) > 1,
+        -smallest,
+        largest,
+        _is_ragged(modality, facts_of_batches),
+    )
 
 
 def _is_ragged(modality: str, facts_of_batches: Sequence[RowFacts]) -> bool:
@@ -520,7 +535,10 @@ def _is_ragged(modality: str, facts_of_batches: Sequence[RowFacts]) -> bool:
     first_shapes: dict[str, torch.Size] = {}
     for facts in facts_of_batches:
         for key, entry in media_entries(facts.layout, facts.batch).items():
+            if entry.modality != modality:
+                continue
             item_shape = facts.batch[key].shape[1:]
-            if entry.modality == modality and item_shape != first_shapes.setdefault(key, item_shape):
+            first_shape = first_shapes.setdefault(key, item_shape)
+            if item_shape != first_shape:
                 return True
     return False

@@ -30,11 +30,11 @@ class Media:
 
     Args:
         sizes: Returns the number of placeholders of each item, for models that do not notice a wrong number: see
-            ``queries`` and ``audio_frames`` of ``placeholders.py``. None: it is inferred, see ``found.py``.
+            ``query_tokens`` and ``audio_tokens`` of ``placeholders.py``. None: it is inferred, see ``found.py``.
         token_type: The value of ``mm_token_type_ids`` at the placeholders of this modality; 0: there is none.
-        frames: None if the modality has its own placeholder. In GLM-4V, images and frames of videos have the same one:
-            ``<image> ... <start of video> <image> <image> <end of video>``. There it is True for videos, which have the
-            placeholders between start and end, and False for images, which have all others.
+        frames: None if the modality has its own placeholder. In GLM-4V, images and frames of videos share one:
+            ``<image> ... <start of video> <image> <image> <end of video>``. Then True stands for the placeholders
+            between start and end, which belong to videos, and False for all others, which belong to images.
     """
 
     sizes: Callable[[Batch, Any, int, int], list[int]] | None = None
@@ -49,7 +49,8 @@ class Media:
     ) -> torch.Tensor | None:
         """Returns the positions of the placeholders of this modality, ``(rows, width)`` bool.
 
-        Returns None if neither the ids in the config nor ``mm_token_type_ids`` tell them. ``unit`` is the modality.
+        Returns None if neither the ids in the config nor ``mm_token_type_ids`` tell them. ``unit`` is the name of the
+        modality.
         """
         ids = text_of(batch)
         name_in_config = unit if self.frames is None else 'image'
@@ -64,7 +65,7 @@ class Media:
             return is_placeholder
         num_starts = (ids == config.video_start_token_id).cumsum(dim=1)
         num_ends = (ids == config.video_end_token_id).cumsum(dim=1)
-        is_in_video = num_starts > num_ends
+        is_in_video = num_starts > num_ends  # up to here, a video has started and not ended
         return is_placeholder & (is_in_video == self.frames)
 
 
@@ -77,14 +78,14 @@ class Family:
         model_types: ``config.model_type`` values that use it.
         entries: Media tensors by key. Text tensors are the same for all families: ``TEXT_ENTRIES``.
         media: Its modalities, by the names ``'image'``, ``'video'`` and ``'audio'``.
-        matches: Returns whether a batch has this format. Only asked if the model is not known.
+        matches: Returns whether a batch has this format. Only called if the model is not known.
         slots: Returns which image slots of a batch hold an image, ``(rows, slots)`` bool. The others are padding. None:
             the images of a batch have no slots, see ``Entry.slot_dim``.
         one_kind: Whether a forward takes only images or only videos, never both.
         has_queries: Whether a transformer with query tokens (Q-Former) turns each item into a fixed number of tokens.
             Such models need media in every batch, so ``BatchLayout.with_media()`` adds a dummy. They also do not notice
             missing placeholders, so ``BatchLayout`` always counts them.
-        coupling: Why a row with an image changes the loss of a row without one. Empty: it does not change it.
+        coupling: Why a row with an image changes the loss of a row without an image. Empty: it does not change it.
     """
 
     name: str
@@ -98,12 +99,12 @@ class Family:
     coupling: str = ''
 
 
-# `fill` pads a row. `absent` is the value for rows of a batch without the tensor.
+# `fill` pads a row. `absent` is the value for the rows of a batch that lacks the tensor.
 TEXT_ENTRIES: dict[str, Entry] = {
     'input_ids': Entry(seq_dims=(1,)),
     'attention_mask': Entry(seq_dims=(1,)),  # BatchLayout.entry_of() changes it for (rows, heads, width, width)
     'labels': Entry(seq_dims=(1,), fill=IGNORE_INDEX),
-    # (rows,) or (rows, width). NaN marks samples without weights. If weights are used, the first of them is refused.
+    # (rows,) or (rows, width). NaN marks samples without weights. A run that uses weights refuses such samples.
     'loss_weights': Entry(seq_dims=(1,), absent=float('nan')),
     # (rows, width), or (3, rows, width) for multimodal rotary positions.
     'position_ids': Entry(row_dim=-2, seq_dims=(-1,)),
@@ -150,7 +151,9 @@ class _Format(NamedTuple):
     def __call__(self, batch: Batch) -> bool:
         for key, num_dims in self.has.items():
             value = batch.get(key)
-            if not isinstance(value, torch.Tensor) or num_dims not in (None, value.dim()):
+            if not isinstance(value, torch.Tensor):
+                return False
+            if num_dims is not None and value.dim() != num_dims:
                 return False
         return all(batch.get(key) is None for key in self.lacks)
 
@@ -174,6 +177,7 @@ def _is_llava(batch: Batch) -> bool:
 
 
 def _slots_of_idefics(batch: Batch) -> torch.Tensor:
+    """Returns which slots hold an image, by the mask of pixels: see ``Family.slots``."""
     mask = batch.get('pixel_attention_mask')
     if mask is None:
         # Without a mask only the pixels tell: padding images are all 0.
@@ -194,10 +198,10 @@ TEXT_FAMILY = Family(name='text', matches=_Format(lacks=('pixel_values',)))
 # The comment above each family says why the family is needed. To find out, each family was removed in turn, and tiny
 # models of its types were trained without it.
 #
-# Some are only needed if the model is not known: if no layout was passed to a loader (used without TokenAccumulation),
-# to a collator or to verify_invariance, and if callbacks read a pre-split batch. Then only the keys of a batch tell its
-# format, and no config names the placeholders. The first family that matches is taken, so a special format stands
-# before the more general ones.
+# Some are only needed if the model is not known. This is so if no layout was passed to a loader (used without
+# TokenAccumulation), to a collator or to verify_invariance, and if a callback reads a pre-split batch. Then only the
+# keys of a batch tell its format, and no config names the placeholders. The first family that matches is taken, so a
+# special format stands before the more general ones.
 FAMILIES: tuple[Family, ...] = (
     # Only needed if the model is not known.
     Family(
@@ -240,7 +244,7 @@ FAMILIES: tuple[Family, ...] = (
             'image': Media(token_type=1),
             'video': Media(token_type=2),
             # Qwen-Omni does not notice missing placeholders of an audio. It gives the next row the rest of the audio.
-            'audio': Media(sizes=placeholders.audio_frames),
+            'audio': Media(sizes=placeholders.audio_tokens),
         },
         matches=_is_qwen,
     ),
@@ -305,7 +309,7 @@ FAMILIES: tuple[Family, ...] = (
         model_types=('instructblip',),
         has_queries=True,
         entries=_instructed(_IMAGE),
-        media={'image': Media(sizes=placeholders.queries)},
+        media={'image': Media(sizes=placeholders.query_tokens)},
         matches=_Format({'qformer_input_ids': None, 'pixel_values': 4}),
     ),
     # Without it the forward raises: only the family tells that instructions belong to videos.
@@ -314,7 +318,7 @@ FAMILIES: tuple[Family, ...] = (
         model_types=('instructblipvideo',),
         has_queries=True,
         entries=_instructed(_VIDEO),
-        media={'video': Media(sizes=placeholders.queries)},
+        media={'video': Media(sizes=placeholders.query_tokens)},
         matches=_Format({'qformer_input_ids': None, 'pixel_values': 5}),
     ),
     # Without it the forward raises if a batch has no image. With it such a batch gets a dummy image by `has_queries`.
@@ -323,7 +327,7 @@ FAMILIES: tuple[Family, ...] = (
         model_types=('blip-2',),
         has_queries=True,
         entries={'pixel_values': _IMAGE},
-        media={'image': Media(sizes=placeholders.queries)},
+        media={'image': Media(sizes=placeholders.query_tokens)},
     ),
     # LLaVA-OneVision needs it: without it batches with several images in a row are refused, because `batch_num_images`
     # would be read as a tensor with an entry for each image. The others need it only if the model is not known.

@@ -8,11 +8,11 @@ the shape of a tensor, the config and the batch tell the possible readings. Shap
 looks like text if the text happens to be 16 tokens wide. So each key has a list of possible readings, which only gets
 shorter during a fit: a reading that one batch has ruled out does not come back. The first reading of the list is used.
 
-If that reading is media, the rows must be found, too. An item is an image, a video or an audio. A tensor of media has
-one entry per item, or several: one per patch, tile or frame. How many entries each row has is inferred from the
-placeholders in its text, in several ways that may or may not fit. A batch that no way fits, or for which two ways give
-different numbers, is refused. Before training, the first-batch check compares gradients of rows of the first batch,
-which shows that its numbers are right.
+If that reading is media, the rows of its entries must be found, too. An item is an image, a video or an audio. A tensor
+of media has one entry per item, or several: one per patch, tile or frame. How many entries each row has is inferred
+from the placeholders in its text, in several ways. Not all of them fit every batch. A batch is refused if no way fits,
+or if two ways give different numbers. Before training, the first-batch check shows that the numbers of the first batch
+are right: it compares the gradients of its rows.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ Readings = Mapping[str, tuple[Reading, ...]]
 """The possible readings of each key, the most likely one first."""
 
 MOST_LIKELY_FIRST = list(Reading)
-"""The order of two readings that two batches rank oppositely, see :func:`agreed_readings`. One of the two is media. It
-comes behind rows and text, because in the batch that ranks it lower the tensor fits no item."""
+"""Decides between two readings if one batch finds the first more likely, and another batch the second, see
+:func:`agreed_readings`. One of the two is media. It comes after rows and text, because in the batch that finds it less
+likely the tensor fits no item."""
 
 ENTRY_BY_READING = {
     Reading.TEXT: Entry(seq_dims=(1,)),
@@ -99,7 +100,7 @@ def possible_readings(
     modality = modality_of(key)
     if modality is None:
         return _readings_by_shape(shape, num_rows, width)
-    # The name of the tensor is that of media.
+    # The name of the tensor says that it holds media.
     if shape == (num_rows,):
         # But a column of the dataset may have such a name, too, such as `image_id`. A batch that has the tensor, but no
         # items, shows that it is a column.
@@ -114,7 +115,11 @@ def possible_readings(
     return (Reading.TEXT, Reading.MEDIA)
 
 
-def _readings_by_shape(shape: tuple[int, ...], num_rows: int, width: int) -> tuple[Reading, ...]:
+def _readings_by_shape(
+    shape: tuple[int, ...],
+    num_rows: int,
+    width: int,
+) -> tuple[Reading, ...]:
     """Returns the possible readings of a tensor whose name tells nothing. ``width`` is the width of the text."""
     readings = []
     if shape[:2] == (num_rows, width):
@@ -131,7 +136,7 @@ def _readings_by_shape(shape: tuple[int, ...], num_rows: int, width: int) -> tup
 def agreed_readings(earlier: Sequence[Reading], later: Sequence[Reading]) -> tuple[Reading, ...]:
     """Returns the readings that two batches both allow, the most likely one first.
 
-    Both sequences begin with the most likely reading. If they give a reading different places, the worse one counts.
+    Both sequences begin with the most likely reading. If they give a reading different places, the worse place counts.
     """
     common = [reading for reading in earlier if reading in later]
 
@@ -143,7 +148,7 @@ def agreed_readings(earlier: Sequence[Reading], later: Sequence[Reading]) -> tup
 
 
 def joined_readings(first: Readings, second: Readings) -> Readings:
-    """Returns the readings of each key that both allow. A key of only one of them keeps its readings.
+    """Returns the readings of each key that both allow. If only one of them has a key, the key keeps its readings.
 
     Raises:
         ValueError: If a key has none left, because it means different things in two batches.
@@ -163,7 +168,7 @@ def joined_readings(first: Readings, second: Readings) -> Readings:
 
 
 def entry_of_reading(reading: Reading, batch: Batch, key: str) -> Entry:
-    """Returns how the tensor belongs to rows if it is read in that way."""
+    """Returns how the tensor ``batch[key]`` belongs to rows by this reading."""
     if reading is Reading.MEDIA:
         return _entry_of_media(batch, key)
     return ENTRY_BY_READING[reading]
@@ -179,14 +184,19 @@ def _entry_of_media(batch: Batch, key: str) -> Entry:
     value: torch.Tensor = batch[key]
     modality = modality_of(key)
     assert modality is not None  # only names with a modality are read as media
-    row_dim = -1 if _lies_side_by_side(batch, value, modality) else 0
-    pixels = 'pixel_values_videos' if modality == 'video' else 'pixel_values'
+    row_dim = 0
+    if _lies_side_by_side(batch, value, modality):
+        row_dim = -1
+    num_entries = value.shape[row_dim]
+    pixels_key = 'pixel_values'
+    if modality == 'video':
+        pixels_key = 'pixel_values_videos'
     # In Molmo 2 a tensor with this name holds indices of patches in the pixels of the whole batch.
-    holds_patch_indices = key.endswith('_token_pooling') and pixels in batch
+    holds_patch_indices = key.endswith('_token_pooling') and pixels_key in batch
     return Entry(
-        unit=f'{modality}/{value.shape[row_dim]}',
+        unit=f'{modality}/{num_entries}',
         row_dim=row_dim,
-        points_into=pixels if holds_patch_indices else None,
+        points_into=pixels_key if holds_patch_indices else None,
     )
 
 
@@ -205,16 +215,16 @@ def _may_have_items(
     config: Any,
     registered: Mapping[str, Entry],
 ) -> bool:
-    """Returns whether a batch may have items of a modality, apart from its tensors ``(rows,)``.
+    """Returns whether a batch may have items of a modality. Tensors ``(rows,)`` do not show it.
 
     Another tensor of media, the numbers ``num_images`` or the placeholders show it. Without a config the placeholders
-    are unknown.
+    are not known.
     """
     if config is None:
         return True
     for key, value in _tensors_of(batch, modality).items():
-        is_of_rows = key in registered and not registered[key].is_media
-        if value.dim() > 1 and not is_of_rows:
+        is_registered_for_rows = key in registered and not registered[key].is_media
+        if value.dim() > 1 and not is_registered_for_rows:
             return True
     if any(carried_counts(batch, modality) or []):
         return True
@@ -225,13 +235,13 @@ def _may_have_items(
 def _masks_media(batch: Batch, mask: torch.Tensor, modality: str) -> bool:
     """Returns whether a tensor in the shape of the text may be a mask of media, and has this shape by chance.
 
-    LFM2-VL masks the patches of a tile, GLM-ASR the frames of an audio. The mask is ``(entries, width)`` if the media
-    are floats ``(entries, ..., width, ...)``.
+    LFM2-VL masks the patches of a tile, GLM-ASR the frames of an audio. Such a mask ``(entries, size)`` comes with
+    media that are floats ``(entries, ..., size, ...)``.
     """
-    num_entries, mask_width = mask.shape[:2]
+    num_entries, size = mask.shape[:2]
     for value in _tensors_of(batch, modality).values():
         is_media = value.is_floating_point() and value.dim() > mask.dim()
-        if is_media and len(value) == num_entries and mask_width in value.shape[1:]:
+        if is_media and len(value) == num_entries and size in value.shape[1:]:
             return True
     return False
 
@@ -243,12 +253,12 @@ def _lies_side_by_side(batch: Batch, value: torch.Tensor, modality: str) -> bool
     """
     if value.dim() != 4 or value.shape[0] != 1:
         return False
-    patch_side = value.shape[-2]
+    patch_side, total_width = value.shape[-2:]
     for sizes in _tensors_of(batch, modality).values():
         if sizes.shape[1:] != (2,):
             continue
         num_patches = int(sizes.prod(dim=1).sum())
-        if num_patches * patch_side == value.shape[-1]:
+        if num_patches * patch_side == total_width:
             return True
     return False
 
@@ -261,7 +271,7 @@ def has_audio_along_text(batch: Batch, config: Any) -> bool:
     num_rows, width = text_of(batch).shape[:2]
     for value in _tensors_of(batch, 'audio').values():
         if value.dim() == 3 and len(value) == num_rows and value.shape[-1] % width == 0:
-            # If audios have placeholders, they belong to these, and the shape is a coincidence.
+            # If audios have placeholders, the frames belong to these, and the shape is a coincidence.
             return not placeholder_ids(config, 'audio')
     return False
 
@@ -278,6 +288,7 @@ def carried_counts(batch: Batch, modality: str) -> list[int] | None:
     if isinstance(carried, torch.Tensor):
         counts = carried.flatten().tolist()
     is_list = isinstance(counts, Sequence)
+    # Integers of numpy have `__index__`, too.
     if not is_list or not all(hasattr(count, '__index__') and count >= 0 for count in counts):
         raise InvalidInputError(
             f'`num_{modality}s` must be a list of ints from 0, one per row, got: {carried}. Count the {modality}s of '
@@ -287,7 +298,7 @@ def carried_counts(batch: Batch, modality: str) -> list[int] | None:
 
 
 def lengths_of_runs(is_placeholder: torch.Tensor) -> list[list[int]]:
-    """Returns the lengths of the runs of placeholders in each row. A run has no gap.
+    """Returns the lengths of the runs of placeholders in each row. A run is a sequence without a gap.
 
     ``is_placeholder`` is ``(rows, width)`` bool.
     """
@@ -299,7 +310,7 @@ def lengths_of_runs(is_placeholder: torch.Tensor) -> list[list[int]]:
 
 
 class _PlaceholderCounts(NamedTuple):
-    """Counts of the placeholders of a modality."""
+    """How many placeholders of a modality each row has."""
 
     tokens: list[int]
     """Number of placeholder tokens of each row."""
@@ -329,7 +340,7 @@ def entries_per_row(
     # If no row has a placeholder, and there are as many entries as rows, each row has one.
     if num_tokens == 0 and num_entries == num_rows:
         return [1] * num_rows
-    # The entries of each row, by the key or by the way that tells them.
+    # Each way to find the numbers gives an answer, the entries of each row, or none. The keys name the ways.
     answers: dict[str, list[int]] = {}
     for key, value in _tensors_of(batch, modality).items():
         # A mask of items or tiles holds no sizes.
@@ -341,15 +352,15 @@ def entries_per_row(
             entries = _entries_by_sizes(value, num_entries, placeholders)
         if entries is not None:
             answers[key] = entries
-    # If no tensor holds sizes that fit, all entries are taken to have equally many placeholders. The entries of a row
+    # If no tensor holds sizes that fit, all entries are assumed to have equally many placeholders. The entries of a row
     # are then num_entries * tokens / num_tokens, which must be an integer.
     if num_tokens and num_entries and not answers:
         products = [num_entries * tokens for tokens in placeholders.tokens]
         if all(product % num_tokens == 0 for product in products):
             answers['placeholders'] = [product // num_tokens for product in products]
-    # If there are as many runs of placeholders as entries, each entry probably has one run. This is tried even if sizes
-    # have told the entries: a tensor whose numbers fit may still hold no sizes. Then the answers differ, and the batch
-    # is refused.
+    # If there are as many runs of placeholders as entries, each entry probably has one run. This is tried even if
+    # sizes have given an answer: the numbers of a tensor may fit by chance, although they are not sizes. Then the
+    # answers differ, and the batch is refused.
     if sum(placeholders.runs) == num_entries:
         answers['runs of placeholders'] = placeholders.runs
     distinct_answers = {tuple(entries) for entries in answers.values()}
@@ -365,10 +376,14 @@ def entries_per_row(
     return list(distinct_answers.pop())
 
 
-def _entries_by_rows(value: torch.Tensor, num_entries: int, placeholders: _PlaceholderCounts) -> list[int] | None:
-    """Returns the numbers that the processor gives, one for each row; None if batch or placeholders contradict them.
+def _entries_by_rows(
+    value: torch.Tensor,
+    num_entries: int,
+    placeholders: _PlaceholderCounts,
+) -> list[int] | None:
+    """Returns the numbers of a processor's tensor, one for each row; None if batch or placeholders contradict them.
 
-    If all images were given to the processor in one list, it writes a 1 for each image instead.
+    They do if the processor got all images in one list. Then it writes a 1 for each image instead.
     """
     entries: list[int] = value.tolist()
     if sum(entries) != num_entries or len(entries) != len(placeholders.tokens):
@@ -414,12 +429,12 @@ def _entries_by_sizes(
 def _items_by_sizes(patches: Sequence[int], placeholders: _PlaceholderCounts) -> list[int] | None:
     """Returns the number of items of each row; None if the placeholders do not tell.
 
-    Placeholders may have three meanings. The first one that fits the totals of the batch decides. ``patches`` is the
+    Placeholders may have three meanings. The first one that fits the totals of the batch decides. ``patches`` holds the
     number of patches, tiles or frames of each item.
     """
     num_tokens = sum(placeholders.tokens)
     num_patches = sum(patches)
-    # A placeholder stands for a fixed number of patches, which the model merges.
+    # Each placeholder may stand for a fixed number of patches, which the model merges.
     if num_tokens and num_patches % num_tokens == 0:
         patches_per_token = num_patches // num_tokens
         if all(count % patches_per_token == 0 for count in patches):
@@ -451,8 +466,8 @@ def items_of_rows(tokens: Sequence[int], sizes: Sequence[int]) -> list[int] | No
     possible, because every item has tokens, and items are in the order of the rows.
 
     Args:
-        tokens: Placeholders of each row.
-        sizes: Placeholders of each item.
+        tokens: Number of placeholders of each row.
+        sizes: Number of placeholders of each item.
     """
     if not sizes or min(sizes) < 1 or sum(sizes) != sum(tokens):
         return None

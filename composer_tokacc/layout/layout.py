@@ -4,8 +4,8 @@
 """Knows which tensors of a multimodal batch belong to which row. Selects, trims and joins rows.
 
 The entries of a tensor are its slices along one dimension. Each stands for a unit, such as a row, an image or a patch.
-An :class:`.Entry` says which unit and which dimension that is: see the example in ``tensors.py``. The layout adds how
-many units each row has (:meth:`BatchLayout.units_per_row`).
+An :class:`.Entry` says which unit and which dimension that is: see the example in ``tensors.py``. The layout finds out
+how many units each row has (:meth:`BatchLayout.units_per_row`).
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class BatchLayout:
         """Returns the layout of a Hugging Face model, of its config, or of a Composer model around it."""
         config = config_of(model)
         if config is None:
-            config = model
+            config = model  # it may be a config itself
         if not hasattr(config, 'model_type'):
             raise TypeError(f'`model` must have a `config` with a `model_type`, got: {type(model).__name__}.')
         for family in FAMILIES:
@@ -123,6 +123,7 @@ class BatchLayout:
     def with_readings(self, readings: Readings) -> BatchLayout:
         """Returns a layout that allows only these readings of unregistered keys: see :meth:`readings_of`."""
         layout = replace(self)
+        # The dataclass is frozen, and `readings` is not an argument.
         object.__setattr__(layout, 'readings', readings)
         return layout
 
@@ -137,7 +138,7 @@ class BatchLayout:
         """Returns the number of image tokens of each row: the placeholders of its images, videos and audios.
 
         Raises:
-            ValueError: If the layout has no config. Only a config tells the ids of placeholders.
+            ValueError: If the layout has no config, because only a config tells the ids of placeholders.
         """
         if self.config is None:
             raise InvalidInputError(
@@ -159,31 +160,35 @@ class BatchLayout:
         config = self.config
         if hasattr(config, 'get_text_config'):
             config = config.get_text_config()
+        # Transformers 4 has `rope_scaling`.
         rope = getattr(config, 'rope_parameters', None) or getattr(config, 'rope_scaling', None) or {}
         # Models with several types of layers nest the parameters of each type.
         nested = [value for value in rope.values() if isinstance(value, Mapping)]
         limits: list[int] = []
-        for scaling in [rope, *nested]:
-            rotary_type = scaling.get('rope_type', scaling.get('type'))
+        for parameters in [rope, *nested]:
+            rotary_type = parameters.get('rope_type', parameters.get('type'))
             if rotary_type in SCALED_ROTARY_TYPES:
-                limit = scaling.get('original_max_position_embeddings')
+                limit = parameters.get('original_max_position_embeddings')
                 limit = limit or getattr(config, 'original_max_position_embeddings', None)
-                limits.append(limit or config.max_position_embeddings)
+                limit = limit or config.max_position_embeddings
+                limits.append(limit)
         return min(limits, default=None)
 
     def width_matters(self, batch: Batch) -> bool:
         """Returns whether the rotary embedding depends on the width of this batch. Then nothing may be trimmed."""
         limit = self.width_limit
-        return limit is not None and batch.get('input_ids') is not None and self.width(batch) > limit
+        if limit is None or batch.get('input_ids') is None:
+            return False
+        return self.width(batch) > limit
 
     # How each entry belongs to rows.
 
     @cached_property
     def _registered(self) -> Mapping[str, Entry]:
-        """The ``Entry`` of each registered key. One of the user replaces one of the family."""
+        """The ``Entry`` of each registered key. An ``Entry`` of the user replaces the one of the family."""
         registered = {**TEXT_ENTRIES, **self.family.entries, **self.extra}
-        # A collator may write `num_images` as a tensor, one number per row. By its name alone it would be media. A user
-        # may have registered further units, such as 'page', which the batch counts by `num_pages`.
+        # A collator may write `num_images` as a tensor, one number per row. Its name would make it a tensor of media,
+        # so it is registered here. So are numbers of further units: if the user has registered 'page', `num_pages`.
         counted_units: list[str] = list(MODALITIES)
         for entry in registered.values():
             if entry.is_media:
@@ -219,7 +224,7 @@ class BatchLayout:
         may be as wide as the encoder's text by chance.
 
         Raises:
-            ValueError: If the key is not registered, and its shape does not tell or contradicts earlier batches. Or if
+            ValueError: If the key is not registered, and its shape tells nothing, or contradicts earlier batches. Or if
                 the tensor has no dimension for its rows or images.
         """
         value: torch.Tensor = batch[key]
@@ -227,7 +232,7 @@ class BatchLayout:
         entry = self._registered.get(key)
         if entry is None:
             entry = self._inferred_entry(batch, key)
-        elif key not in self.extra:  # an entry of the user keeps its unit, whatever the shape
+        elif key not in self.extra:  # an `Entry` of the user keeps its unit, whatever the shape
             entry = _entry_by_shape(key, value, entry, num_rows, width)
         if entry.unit != 'shared' and not _has_dim(value, entry.row_dim):
             raise InvalidInputError(
@@ -254,7 +259,7 @@ class BatchLayout:
         return entries
 
     def _inferred_entry(self, batch: Batch, key: str) -> Entry:
-        """Returns how an unregistered tensor belongs to rows: by the likeliest reading that no batch rules out."""
+        """Returns how an unregistered tensor belongs to rows: by the likeliest reading that no batch has ruled out."""
         possible = possible_readings(batch, key, self.config, self._registered)
         if not possible:
             raise InvalidInputError(
@@ -263,7 +268,8 @@ class BatchLayout:
                 f'it: `layout.with_entries({key}=Entry(unit=...))`, '
                 "with unit one of 'row', 'image', 'patch', 'video', 'video_patch', 'audio', 'shared'."
             )
-        most_likely, *_ = joined_readings(self.readings, {key: possible})[key]
+        readings = joined_readings(self.readings, {key: possible})
+        most_likely = readings[key][0]
         return entry_of_reading(most_likely, batch, key)
 
     def tensors_of(self, batch: Batch, unit: str) -> dict[str, torch.Tensor]:
@@ -297,7 +303,7 @@ class BatchLayout:
         """Returns how many of a unit (``'image'``, ``'video'``, ``'audio'``, ``'patch'``, ...) each row has.
 
         The number of patches follows from the items of the row and their grids. An item is an image, a video or an
-        audio. The first of these that applies tells the items:
+        audio. The first of these rules that applies tells the number of items:
 
         1. If images are in slots (see ``Family.slots``), the slots of the row.
         2. If no tensor has the items, the numbers ``num_<unit>s`` of the batch. Without them each row has 0.
@@ -314,8 +320,9 @@ class BatchLayout:
             return [1] * self.num_rows(batch)
         if unit in PART_UNITS:
             return self._parts_per_row(batch, unit)
-        if unit == 'image' and self.family.slots is not None and batch.get('pixel_values') is not None:
-            return self._needed_slots_per_row(batch, self.family.slots(batch))
+        slots = self.family.slots
+        if unit == 'image' and slots is not None and batch.get('pixel_values') is not None:
+            return self._needed_slots_per_row(batch, slots(batch))
         return self._items_per_row(batch, unit)
 
     def _parts_per_row(self, batch: Batch, unit: str) -> list[int]:
@@ -331,7 +338,10 @@ class BatchLayout:
         return sums_of_groups(parts_per_item, items_per_row)
 
     def _needed_slots_per_row(self, batch: Batch, is_occupied: torch.Tensor) -> list[int]:
-        """Returns how many leading slots hold all images of a row; ``is_occupied`` is ``(rows, slots)`` bool."""
+        """Returns for each row how many of its first slots hold all its images.
+
+        ``is_occupied`` says which slots hold an image, ``(rows, slots)`` bool.
+        """
         num_rows = self.num_rows(batch)
         if len(is_occupied) != num_rows:
             raise InvalidInputError(
@@ -350,26 +360,30 @@ class BatchLayout:
         # argument `unit` may be such a unit as well, so `modality` is not always `unit`.
         modality = item_unit.partition('/')[0]
         carried = carried_counts(batch, modality)
-        # A wrong number of numbers is not refused, because they are optional. Then the placeholders tell the items.
+        # If there is not one number for each row, the numbers are ignored, because they are optional. The placeholders
+        # tell the items, too.
         if carried is not None and len(carried) != num_rows:
             carried = None
         num_items = _num_items(batch, entries, item_unit)
         if num_items is None:
-            # There is no tensor to cut, so wrong numbers do no harm.
+            # Rule 2. There is no tensor to cut, so wrong numbers do no harm.
             return carried or [0] * num_rows
         is_placeholder = self._placeholders_of(batch, item_unit)
         media = self.family.media.get(item_unit, Media())
-        # These models do not notice if there are too few placeholders, so they are counted even if there is a shorter
-        # way.
+        # Rule 3. It comes before rules 4 and 5, which need no placeholders, because these models do not notice if there
+        # are too few.
         if media.sizes is not None and is_placeholder is not None:
             tokens_per_row = is_placeholder.sum(dim=1).tolist()
             tokens_per_item = media.sizes(batch, self.config, num_items, sum(tokens_per_row))
-            return _items_by_sizes(item_unit, tokens_per_row, tokens_per_item)
+            return _items_by_placeholders(item_unit, tokens_per_row, tokens_per_item)
+        # Rule 4.
         if num_rows == 1:
             return [num_items]
-        # The user counts images. If the processor cuts them into tiles, the numbers do not add up to the tiles.
+        # Rule 5. The numbers may be of images that the processor has cut into tiles. Then they do not add up to the
+        # tiles.
         if carried is not None and sum(carried) == num_items:
             return carried
+        # Rule 6.
         if is_placeholder is None:
             remedy = f'Carry `num_{modality}s` in the batch, one int per row (of images, tiles are counted)'
             if self.config is None:
@@ -378,11 +392,11 @@ class BatchLayout:
                 f'`layout` must tell which of {num_items} {modality}s belong to which of {num_rows} rows, got: nothing '
                 f'that tells their placeholders, and `num_{modality}s`={batch.get(f"num_{modality}s")}. {remedy}.'
             )
-        # A tensor with one entry per row, such as the dataset's column `image_id`, tells nothing about items, whatever
-        # its name.
-        known_keys = {*entries, *self.family.entries}
-        of_media = {key: value for key, value in batch.items() if key in known_keys}
-        return entries_per_row(of_media, is_placeholder, modality, num_items)
+        # Other keys are left out. A tensor with one entry per row, such as the dataset's column `image_id`, tells
+        # nothing about items, although its name does.
+        media_keys = {*entries, *self.family.entries}
+        media_batch = {key: value for key, value in batch.items() if key in media_keys}
+        return entries_per_row(media_batch, is_placeholder, modality, num_items)
 
     def _placeholders_of(self, batch: Batch, item_unit: str) -> torch.Tensor | None:
         """Returns the positions of the placeholders of some items, bool ``(rows, width)``; None: nothing tells them."""
@@ -401,7 +415,7 @@ class BatchLayout:
         if not family.has_queries or self.config is None:
             return batch
         if any(batch.get(key) is not None for key in family.entries):
-            return batch
+            return batch  # it has media
         device = text_of(batch).device
         side = self.config.vision_config.image_size
         shape = [1, 3, side, side]
@@ -420,7 +434,7 @@ class BatchLayout:
         """Returns a batch of some rows, in the given order, with exactly their images. The width stays.
 
         Raises:
-            ValueError: If the layout does not know an entry, or cannot tell its rows, or if there is no such row.
+            ValueError: If the layout does not know an entry or its rows, or if a row does not exist.
         """
         (selected,) = self.split(batch, [rows])
         return selected
@@ -428,8 +442,8 @@ class BatchLayout:
     def split(self, batch: Batch, groups: Iterable[Sequence[int]]) -> list[dict[str, Any]]:
         """Returns a batch for each group of rows, as :meth:`select` does. Counts the items of the rows only once.
 
-        A group of all rows shares the tensors of the batch. Other groups are copies. Copies of page-locked tensors are
-        page-locked.
+        A group of all rows in their order shares the tensors of the batch. Other groups get copies. Copies of
+        page-locked tensors are page-locked.
         """
         num_rows = self.num_rows(batch)
         for key, value in batch.items():
@@ -444,7 +458,7 @@ class BatchLayout:
             if rows == all_rows:
                 selected.append(dict(batch))
                 continue
-            # Counting media takes a while, and a group of all rows does not need it.
+            # Counted here, because it takes a while, and a group of all rows does not need it.
             if offsets is None:
                 offsets = self._offsets_of_rows(batch, entries)
             selected.append(select_rows(batch, entries, offsets, rows))
@@ -496,8 +510,8 @@ class BatchLayout:
     ) -> dict[str, Any]:
         """Returns the batch without the columns that no row needs.
 
-        Rounds the width up to ``width_multiple``, but not beyond the width of the batch. Trims even if the
-        :meth:`width_matters`: verification wants to see what that changes, and dummy rows have no loss.
+        Rounds the width up to ``width_multiple``, but not beyond the width of the batch. Trims even if
+        :meth:`width_matters`, because verification wants to see what that changes, and dummy rows have no loss.
         """
         check_count('width_multiple', width_multiple)
         # Frames of an audio that lies along the text would have to be trimmed with it, so nothing is trimmed.
@@ -509,7 +523,9 @@ class BatchLayout:
         width = self.width(batch)
         num_multiples = -(-longest // width_multiple)  # rounded up
         trimmed_width = min(num_multiples * width_multiple, width)
-        start = width - trimmed_width if side == 'left' else 0
+        start = 0
+        if side == 'left':
+            start = width - trimmed_width
         return self.narrow(batch, start, trimmed_width)
 
     def narrow(
@@ -526,9 +542,10 @@ class BatchLayout:
             value = batch[key]
             narrowed = value
             for dim in entry.seq_dims:
+                narrowed = narrowed.narrow(dim, start, width)
                 # Composer's LanguageCrossEntropy views labels flat, which torch refuses for a tensor with gaps.
                 # The copy without gaps is page-locked if the value is.
-                narrowed = compact(narrowed.narrow(dim, start, width), like=value)
+                narrowed = compact(narrowed, like=value)
             narrowed_batch[key] = narrowed
         return narrowed_batch
 
@@ -539,7 +556,7 @@ class BatchLayout:
         padding_side: str = 'right',
         pad_token_id: int = 0,
     ) -> dict[str, Any]:
-        """Returns one batch of all rows: text padded to the widest, images of all rows one after the other.
+        """Returns one batch of all rows, with text padded to the widest row, and the images of all rows in their order.
 
         Plain values that differ become a list with one entry per row, see ``values_of_rows``. If all batches with
         the key have the same value, all rows get it. Arrays of numpy always become a list.
@@ -566,14 +583,13 @@ class BatchLayout:
             present = [batch for batch in batches if batch.get(key) is not None]
             values = [batch[key] for batch in present]
             if values and key in COUNT_KEYS:
-                # The carried numbers may count the user's images, which the processor has cut into tiles. So if there
-                # are registered tensors of the items, these are counted. Each batch is counted by itself, because in a
-                # batch of one row it is certain that all tiles belong to that row.
+                # Each batch is counted by itself, because in a batch of one row it is certain that all tiles belong to
+                # that row.
                 joined[key] = []
                 for batch in batches:
                     joined[key] += self._carried_or_counted(batch, COUNT_KEYS[key])
             elif any(isinstance(value, torch.Tensor) for value in values):
-                joined[key] = self._joined_tensor(key, batches, padding_side, pad_token_id)
+                joined[key] = self._joined_tensor(key, present, batches, padding_side, pad_token_id)
             elif any(isinstance(value, (list, tuple)) for value in values):
                 _check_present(key, present, batches)
                 joined[key] = values_of_rows(key, batches)
@@ -587,7 +603,8 @@ class BatchLayout:
     def _carried_or_counted(self, batch: Batch, modality: str) -> list[int]:
         """Returns the number of items of each row of a batch.
 
-        They are counted if registered tensors have one entry per item, or if the batch carries no numbers.
+        The batch may carry the numbers. But if registered tensors have one entry per item, these entries are counted,
+        because the carried numbers may be of images that the processor has cut into tiles.
         """
         carried = carried_counts(batch, modality)
         if carried is None or self.tensors_of(batch, modality):
@@ -597,12 +614,12 @@ class BatchLayout:
     def _joined_tensor(
         self,
         key: str,
+        present: Sequence[Batch],
         batches: Sequence[Batch],
         side: str,
         pad_token_id: int,
     ) -> torch.Tensor:
-        """Returns one tensor for the rows of all batches. Some batches may lack the key."""
-        present = [batch for batch in batches if batch.get(key) is not None]
+        """Returns one tensor for the rows of all batches. ``present`` are the batches that have the key."""
         values = [batch[key] for batch in present]
         _check_are_tensors(key, values)
         entries = [self.entry_of(batch, key) for batch in present]
@@ -612,13 +629,13 @@ class BatchLayout:
             return _widest_shared(key, values, entry, side)
         if entry.unit == 'video' and present[0][key].dim() == 5:  # clips: (videos, frames, channels, height, width)
             _check_equal_clips(self.family.name, key, present)
-        # A batch without media adds no entry to a tensor of media. To a tensor with an entry for each row it must add
-        # its rows, also if the entries of such a tensor are slots of images.
+        # A batch that lacks the key adds no entry to a tensor of media. To a tensor with an entry for each row it must
+        # add its rows. If images are in slots, their tensor has an entry for each row, too.
         if not entry.is_media or entry.slot_dim is not None:
             values = self._tensors_of_all(key, present, batches, entry)
         if entry.points_into is not None:
-            # Each batch counts its patches from 0. In the joined batch the patches of the batches before it come first.
-            # Only media without slots point into pixels, so `values` are still those of `present`.
+            # Each batch counts its patches from 0. In the joined batch the patches of earlier batches come first. Only
+            # media without slots point into pixels, so `values` still has one tensor for each batch of `present`.
             first_patch = 0
             for number, batch in enumerate(present):
                 values[number] = renumbered(values[number], first_patch)
@@ -630,11 +647,15 @@ class BatchLayout:
         return cat_padded(values, entry, width, side)
 
     def _tensors_of_all(
-        self, key: str, present: Sequence[Batch], batches: Sequence[Batch], entry: Entry
+        self,
+        key: str,
+        present: Sequence[Batch],
+        batches: Sequence[Batch],
+        entry: Entry,
     ) -> list[torch.Tensor]:
-        """Returns one tensor for each batch, to be joined. If ``batches`` lack the key, they get a new tensor.
+        """Returns one tensor for each batch, to be joined. Batches that lack the key get a new tensor.
 
-        It has 0 slots, or is filled with the value ``entry.absent``. ``present`` are the batches with the key.
+        The new tensor has 0 slots, or is filled with ``entry.absent``. ``present`` are the batches that have the key.
         """
         if entry.slot_dim is None and entry.absent is None:
             _check_present(key, present, batches)
@@ -672,15 +693,23 @@ def config_of(model: Any) -> Any:
 def layout_of_model(model: Any) -> BatchLayout | None:
     """Returns the layout of a model, see :meth:`BatchLayout.for_model`; None if it has no config of Transformers."""
     config = config_of(model)
-    return None if config is None else BatchLayout.for_model(config)
+    if config is None:
+        return None
+    return BatchLayout.for_model(config)
 
 
-def _entry_by_shape(key: str, value: torch.Tensor, entry: Entry, num_rows: int, width: int) -> Entry:
-    """Returns the entry of a known key: ``entry``, except for masks of more than 2 dimensions and positions of one row.
+def _entry_by_shape(
+    key: str,
+    value: torch.Tensor,
+    entry: Entry,
+    num_rows: int,
+    width: int,
+) -> Entry:
+    """Returns ``entry``, but another one for masks of more than 2 dimensions, and for positions of one row.
 
-    ``num_rows`` and ``width`` are those of the text.
+    ``entry`` is registered for the key. ``num_rows`` and ``width`` describe the text.
     """
-    is_shared = num_rows > 1 and value.shape[:1] == (1,)
+    is_shared = num_rows > 1 and value.shape[:1] == (1,)  # one row for all rows of the text
     unit = 'shared' if is_shared else 'row'
     if key == 'attention_mask' and value.dim() > 2:
         # (rows, width, width) and (rows, heads, width, width) have the width twice. In an additive mask 0 means
@@ -695,8 +724,8 @@ def _entry_by_shape(key: str, value: torch.Tensor, entry: Entry, num_rows: int, 
 def inferred_layout(batches: Iterable[Batch]) -> BatchLayout:
     """Returns the layout that some batches imply together, as :meth:`BatchLayout.infer` does for one batch.
 
-    Only keys and numbers of dimensions tell it, so no tensor is joined. A batch without images may lack their keys, or
-    have None there.
+    The first value of each key is enough, because only keys and numbers of dimensions tell the layout. A batch without
+    images may lack their keys, or have None there.
     """
     values: dict[str, Any] = {}
     for batch in batches:
@@ -730,13 +759,14 @@ def with_masks(batches: Sequence[Batch]) -> Sequence[Batch]:
     """Returns the batches with an ``attention_mask`` of ones if all have ids and none has a mask or positions.
 
     The caller pads the batches afterwards. Without a mask a model would attend to the new padding. Batches with
-    ``position_ids`` get no mask, because only without a mask does Transformers find the documents of packed rows by
-    their positions.
+    ``position_ids`` get no mask, because Transformers finds the documents of packed rows by their positions only if
+    there is no mask.
     """
     masked: list[Batch] = []
     for batch in batches:
         ids = batch.get('input_ids')
-        if ids is None or batch.get('attention_mask') is not None or batch.get('position_ids') is not None:
+        has_mask = batch.get('attention_mask') is not None
+        if ids is None or has_mask or batch.get('position_ids') is not None:
             return batches
         mask = torch.ones_like(ids)
         masked.append({**batch, 'attention_mask': mask})
@@ -764,20 +794,21 @@ def media_entries(layout: BatchLayout, batch: Batch) -> dict[str, Entry]:
 
 
 def _unit_of_items(entries: Mapping[str, Entry], unit: str) -> str:
-    """Returns the unit whose tensors have one entry per item: ``unit`` itself, or an inferred one.
+    """Returns the unit of the tensors that have one entry per item: ``unit`` itself, or an inferred one.
 
-    Unregistered tensors have units like ``'image/12'``: 12 entries in the batch. Those with the fewest
-    entries have one per item, the others have one per tile or patch.
+    Unregistered tensors have units like ``'image/12'``: 12 entries in the batch. The tensors with the fewest entries
+    have one per item, the others have one per tile or patch.
 
     Args:
         entries: The entries of all media of the batch: see :func:`media_entries`.
         unit: ``'image'``, ``'video'`` or ``'audio'``, or another unit that the user has registered.
     """
     units = {entry.unit for entry in entries.values()}
-    inferred_units = [inferred for inferred in units if inferred.startswith(f'{unit}/')]
+    prefix = f'{unit}/'
+    inferred_units = [inferred for inferred in units if inferred.startswith(prefix)]
     if unit in units or not inferred_units:
         return unit
-    return min(inferred_units, key=lambda inferred: int(inferred.removeprefix(f'{unit}/')))
+    return min(inferred_units, key=lambda inferred: int(inferred.removeprefix(prefix)))
 
 
 def _num_items(batch: Batch, entries: Mapping[str, Entry], unit: str) -> int | None:
@@ -791,8 +822,15 @@ def _num_items(batch: Batch, entries: Mapping[str, Entry], unit: str) -> int | N
     return None
 
 
-def _items_by_sizes(unit: str, tokens_per_row: Sequence[int], tokens_per_item: Sequence[int]) -> list[int]:
-    """Returns the number of items of each row. Gives a row as many items as its placeholders stand for."""
+def _items_by_placeholders(
+    unit: str,
+    tokens_per_row: Sequence[int],
+    tokens_per_item: Sequence[int],
+) -> list[int]:
+    """Returns the number of items of each row, by the number of its placeholders.
+
+    Raises ValueError if an item would lie in two rows.
+    """
     if not tokens_per_item and not any(tokens_per_row):
         return [0] * len(tokens_per_row)
     items = items_of_rows(tokens_per_row, tokens_per_item)
@@ -806,7 +844,7 @@ def _items_by_sizes(unit: str, tokens_per_row: Sequence[int], tokens_per_item: S
 
 
 def _check_rows(rows: Sequence[int], num_rows: int) -> None:
-    """Raises ValueError unless these are numbers of rows. A bool would count as row 0 or 1."""
+    """Raises ValueError unless these are numbers of rows. Refuses a bool, which python would take for row 0 or 1."""
     for row in rows:
         if isinstance(row, bool) or not 0 <= row < num_rows:
             raise InvalidInputError(
@@ -825,7 +863,11 @@ def _check_are_tensors(key: str, values: Sequence[object]) -> None:
             )
 
 
-def _check_same_form(key: str, values: Sequence[torch.Tensor], entries: Sequence[Entry]) -> None:
+def _check_same_form(
+    key: str,
+    values: Sequence[torch.Tensor],
+    entries: Sequence[Entry],
+) -> None:
     """Raises ValueError if tensors of one key cannot be joined.
 
     They must have equally many dimensions, and the same padding value. The padding values of two masks differ if 0
@@ -835,8 +877,8 @@ def _check_same_form(key: str, values: Sequence[torch.Tensor], entries: Sequence
     numbers_of_dims = {value.dim() for value in values}
     fills = {entry.fill for entry in entries}
     is_shared = any(entry.unit == 'shared' for entry in entries)
-    has_own = is_shared and any(value.shape[:1] > (1,) for value in values)
-    if len(numbers_of_dims) > 1 or len(fills) > 1 or has_own:
+    has_rows = any(value.shape[:1] > (1,) for value in values)
+    if len(numbers_of_dims) > 1 or len(fills) > 1 or (is_shared and has_rows):
         forms = sorted({f'{value.dtype} of shape {tuple(value.shape)}' for value in values})
         raise InvalidInputError(
             f'`{key}` must have the same form in all batches that are joined, got: {", ".join(forms)}. Give every '
@@ -847,8 +889,8 @@ def _check_same_form(key: str, values: Sequence[torch.Tensor], entries: Sequence
 def _joined_entry(entries: Sequence[Entry]) -> Entry:
     """Returns how a tensor of the joined batch belongs to rows. ``entries`` say it for each batch, and may disagree.
 
-    If it is shared in one of them, it is shared in the joined batch. If it has no ``seq_dims`` in one of them, it has
-    none, because a decoder's labels can have the encoder's width by chance.
+    If the tensor is shared in one batch, it is shared in the joined batch. If it has no ``seq_dims`` in one batch, it
+    has none, because a decoder's labels can have the encoder's width by chance.
     """
     for entry in entries:
         if entry.unit == 'shared':
@@ -876,18 +918,18 @@ def _widest_shared(
 ) -> torch.Tensor:
     """Returns the widest of several tensors, each shared by the rows of its batch.
 
-    Each of the others must be the beginning of it, or if text is padded on the left, the end of it.
+    The others must be the same as its beginning, or if text is padded on the left, the same as its end.
 
     Raises:
         ValueError: If one is not. Then its rows would get the values of another batch.
     """
     widest = max(values, key=torch.Tensor.numel)
-    # The dimensions along the text are reversed to compare the ends.
+    # If the ends must be compared, the dimensions along the text are reversed. Then the ends are beginnings.
     reversed_dims = entry.seq_dims if side == 'left' else ()
     reversed_widest = widest.flip(reversed_dims)
     for value in values:
-        beginning = reversed_widest[tuple(slice(size) for size in value.shape)]
-        if not torch.equal(value.flip(reversed_dims), beginning):
+        part = tuple(slice(size) for size in value.shape)
+        if not torch.equal(value.flip(reversed_dims), reversed_widest[part]):
             raise InvalidInputError(
                 f'`{key}` must be the same for all rows, as it is shared by the rows of a batch, got: tensors that '
                 f'differ, of shapes {[tuple(value.shape) for value in values]}. Give every batch one entry per row.'
@@ -896,9 +938,9 @@ def _widest_shared(
 
 
 def _check_equal_clips(family: str, key: str, batches: Sequence[Batch]) -> None:
-    """Raises ValueError if clips have different numbers of frames.
+    """Raises ValueError if the videos of different batches have different numbers of frames.
 
-    Clips are in one tensor without a mask, so the model would compute the frames that pad a shorter clip.
+    They are joined to one tensor without a mask, so the model would compute the frames that pad a shorter video.
     """
     batch_by_frames = {batch[key].shape[1]: batch for batch in batches}
     if len(batch_by_frames) > 1:

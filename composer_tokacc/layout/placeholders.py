@@ -6,8 +6,8 @@
 The text has placeholders at the positions at which the model puts the embeddings of an image, video or audio (an item).
 The config of a model in ``families.py`` names one id of each modality, ``image_token_id``, and perhaps others that the
 model does not replace: configs of Qwen2-VL have ``vision_token_id``. :func:`replaced_ids` returns only the first. For
-other models nothing tells which ids are replaced, and it may be several: Higgs Audio has ``audio_delay_token_id``, too.
-So ``found.py`` takes all ids, :func:`placeholder_ids`.
+other models nothing tells which ids are replaced, and there may be several: Higgs Audio also replaces
+``audio_delay_token_id``. So ``found.py`` takes all ids, :func:`placeholder_ids`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _NO_PLACEHOLDER = re.compile(
     'start|end|begin|boi|eoi|boa|eoa|bos|eos|newline|break|row|col|sep|pad_token|base|num_|size|length'
 )
 """Words in names of config entries that end in `_id` or `_index`, but do not name a placeholder. Such entries name
-tokens that begin or end an item or a line of an image, the token of padding, or numbers that are no ids."""
+tokens that begin or end an item or a line of an image, the token of padding, or numbers that are not ids."""
 
 
 @cache  # called for every key of every microbatch
@@ -103,12 +103,15 @@ def has_any_id(text: torch.Tensor, ids: Sequence[int]) -> torch.Tensor:
     return has_id
 
 
-# Placeholders of each item. These functions are the `sizes` of `families.Media`. The batch has `num_items` items of the
+# Placeholders of each item. `families.Media.sizes` is one of these functions. The batch has `num_items` items of the
 # modality, and `num_tokens` placeholders in all.
 
 
-def queries(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:
-    """BLIP: a fixed number of query tokens per image, or per frame. All clips have the same number of frames."""
+def query_tokens(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:
+    """Returns the number of placeholders of each image or video of BLIP.
+
+    It is the fixed number of query tokens for each image or frame. All videos have the same number of frames.
+    """
     pixels = batch['pixel_values']
     frames_per_item = 1
     if pixels.dim() == 5:  # (videos, frames, channels, height, width)
@@ -116,14 +119,18 @@ def queries(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[
     return [frames_per_item * config.num_query_tokens] * num_items
 
 
-def audio_frames(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:
-    """Qwen-Audio and Qwen-Omni: a convolution halves the number of real frames, and a pooling halves it again."""
+def audio_tokens(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:
+    """Returns the number of placeholders of each audio of Qwen-Audio and Qwen-Omni.
+
+    A convolution halves the number of real frames, and a pooling halves it again.
+    """
     # Processors up to transformers 4.45 write one placeholder per audio, which the model replaces with all its tokens.
     if num_tokens == num_items:
         return [1] * num_items
     mask = batch.get('feature_attention_mask')
     if mask is None:
-        mask = torch.ones(num_items, batch['input_features'].shape[-1])
+        max_frames = batch['input_features'].shape[-1]
+        mask = torch.ones(num_items, max_frames)
     frames_per_item = mask.sum(dim=-1).int().tolist()
     tokens_per_item = []
     for num_frames in frames_per_item:

@@ -30,7 +30,7 @@ from composer_tokacc.plan_agreement import PlanRecord
 ALIGNMENT = 64
 """In shared memory each tensor begins at a multiple of this many bytes, which suits tensors of any type."""
 KEYS_OF_ROWS = frozenset({'input_ids', 'attention_mask', 'labels', 'decoder_input_ids'})
-"""Keys by which :class:`.BatchLayout` tells the rows of a batch, their width and their padding."""
+""":class:`.BatchLayout` finds the rows of a batch, their width and their padding by these keys."""
 
 
 class PreSplitBatch(Mapping[str, Any]):
@@ -39,7 +39,8 @@ class PreSplitBatch(Mapping[str, Any]):
     The model is trained on the microbatches. For callbacks that look at the whole batch, the object is also a mapping:
     ``batch['input_ids']`` is the tensor of all rows, as if they had been collated together. This tensor is a copy, made
     when it is first read. The model does not see it, so changing it has no effect, and items cannot be set. Lists and
-    tuples with one value per row are joined to one list. Any other value is that of the first microbatch that has one.
+    tuples with one value per row are joined to one list. Any other value is taken from the first microbatch that has
+    one.
 
     A worker process sends all microbatches in one piece of shared memory. The receiver copies nothing.
 
@@ -61,8 +62,8 @@ class PreSplitBatch(Mapping[str, Any]):
         self.max_tokens = max_tokens
         self.indices = indices
         self.plan: PlanRecord | None = None
-        """This rank's record of the plan of the global batch, by which ranks compare their plans. None: no plan."""
-        self._joined: dict[str, Any] = {}  # joined entries that were already read, by key
+        """This rank's record of the plan of the global batch. Ranks compare their records. None: no plan."""
+        self._joined: dict[str, Any] = {}  # the joined entries that were already read, by key
 
     def __repr__(self) -> str:
         """Returns keys and sizes."""
@@ -119,10 +120,10 @@ class PreSplitBatch(Mapping[str, Any]):
         return value
 
     def _joined_tensor(self, key: str, with_key: Batch) -> torch.Tensor:
-        """Returns the tensor for all rows. Joins only the tensors of this key and of keys that are needed for it.
+        """Returns the tensor for all rows. Joins no other tensors, except those that are needed for it.
 
-        The other keys of ``with_key``, a microbatch that has the key, tell the model family. They may also tell the
-        ``Entry`` of the tensor: sizes of images show whether images lie side by side.
+        ``with_key`` is a microbatch that has the key. All its keys together tell the model family. They may also tell
+        the ``Entry`` of the tensor: sizes of images show whether images lie side by side.
         """
         layout = BatchLayout.infer(with_key)
         entry = layout.entry_of(with_key, key)
@@ -178,9 +179,11 @@ def widened(
 ) -> Batch:
     """Returns the batch with its text padded to a multiple of ``width_multiple``, but to no more than ``limit``.
 
-    The new padding is on ``side``; by default on the side of the old one. The batch stays as it is if it has an
-    unregistered tensor that may lie along the text. If the tensor does, it must be padded together with the text. Only
-    the model's config tells that, and the loader, which calls this function, does not know the model.
+    The new padding is on ``side``; by default on the side of the old one.
+
+    If the batch has an unregistered tensor that may lie along the text, nothing is padded. If the tensor lies along the
+    text, it must be padded together with it. Only the model's config tells this, and the loader, which calls this
+    function, does not know the model.
     """
     if width_multiple == 1 or batch.get('input_ids') is None:
         return batch
@@ -213,12 +216,12 @@ def widened(
 def id_for_padding(layout: BatchLayout, batches: Iterable[Batch]) -> int:
     """Returns an id to pad with: the outermost id that a mask hides, or if none is hidden, an id of the text.
 
-    The outermost hidden id is nearly always that of padding. Some models read it (RoBERTa does not number it). If
-    nothing is hidden, most ids would do, because the new padding is masked. A placeholder would not, because
+    The outermost hidden id is nearly always the id of padding. It matters for some models, although the new padding is
+    masked (RoBERTa does not number it). If nothing is hidden, any id will do that is not a placeholder, because
     placeholders are counted.
 
-    Hidden ids farther in may be placeholders: LLaMA-Factory's collator hides those of a dummy image between text and
-    padding. A layout without a config does not recognise them, so the outermost id is taken.
+    Hidden ids farther in may be placeholders: LLaMA-Factory's collator hides the placeholders of a dummy image between
+    text and padding. A layout without a config does not recognise them, so the outermost id is taken.
 
     Without ``input_ids`` it returns 0, which is not used.
     """
@@ -268,7 +271,7 @@ def _copied_to_shared_memory(microbatches: Sequence[Mapping[str, Any]]) -> tuple
     tensors: list[tuple[_Place, torch.Tensor]] = []
     for microbatch in with_places:
         for key, value in microbatch.items():
-            # Other tensors, such as subclasses and those on a GPU, stay in the microbatch, and torch sends them.
+            # Other tensors, such as subclasses and tensors on a GPU, stay in the microbatch, and torch sends them.
             is_dense = type(value) is torch.Tensor and value.layout == torch.strided
             if is_dense and value.device.type == 'cpu' and not (value.is_nested or value.is_quantized):
                 place = _Place(value.dtype, value.shape, size)

@@ -3,16 +3,17 @@
 
 """Selects the entries of some rows from a tensor, and joins tensors of several batches.
 
-An :class:`Entry` says how a tensor belongs to the rows of its batch: what each of its entries, the slices along one
-dimension, stands for. For example, in a batch of two rows, of which the first has two images:
+The entries of a tensor are its slices along one dimension. Each stands for a unit: a row, an image, a patch and so on.
+An :class:`Entry` names the unit, and so tells how the tensor belongs to the rows of its batch. For example, a batch has
+two rows, and the first row has two images:
 
 - ``input_ids``, ``(2, 9)``, has the ``Entry(seq_dims=(1,))``. Each of its 2 entries is a row.
 - ``pixel_values``, ``(2, 3, 64, 64)``, has the ``Entry(unit='image')``. Each of its 2 entries is an image.
 
 To select the second row is to take entry 1 of ``input_ids`` and no entry of ``pixel_values``.
 
-The functions copy no more than they must, because the tensors of images are large, and keep page-locked tensors
-page-locked.
+The functions copy no more than they must, because the tensors of images are large. Copies of page-locked tensors are
+page-locked, because they are moved to the GPU later.
 """
 
 from __future__ import annotations
@@ -49,19 +50,19 @@ class Entry:
     """How one tensor of a batch belongs to its rows.
 
     Args:
-        unit: What an entry stands for. ``'row'``: a row. ``'image'``, ``'patch'``, ``'video'``, ``'video_patch'``,
-            ``'audio'``: an image, a patch, ..., in the order of the rows; a row has any number of them. ``'shared'``:
-            all rows use the whole tensor. Any other name is allowed if the batch carries ``num_<name>s``, one number
-            per row. Such entries go with their rows, but this package makes no dummy rows with them. For tensors that
-            are not registered, ``found.py`` writes inferred units, such as ``'image/12'``: the tensor has 12 entries of
-            images, be they whole images, tiles or patches.
+        unit: An entry stands for one of these. ``'row'``: a row. ``'image'``, ``'patch'``, ``'video'``,
+            ``'video_patch'``, ``'audio'``: an image, a patch, ..., in the order of the rows; a row has any number of
+            them. ``'shared'``: all rows use the whole tensor. Any other name is allowed if the batch carries
+            ``num_<name>s``, one number per row. Such entries go with their rows, but this package makes no dummy rows
+            with them. For tensors that are not registered, ``found.py`` writes inferred units, such as ``'image/12'``:
+            the tensor has 12 entries of images, which may be whole images, tiles or patches.
         row_dim: The dimension along which the entries lie.
         seq_dims: Dimensions along the text of a row. They are padded and trimmed together with it.
-        slot_dim: The dimension of the images of a row (Idefics3). All rows have equally many slots, as many as the
-            largest number of images in a row.
+        slot_dim: The dimension along which a row has slots for its images (Idefics3). All rows have as many slots as
+            the row with the most images needs. Unused slots hold padding.
         fill: Padding value.
         absent: Value for the rows of a batch without this tensor, if it is joined with a batch that has it. None: such
-            batches cannot be joined. It is not needed for media: a row without them has no entry.
+            batches cannot be joined. Media need no value, because a row without media has no entry.
         points_into: Key of the pixel tensor, if the values are numbers of its patches, counted over the whole batch.
             They are renumbered when rows are selected or joined. Negative values point to no patch and stay.
     """
@@ -163,8 +164,8 @@ def cat_padded(
 
 
 RowOffsets = Mapping[str, Sequence[int]]
-"""By unit, the first entry of each row, then the number of all entries. Row i has the entries
-``offsets[i]:offsets[i + 1]``."""
+"""For each unit, the index of the first entry of each row, then the number of all entries. Row i has the entries
+``offsets[unit][i]:offsets[unit][i + 1]``."""
 
 
 def select_rows(
@@ -179,13 +180,13 @@ def select_rows(
         batch: The batch.
         entries: How each tensor of the batch belongs to rows.
         offsets: The offsets of every unit of these entries.
-        rows: Numbers of rows.
+        rows: The numbers of the rows in the batch.
     """
     selected: dict[str, Any] = {}
     for key, value in batch.items():
         entry = entries.get(key)
         if entry is None:
-            # The value is no tensor. A list has one entry per row, any other value belongs to all rows.
+            # The value is not a tensor. A list has one entry per row, any other value belongs to all rows.
             selected[key] = value
             if isinstance(value, (list, tuple)):
                 selected[key] = [value[row] for row in rows]
@@ -237,7 +238,7 @@ def _select_entries(
     offsets: RowOffsets,
     rows: Sequence[int],
 ) -> torch.Tensor:
-    """Returns the entries of some rows of ``batch[key]``, in this order. Drops image slots that none of them needs."""
+    """Returns the entries of some rows of ``batch[key]``, in this order. Drops image slots that no row needs."""
     if entry.unit == 'shared':
         return value
     unit_offsets = offsets[entry.unit]
@@ -265,5 +266,5 @@ def _select_entries(
 
 
 def renumbered(pointers: torch.Tensor, shift: int) -> torch.Tensor:
-    """Returns numbers of patches that are ``shift`` larger. Negative numbers stay: they point to no patch."""
+    """Returns numbers of patches with ``shift`` added. Negative numbers stay, because they point to no patch."""
     return torch.where(pointers < 0, pointers, pointers + shift)

@@ -29,6 +29,7 @@ from composer_tokacc.cache import cache_folder
 from composer_tokacc.collectives import from_any_rank
 from composer_tokacc.data import TABLE_COLUMNS, LengthTable
 from composer_tokacc.layout import BatchLayout
+from composer_tokacc.model_structure import HALF_PRECISION
 from composer_tokacc.monitor import TokenMonitor
 from composer_tokacc.programs.errors import ConfigError, building
 from composer_tokacc.programs.host_types import Processor, SampleDataset
@@ -174,7 +175,7 @@ def memory_of_run(
     # If weights are gathered in half precision, these are copies in that type (`fsdp`). If they are gathered in
     # float32, autocast casts them as under DDP (`ddp`). _as_sharded() adds the other effects.
     sharding = _sharding(config, precision)
-    gathers_half = sharding is not None and sharding.gathered_dtype in (torch.float16, torch.bfloat16)
+    gathers_half = sharding is not None and sharding.gathered_dtype in HALF_PRECISION
     strategy = 'fsdp' if gathers_half else 'ddp'
     is_for_gpu = _is_for_gpu(config)
     logits = _logits_of_run(config)

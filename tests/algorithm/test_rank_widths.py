@@ -94,7 +94,7 @@ def test_padding_matters_if_it_cannot_be_trimmed(make_model, has_positions, depe
     run = fit(make_model(), batch).trainer.state.algorithms[0]._run
     facts = describe_all(run.check.layout, batch)
     width = RankWidth.of(facts, run.split.rules, run.check.rule)
-    assert width.is_left
+    assert width.pads_left
     assert bool(width.reason) == depends
 
 
@@ -117,8 +117,8 @@ def test_rotary_limit_of_a_rank(lengths, has_positions, expected):
 
 
 def test_ranks_on_both_sides_of_a_rotary_limit():
-    within = RankWidth(8, is_left=False, reason='', is_beyond_rotary_limit=False)
-    beyond = RankWidth(12, is_left=False, reason='', is_beyond_rotary_limit=True)
+    within = RankWidth(8, pads_left=False, reason='', is_beyond_rotary_limit=False)
+    beyond = RankWidth(12, pads_left=False, reason='', is_beyond_rotary_limit=True)
     sums = np.sum([within.numbers(), beyond.numbers()], axis=0)
     with pytest.raises(RuntimeError, match=r'rotary.* 1 ranks beyond it and 1 within'):
         check_widths(sums, lambda: within, was_checked=False, is_trimmed=True)
@@ -129,8 +129,8 @@ def check_two_ranks(monkeypatch, reason_after_check='', **options):
     numbers_of_ranks = []
     widths_after_check = []
     for width in (9, 14):
-        numbers_of_ranks.append(RankWidth(width, is_left=True, reason='').numbers())
-        widths_after_check.append(RankWidth(width, is_left=True, reason=reason_after_check))
+        numbers_of_ranks.append(RankWidth(width, pads_left=True, reason='').numbers())
+        widths_after_check.append(RankWidth(width, pads_left=True, reason=reason_after_check))
     sums = np.sum(numbers_of_ranks, axis=0)
     monkeypatch.setattr(rank_widths, 'get_world_size', lambda: 2)
     monkeypatch.setattr(rank_widths, 'all_gather_object', lambda _: widths_after_check)

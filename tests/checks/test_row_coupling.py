@@ -12,7 +12,7 @@ import torch
 from transformers import LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutput
 
-from composer_tokacc.checks.comparison import CutFailure, CutKind, RowComparison, _Change
+from composer_tokacc.checks.comparison import CutFailure, CutKind, Point, RowComparison, _Change
 from tests.matrix.native_models import NativeModel
 from tests.support.text import gpt2, next_token_loss, one_layer_model, ragged_batch
 from tests.support.training import GradientRecorder, fit, hugging_face, num_hooks
@@ -236,7 +236,7 @@ def test_leak_in_the_second_forward():
 
 def test_rank_with_the_change_explains_it():
     """This rank has no change, but it raises the error of the rank that has one."""
-    point = ('tokens', 0)
+    point = Point('tokens', 0)
     change_here = _Change(point, row=0, error=0.0, factor=1.0, error_without_factor=0.0)
     change_there = _Change(point, row=1, error=1e-3, factor=1.0, error_without_factor=1e-3)
 

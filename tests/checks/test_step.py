@@ -171,9 +171,9 @@ def test_worst_position_without_a_label():
     record = MicrobatchRecord(batch=batch, rows=[RowCounts(rule='causal', loss_tokens=2)])
     record.positions_of_logits = LabelledPositions.from_batch(batch, 'causal', 2)
     record.deviations = torch.tensor([0.0, 1.0, 0.0])
-    assert record.worst() == ('row 0', 6)
+    assert record.worst_token() == ('row 0', 6)
     record.deviations = torch.tensor([0.0, 0.0, 1.0])
-    assert record.worst() == ('row 0', -100)
+    assert record.worst_token() == ('row 0', -100)
 
 
 def measured_deviations(logits, gradient, measures_all):

@@ -203,7 +203,7 @@ def receive(monkeypatch, row):
 def packed_microbatches(batch, layout, slot_tokens):
     spec = token_data_spec(loader(batch), layout=layout, packing=True, slot_tokens=slot_tokens)
     split_of_loader = split.split_of(spec.dataloader)
-    split_of_loader.start(one_layer_model(), batch, 1)
+    split_of_loader.start(one_layer_model(), batch, 1, layout)
     split_of_loader.adopt(CutRules(packing='documents'))
     return spec.split_batch(batch, 1)
 

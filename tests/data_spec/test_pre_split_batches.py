@@ -70,9 +70,10 @@ def without_first_labels(batch):
 
 def spec_for(*, family=TEXT, rules=TRIM, **options):
     """Returns a spec whose rules the first-batch check has already found."""
-    spec = token_data_spec([], layout=BatchLayout(family=family), slot_tokens=10, **options)
+    layout = BatchLayout(family=family)
+    spec = token_data_spec([], layout=layout, slot_tokens=10, **options)
     split = split_of(spec.dataloader)
-    split.start(one_layer_model(), text_batch([1]), 1)
+    split.start(one_layer_model(), text_batch([1]), 1, layout)
     split.adopt(rules)
     return spec
 
