@@ -351,22 +351,30 @@ def test_model_that_does_not_call_head(caplog):
         fit(model, batch_of(), logits='labels')
 
 
-class LossOfAllLogits(transformers.LlamaForCausalLM):
-    """Adds to its loss, without a gradient, a mean over the logits of all real positions."""
+def changed_value(loss):
+    return loss + loss.detach()
+
+
+def changed_gradient(loss):
+    return 2 * loss - loss.detach()
+
+
+class LossByShape(transformers.LlamaForCausalLM):
+    """Changes its loss if it has fewer logits than positions."""
 
     def forward(self, input_ids=None, attention_mask=None, labels=None, use_cache=None):
         logits = self.lm_head(self.model(input_ids, attention_mask=attention_mask).last_hidden_state)
-        log_partition = logits.detach().logsumexp(-1)
-        if log_partition.shape == attention_mask.shape:
-            log_partition = log_partition * attention_mask
-        num_loss_tokens = (labels[:, 1:] != -100).sum()
-        loss = next_token_loss(logits, labels) + log_partition.sum() / num_loss_tokens
+        loss = next_token_loss(logits, labels)
+        if logits.shape[:2] != input_ids.shape:
+            loss = self.changed(loss)
         return transformers.modeling_outputs.CausalLMOutputWithPast(loss=loss, logits=logits)
 
 
-def test_loss_of_all_logits_without_gradient(shapes):
-    """Logits at labels would not change the gradient, but the logged loss."""
-    assert_exact(LossOfAllLogits(one_layer_model().config), batch_of(), microbatch_size=2, callbacks=[shapes])
+@pytest.mark.parametrize('changed', [changed_value, changed_gradient])
+def test_loss_that_fewer_logits_change(changed, shapes):
+    model = LossByShape(one_layer_model().config)
+    model.changed = changed
+    assert_exact(model, batch_of(), microbatch_size=2, callbacks=[shapes])
     assert sum(rows for rows, _ in shapes.values) == len(FEW_LABELS)
 
 
