@@ -1,10 +1,11 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Attach `verify_invariance` and `measure_token_weights` to a trainer: examples to copy.
+"""Adapters of trainers for `verify_invariance` and `measure_token_weights`: examples to copy.
 
-An adapter gets the microbatches of one optimizer step on this rank. The trainer makes that step at learning rate 0, and
-the adapter returns the gradients. Programs for more trainers are in `examples/prove`.
+An adapter takes a model and returns a function. The function gets the microbatches of one optimizer step on this rank,
+lets the trainer make that step at learning rate 0, and returns the gradients. Programs for more trainers are in
+`examples/prove`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ Step = Callable[[list[Batch]], Gradients]
 
 
 def hugging_face(model: Any) -> Step:
-    """Hugging Face's Trainer."""
+    """Returns a function that makes a step with Hugging Face's Trainer."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     class GradientRecorder(TrainerCallback):
@@ -74,7 +75,13 @@ def hugging_face(model: Any) -> Step:
 
 
 def composer(model: Any, *, flag: bool = False, exact: bool = False) -> Step:
-    """Stock Composer, with its ``accumulate_train_batch_on_tokens``, or with TokenAccumulation."""
+    """Returns a function that makes a step with Composer.
+
+    Args:
+        model: The model.
+        flag: Whether to set Composer's ``accumulate_train_batch_on_tokens``.
+        exact: Whether to use TokenAccumulation. If not, it is stock Composer.
+    """
     layout = BatchLayout.for_model(model)
 
     def step(microbatches: list[Batch]) -> Gradients:

@@ -5,10 +5,11 @@
 
     taskset -c 0 python -m benchmarks.encoders [--rounds 5]
 
-A ModernBERT with four layers and the ratio of vocabulary to hidden size of ModernBERT-base (66) trains on rows of
-lognormal length, 30 % of the tokens with a label, in float32 and on one thread. The methods take turns in each round,
-in the same memory: 4 rows as wide as the device batch. A step is timed from the end of the one before to its own end.
-Figures are medians over rounds. Writes results/encoders.json and the table of docs/encoders.md.
+The model is a ModernBERT with four layers. It has the ratio of vocabulary to hidden size of ModernBERT-base (66). It
+trains in float32 and on one thread, on rows of lognormal length in which 30 % of the tokens have a label. The methods
+take turns in each round, in the same memory: 4 rows as wide as the device batch. A step is timed from the end of the
+step before to its own end. Figures are medians over rounds. Writes results/encoders.json and the table of
+docs/encoders.md.
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ from tests.support.text import next_token_loss, text_model, text_rows
 
 RESULTS_FILE = RESULTS / 'exactness.json'
 PAGE = ROOT / 'docs' / 'rivals.md'
+# The models.
 SUBJECTS = ('Llama', 'LLaVA', 'Qwen2.5-VL')
 # On each rank. Microbatches of 16, 4 and 1 rows are accumulations of 1, 4 and 16.
 ROWS = 16
@@ -75,6 +76,7 @@ def check(subject: str, trainer: str) -> Row:
 
     def step(microbatches: list[Batch]) -> Gradients:
         model.train().zero_grad(set_to_none=True)
+        # Restores the environment afterwards, because accelerate sets variables and leaves them.
         with mock.patch.dict('os.environ'):
             return train_step(microbatches)
 
@@ -118,7 +120,7 @@ def tables_of(rows: list[Row]) -> str:
 
 
 def cell_text(row: Row, accumulation: int) -> str:
-    """Returns the largest error of a trainer with this accumulation, and the factor of that gradient's length."""
+    """Returns the largest error of a trainer with this accumulation, and that gradient's length over the right one."""
     cases = []
     for case in row['cases']:
         if case['microbatch_size'] == ROWS // accumulation and case['cut'] in ('in order', 'by length'):

@@ -72,13 +72,14 @@ TARGETS = {0.29: 1.73, 0.48: 1.77, 1.0: 2.46}
 
 EXACTNESS_LENGTHS = (40, 9, 300, 17, 120, 64, 33, 511, 12, 75, 260, 28)
 EXACT_IN_FP32 = 1e-5
-# Rounding gives one forward in bf16 an error, the noise. A cut changes the order of sums and so the rounding. Its error
-# may be this many times the noise.
+# Rounding gives even one forward in bf16 an error, the noise. A cut changes the order of sums, so it changes the
+# rounding. The error of a cut may be this many times the noise.
 BF16_NOISE_FACTOR = 2.0
 
 # Rows and width of the batches whose memory is predicted and measured. The prediction is calibrated with other shapes.
 MEMORY_SHAPES = ((1, 1536), (2, 900), (2, 1700), (3, 1100), (4, 1300), (5, 700), (6, 1000), (8, 800))
-# Part of the memory that `safety` keeps free for what is not predicted, such as the buffers of cuBLAS.
+# Largest relative error of a prediction. It is the part of the memory that `safety` keeps free for everything that is
+# not predicted, such as the buffers of cuBLAS.
 MEMORY_LIMIT = 0.08
 OUT_OF_MEMORY_ROWS = 32
 # Steps that are timed, after a first step with the check of the first batch.
@@ -99,7 +100,7 @@ class Scale:
 
     device: ComputeDevice
     config: Callable[[], LlavaConfig]
-    # A config for parts in which the size of the model says nothing.
+    # A config for parts in which the size of the model does not change the result.
     small_config: Callable[[], LlavaConfig]
     device_batch: int
     microbatch: int
@@ -244,7 +245,10 @@ def measure_exactness(scale: Scale) -> Row:
 
 
 class Attempts(Callback):
-    """Records the microbatch size of each attempt at the step. In a rehearsal, lets the first attempts fail."""
+    """Records the microbatch size of each attempt at the step.
+
+    A rehearsal on the CPU does not run out of memory, so there this callback lets the first attempts fail.
+    """
 
     def __init__(self, device: ComputeDevice) -> None:
         self.device = device
@@ -276,11 +280,11 @@ def limited_memory(limit: float, device: ComputeDevice) -> Iterator[None]:
 
 
 def measure_out_of_memory(scale: Scale) -> Row:
-    """Compares the gradient at a microbatch size that fits with that of 'auto', which first runs out of memory."""
+    """Compares the gradients of two runs: one with a size that fits, one with 'auto' that first runs out of memory."""
     device = scale.device
     config = scale.small_config()
     longest = 2048 // scale.shrink
-    # Rows of equal length: the split makes no more microbatches than the size asks for, because none saves padding.
+    # The rows have equal lengths. So the split makes no more microbatches than needed, because no cut saves padding.
     rows = make_rows([longest] * OUT_OF_MEMORY_ROWS, 0, config)
     device.reset_peak()
     before = device.allocated_bytes()
@@ -304,7 +308,7 @@ def measure_out_of_memory(scale: Scale) -> Row:
 
 
 def measure_method(method: str, model: Any, batches: list[Row], scale: Scale) -> Row:
-    """Times one way to cut the batches."""
+    """Times one way to cut the batches, twice. The speed is that of the second pass: see :func:`timed`."""
     layout = BatchLayout.for_model(model)
     width = max(batch['input_ids'].shape[1] for batch in batches)
     clock = timed(method, model, batches, scale.microbatch, device=scale.device, slot_tokens=width)
@@ -317,7 +321,7 @@ def measure_method(method: str, model: Any, batches: list[Row], scale: Scale) ->
         'tokens_per_second': statistics.median(speeds),
         'seconds': second_pass,
         'first_pass_seconds': first_pass,
-        'padding': 1 - 2 * sum(real_tokens) / sum(clock.positions),
+        'padding': 1 - 2 * sum(real_tokens) / sum(clock.positions),  # the positions of both passes
         'peak_gib': max(clock.peak_bytes) / GIB,
     }
 
@@ -401,7 +405,7 @@ def shape_batch(config: LlavaConfig, rows: int, width: int) -> Row:
 def measured_peak(model: Any, batch: Row, device: ComputeDevice) -> int:
     """Returns the peak memory of two steps. Each step computes the batch twice, in two microbatches.
 
-    So there are gradients of an earlier microbatch when the activations are largest, as in the prediction.
+    So in the second microbatch there are already gradients when the activations are largest, as in the prediction.
     """
     layout = BatchLayout.for_model(model)
     device_batch = layout.concat([batch, batch])

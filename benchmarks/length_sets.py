@@ -12,8 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
+# The environment variable that names the folder of the tables.
 FOLDER = 'COMPOSER_TOKACC_LENGTHS'
-# A processor cuts an image into tiles, and each tile becomes as many image tokens.
+# A processor cuts an image into tiles, and each tile becomes this many image tokens.
 TOKENS_PER_TILE = 256
 
 
@@ -49,7 +50,7 @@ def read_tables(folder: Path | None = None) -> tuple[LengthSet, str]:
     """Returns the lengths of all tables in a folder as one set, and a line that names their source.
 
     A table is a file `NAME.csv.gz` with the columns `tokens,image_tiles`. The default folder is the value of the
-    environment variable COMPOSER_TOKACC_LENGTHS. If there is no folder either, the lengths are synthetic.
+    environment variable COMPOSER_TOKACC_LENGTHS. Without any folder, the lengths are synthetic.
     """
     if folder is None and os.environ.get(FOLDER):
         folder = Path(os.environ[FOLDER])
@@ -89,6 +90,7 @@ def lognormal(variation: float, *, mean: float = 500, longest: int = 4096) -> Le
 
 
 def _draw_lognormal(rng: np.random.Generator, mean: float, variation: float, count: int) -> np.ndarray:
-    """Draws numbers with a mean and a coefficient of variation. `spread` is the deviation of their logarithms."""
+    """Draws lognormal numbers with this mean and this coefficient of variation."""
+    # The standard deviation of their logarithms.
     spread = np.sqrt(np.log(1 + variation**2))
     return rng.lognormal(np.log(mean) - spread**2 / 2, spread, count)

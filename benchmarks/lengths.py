@@ -5,10 +5,11 @@
 
     python -m benchmarks.lengths [--images 5000]
 
-Each conversation has one JPEG with sides of 200 to 1,600 pixels. In the first set the images have 144 sizes. In the
-second set (`every size another`), a fifth as large, no two images have the same size, so that the processor is asked
-about every image. The processors have the settings of two families' checkpoints, and a small tokenizer. One process,
-one thread of torch. Measures processor time; with headers, the median of three rounds. Writes results/lengths.json.
+Each conversation has one JPEG with sides of 200 to 1,600 pixels. In the first set the images have 144 sizes. The second
+set (`every size another`) has a fifth as many images. No two of them have the same size, so the processor must be
+called for every image. The processors have the settings of the checkpoints of two families, but a small tokenizer. All
+runs in one process, with one thread of torch. The times are processor times. With headers, it is the median of three
+rounds. Writes results/lengths.json.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def tokenizer(*special: str) -> Any:
 
 
 def llava() -> Any:
-    """llava-hf/llava-1.5-7b-hf."""
+    """Returns a processor with the settings of llava-hf/llava-1.5-7b-hf."""
     crop_size = {'height': 336, 'width': 336}
     images = transformers.CLIPImageProcessor(size={'shortest_edge': 336}, crop_size=crop_size)
     return transformers.LlavaProcessor(
@@ -68,7 +69,7 @@ def llava() -> Any:
 
 
 def qwen2_5_vl() -> Any:
-    """Qwen/Qwen2.5-VL-7B-Instruct, with a usual limit of 1,280 tokens an image."""
+    """Returns a processor as of Qwen/Qwen2.5-VL-7B-Instruct, with a usual limit of 1,280 tokens an image."""
     return transformers.Qwen2_5_VLProcessor(
         image_processor=transformers.Qwen2VLImageProcessor(min_pixels=56 * 56, max_pixels=28 * 28 * 1280),
         tokenizer=tokenizer('<|image_pad|>', '<|video_pad|>', '<|vision_start|>', '<|vision_end|>'),
@@ -81,7 +82,7 @@ FAMILIES = {'LLaVA-1.5': llava, 'Qwen2.5-VL': qwen2_5_vl}
 
 
 def repeated_sizes(num_images: int) -> np.ndarray:
-    """Returns widths and heights, (N, 2), in all combinations of SIDES."""
+    """Returns widths and heights, (N, 2), drawn from SIDES."""
     return np.random.default_rng(0).choice(SIDES, (num_images, 2))
 
 
@@ -115,20 +116,22 @@ def write_data(folder: Path, sizes: np.ndarray) -> Path:
 
 
 def timed(dataset: LlavaDataset, processor: Any) -> tuple[lengths.LengthTable, float]:
+    """Returns the length table of a dataset, and the seconds of processor time to build it."""
     start = time.process_time()
     table = lengths.build_length_table(dataset, processor, num_workers=0)
     return table, time.process_time() - start
 
 
 def compare(path: Path, processor: Any) -> Row:
+    """Returns the times of both ways to measure the lengths, and which columns of their tables are equal."""
     dataset = LlavaDataset(path, processor)
     # The first sample pays for work that is done once.
     _ = dataset[0]
-    # Headers take a short time, which other work on the machine disturbs more. So it is measured several times.
+    # Reading headers takes little time, so other work on the machine disturbs it more. It is measured several times.
     rounds = [timed(dataset, processor) for _ in range(ROUNDS)]
     from_headers, _ = rounds[0]
     headers_seconds = statistics.median(seconds for _, seconds in rounds)
-    # All samples are read if the dataset has no more than this.
+    # This makes the package read all samples: it does so if a dataset has at most this many.
     with mock.patch.object(lengths, 'MOST_SAMPLES_WITHOUT_HEADERS', len(dataset)):
         from_samples, reading_seconds = timed(dataset, processor)
     equal = {}

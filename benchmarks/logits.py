@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Speed of trainers on data with few labels, and the shares of layers and logits in the time of a microbatch.
+"""Measures trainers on data with few labels, and the shares of layers and logits in the time of a microbatch.
 
     .venv-rivals/bin/python -m benchmarks.logits [--ranks 1 2] [--rounds 5]
     python -m benchmarks.logits --report     # only the picture and the tables of docs/logits.md, from the results
@@ -9,7 +9,8 @@
 Two text models have the ratio of vocabulary to hidden size of SmolVLM-256M (85) and Qwen2.5-VL-3B (74). They are small
 enough for two cores, and have a sixth of the layers. Image tokens are tokens without a label. The lengths are a quarter
 of the lengths in the real tables (folder COMPOSER_TOKACC_LENGTHS), and answers have 4 to 48 tokens. The contenders come
-from `benchmarks.rivals` and take turns in each round. A microbatch is also timed with all layers of the real models.
+from `benchmarks.rivals` and take turns in each round. A microbatch is also timed with as many layers as the real
+models have.
 
 Writes results/logits.json. The picture takes the memory from results/logits_memory.json.
 """

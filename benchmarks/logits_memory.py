@@ -3,8 +3,8 @@
 
 """Memory of a microbatch of Qwen2.5-VL-3B, with logits at all positions and only at labels.
 
-Computed, not measured: a step of the whole model is traced with tensors that have a size and no memory, in bfloat16 and
-with checkpointed activations, as it would run on one GPU. Rows are like those of AI2D: 625 image tokens, a question and
+The memory is computed, not measured. A step of the whole model, in bfloat16 and with checkpointed activations as on one
+GPU, is traced with tensors that have a size but no data. Rows are like those of AI2D: 625 image tokens, a question and
 an answer. 16 tokens of the answer have a label.
 
     python -m benchmarks.logits_memory
@@ -33,9 +33,10 @@ IMAGE_TOKENS = 625
 ROW_TOKENS = 691
 LABELS = 16
 PATCH_VALUES = 1176
-"""Numbers of a patch: 3 colours, 2 frames, 14 x 14 pixels."""
+"""Values in a patch: 3 colours, 2 frames, 14 x 14 pixels."""
 DEVICE_BYTES = 80 * GIB
 SAFETY = 0.92
+"""Part of the device that may be used, as by default in `size`."""
 
 
 def build() -> torch.nn.Module:
@@ -64,9 +65,9 @@ def sample(side: int, num_text: int) -> dict[str, torch.Tensor]:
 
 def shape_of(positions: int, memory: MemoryModel) -> BatchShape:
     """Returns the shape of a microbatch of rows like those of AI2D, with this number of positions."""
-    rows = positions / ROW_TOKENS
-    num_rows = max(round(rows), 1)
-    image_tokens = round(rows * IMAGE_TOKENS)
+    exact_num_rows = positions / ROW_TOKENS
+    num_rows = max(round(exact_num_rows), 1)
+    image_tokens = round(exact_num_rows * IMAGE_TOKENS)
     return BatchShape(
         rows=num_rows,
         width=round(positions / num_rows),
@@ -74,7 +75,7 @@ def shape_of(positions: int, memory: MemoryModel) -> BatchShape:
         image_area=float(image_tokens * IMAGE_TOKENS),
         pixel_bytes=int(image_tokens * memory.pixel_bytes_per_image_token),
         # One more than there are labels; see `logit_positions` of sizing.
-        labels=round(rows * LABELS) + 1 if memory.logits == 'labels' else None,
+        labels=round(exact_num_rows * LABELS) + 1 if memory.logits == 'labels' else None,
     )
 
 
@@ -84,7 +85,7 @@ def most_positions(memory: MemoryModel) -> int:
     def peak(positions: int) -> float:
         return memory.peak(shape_of(positions, memory))
 
-    # The range begins at 1, so the number of those that fit is the largest of them.
+    # `bisect` returns how many numbers of the range fit. The range begins at 1, so this is also the largest of them.
     return bisect.bisect(range(1, 1 << 24), SAFETY * DEVICE_BYTES, key=peak)
 
 

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The machine that a figure was measured on, and functions of a benchmark on several ranks."""
+"""Describes the machine that a figure was measured on, and runs a benchmark on several ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from composer.utils import dist, get_device
 
 from benchmarks.record import ROOT, Row
 
-# Composer's launcher sets these. A Trainer leaves them in the environment of a process that has trained without it.
+# Composer's launcher sets these. A Trainer that runs without the launcher sets them too, and leaves them.
 RANK_VARIABLES = {
     'RANK',
     'WORLD_SIZE',
@@ -57,7 +57,7 @@ def versions(packages: tuple[str, ...]) -> dict[str, str]:
 
 
 def environment_of_no_rank() -> dict[str, str]:
-    """Returns the environment of this process without the variables of a rank."""
+    """Returns the environment of this process without the variables of a rank, which a new launch must not inherit."""
     return {key: value for key, value in os.environ.items() if key not in RANK_VARIABLES}
 
 

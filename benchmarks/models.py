@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The models of the benchmarks: small ones, and the sizes of known ones. Random rows and made-up samples for them."""
+"""Builds the models of the benchmarks, small ones and ones of known sizes, and random rows and samples for them."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def qwen_config() -> transformers.Qwen2_5_VLConfig:
 
 
 def text_config(vocabulary: int, hidden_size: int, num_layers: int, **sizes: Any) -> LlamaConfig:
-    """Returns a Llama config with the inner size of Llama-7B for its width, and heads of 64. `sizes` replace these."""
+    """Returns a Llama config. By default it has heads of 64, and an inner size in the same ratio as in Llama-7B."""
     defaults = {
         'intermediate_size': hidden_size * 43 // 16,
         'num_attention_heads': hidden_size // 64,
@@ -95,7 +95,7 @@ def text_config(vocabulary: int, hidden_size: int, num_layers: int, **sizes: Any
 
 
 def llava_config(text: LlamaConfig, vision: CLIPVisionConfig) -> LlavaConfig:
-    """Joins both configs. LLaVA reads the last vision layer here, so that every layer gets a gradient."""
+    """Returns a LLaVA config of both. LLaVA reads the last vision layer here, so that every layer gets a gradient."""
     config = LlavaConfig(
         vision_config=vision,
         text_config=text,

@@ -5,7 +5,7 @@
 
     .venv-rivals/bin/python -m benchmarks.prove
 
-A trainer that is not installed keeps its row. Writes results/prove.json.
+Writes results/prove.json. If a trainer is not installed, its row of an earlier run stays.
 """
 
 from __future__ import annotations

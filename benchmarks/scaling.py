@@ -6,8 +6,8 @@
     python -m benchmarks.scaling [--quick]
 
 The other samplers are written from their descriptions. All have the memory of stock Composer: `k` rows as wide as the
-longest sample of the global batch. The lengths are lognormal, and those of the tables in COMPOSER_TOKACC_LENGTHS. A
-global batch has `G` samples, and there are `W` ranks. Writes results/scaling.json.
+longest sample of the global batch. One set of lengths is lognormal, the other comes from the tables in
+COMPOSER_TOKACC_LENGTHS. A global batch has `G` samples, and there are `W` ranks. Writes results/scaling.json.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ STOCK = 'stock Composer'
 
 
 def stock(batch: LengthSet, num_ranks: int, cost: CostModel) -> np.ndarray:
-    """Stock Composer: k rows a microbatch, each padded to the longest row of the rank."""
+    """Returns the loads of stock Composer: `k` rows a microbatch, each padded to the longest row of the rank."""
     rows = by_rank(batch.lengths, num_ranks)
     num_rows = rows.shape[1]
     num_microbatches = math.ceil(num_rows / MICROBATCH)
@@ -44,9 +44,10 @@ def stock(batch: LengthSet, num_ranks: int, cost: CostModel) -> np.ndarray:
 
 
 def even_chunks(batch: LengthSet, num_ranks: int, cost: CostModel) -> np.ndarray:
-    """LLaVA's modality-length sampler: microbatches of k rows with about equal sums, each padded to its longest.
+    """Returns the loads of LLaVA's modality-length sampler: microbatches of `k` rows with about equal sums of lengths.
 
-    Longest first, every sample goes to the microbatch with the least sum that has room.
+    The samples are taken from the longest to the shortest. Each goes to the microbatch with the smallest sum that still
+    has room. A microbatch is padded to its longest row.
     """
     num_chunks = len(batch.lengths) // MICROBATCH
     open_chunks = [(0, chunk) for chunk in range(num_chunks)]
@@ -66,7 +67,10 @@ def even_chunks(batch: LengthSet, num_ranks: int, cost: CostModel) -> np.ndarray
 
 
 def stride(batch: LengthSet, num_ranks: int, cost: CostModel) -> np.ndarray:
-    """NeMo-RL's dynamic batching: sort, stride over ranks, cut all ranks at the same places, trim."""
+    """Returns the loads of NeMo-RL's dynamic batching.
+
+    It sorts the samples, gives them to the ranks in turn, cuts all ranks at the same places, and trims.
+    """
     longest_first = batch.take(np.argsort(-batch.lengths, kind='stable'))
     rows = by_rank(longest_first.lengths, num_ranks)
     num_rows = rows.shape[1]
@@ -82,7 +86,7 @@ def stride(batch: LengthSet, num_ranks: int, cost: CostModel) -> np.ndarray:
 
 
 def regrouped(batch: LengthSet, num_ranks: int, cost: CostModel) -> np.ndarray:
-    """Plans as RegroupingBatchSampler does."""
+    """Returns the loads of our sampler, which plans the microbatches of all ranks together."""
     plan = plan_microbatches(
         batch.lengths,
         num_ranks=num_ranks,
@@ -96,7 +100,7 @@ def regrouped(batch: LengthSet, num_ranks: int, cost: CostModel) -> np.ndarray:
     return np.array(loads)
 
 
-# Ways to share out a global batch. Each returns the loads of the ranks, (W,).
+# Ways to share out a global batch. Each returns the load of each rank, (W,): the cost of its microbatches together.
 METHODS = {
     STOCK: stock,
     'LLaVA even chunks': even_chunks,
@@ -157,6 +161,7 @@ def main() -> None:
     tables, source = read_tables()
     worlds = WORLDS[:2] if arguments.quick else WORLDS
     rows = []
+    # Clipping lowers the coefficient of variation from 0.92 to 0.9.
     for length_set in (tables, lognormal(0.92)):
         for world in worlds:
             modelled = simulate(length_set, *world)

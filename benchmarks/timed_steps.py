@@ -172,7 +172,7 @@ def fit(
         trainer.fit()
     finally:
         trainer.close()
-        # Composer keeps the state of every run until the process ends, so the next run would have less memory.
+        # Composer keeps the state of every run until the process ends. Emptied, it leaves its memory to the next run.
         for name in ('model', 'batch', 'outputs', 'loss'):
             setattr(trainer.state, name, None)
         for name in ('algorithms', 'callbacks', 'optimizers', 'schedulers'):
@@ -195,8 +195,8 @@ def timed(
     All batches are trained on once, then once more. In the first pass the allocator of a GPU asks the driver for memory
     at each new shape, as in the first steps of a run. The second pass shows the speed of a long run.
 
-    The run begins with a step that is not timed, in which TokenAccumulation checks the first batch. It has the two
-    shortest and the two longest rows of the first batch.
+    The run begins with a step that is not timed, in which TokenAccumulation checks the first batch. This step has the
+    two shortest and the two longest rows of the first of the batches.
 
     Args:
         method: How batches are cut; see :func:`data_of`.

@@ -6,10 +6,10 @@
     python -m benchmarks.token_weights
     python -m benchmarks.token_weights --report       # only draws the picture and writes the table, from the results
 
-The hosts are trainers. They train on eight ragged text rows, in which all tokens carry loss, and on 32 samples of a
-real mixture (AI2D, ChartQA, DocVQA), in which image tokens carry no loss. The lengths of the mixture are drawn from the
-tables in COMPOSER_TOKACC_LENGTHS. Without tables they are synthetic, and the results say so. The model is a tiny Llama
-in float32, at learning rate 0.
+Each trainer (`host`) trains on two subjects. `eight rows` are ragged text rows, in which all tokens carry loss.
+`mixture` has 32 samples as long as those of a real mixture (AI2D, ChartQA, DocVQA), in which image tokens carry no
+loss. Its lengths are drawn from the tables in COMPOSER_TOKACC_LENGTHS. Without tables they are synthetic, and the
+results say so. The model is a tiny Llama in float32, at learning rate 0.
 
 Writes results/token_weights.json, docs/figures/token_weights.svg and the table of docs/token_weights.md.
 """
@@ -69,7 +69,11 @@ def rows_of(lengths: list[int], image_tokens: list[int]) -> list[Batch]:
 
 
 def train_three_lines(model: Any, microbatches: list[Batch]) -> None:
-    """Trains a step with the three lines. The device batch is padded as a loader pads it."""
+    """Trains a step with the three lines, so that `token_data_spec` cuts the batch.
+
+    The adapter of TokenAccumulation would train on these microbatches as they are. The device batch is padded as a
+    loader pads it.
+    """
     device_batch = dict(BatchLayout.for_model(model).concat(microbatches))
     loader = DataLoader(Batches([device_batch]), batch_size=None)
     microbatch = len(microbatches[0]['input_ids'])
@@ -85,6 +89,7 @@ def measure(subject: str, host: str) -> Row:
     rows = rows_of(lengths, image_tokens)
     rows_of_rank = rows[dist.get_global_rank() :: dist.get_world_size()]
     microbatches = [dict(layout.concat(part)) for part in chunks(rows_of_rank, size)]
+    # Restores the environment afterwards, because accelerate sets variables and leaves them.
     with mock.patch.dict('os.environ'), measure_token_weights(model) as report:
         if host == 'ours':
             train_three_lines(model, microbatches)
@@ -115,7 +120,7 @@ def measure(subject: str, host: str) -> Row:
 
 
 def summaries_of(microbatches: list[torch.Tensor], mean: torch.Tensor) -> list[list[float]]:
-    """Returns for each microbatch: the number of tokens, and the smallest and the largest weight over the mean."""
+    """Returns for each microbatch: the number of tokens, and the smallest and largest weight, divided by the mean."""
     summaries = []
     for weights in microbatches:
         if len(weights) == 0:

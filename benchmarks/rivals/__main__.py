@@ -38,7 +38,7 @@ LIMIT = 3600
 
 
 def launch(ranks: int, plan: Row) -> list[Row]:
-    """Runs `benchmarks.rivals.speed` on several ranks. Returns the cells that it wrote in an hour."""
+    """Runs `benchmarks.rivals.speed` on several ranks. Returns the cells that it wrote before the end or the limit."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / 'cells.json'
         launcher = [COMPOSER, '-n', str(ranks), '-m', 'benchmarks.rivals.speed']
@@ -60,9 +60,9 @@ def launch(ranks: int, plan: Row) -> list[Row]:
 
 
 def keep(path: Path, cells: list[Row]) -> None:
-    """Writes the cells into the results file. They replace cells of the same contender, model, set and ranks.
+    """Writes the cells into the results file. A cell replaces the old cell of the same contender, model, set and ranks.
 
-    If a contender hung or died, its new cell has no rounds. Such a cell does not replace a cell that has rounds.
+    If a contender hung or died, its new cell has no rounds. Such a cell does not replace an old cell with rounds.
     """
     results = read(path)
     measured_on = {'machine': machine(), 'versions': versions(PACKAGES)}

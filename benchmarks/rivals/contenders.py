@@ -105,7 +105,7 @@ class Task:
 
 
 def hugging_face(task: Task, *, strategy: str = 'sequential') -> Settings:
-    """https://huggingface.co/docs/transformers/main_classes/trainer."""
+    """Trains with Hugging Face's Trainer: https://huggingface.co/docs/transformers/main_classes/trainer."""
     from transformers import Trainer, TrainingArguments
 
     rows = task.sizes.microbatch
@@ -123,7 +123,7 @@ def hugging_face(task: Task, *, strategy: str = 'sequential') -> Settings:
 
 
 def most_rebalanced_rows(task: Task) -> int:
-    """Returns the most rows a microbatch that fit into the memory. A user would find out by trying.
+    """Returns how many rows of a microbatch fit into the memory. A user would find this number by trying.
 
     The sampler groups samples of similar lengths. So more rows fit than if each were as long as the longest sample.
     """
@@ -172,10 +172,11 @@ def hugging_face_settings(task: Task, rows: int) -> Settings:
 
 
 def trl(task: Task) -> Settings:
-    """https://huggingface.co/docs/trl/sft_trainer, with its loss of logits in chunks (`chunked_nll`, now `nll`).
+    """Trains with TRL, and its loss of logits in chunks (`chunked_nll`, now `nll`).
 
-    TRL drops positions without a label only if it finds a GPU with Triton. On a CPU it would compute all logits. So it
-    is told that Triton is there, and its kernels find out by themselves that it is not.
+    https://huggingface.co/docs/trl/sft_trainer. TRL drops positions without a label only if it finds a GPU with Triton.
+    On a CPU it would compute all logits. So the patch tells it that Triton is there. Its kernels notice by themselves
+    that it is missing.
     """
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
@@ -204,13 +205,13 @@ def trl(task: Task) -> Settings:
 
 
 def online_dynamic_batching(task: Task) -> Settings:
-    """ODB's guide for custom loops: each batch is a step, and its loss is scaled exactly."""
+    """Trains with ODB as in its guide for custom loops: each batch is a step, and its loss is scaled exactly."""
     import odb
 
     settings = {
         'token_budget': task.cap,
         'batch_size': 1,
-        'shuffle': dist.get_world_size() == 1,
+        'shuffle': dist.get_world_size() == 1,  # on several ranks the sampler shuffles
         'num_workers': task.sizes.workers,
         'prefetch_factor': 256 // task.sizes.workers,
         'loss_scaling': 'exact',
@@ -237,7 +238,7 @@ def online_dynamic_batching(task: Task) -> Settings:
 
 
 def hugging_face_planned(task: Task) -> Settings:
-    """examples/hf_trainer.py: Hugging Face's Trainer with our sampler and weights."""
+    """Trains with Hugging Face's Trainer, our sampler and our weights, as examples/hf_trainer.py does."""
     from transformers import Trainer, TrainingArguments
 
     loader = task.planned_batches()
@@ -259,7 +260,7 @@ def hugging_face_planned(task: Task) -> Settings:
 
 
 def accelerate_planned(task: Task) -> Settings:
-    """examples/accelerate_loop.py: a loop with accelerate, our sampler and weights."""
+    """Trains in a loop with accelerate, our sampler and our weights, as examples/accelerate_loop.py does."""
     from accelerate import Accelerator, DistributedDataParallelKwargs
 
     unused = DistributedDataParallelKwargs(find_unused_parameters=task.find_unused)
@@ -288,7 +289,7 @@ def backward_of_step(model: Any, batch: Any, accelerator: Any) -> torch.Tensor:
 
 
 def stock_composer(task: Task) -> Settings:
-    """Stock Composer. Its own split loses images of LLaVA's batches, so it gets one that keeps them."""
+    """Trains with stock Composer. Its own split loses images of LLaVA's batches, so it gets one that keeps them."""
     spec_arguments: dict[str, Any] = {}
     if task.sizes.model == 'llava':
         spec_arguments['split_batch'] = StockSplit(BatchLayout.for_model(task.model))
@@ -310,7 +311,7 @@ def token_accumulation(
     packing: bool = False,
     logits: str = 'auto',
 ) -> Settings:
-    """docs/trainer.md: the three lines, the sampler's loader, packing."""
+    """Trains with TokenAccumulation as in docs/trainer.md: the three lines, and perhaps our sampler and packing."""
     loader = task.planned_batches() if sampler else task.device_batches()
     slot_tokens = task.longest if sampler else None
     data = token_data_spec(loader, packing=packing, slot_tokens=slot_tokens)
@@ -329,7 +330,7 @@ def fit_composer(task: Task, data: DataSpec, algorithms: list[Any]) -> Settings:
 
 
 def bound(task: Task) -> Settings:
-    """Shows the speed that no contender can exceed: full microbatches of rows of nearly equal length.
+    """Trains at the speed that no contender can exceed: in full microbatches of rows of nearly equal length.
 
     The rows of the whole epoch are sorted by length, and the microbatches are made before the first step. All ranks
     train on the same microbatches, so that their work is equal. All positions count as tokens.

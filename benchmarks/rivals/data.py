@@ -30,7 +30,7 @@ from benchmarks.record import Row
 from examples.digits import DigitsDataset, build_digits_processor
 
 MODELS = ('llava', 'llama')
-# Text models that are shaped like known ones: vocabulary and inner size have the same ratio to the hidden size.
+# Small text models with the proportions of known ones: the same ratios of vocabulary and inner size to hidden size.
 SHAPES = {
     'smolvlm': {
         'vocabulary': 8192,
@@ -104,8 +104,9 @@ class Sizes:
     # Processes of each loader.
     workers: int = 1
     learning_rate: float = 1e-3
-    # Whether the first step holds the longest and the shortest samples. Then our check of the first batch need not be
-    # repeated later. In a long run it is seldom repeated, but an epoch of few steps would show its cost.
+    # Whether the first step, which is not timed, has the two longest and the two shortest samples. Then our check of
+    # rows need not be repeated for longer or shorter ones. A long run seldom repeats it, but in an epoch of few steps
+    # it would cost much.
     extremes_first: bool = False
 
     @property

@@ -77,7 +77,7 @@ def watched(model: Any, samples: Samples, *, inspect: bool = False) -> Iterator[
     finally:
         for handle in handles:
             handle.remove()
-    # Only now, because it takes time.
+    # Not in the hooks, because it takes time.
     for microbatches in steps[:-1]:
         recognize(trace, microbatches, samples)
 
@@ -129,7 +129,11 @@ def index_of(samples: Samples, ids: list[int]) -> int:
 
 
 def is_dummy_row(samples: Samples, ids: list[int], labels: list[int]) -> bool:
-    """Whether a row is a dummy row: a sample with other labels, or other tokens with at most one label, which is 0."""
+    """Returns whether a row is a dummy row, which has no label of a sample.
+
+    Either it has the tokens of a sample but other labels, or it has made-up tokens. Its only label, if it has one, is
+    the 0 of `with_one_label`.
+    """
     # The first label of a row is not trained, because no token comes before it.
     trained_labels = labels[1:]
     index = index_of(samples, ids)

@@ -186,10 +186,10 @@ def ratios(cells: Sequence[Row]) -> str:
 
 
 def against(cells: Sequence[Row], rival: str) -> float | None:
-    """Returns how many times as fast as a rival our fastest run is, in one case. None: one of both was not measured.
+    """Returns how many times as fast as a rival our fastest run is, in one case. None: one of the two is not measured.
 
-    It is the median over the rounds. If the two were measured in different runs, they did not take turns, and it is the
-    ratio of their medians.
+    It is the median of the ratios of the rounds. If the two were measured in different runs, they did not take turns.
+    Then it is the ratio of their medians.
     """
     contenders = by_rival(cells)
     our_cells = [contenders[name] for name in OUR_RUNS if name in contenders]

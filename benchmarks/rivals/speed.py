@@ -59,14 +59,14 @@ def inspected(
     held_out: Samples,
     references: dict[tuple[int, ...], Gradients],
 ) -> Row:
-    """Trains one epoch and returns everything about it that is not a time.
+    """Trains one epoch and returns all figures of it except times.
 
     Args:
         name: The contender.
         sizes: The sizes of the run.
         samples: The samples of the epoch.
         held_out: Samples for the eval loss.
-        references: The gradient of one forward over a step, by the samples of the step. Contenders share them.
+        references: Right gradients of a first step, by the indices of its samples. Contenders share this cache.
     """
     trace, model, settings = train(name, sizes, samples, inspect=True)
     # Without the gradient: the ranks have the same one.
@@ -111,7 +111,7 @@ def inspected(
 
 
 def membership(ids: Sequence[Sequence[int]], num_samples: int, size: int) -> str:
-    """Says which samples the steps hold: the global batches in order, global batches of a shuffle, or others."""
+    """Says which samples the steps have: the global batches in order, those of a shuffle, or others."""
     steps = [sorted(step) for step in ids]
     in_order = list(range(num_samples))
     if steps == global_batches(in_order, size):
@@ -161,6 +161,7 @@ def summed_loss(model: Any, sample: Row) -> torch.Tensor:
 def timed(name: str, sizes: Sizes, samples: Samples) -> Row:
     """Times an epoch. Leaves out the first step, which pays for work that a run does once."""
     trace, _, _ = train(name, sizes, samples)
+    # In the bound all positions count as tokens, as if there were no padding at all.
     counts = trace.positions if name == BOUND else trace.tokens
     seconds = trace.ends[-1] - trace.ends[0]
     processor_seconds = trace.processor[-1] - trace.processor[0]
