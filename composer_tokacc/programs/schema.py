@@ -463,6 +463,7 @@ def check_value(path: str, value: Any, hint: Hint) -> Any:
         # "Input should be less than 1" becomes "must be less than 1". Our own messages follow on "Value error".
         requirement = requirement.replace('Input should ', 'must ').replace('Value error, ', '')
         requirement = requirement.replace('an object', 'a mapping').replace('array', 'list')  # the words for JSON
+        requirement = requirement.replace('Field required', 'must have more entries')  # of a tuple
         raise ConfigError(key_path, f'{requirement}, got: {shorten(repr(wrong_value), 300)}') from error
 
 
@@ -488,6 +489,9 @@ def _place_of(error: ValidationError, path: str, value: object) -> tuple[str, ob
     Pydantic gives the keys on the way to it, with names of branches of unions between them: ``('a', 'int', 'b')``.
     """
     keys = error.errors()[0]['loc']
+    # Pydantic writes '[key]' after a key that is wrong itself: ('lr', '[key]').
+    if '[key]' in keys:
+        return path, keys[keys.index('[key]') - 1]
     for key in keys:
         if isinstance(value, Mapping) and key in value:  # otherwise it is the name of a branch
             path = _join(path, key)
