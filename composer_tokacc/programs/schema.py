@@ -451,6 +451,8 @@ def check_value(path: str, value: Any, hint: Hint) -> Any:
         return value
     try:
         return _fit(value, checker)
+    except TypeError as error:  # an enum of Composer raises it for a value that is no text
+        raise ConfigError(path, f'cannot be used: {error}') from error
     except ValidationError as error:
         key_path, wrong_value = _place_of(error, path, value)
         messages = []

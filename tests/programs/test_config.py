@@ -125,6 +125,8 @@ def test_misspelt_names_are_refused(override, expected):
         ('optimizer.lr=.nan', '`optimizer.lr` must be a finite number, got: nan'),
         ('scheduler.alpha_f=-5', '`scheduler.alpha_f` must be greater than or equal to 0, got: -5'),
         ('trainer.deterministic_mode=maybe', '`trainer.deterministic_mode` must be a valid boolean'),
+        ('trainer.precision=3', '`trainer.precision` cannot be used: Unable to convert value(3)'),
+        ('trainer.ddp_sync_strategy=[1]', '`trainer.ddp_sync_strategy` cannot be used: Unable to convert value([1])'),
         ('dataset.path=', '`dataset.path` must be'),
         ('dataset.eval={path: b.json, processor: {}}', '`dataset.eval.processor` must be left out here'),
         ('algorithms.gradient_clipping.clipping_type=nrom', "must be 'norm', 'value' or 'adaptive', got: 'nrom'"),
