@@ -17,8 +17,8 @@ from composer_tokacc.programs.answers import Answer
 from composer_tokacc.programs.metrics_file import Series, select
 
 MOST_POINTS = 400
-"""Most points of a curve. If a run has more steps, they are divided into ranges, and the lowest and the highest value of
-each range is drawn, so that no spike is lost."""
+"""Most points of a curve. The steps are divided into half as many ranges, if there are so many steps, and the lowest and
+the highest value of each range are drawn. So no spike is lost."""
 MOST_IMAGES = 12
 """Most images that are shown of an answered sample."""
 LINE_COLORS = ('#2a78b5', '#c0392b', '#1f9d6b', '#8e5ea2', '#d98c1f', '#5f6b7a')
@@ -160,14 +160,11 @@ def _chart(title: str, curves: Mapping[str, Series]) -> str:
 
 
 def _drawn_places(values: Sequence[float]) -> list[int]:
-    """Returns the places of the values that are drawn, rising, at most ``MOST_POINTS``."""
-    places = np.arange(len(values))
-    if len(values) <= MOST_POINTS:
-        return places.tolist()
+    """Returns the places of the lowest and the highest value of each range of steps, rising."""
+    num_ranges = min(len(values), MOST_POINTS // 2)
     drawn = set()
-    for places_of_range in np.array_split(places, MOST_POINTS // 2):
-        values_of_range = np.take(values, places_of_range)
-        lowest = places_of_range[values_of_range.argmin()]
-        highest = places_of_range[values_of_range.argmax()]
-        drawn.update((int(lowest), int(highest)))
+    for places in np.array_split(np.arange(len(values)), num_ranges):
+        values_of_range = np.take(values, places)
+        drawn.add(int(places[values_of_range.argmin()]))
+        drawn.add(int(places[values_of_range.argmax()]))
     return sorted(drawn)
