@@ -17,8 +17,8 @@ from composer_tokacc.programs.answers import Answer
 from composer_tokacc.programs.metrics_file import Series, select
 
 MOST_POINTS = 400
-"""Most points of a curve. The steps are divided into at most half as many ranges, and the lowest and the highest value of
-each range are drawn. So no spike is lost."""
+"""Most points of a curve. The steps are divided into at most half as many ranges. The lowest and the highest value of
+each range are drawn, so no spike is lost."""
 MOST_IMAGES = 12
 """Most images that are shown of an answered sample."""
 LINE_COLORS = ('#2a78b5', '#c0392b', '#1f9d6b', '#8e5ea2', '#d98c1f', '#5f6b7a')
