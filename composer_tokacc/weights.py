@@ -107,12 +107,13 @@ def _weights_in(batch: Batch, counted: Tensor) -> Tensor:
     if isinstance(column, (list, tuple)):
         weights_of_rows = []
         for row, value in enumerate(column):
-            try:
-                weights_of_rows.append(math.nan if value is None else float(value))
-            except (TypeError, ValueError):
+            if getattr(value, 'ndim', None) == 0:  # a number of numpy, or a tensor with one value
+                value = value.item()
+            if value is not None and not isinstance(value, (int, float)):
                 raise InvalidInputError(
                     f'`{LOSS_WEIGHTS}` must be a number for every sample, got: {value!r} for {sample_name(batch, row)}.'
-                ) from None
+                )
+            weights_of_rows.append(math.nan if value is None else value)
         column = torch.tensor(weights_of_rows, device=counted.device)
     rows, width = counted.shape
     shape = tuple(getattr(column, 'shape', ()))

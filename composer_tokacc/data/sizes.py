@@ -245,6 +245,9 @@ class SampleMeasurer:
             return self.measure(self.dataset[index])
         except BadSampleError as error:
             return str(error)
+        except StopIteration as error:  # would end the loader of `map_samples` in silence
+            message = f'The dataset has raised StopIteration for sample {index}. Look for a `next()` without a default.'
+            raise RuntimeError(message) from error
 
     def from_headers(self, indices: Sequence[int]) -> dict[int, TableRow]:
         """Returns the rows of samples by index, without decoding their images. A sample that must be read has none."""

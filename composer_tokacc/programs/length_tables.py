@@ -8,12 +8,14 @@
 
 from __future__ import annotations
 
+import csv
+import gzip
 import math
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import numpy as np
 import torch
@@ -27,7 +29,6 @@ from composer_tokacc.layout import BatchLayout
 from composer_tokacc.programs.errors import ConfigError, shorten
 from composer_tokacc.programs.host_types import Row, Section
 from composer_tokacc.programs.models import tokenizer_of
-from composer_tokacc.programs.process import without_warnings
 from composer_tokacc.programs.schema import build_dataclass
 
 CSV_COLUMNS = {
@@ -115,29 +116,29 @@ def read_lengths(path: str) -> LengthTable:
     """
     if not Path(path).is_file():  # reading a pipe would wait for somebody to write to it
         raise ConfigError('lengths', f'must be a CSV file, plain or .gz, got: {path}')
+    open_file = gzip.open if path.endswith('.gz') else open
     try:
-        with without_warnings():  # numpy warns of an empty file, and then raises an IndexError
-            samples = np.genfromtxt(path, delimiter=',', names=True, encoding='utf-8-sig', ndmin=1)
-    except (OSError, EOFError, ValueError, IndexError, zlib.error) as error:
+        with open_file(path, 'rt', encoding='utf-8-sig', newline='') as file:
+            names, numbers = _read_csv(file)
+    except (OSError, EOFError, ValueError, csv.Error, zlib.error) as error:
         raise ConfigError(
             'lengths',
             f'must be a CSV file of numbers, plain or .gz, got: {path} ({shorten(error)})',
         ) from error
-    names = samples.dtype.names or ()
-    if 'tokens' not in names or not set(names) <= CSV_COLUMNS.keys():  # numpy gives equal names a number
+    samples = dict(zip(names, numbers, strict=True))
+    if 'tokens' not in samples or not samples.keys() <= CSV_COLUMNS.keys() or len(samples) < len(names):
         allowed_names = ', '.join(CSV_COLUMNS)
         raise ConfigError(
             'lengths',
             f'must have the columns {allowed_names}, each once (all but tokens can be left out), got: '
             f'{shorten(", ".join(names), 300)} in {path}',
         )
-    if not samples.size:
-        raise ConfigError('lengths', f'must hold at least one sample, got: none in {path}')
     tokens = samples['tokens']
+    if not tokens.size:
+        raise ConfigError('lengths', f'must hold at least one sample, got: none in {path}')
     unknown = np.zeros(len(tokens), dtype=np.int32)
     table: dict[str, Any] = dict.fromkeys(CSV_COLUMNS.values(), unknown)
-    for name in names:
-        values = samples[name]
+    for name, values in samples.items():
         limit: Any = LONGEST_SAMPLE
         requirement = f'whole numbers up to {LONGEST_SAMPLE}'
         if name in ('image_tokens', 'loss_tokens'):  # they are among the tokens of the sample
@@ -153,6 +154,26 @@ def read_lengths(path: str) -> LengthTable:
             )
         table[CSV_COLUMNS[name]] = values.astype(np.int32)
     return LengthTable(**table)
+
+
+def _read_csv(file: TextIO) -> tuple[list[str], np.ndarray]:
+    """Returns the names of the columns, and their numbers, float64 (columns, samples).
+
+    Raises ValueError with the line and the value if a cell is not a number.
+    """
+    reader = csv.reader(file)
+    names = [name.strip() for name in next(reader, [])]
+    rows = []
+    for cells in reader:
+        if not cells:  # an empty line
+            continue
+        if len(cells) != len(names):
+            raise ValueError(f'{len(cells)} cells in line {reader.line_num}, and {len(names)} columns')
+        try:
+            rows.append([float(cell) for cell in cells])
+        except ValueError as error:
+            raise ValueError(f'line {reader.line_num}: {error}') from error
+    return names, np.reshape(rows, (len(rows), len(names))).T
 
 
 class StandIns:

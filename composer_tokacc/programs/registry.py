@@ -145,7 +145,6 @@ class HostArguments(TypedDict, total=False):
     eval_subset_num_batches: AllOrSome
     loggers: NamedArguments | None
     max_duration: Duration
-    precision: str | None
     run_name: Name | None
     save_folder: Name | None
     save_interval: Duration

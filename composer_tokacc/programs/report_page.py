@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import base64
 import html
-import math
 from collections.abc import Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
@@ -18,7 +17,8 @@ from composer_tokacc.programs.answers import Answer
 from composer_tokacc.programs.metrics_file import Series, select
 
 MOST_POINTS = 400
-"""Most points of a curve. If a run has more steps, every second step is drawn, or every third, and so on."""
+"""Most points of a curve. The steps are divided into at most half as many ranges. The lowest and the highest value of
+each range are drawn, so no spike is lost."""
 MOST_IMAGES = 12
 """Most images of an answered sample that are shown."""
 LINE_COLORS = ('#2a78b5', '#c0392b', '#1f9d6b', '#8e5ea2', '#d98c1f', '#5f6b7a')
@@ -133,8 +133,9 @@ def _chart(title: str, curves: Mapping[str, Series]) -> str:
     for number, (name, (steps, values)) in enumerate(curves.items()):
         color = LINE_COLORS[number % len(LINE_COLORS)]
         points = []
-        stride = math.ceil(len(steps) / MOST_POINTS)
-        for step, value in zip(steps[::stride], values[::stride], strict=True):
+        for place in _drawn_places(values):
+            step = steps[place]
+            value = values[place]
             # Both in [0, 1]. A single step or a constant curve must not divide by zero.
             across = (step - first_step) / max(last_step - first_step, 1)
             up = (value - low) / ((high - low) or 1)
@@ -156,3 +157,14 @@ def _chart(title: str, curves: Mapping[str, Series]) -> str:
         f'<figure><figcaption>{html.escape(title)}</figcaption><svg width="{WIDTH}" height="{HEIGHT}" font-size="11" '
         f'role="img">{axes}{"".join(lines)}</svg><br>{" &nbsp; ".join(legends)}</figure>'
     )
+
+
+def _drawn_places(values: Sequence[float]) -> list[int]:
+    """Returns the places of the lowest and the highest value of each range of steps, rising."""
+    num_ranges = min(len(values), MOST_POINTS // 2)
+    drawn = set()
+    for places in np.array_split(np.arange(len(values)), num_ranges):
+        values_of_range = np.take(values, places)
+        drawn.add(int(places[values_of_range.argmin()]))
+        drawn.add(int(places[values_of_range.argmax()]))
+    return sorted(drawn)

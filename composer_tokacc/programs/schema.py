@@ -469,6 +469,8 @@ def check_value(path: str, value: Any, hint: Hint) -> Any:
         return value
     try:
         return _fit(value, checker)
+    except TypeError as error:  # an enum of Composer raises it for a value that is no text
+        raise ConfigError(path, f'cannot be used: {error}') from error
     except ValidationError as error:
         key_path, wrong_value = _place_of(error, path, value)
         messages = []
@@ -482,6 +484,7 @@ def check_value(path: str, value: Any, hint: Hint) -> Any:
         # messages.
         requirement = requirement.replace('Input should ', 'must ').replace('Value error, ', '')
         requirement = requirement.replace('an object', 'a mapping').replace('array', 'list')  # the words for JSON
+        requirement = requirement.replace('Field required', 'must have more entries')  # of a tuple
         raise ConfigError(key_path, f'{requirement}, got: {shorten(repr(wrong_value), 300)}') from error
 
 
@@ -507,6 +510,9 @@ def _place_of(error: ValidationError, path: str, value: object) -> tuple[str, ob
     Pydantic gives the keys that lead to it, and between them names of branches of unions: ``('a', 'int', 'b')``.
     """
     keys = error.errors()[0]['loc']
+    # Pydantic writes '[key]' after a key that is wrong itself: ('lr', '[key]').
+    if '[key]' in keys:
+        return path, keys[keys.index('[key]') - 1]
     for key in keys:
         if isinstance(value, Mapping) and key in value:  # otherwise it is the name of a branch
             path = _join(path, key)

@@ -32,7 +32,7 @@ GIB = 1 << 30
 LARGE_RESIDUAL = 0.05
 """If the residual is larger, a report warns that its figures are rough. The default ``safety`` of a report leaves 8 %
 of the device free, which covers a smaller error."""
-CALIBRATION_VERSION = 8
+CALIBRATION_VERSION = 9
 """Increased when the content of a calibration changes, so that files of older versions are not read."""
 
 # The sizes that the bytes of each part of a microbatch can depend on: attributes of `BatchShape`, and `constant`, which

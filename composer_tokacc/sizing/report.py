@@ -71,7 +71,8 @@ class SizingReport:
     binds: str
     """What keeps a microbatch from being larger: ``text``, ``logits``, ``vision`` or ``global batch``."""
     terms: dict[str, float]
-    """Memory by term, at the peak of the heaviest microbatch with the suggested size."""
+    """Memory by term, at the peak of the heaviest microbatch within the caps of the suggested size. A sample that goes
+    alone may take more."""
     peak_gib: float
     """Highest memory in a step, which may be in the optimizer's step. Samples in ``too_large`` are left out."""
     memory_residual: float
@@ -266,7 +267,7 @@ def _memory_table(report: SizingReport) -> str:
     """Returns the table of the memory by term."""
     total = sum(report.terms.values())
     rows = [(name, f'{gib:.3f}', f'{gib / total:.1%}') for name, gib in report.terms.items()]
-    return _table('Memory at the peak of the heaviest microbatch', rows, [('held by', 'GiB', 'share')])
+    return _table('Memory at the peak of the heaviest microbatch within the caps', rows, [('held by', 'GiB', 'share')])
 
 
 def _method_table(report: SizingReport) -> str:

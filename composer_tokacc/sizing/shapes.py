@@ -63,7 +63,6 @@ class BatchShape:
         """Returns the shape of a batch. Its logits count at all positions."""
         rows, width = batch['input_ids'].shape
         image_tokens = 0
-        num_images = sum(layout.media_per_row(batch))
         if layout.config is not None:
             image_tokens = sum(layout.image_tokens_per_row(batch))
         mask = batch.get('attention_mask')  # a batch without one has no padding
@@ -75,11 +74,30 @@ class BatchShape:
             rows=rows,
             width=width,
             image_tokens=image_tokens,
-            # The batch does not always say how large each image is, so all count as equally large: n * (tokens / n)^2.
-            image_area=image_tokens**2 / max(num_images, 1),
+            image_area=_image_area(batch, layout, image_tokens),
             pixel_bytes=pixel_bytes,
             is_padded=mask is not None and not bool((mask != 0).all()),
         )
+
+
+def _image_area(
+    batch: Batch,
+    layout: BatchLayout,
+    image_tokens: int,
+) -> float:
+    """Returns :attr:`BatchShape.image_area`, exactly if the batch says how large each image is."""
+    grids = [batch[key] for key in ('image_grid_thw', 'video_grid_thw') if key in batch]
+    if not grids:
+        # All images count as equally large: n * (tokens / n)^2.
+        num_images = sum(layout.media_per_row(batch))
+        return image_tokens**2 / max(num_images, 1)
+    num_frames, height, width = torch.cat(grids).unbind(dim=1)  # height and width in patches
+    vision_config = getattr(layout.config, 'vision_config', None)
+    # One image token stands for a square of patches. Its side is 2 in Qwen-VL.
+    merge_size = getattr(vision_config, 'spatial_merge_size', 2)
+    # Each frame of a video attends only to itself. An image is one frame.
+    tokens_per_frame = height * width // merge_size**2
+    return float((num_frames * tokens_per_frame**2).sum())
 
 
 def logit_positions(num_labels: int, num_positions: int) -> int:

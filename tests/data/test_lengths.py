@@ -255,6 +255,18 @@ def test_a_damaged_table_is_measured_again(tmp_path, caplog, content):
     assert not caplog.text
 
 
+def test_stopped_iteration_is_named():
+    """A loader would take it for the end of the dataset."""
+
+    class Reader(DigitsDataset):
+        def __getitem__(self, index):
+            return next(iter(())) if index == 2 else super().__getitem__(index)
+
+    dataset = Reader(num_samples=3)
+    with pytest.raises(RuntimeError, match='StopIteration for sample 2'):
+        build_length_table(dataset, dataset.processor)
+
+
 def test_user_without_a_home(monkeypatch):
     """A container may run as a user that the system does not know."""
 

@@ -89,11 +89,10 @@ def test_widened_batch_keeps_its_images() -> None:
     rows = [case.rows[3], case.rows[5]]
     batch = batch_of_width(layout, rows, 150)
     shape = BatchShape.from_batch(batch, layout)
-    image_tokens = 0
-    for row in rows:
-        patches = int(row['image_grid_thw'].prod(dim=1).sum())
-        image_tokens += patches // 4
-    assert shape.image_tokens == image_tokens
+    tokens_of_images = torch.cat([row['image_grid_thw'] for row in rows]).prod(dim=1) // 4
+    assert len(tokens_of_images.unique()) > 1
+    assert shape.image_tokens == tokens_of_images.sum()
+    assert shape.image_area == tokens_of_images.square().sum()
     assert shape.is_padded
     for key in ('input_ids', 'labels', 'attention_mask'):
         assert batch[key].shape == (2, 150)
