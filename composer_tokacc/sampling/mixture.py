@@ -15,6 +15,7 @@ modality are a *group*. Each group is merged and cut into global batches by itse
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -24,6 +25,8 @@ import torch
 
 from composer_tokacc.planning import Table, checked_table
 from composer_tokacc.refusals import InvalidInputError
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -143,7 +146,7 @@ class LossShares:
 
     If a dataset has share ``s``, and ``t`` of the ``T`` loss tokens of the step, each of its tokens weighs ``s T / t``.
     So a token weighs 1 on average, and the shares are exact in each step. If a dataset has no loss tokens in a step,
-    the others divide its share among them. The figures of :class:`.TokenMonitor` by source show it.
+    the others divide its share among them. The log says so once.
 
     Args:
         sizes: Samples of each dataset, which follow one another in a ``ConcatDataset``.
@@ -168,6 +171,7 @@ class LossShares:
         self.loss_tokens = checked_table('loss_tokens', loss_tokens, sum(sizes))
         self.sizes = list(sizes)
         self._dataset_of_sample = np.repeat(np.arange(len(sizes)), sizes)
+        self._has_warned = False
 
     def weights(self, window: np.ndarray) -> np.ndarray:
         """Returns for each sample of a global batch the weight of each of its tokens, float64 (samples,).
@@ -180,6 +184,13 @@ class LossShares:
         num_datasets = len(self.shares)
         tokens = np.bincount(datasets, self.loss_tokens[window], num_datasets)
         is_absent = tokens == 0
+        if is_absent.any() and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                'A global batch has no loss tokens of dataset %d: the others have its share of that step. A larger '
+                '`global_batch_size`, or more `epochs` of this dataset, keeps it in every step.',
+                int(is_absent.argmax()),
+            )
         shares = np.where(is_absent, 0, self.shares)
         # Both maxima only avoid a division by zero. The weight of a dataset without tokens is 0 in any case.
         total_share = max(shares.sum(), 1e-9)

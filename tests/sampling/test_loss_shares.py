@@ -41,12 +41,15 @@ def test_weights_add_up_to_shares():
         assert weights_of_datasets / total == pytest.approx(SHARES, rel=1e-12)
 
 
-def test_dataset_without_tokens_in_a_step():
+def test_dataset_without_tokens_in_a_step(caplog):
     shares = LossShares([2, 1, 1], SHARES, [3, 5, 4, 0])
     # Datasets 0 and 1 divide the share of dataset 2: 0.15 / 0.4 and 0.25 / 0.4 of the seven tokens.
     expected = [0.375 * 7 / 3, 0.625 * 7 / 4, 0]
-    weights = shares.weights(np.array([0, 2, 3]))
-    assert weights.tolist() == pytest.approx(expected)
+    for _ in range(2):
+        weights = shares.weights(np.array([0, 2, 3]))
+        assert weights.tolist() == pytest.approx(expected)
+    (message,) = caplog.messages  # once, although two steps have no such tokens
+    assert 'no loss tokens of dataset 2' in message
 
 
 @pytest.mark.parametrize(
