@@ -43,7 +43,6 @@ from composer_tokacc.algorithm.loss_terms import (
     tensors_in,
 )
 from composer_tokacc.algorithm.rank_widths import check_widths
-from composer_tokacc.algorithm.reduction import check_sharding
 from composer_tokacc.algorithm.setup import AlgorithmOptions, RunContext, check_labels_and_ids, check_trains_something
 from composer_tokacc.batch import Batch, BatchDict, labels_of, sample_name
 from composer_tokacc.checks.logits import (
@@ -277,13 +276,12 @@ class TokenAccumulation(Algorithm):
         self._reduces_once = state.get('reduces_once', False)
 
     def _fit_start(self, state: State) -> None:
-        """Forgets an earlier fit, which may have had another model, and checks the wrapped model."""
+        """Forgets an earlier fit, which may have had another model."""
         self._fit_end(state)  # because FIT_END does not come after an error
         self._context = None
         self._token_choice = TokenChoice()
         # Not 0 if a RegroupingBatchSampler resumes within an epoch.
         self._num_batches_read = first_batch_of(state.train_dataloader)
-        check_sharding(state.model)
         if sum(isinstance(algorithm, TokenAccumulation) for algorithm in state.algorithms) > 1:
             raise InvalidInputError(
                 '`algorithms` must hold TokenAccumulation only once, because each of them would scale the loss.'

@@ -63,6 +63,11 @@ def test_fsdp2_on_two_ranks():
 
 
 @pytest.mark.slow
+def test_fit_after_evaluation_with_fsdp2():
+    assert_exact_on_ranks('evaluated', ranks=2, num_cases=2)
+
+
+@pytest.mark.slow
 def test_all_ranks_decide_alike():
     """Also if only the first rank has a state that forwards write."""
     results = launch_json('tests/ranks/coupled_rows.py', ranks=2)
