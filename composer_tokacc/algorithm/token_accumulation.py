@@ -353,8 +353,6 @@ class TokenAccumulation(Algorithm):
             self._reduces_once &= self._context.reductions.waits_only_to_reduce
             self._context.prove(state.batch)  # also finds the loss rule, by which tokens are counted below
         run = self._context
-        if run.split is not None:
-            run.split.reduces_once = self._reduces_once
         batch_index = self._num_batches_read - 1
         # How the loader has assigned the samples of the global batch to the ranks. All must have planned the same.
         plan = plan_record_of(state.batch, state.dataloader, batch_index)
@@ -362,10 +360,15 @@ class TokenAccumulation(Algorithm):
         width = run.width_of(step)
         # One all-reduce for everything that ranks must know of each other before the batch is cut.
         counts = [step.counts.loss_tokens, step.counts.samples, step.counts.loss_weight]
-        has_new_rows = run.check.has_new_rows(step.facts)
-        sums = self._sums_over_ranks(state, [counts, [has_new_rows], width.numbers(), numbers_to_sum(plan)])
-        totals, (num_ranks_with_new_rows,), sums_of_widths, sums_of_plans = sums
+        flags = [run.check.has_new_rows(step.facts), self._reduces_once]
+        sums = self._sums_over_ranks(state, [counts, flags, width.numbers(), numbers_to_sum(plan)])
+        totals, sums_of_flags, sums_of_widths, sums_of_plans = sums
+        num_ranks_with_new_rows, num_ranks_reducing_once = sums_of_flags
         step.totals = StepTotals(*totals)
+        # A rank that makes only one microbatch does not see it, but with `equal_counts=False` another rank may.
+        self._reduces_once = num_ranks_reducing_once > 0
+        if run.split is not None:
+            run.split.reduces_once = self._reduces_once
         check_plans(sums_of_plans, plan)
         _check_has_weight(step, state.batch)
         # Not due in the first step, because prove() has just checked its rows. Due in steps 16, 32, 64 and so on even
