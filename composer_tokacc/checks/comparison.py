@@ -589,8 +589,8 @@ class RowComparison:
             return NOT_A_NUMBER.format(self.reference.invalid_loss, difference)
         if unit == 'samples':
             return (
-                f'{SAMPLES}{difference}. Divide by all rows, also by those without labels, or name another unit, such '
-                "as 'coupled_samples' (docs/errors.md#model-loss)."
+                f'{SAMPLES}{difference}. Divide by all rows, also by those without labels, set `packing=False` if only '
+                "packed rows differ, or name another unit, such as 'coupled_samples' (docs/errors.md#model-loss)."
             )
         return f'{MEAN}{difference}. It holds a term that depends on which rows share a microbatch. {NAME_TERMS}'
 
