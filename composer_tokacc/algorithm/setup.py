@@ -180,6 +180,7 @@ class RunContext:
         # Composer sets None if the loader has no batch size, for example because it has a batch sampler.
         microbatch_size = state.device_train_microbatch_size or 1
         if self.split is not None:
+            self._check_equal_counts(state, self.split)
             self._check_coupled_terms(self.split)
             # The split may have served another model before, and must forget it.
             self.split.start(model, state.batch, microbatch_size, layout)
@@ -304,6 +305,15 @@ class RunContext:
                 f'Rows must be independent of the rows beside them, got: {len(training)} BatchNorm in training mode, '
                 f'such as {training[0]!r}, which normalises by the statistics of its microbatch. Freeze it in eval '
                 'mode, again after each evaluation (docs/errors.md#row-coupling).'
+            )
+
+    def _check_equal_counts(self, state: State, split: MicrobatchSplit) -> None:
+        """Raises ValueError if ranks may make unequal numbers of microbatches, but wait for each other in each."""
+        waits_in_each = state.fsdp_enabled or state.auto_microbatching
+        if self.world_size > 1 and waits_in_each and split.options.equal_counts is False:
+            raise InvalidInputError(
+                "`equal_counts` must be True or 'auto' with FSDP or automatic microbatching, got: False. A rank with "
+                'more microbatches would wait forever for the others (docs/errors.md#ranks).'
             )
 
     def _check_coupled_terms(self, split: MicrobatchSplit) -> None:

@@ -133,7 +133,7 @@ def refusal(model: Any, data: Any, **options: Any) -> str:
     try:
         # Microbatches of one row, so that Composer's own weights are wrong on every rank.
         fit(model, data, microbatch_size=1, **options)
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         return str(error)
     return ''
 
@@ -324,6 +324,10 @@ def evaluated_results() -> Results:
         recorder.trainer.fit(duration='1ba')
         error = relative_error(recorder.gradients, expected)
         yield f'fsdp after an evaluation, blocks={has_blocks}', {'error': error, 'loss_error': 0.0}
+    yield (
+        'refused unequal counts',
+        refusal(sharded(model), token_data_spec(loader(rank_batch), equal_counts=False), **FSDP),
+    )
 
 
 def router_results() -> Results:
