@@ -76,6 +76,16 @@ def fsdp_units(model: nn.Module) -> list[nn.Module]:
     return units
 
 
+def shard_again(model: nn.Module) -> None:
+    """Shards the weights that FSDP2 has left gathered, so that the parameters of the model are DTensors.
+
+    After a forward without a backward, such as one of an evaluation, FSDP2 keeps those of its outermost unit gathered.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def forward_parameters(model: Any) -> Mapping[str, inspect.Parameter]:
     """Returns the parameters of a Hugging Face model's forward, by name and in their order.
 

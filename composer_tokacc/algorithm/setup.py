@@ -24,7 +24,7 @@ from composer.models import HuggingFaceModel
 
 from composer_tokacc.algorithm.loss_terms import LOSS_UNITS, LossTerms, router_coefficient
 from composer_tokacc.algorithm.rank_widths import RankWidth
-from composer_tokacc.algorithm.reduction import ReductionWatch, excess_of_reduction
+from composer_tokacc.algorithm.reduction import ReductionWatch, check_sharding, excess_of_reduction
 from composer_tokacc.algorithm.router_balance import OR_LEAVE_MICROBATCH, ROUTER_BALANCES, StepBalance
 from composer_tokacc.batch import Batch, check_batch, check_vocabulary
 from composer_tokacc.checks.first_batch import FirstBatchCheck, check_gradient_hooks
@@ -37,6 +37,7 @@ from composer_tokacc.data_spec.split import MicrobatchSplit, layout_of, split_of
 from composer_tokacc.labelled import LabelSelector, input_embedding, output_embedding
 from composer_tokacc.layout import BatchLayout, microbatches_of
 from composer_tokacc.layout.placeholders import all_placeholders
+from composer_tokacc.model_structure import shard_again
 from composer_tokacc.planning import check_choice
 from composer_tokacc.refusals import InvalidInputError, NotExactError
 from composer_tokacc.weights import LOSS_WEIGHTS, TOKEN_WEIGHTS, with_weights_of_positions
@@ -146,6 +147,8 @@ class RunContext:
         self._options = options
         model: Any = inner_model(state.model)
         check_trains_something(model)
+        shard_again(state.model)  # an earlier evaluation may have left weights gathered
+        check_sharding(state.model)
         self._model: Any = model
         self._parameters = list(model.parameters())
         self._hook_numbers: list[int] | None = None  # of the hooks that were checked
@@ -178,6 +181,7 @@ class RunContext:
         microbatch_size = state.device_train_microbatch_size or 1
         if self.split is not None:
             assert layout is not None
+            self._check_equal_counts(state, self.split)
             self._check_coupled_terms(self.split)
             # The split may have served another model before, and must forget it.
             self.split.start(model, state.batch, microbatch_size, layout)
@@ -306,6 +310,15 @@ class RunContext:
                 f'Rows must be independent of the rows beside them, got: {len(training)} BatchNorm in training mode, '
                 f'such as {training[0]!r}, which normalises by the statistics of its microbatch. Freeze it in eval '
                 'mode, again after each evaluation (docs/errors.md#row-coupling).'
+            )
+
+    def _check_equal_counts(self, state: State, split: MicrobatchSplit) -> None:
+        """Raises ValueError if ranks may make unequal numbers of microbatches, but wait for each other in each."""
+        waits_in_each = state.fsdp_enabled or state.auto_microbatching
+        if self.world_size > 1 and waits_in_each and split.options.equal_counts is False:
+            raise InvalidInputError(
+                "`equal_counts` must be True or 'auto' with FSDP or automatic microbatching, got: False. A rank with "
+                'more microbatches would wait forever for the others (docs/errors.md#ranks).'
             )
 
     def _check_coupled_terms(self, split: MicrobatchSplit) -> None:

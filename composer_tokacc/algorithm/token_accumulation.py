@@ -44,7 +44,6 @@ from composer_tokacc.algorithm.loss_terms import (
     tensors_in,
 )
 from composer_tokacc.algorithm.rank_widths import check_widths
-from composer_tokacc.algorithm.reduction import check_sharding
 from composer_tokacc.algorithm.setup import AlgorithmOptions, RunContext, check_labels_and_ids, check_trains_something
 from composer_tokacc.batch import Batch, BatchDict, labels_of, sample_name
 from composer_tokacc.checks.logits import (
@@ -278,13 +277,12 @@ class TokenAccumulation(Algorithm):
         self._reduces_once = state.get('reduces_once', False)
 
     def _fit_start(self, state: State) -> None:
-        """Forgets an earlier fit, which may have had another model, and checks the wrapped model."""
+        """Forgets an earlier fit, which may have had another model."""
         self._fit_end(state)  # because FIT_END does not come after an error
         self._context = None
         self._token_choice = TokenChoice()
         # Not 0 if a RegroupingBatchSampler resumes within an epoch.
         self._num_batches_read = first_batch_of(state.train_dataloader)
-        check_sharding(state.model)
         if sum(isinstance(algorithm, TokenAccumulation) for algorithm in state.algorithms) > 1:
             raise InvalidInputError(
                 '`algorithms` must hold TokenAccumulation only once, because each of them would scale the loss.'
@@ -356,8 +354,6 @@ class TokenAccumulation(Algorithm):
             self._reduces_once &= self._context.reductions.waits_only_to_reduce
             self._context.prove(state.batch)  # also finds the loss rule, by which tokens are counted below
         run = self._context
-        if run.split is not None:
-            run.split.reduces_once = self._reduces_once
         batch_index = self._num_batches_read - 1
         # How the loader has assigned the samples of the global batch to the ranks. All ranks must have the same plan.
         plan = plan_record_of(state.batch, state.dataloader, batch_index)
@@ -365,10 +361,15 @@ class TokenAccumulation(Algorithm):
         width = run.width_of(step)
         # One all-reduce for everything that ranks must know of each other before the batch is cut.
         counts = [step.counts.loss_tokens, step.counts.samples, step.counts.loss_weight]
-        has_new_rows = run.check.has_new_rows(step.facts)
-        numbers = [counts, [has_new_rows], width.numbers(), numbers_to_sum(plan)]
-        totals, (num_ranks_with_new_rows,), sums_of_widths, sums_of_plans = self._sums_over_ranks(state, numbers)
+        flags = [run.check.has_new_rows(step.facts), self._reduces_once]
+        sums = self._sums_over_ranks(state, [counts, flags, width.numbers(), numbers_to_sum(plan)])
+        totals, sums_of_flags, sums_of_widths, sums_of_plans = sums
+        num_ranks_with_new_rows, num_ranks_reducing_once = sums_of_flags
         step.totals = StepTotals(*totals)
+        # A rank that makes only one microbatch does not see it, but with `equal_counts=False` another rank may.
+        self._reduces_once = num_ranks_reducing_once > 0
+        if run.split is not None:
+            run.split.reduces_once = self._reduces_once
         check_plans(sums_of_plans, plan)
         _check_has_weight(step, state.batch)
         # In the first step no check is due, because prove() has just checked its rows. In steps 16, 32, 64 and so on it

@@ -54,6 +54,9 @@ stricter than the tolerance of a step, because a term that is small in the first
 SMALL_ROW = 1e-3
 """A change of a row's gradient is divided by the size of that gradient, but at least by this part of the largest row's
 gradient. If the model is sure of a row, little more than round-off is left of its gradient."""
+BESIDE_UNLABELLED = ([0, 2], [1])
+"""The microbatches of two rows and a row without labels, which has number 2. The latter is not computed by itself,
+because a loss may need labels."""
 LARGEST_FACTOR_ERROR = 0.1
 """A change of a row's gradient is a factor on it, and a remainder. If the remainder is less than this part of the
 change, the row has a wrong weight. Otherwise something leaks into the row."""
@@ -274,6 +277,10 @@ class RowComparison:
             try:
                 if candidate.packing:
                     self._check_packed_rows(assemble, largest_packed_row)
+                    unlabelled = self._with_unlabelled
+                    if unlabelled is not None:
+                        assemble = partial(cutter.assemble, unlabelled._facts, rules=candidate)
+                        unlabelled._check_microbatches(assemble, BESIDE_UNLABELLED, CutKind.PACKED)
                 else:
                     self._check_microbatches(assemble, self._single_rows, CutKind.SINGLE_ROW)
             except CutFailure as failure:
@@ -300,31 +307,39 @@ class RowComparison:
         select = partial(self.layout.select, self.rows)
         self._check_microbatches(select, self._single_rows, CutKind.SINGLE_ROW)
 
-    def check_unlabelled_row(self) -> bool:
-        """Returns whether terms over samples have a gradient in rows without labels.
+    @cached_property
+    def _with_unlabelled(self) -> RowComparison | None:
+        """A comparison of two rows and a copy of the first one without its labels.
 
-        A step counts such rows. They come from the data, or fill up a rank. The rows of a check may all have labels, so
-        a copy of one of them without its labels is checked. A loss that is NaN for such a row is not refused here.
-
-        Raises:
-            RuntimeError: If a mean over samples leaves out rows without labels.
+        None: there is no term over samples, or no row has labels, or the loss is NaN for such a row, which is not
+        refused here.
         """
         labelled = [row for row in self._all_rows if self._counts[row]]
         if 'samples' not in self.reference.losses or not labelled:
-            return False
+            return None
         first, second = labelled[0], labelled[-1]
         batch = self.layout.select(self.rows, [first, second, first])
         labels = batch['labels'].clone()
         labels[2] = IGNORE_INDEX
         batch['labels'] = labels
         comparison = replace(self, rows=batch)
-        result = comparison.reference
-        if result.invalid_loss is not None:
+        return None if comparison.reference.invalid_loss is not None else comparison
+
+    def check_unlabelled_row(self) -> bool:
+        """Returns whether terms over samples have a gradient in rows without labels.
+
+        A step counts these rows. They come from the data, or fill up a rank. Most samples may have labels, so a copy of
+        a row without its labels stands for them.
+
+        Raises:
+            RuntimeError: If a mean over samples leaves out rows without labels.
+        """
+        comparison = self._with_unlabelled
+        if comparison is None:
             return False
-        select = partial(self.layout.select, batch)
-        # The row without labels is not computed by itself, because a loss may need labels.
-        comparison._check_microbatches(select, [[0, 2], [1]], CutKind.WITH_UNLABELLED)
-        gradients = result.gradients['samples']
+        select = partial(self.layout.select, comparison.rows)
+        comparison._check_microbatches(select, BESIDE_UNLABELLED, CutKind.WITH_UNLABELLED)
+        gradients = comparison.reference.gradients['samples']
         return any(gradient is not None and bool(gradient[2].any()) for gradient in gradients)
 
     def check_media(self, media: Mapping[int, Batch]) -> None:
@@ -599,8 +614,8 @@ class RowComparison:
             return NOT_A_NUMBER.format(self.reference.invalid_loss, difference)
         if unit == 'samples':
             return (
-                f'{SAMPLES}{difference}. Divide by all rows, also by those without labels, or name another unit, such '
-                "as 'coupled_samples' (docs/errors.md#model-loss)."
+                f'{SAMPLES}{difference}. Divide by all rows, also by those without labels, set `packing=False` if only '
+                "packed rows differ, or name another unit, such as 'coupled_samples' (docs/errors.md#model-loss)."
             )
         return f'{MEAN}{difference}. It holds a term that depends on which rows share a microbatch. {NAME_TERMS}'
 

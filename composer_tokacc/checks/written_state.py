@@ -17,10 +17,10 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from torch.nn import Module
 
 from composer_tokacc.compat import num_writes, own_tensors
+from composer_tokacc.model_structure import shard_again
 from composer_tokacc.random_state import kept_random_state
 
 LARGEST_COPY = 2**22
@@ -215,10 +215,7 @@ def undisturbed(
     finally:
         if not keeps_state:
             snapshot.restore()
-        for module in model.modules():
-            # FSDP keeps the weights of the root gathered after a forward without gradients, until a backward.
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        shard_again(model)
 
 
 def _can_be_compared(tensor: Tensor) -> bool:

@@ -13,6 +13,7 @@ from transformers import LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutput
 
 from composer_tokacc.checks.comparison import CutFailure, CutKind, Point, RowComparison, _Change
+from composer_tokacc.data_spec.split import split_of
 from tests.matrix.native_models import NativeModel
 from tests.support.text import gpt2, next_token_loss, one_layer_model, ragged_batch
 from tests.support.training import GradientRecorder, fit, hugging_face, num_hooks
@@ -106,6 +107,26 @@ def of_states_of_labelled_rows(model, outputs, batch):
 def test_term_of_some_rows_is_refused(term_of):
     with pytest.raises(RuntimeError, match="'samples' must be means over samples"):
         fit(with_term(term_of), ragged_batch(), loss_units={'lm': 'tokens', 'pairs': 'samples'})
+
+
+def of_documents(model, outputs, batch):
+    """A packed row has one row of labels, so it does not show which of its documents have some."""
+    states = model.model.get_input_embeddings()(batch['input_ids'])
+    mask = batch['attention_mask'][..., None]
+    means = (states * mask).sum(dim=1) / mask.sum(dim=1)
+    is_labelled = (batch['labels'] != -100).any(dim=1)
+    return (100 * means.square().sum(dim=1) * is_labelled).mean()
+
+
+def test_packed_rows_without_labels():
+    """Only a later batch has such rows, and the term is a mean over rows in every other cut."""
+    model = with_term(of_documents)
+    options = {'loss_units': {'lm': 'tokens', 'pairs': 'samples'}}
+    batch = ragged_batch()
+    with pytest.raises(RuntimeError, match="'samples' must be means over samples"):
+        fit(model, batch, packing=True, **options)
+    recorder = fit(model, batch, packing='auto', **options)
+    assert not split_of(recorder.trainer.state.dataloader).packs_rows
 
 
 def of_flagged_rows(batch, values):

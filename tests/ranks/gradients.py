@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import transformers
+from composer import Evaluator
 from composer.callbacks import NaNMonitor
 from composer.utils import dist
 
@@ -132,7 +133,7 @@ def refusal(model: Any, data: Any, **options: Any) -> str:
     try:
         # Microbatches of one row, so that Composer's own weights are wrong on every rank.
         fit(model, data, microbatch_size=1, **options)
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         return str(error)
     return ''
 
@@ -307,6 +308,28 @@ def fsdp_results(name: str) -> Results:
     yield f'refused unsharded root of {name}', refusal(model, token_data_spec(loader(batch)), **FSDP)
 
 
+def evaluated_results() -> Results:
+    """A second fit after an evaluation. FSDP2 has left the weights of the root gathered."""
+    rows = text_rows(SHAPE)
+    model = text_model()
+    rank_batch = collate(share_of(rows))
+    expected, _ = reference_gradients(model, collate(rows))
+    evaluator = Evaluator(label='eval', dataloader=loader(rank_batch), device_eval_microbatch_size=len(rows))
+    for has_blocks in (False, True):
+        trained_model = sharded(model)
+        if not has_blocks:
+            trained_model.model.fsdp_wrap_fn = lambda module: False
+        recorder = fit(trained_model, rank_batch, **FSDP)
+        recorder.trainer.eval(evaluator)
+        recorder.trainer.fit(duration='1ba')
+        error = relative_error(recorder.gradients, expected)
+        yield f'fsdp after an evaluation, blocks={has_blocks}', {'error': error, 'loss_error': 0.0}
+    yield (
+        'refused unequal counts',
+        refusal(sharded(model), token_data_spec(loader(rank_batch), equal_counts=False), **FSDP),
+    )
+
+
 def router_results() -> Results:
     """Cases of ``router_balance='step'`` on two ranks. The second has one text row, so it makes fewer microbatches."""
     rows = text_rows(SHAPE)
@@ -357,6 +380,8 @@ def results_of(group: str) -> Results:
         return router_results()
     if name == 'masked':
         return masked_results()
+    if name == 'evaluated':
+        return evaluated_results()
     return family_results(name)
 
 

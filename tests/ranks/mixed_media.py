@@ -24,7 +24,13 @@ from tests.support.training import TOLERANCE, each_run, fit, loader, reference_g
 
 
 def run(
-    *, family: str, steps: list[list[str]], size: int, side: str = 'right', fsdp: bool = False
+    *,
+    family: str,
+    steps: list[list[str]],
+    size: int,
+    side: str = 'right',
+    fsdp: bool = False,
+    equal_counts: bool | str = 'auto',
 ) -> list[dict[str, float]]:
     """Runs a Trainer at learning rate 0. On rank 0 it returns the errors of every step.
 
@@ -35,6 +41,7 @@ def run(
         size: Microbatch size.
         side: The side of the padding.
         fsdp: Whether the model is sharded.
+        equal_counts: Option of the data spec.
     """
     case = {**MEDIA, **SLOT_MEDIA}[family]()
     slots = family in SLOT_MEDIA
@@ -49,7 +56,7 @@ def run(
         reference_batches.append(join(rows_of_step, side='right', slots=slots))
     model = sharded(case.model) if fsdp else copy.deepcopy(case.model)
     options: dict[str, Any] = dict(FSDP) if fsdp else {}
-    data = token_data_spec(loader(*batches))
+    data = token_data_spec(loader(*batches), equal_counts=equal_counts)
     recorder = fit(model, data, microbatch_size=size, max_duration=f'{len(steps)}ba', **options)
     if dist.get_global_rank() != 0:
         return []

@@ -63,6 +63,13 @@ def test_two_ranks_of_ddp():
 
 
 @pytest.mark.slow
+def test_one_microbatch_on_one_rank():
+    """Only the second rank, which makes two microbatches, sees that DDP reduces gradients in the last one."""
+    steps = [['image', 'none+none']] * 2
+    run(2, [{'family': 'qwen2_vl', 'steps': steps, 'size': 1, 'equal_counts': False}])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize('ranks', [4])  # tests/conftest.py sorts by this parameter
 def test_four_ranks_each_with_something_else(ranks):
     kinds = ['image+none', 'video', 'none+none', 'image&video+video']

@@ -63,6 +63,12 @@ def test_fsdp2_on_two_ranks():
 
 
 @pytest.mark.slow
+def test_fit_after_evaluation_with_fsdp2():
+    (message,) = assert_exact_on_ranks('evaluated', ranks=2, num_cases=2)
+    assert "`equal_counts` must be True or 'auto' with FSDP" in message
+
+
+@pytest.mark.slow
 def test_all_ranks_decide_alike():
     """Also if only the first rank has a state that forwards write."""
     results = launch_json('tests/ranks/coupled_rows.py', ranks=2)
