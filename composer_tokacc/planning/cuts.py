@@ -21,6 +21,7 @@ A microbatch of rows ``start`` to ``end - 1`` costs ``(end - start) * row_costs[
 from __future__ import annotations
 
 import heapq
+import math
 from itertools import pairwise
 
 import numpy as np
@@ -152,7 +153,7 @@ def least_padded_cut(
 
     The higher the price, the fewer microbatches there are.
 
-    Plain dynamic programming over the ends of microbatches, in O(n * rows that a microbatch can hold). (On sorted rows
+    Dynamic programming over the ends of microbatches, in O(n * rows that a microbatch can hold). (On sorted rows
     O(n log n) is possible, with three times the code; measured, a whole plan of up to 1,024 rows took as long.)
     """
     n = len(row_costs)
@@ -160,20 +161,31 @@ def least_padded_cut(
     least_totals = np.zeros(n + 1)
     last_starts = np.zeros(n + 1, dtype=np.int64)
     earliest = 0
+    best_start = 0
+    widest_of_best = row_costs[0]
     for end in range(1, n + 1):
         # So far: both arrays are filled for all smaller ends.
         while reach[earliest] < end:
             earliest += 1
-        # Now `earliest` is the first start that the caps allow.
+        # Now `earliest` is the first start that the caps allow. A row that is no wider than the row before it costs as
+        # much as the widest row of its microbatch. So a start before the best one of the previous end can only win if
+        # its microbatch is no wider, by rounding.
+        first = earliest
+        if end > 1 and row_costs[end - 1] <= row_costs[end - 2]:
+            first = max(earliest, best_start)
+            while first > earliest and row_costs[first - 1] <= widest_of_best:
+                first -= 1
         best_start = end - 1
         cost_of_widest = row_costs[best_start]
+        widest_of_best = cost_of_widest
         least = least_totals[best_start] + cost_of_widest
-        for start in range(end - 2, earliest - 1, -1):
+        for start in range(end - 2, first - 1, -1):
             cost_of_widest = max(cost_of_widest, row_costs[start])
             total = least_totals[start] + (end - start) * cost_of_widest
             if total < least:
                 least = total
                 best_start = start
+                widest_of_best = cost_of_widest
         least_totals[end] = least + price
         last_starts[end] = best_start
     # Walk back from the last end.
@@ -184,19 +196,22 @@ def least_padded_cut(
 
 
 def least_padded_cuts(rows: OrderedRows) -> list[np.ndarray]:
-    """Returns cuts of sorted rows with least padded cost, at falling prices of a microbatch.
+    """Returns cuts of sorted rows with least padded cost, at rising prices of a microbatch.
 
-    The first one has the fewest microbatches that the caps allow. The numbers of microbatches never fall.
+    The last one has the fewest microbatches that the caps allow. The numbers of microbatches never rise.
     """
     greatest_cost = float(rows.row_costs[0])
     # No cut costs more than all rows at the greatest width, so at the highest price a further microbatch never pays.
     # The price is twice as high, to be safe from rounding. At the lowest one it pays to save a thousandth of a row.
     price = 2.0 * len(rows) * greatest_cost
-    cuts = []
-    while price > 1e-3 * greatest_cost:
-        cuts.append(least_padded_cut(rows.row_costs, rows.reach, price))
-        # Halves are exact, so all CPUs find the same cuts. Powers (`np.geomspace`) are rounded differently with AVX512.
+    # Halves are exact, so all CPUs find the same cuts. Powers (`np.geomspace`) are rounded differently with AVX512.
+    while price / 2 > 1e-3 * greatest_cost:
         price /= 2
+    cuts = [least_padded_cut(rows.row_costs, rows.reach, price)]
+    fewest = fill(rows.row_costs, rows.vision, rows.reach, math.inf)
+    while len(cuts[-1]) > len(fewest):
+        price *= 2
+        cuts.append(least_padded_cut(rows.row_costs, rows.reach, price))
     return cuts
 
 
@@ -270,6 +285,8 @@ def split_largest(
         Bounds of ``min(count, n)`` microbatches, or the given bounds if these have more. The given bounds are always
         among them.
     """
+    if len(bounds) - 1 >= count:
+        return bounds  # to save the time of the heap
     new_bounds = list(bounds)
     # A heap of the microbatches that can be split, see `_push`. The first entry only tells numba the types.
     heap = [(0.0, 0, 0)]
