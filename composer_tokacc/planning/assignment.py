@@ -66,13 +66,13 @@ def rebalance(
         costs_of_others = costs[others]
         loads_of_others = loads[ranks[others]]
         for k in np.flatnonzero(ranks == slowest):
-            for j in range(len(others)):
-                saving = costs[k] - costs_of_others[j]
-                greater_load = max(loads[slowest] - saving, loads_of_others[j] + saving)
+            for place in range(len(others)):
+                saving = costs[k] - costs_of_others[place]
+                greater_load = max(loads[slowest] - saving, loads_of_others[place] + saving)
                 if greater_load < least:
                     least = greater_load
                     outgoing = k
-                    incoming = others[j]
+                    incoming = others[place]
         if outgoing < 0:
             break  # no exchange helps
         ranks[outgoing] = ranks[incoming]

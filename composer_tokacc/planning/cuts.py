@@ -167,9 +167,9 @@ def least_padded_cut(
         # So far: both arrays are filled for all smaller ends.
         while reach[earliest] < end:
             earliest += 1
-        # Now `earliest` is the first start that the caps allow. A row that is no wider than the row before it costs as
-        # much as the widest row of its microbatch. So a start before the best one of the previous end can only win if
-        # its microbatch is no wider, by rounding.
+        # Now `earliest` is the first start that the caps allow. A further row that is no wider than the row before it
+        # adds the cost of the widest row of its microbatch. So starts before the best one of the previous end cannot
+        # win now if their microbatches are wider. If they are as wide, rounding decides.
         first = earliest
         if end > 1 and row_costs[end - 1] <= row_costs[end - 2]:
             first = max(earliest, best_start)
@@ -203,15 +203,17 @@ def least_padded_cuts(rows: OrderedRows) -> list[np.ndarray]:
     greatest_cost = float(rows.row_costs[0])
     # No cut costs more than all rows at the greatest width, so at the highest price a further microbatch never pays.
     # The price is twice as high, to be safe from rounding. At the lowest one it pays to save a thousandth of a row.
-    price = 2.0 * len(rows) * greatest_cost
+    prices = [2.0 * len(rows) * greatest_cost]
     # Halves are exact, so all CPUs find the same cuts. Powers (`np.geomspace`) are rounded differently with AVX512.
-    while price / 2 > 1e-3 * greatest_cost:
-        price /= 2
-    cuts = [least_padded_cut(rows.row_costs, rows.reach, price)]
-    fewest = fill(rows.row_costs, rows.vision, rows.reach, math.inf)
-    while len(cuts[-1]) > len(fewest):
-        price *= 2
-        cuts.append(least_padded_cut(rows.row_costs, rows.reach, price))
+    while prices[-1] / 2 > 1e-3 * greatest_cost:
+        prices.append(prices[-1] / 2)
+    bounds_of_fewest = fill(rows.row_costs, rows.vision, rows.reach, math.inf)
+    cuts = []
+    for price in reversed(prices):
+        bounds = least_padded_cut(rows.row_costs, rows.reach, price)
+        cuts.append(bounds)
+        if len(bounds) == len(bounds_of_fewest):
+            break  # higher prices give as many microbatches
     return cuts
 
 
