@@ -292,10 +292,14 @@ class RegroupingBatchSampler(DistributedSampler):
     def has_only_copies(self, batch: int) -> bool:
         """Whether this rank only has a copy, which must weigh nothing, in global batch `batch` of this epoch."""
         window = self._window(batch)
-        # For 'ddp' each rank has a sample if there are enough. Then no plan is needed to tell. For 'fsdp' a rank may
-        # have only dummies, if few samples must be in slots with images and slots without.
-        may_have_copies = len(window) < self.num_replicas or self.rows.options.objective == 'fsdp'
-        return may_have_copies and self._assign(window).is_copy
+        # No plan is needed to tell if there are enough samples. For 'ddp' one for each rank is enough. For 'fsdp',
+        # samples with images and samples without are planned by themselves. With four for each rank, the larger group
+        # has two for each rank. It gets dummies only if it is cut into single samples. Then it has three slots or more,
+        # and its dummies, which are fewer than the ranks, lie next to each other in at most two slots.
+        enough = self.num_replicas
+        if self.rows.options.objective == 'fsdp':
+            enough = 4 * self.num_replicas
+        return len(window) < enough and self._assign(window).is_copy
 
     def skip_to(self, batch: int) -> None:
         """Lets the next iterations start at global batch `batch`. Earlier ones are neither planned nor read."""
