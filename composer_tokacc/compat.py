@@ -4,7 +4,7 @@
 """Uses of private names of the hosts: torch, Transformers, accelerate and Composer.
 
 If a release of a host changes one, this is the only module that breaks. All of them exist in torch 2.7, transformers
-5.24 and mosaicml 0.32.
+5.24 and mosaicml 0.32. The only private name of numba is in ``planning/compiled.py``, which must not load torch.
 """
 
 from __future__ import annotations

@@ -380,8 +380,11 @@ def _check_factors(step: Step) -> None:
     if not factors and step.counts.loss_tokens == 0:
         return  # no loss of the step required a gradient, so no hook has noted a factor
     expected = [record.composers_weight for record in step.microbatches]
-    # The weight of a microbatch without samples is 0, which has no relative error.
-    if len(factors) != len(expected) or not np.allclose(factors, expected, rtol=RELATIVE_TOLERANCE, atol=1e-9):
+    are_expected = len(factors) == len(expected)
+    for factor, weight in zip(factors, expected, strict=False):
+        # The weight of a microbatch without samples is 0, which has no relative error.
+        are_expected &= math.isclose(factor, weight, rel_tol=RELATIVE_TOLERANCE, abs_tol=1e-9)
+    if not are_expected:
         raise NotExactError(
             f'Composer must weight microbatches by their samples {np.round(expected[:8], 6).tolist()}, got: '
             f'{np.round(factors[:8], 6).tolist()}. Set `accumulate_train_batch_on_tokens` to False, use '

@@ -56,7 +56,7 @@ from composer_tokacc.layout import BatchLayout, PreSplitBatch, RowFacts, describ
 from composer_tokacc.layout.facts import COLLATED_BY_LOADER, check_first_labels
 from composer_tokacc.layout.found import Reading
 from composer_tokacc.layout.layout import inferred_layout, layout_of_model
-from composer_tokacc.planning import CutOptions, check_kind, cut_rows, pack_lengths, token_budget
+from composer_tokacc.planning import CutOptions, check_kind, cut_rows, pack_lengths, padded_widths, token_budget
 from composer_tokacc.refusals import InvalidInputError, NotExactError
 from composer_tokacc.row_counts import row_counts_of, without_row_counts
 
@@ -167,21 +167,21 @@ class MicrobatchSplit:
     def _packing_costs_less(self, facts_of_batches: Sequence[RowFacts], microbatch_size: float) -> bool:
         """Returns whether packing the batches of all ranks costs less than padding them; a collective."""
         lengths = np.array(_lengths_of(facts_of_batches))
-        longest = int(lengths.max())
         budget = self._budget(facts_of_batches, microbatch_size)
         # The token budget is the only cap here. The others need the image tokens and loss tokens of each row, and loss
         # tokens cannot be counted yet, because the first-batch check has not found the loss rule.
-        without_caps = self.options.without_caps()
-        options = replace(without_caps, max_tokens=max(budget, longest), packing=False)
-        cost = options.cost
+        options = replace(self.options.without_caps(), max_tokens=budget, packing=False, width_multiple=1)
+        cost = self.options.cost
         packed_cost = 0.0
         for rows in pack_lengths(lengths, budget):
             packed_lengths = lengths[rows].tolist()
             packed_cost += cost.packed(packed_lengths)  # this includes the launch
         padded_cost = 0.0
-        for rows in cut_rows(lengths, options, max_width=longest):
+        widest = max(facts.width for facts in facts_of_batches)
+        widths = padded_widths(lengths, self.options.width_multiple, min(budget, widest))
+        for rows in cut_rows(widths, options):
             # Padding makes each row of a microbatch as expensive as the widest.
-            row_costs = cost.rows(lengths[rows])
+            row_costs = cost.rows(widths[rows])
             widest_cost = float(row_costs.max())
             padded_cost += len(rows) * widest_cost + cost.launch
         savings = all_gather_object(padded_cost - packed_cost)

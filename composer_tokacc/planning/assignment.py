@@ -62,14 +62,17 @@ def rebalance(
         least = loads[slowest] * (1.0 - 1e-9)
         outgoing = -1
         incoming = -1
+        others = np.flatnonzero(ranks != slowest)
+        costs_of_others = costs[others]
+        loads_of_others = loads[ranks[others]]
         for k in np.flatnonzero(ranks == slowest):
-            for other in np.flatnonzero(ranks != slowest):
-                saving = costs[k] - costs[other]
-                greater_load = max(loads[slowest] - saving, loads[ranks[other]] + saving)
+            for place in range(len(others)):
+                saving = costs[k] - costs_of_others[place]
+                greater_load = max(loads[slowest] - saving, loads_of_others[place] + saving)
                 if greater_load < least:
                     least = greater_load
                     outgoing = k
-                    incoming = other
+                    incoming = others[place]
         if outgoing < 0:
             break  # no exchange helps
         ranks[outgoing] = ranks[incoming]
@@ -120,11 +123,28 @@ def _time_of_slots(
     num_ranks: int,
 ) -> float:
     """Returns the time of all slots if microbatches are sorted by ``order_by``, the greatest first."""
-    order = np.argsort(-order_by, kind='stable')
-    # Every slot takes the next `num_ranks` microbatches, one a rank.
-    slowest_text = text[order].reshape(-1, num_ranks).max(axis=1)
-    slowest_vision = vision[order].reshape(-1, num_ranks).max(axis=1)
-    return float((slowest_text + slowest_vision).sum())
+    return float(_times_of_slots(order_by, text, vision, num_ranks).sum())
+
+
+@compiled
+def _times_of_slots(
+    order_by: np.ndarray,
+    text: np.ndarray,
+    vision: np.ndarray,
+    num_ranks: int,
+) -> np.ndarray:
+    """Returns the time of each slot, float64 (K / num_ranks,)."""
+    order = np.argsort(-order_by, kind='mergesort')
+    times = np.zeros(len(order) // num_ranks)
+    for slot in range(len(times)):
+        # Every slot takes the next `num_ranks` microbatches, one a rank.
+        slowest_text = 0.0
+        slowest_vision = 0.0
+        for k in order[slot * num_ranks : (slot + 1) * num_ranks]:
+            slowest_text = max(slowest_text, text[k])
+            slowest_vision = max(slowest_vision, vision[k])
+        times[slot] = slowest_text + slowest_vision
+    return times
 
 
 def assign_slots(costs: np.ndarray, num_ranks: int) -> np.ndarray:

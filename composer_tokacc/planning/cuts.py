@@ -21,6 +21,7 @@ A microbatch of rows ``start`` to ``end - 1`` costs ``(end - start) * row_costs[
 from __future__ import annotations
 
 import heapq
+import math
 from itertools import pairwise
 
 import numpy as np
@@ -160,20 +161,31 @@ def least_padded_cut(
     least_totals = np.zeros(n + 1)
     last_starts = np.zeros(n + 1, dtype=np.int64)
     earliest = 0
+    best_start = 0
+    widest_of_best = row_costs[0]
     for end in range(1, n + 1):
         # So far: both arrays are filled for all smaller ends.
         while reach[earliest] < end:
             earliest += 1
-        # Now `earliest` is the first start that the caps allow.
+        # Now `earliest` is the first start that the caps allow. A further row that is no wider than the row before it
+        # adds the cost of the widest row of its microbatch. So starts before the best one of the previous end cannot
+        # win now if their microbatches are wider. If they are as wide, rounding decides.
+        first = earliest
+        if end > 1 and row_costs[end - 1] <= row_costs[end - 2]:
+            first = max(earliest, best_start)
+            while first > earliest and row_costs[first - 1] <= widest_of_best:
+                first -= 1
         best_start = end - 1
         cost_of_widest = row_costs[best_start]
+        widest_of_best = cost_of_widest
         least = least_totals[best_start] + cost_of_widest
-        for start in range(end - 2, earliest - 1, -1):
+        for start in range(end - 2, first - 1, -1):
             cost_of_widest = max(cost_of_widest, row_costs[start])
             total = least_totals[start] + (end - start) * cost_of_widest
             if total < least:
                 least = total
                 best_start = start
+                widest_of_best = cost_of_widest
         least_totals[end] = least + price
         last_starts[end] = best_start
     # Walk back from the last end.
@@ -184,20 +196,25 @@ def least_padded_cut(
 
 
 def least_padded_cuts(rows: OrderedRows) -> list[np.ndarray]:
-    """Returns cuts of sorted rows with least padded cost, for falling prices of a microbatch.
+    """Returns cuts of sorted rows with least padded cost, for rising prices of a microbatch.
 
-    The first one has the fewest microbatches that the caps allow. From one cut to the next, the number of microbatches
-    never falls.
+    The last one has the fewest microbatches that the caps allow. From one cut to the next, the number of microbatches
+    never rises.
     """
     greatest_cost = float(rows.row_costs[0])
     # No cut costs more than all rows at the greatest width, so at the highest price a further microbatch never pays.
     # The price is twice as high, to be safe from rounding. At the lowest one it pays to save a thousandth of a row.
-    price = 2.0 * len(rows) * greatest_cost
+    prices = [2.0 * len(rows) * greatest_cost]
+    # Halves are exact, so all CPUs find the same cuts. Powers (`np.geomspace`) are rounded differently with AVX512.
+    while prices[-1] / 2 > 1e-3 * greatest_cost:
+        prices.append(prices[-1] / 2)
+    bounds_of_fewest = fill(rows.row_costs, rows.vision, rows.reach, math.inf)
     cuts = []
-    while price > 1e-3 * greatest_cost:
-        cuts.append(least_padded_cut(rows.row_costs, rows.reach, price))
-        # Halves are exact, so all CPUs find the same cuts. Powers (`np.geomspace`) are rounded differently with AVX512.
-        price /= 2
+    for price in reversed(prices):
+        bounds = least_padded_cut(rows.row_costs, rows.reach, price)
+        cuts.append(bounds)
+        if len(bounds) == len(bounds_of_fewest):
+            break  # higher prices give as many microbatches
     return cuts
 
 
@@ -271,6 +288,8 @@ def split_largest(
         Bounds of ``min(count, n)`` microbatches, or the given bounds if these have more. The given bounds are always
         among them.
     """
+    if len(bounds) - 1 >= count:
+        return bounds  # to save the time of the heap
     new_bounds = list(bounds)
     # A heap of the microbatches that can be split, see `_push`. The first entry only tells numba the types.
     heap = [(0.0, 0, 0)]

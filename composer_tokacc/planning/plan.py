@@ -262,8 +262,8 @@ class _Cut(NamedTuple):
     order_by: np.ndarray
     """The cost by which microbatches are sorted, the greatest first, float64 (K,). With step slots see
     :func:`.best_slot_order`."""
-    rank_of_microbatch: np.ndarray
-    """Int64 (K,)."""
+    rank_of_microbatch: np.ndarray | None
+    """Int64 (K,). None in step slots, where only the best cut is assigned to ranks."""
 
 
 class _CutSearch:
@@ -304,16 +304,20 @@ class _CutSearch:
             only_vision = (np.zeros_like(rows.row_costs), rows.vision)
             self._costs_to_equalize = [without_vision, only_vision]
         self._least_padded = least_padded_cuts(rows)
+        self._cost_without_padding = float(rows.row_costs.sum() + total_vision)
         self._cheapest = int(np.argmin(rows.row_costs + np.diff(rows.vision)))
         """Place of the cheapest row among the sorted rows. Dummies copy it."""
 
     def microbatches_of_ranks(self, cut: _Cut) -> list[list[Microbatch]]:
         """Returns the microbatches of each rank under a cut, costliest first, or in the order of step slots."""
         microbatches = self._microbatches(cut)
+        rank_of_microbatch = cut.rank_of_microbatch
+        if rank_of_microbatch is None:  # in step slots
+            rank_of_microbatch = assign_slots(cut.order_by, self._num_ranks)
         ranks: list[list[Microbatch]] = [[] for _ in range(self._num_ranks)]
         # In this order assign_slots() has filled the slots, so the k-th microbatches of all ranks are a slot.
         for k in np.argsort(-cut.order_by, kind='stable').tolist():
-            ranks[cut.rank_of_microbatch[k]].append(microbatches[k])
+            ranks[rank_of_microbatch[k]].append(microbatches[k])
         return ranks
 
     def _microbatches(self, cut: _Cut) -> list[Microbatch]:
@@ -333,17 +337,24 @@ class _CutSearch:
 
     def best(self) -> _Cut:
         """Finds the cut of least modelled time."""
-        cuts: list[_Cut] = []
+        num_promising = 1 if self._in_slots else PROMISING
+        cuts: list[_Cut] = []  # the promising ones, best first
         for count in self._counts_to_try():
+            # The least possible time grows with the count. Once it reaches the time of the last promising cut, no
+            # greater count can be promising.
+            if len(cuts) == num_promising and self._least_time(count) >= cuts[-1].time:
+                break
             cuts.extend(self._cuts_into(count))
-        cuts.sort(key=_TIME)
+            cuts.sort(key=_TIME)
+            del cuts[num_promising:]
         if not self._in_slots:
             # After rebalancing another cut may be the best. It is nearly always among the first ones, so only these are
             # rebalanced.
-            for k, cut in enumerate(cuts[:PROMISING]):
+            for k, cut in enumerate(cuts):
+                assert cut.rank_of_microbatch is not None, 'only slots are assigned afterwards'
                 rank_of_microbatch, time = rebalance(cut.costs, cut.rank_of_microbatch, self._num_ranks)
                 cuts[k] = cut._replace(rank_of_microbatch=rank_of_microbatch, time=time)
-        return min(cuts[:PROMISING], key=_TIME)
+        return min(cuts, key=_TIME)
 
     def _counts_to_try(self) -> Iterator[int]:
         """Yields numbers of microbatches, from the fewest up to one for each row, each about ``GROWTH`` times the last.
@@ -353,12 +364,17 @@ class _CutSearch:
         """
         # Slots are counted here. Without step slots each microbatch counts as one.
         slot_size = self._num_ranks if self._in_slots else 1
-        fewest_microbatches = len(self._least_padded[0]) - 1
+        fewest_microbatches = len(self._least_padded[-1]) - 1
         num_slots = math.ceil(max(fewest_microbatches, self._num_ranks) / slot_size)
         most = max(num_slots, math.ceil(len(self._rows) / slot_size))
         while num_slots <= most:
             yield num_slots * slot_size
             num_slots = max(num_slots + 1, int(num_slots * GROWTH))
+
+    def _least_time(self, count: int) -> float:
+        """Returns a time that no cut into ``count`` or more microbatches beats: no padding, and ranks of equal cost."""
+        time = (self._cost_without_padding + count * self._fixed_cost) / self._num_ranks
+        return time * (1.0 - 1e-9)  # so that rounding does not make it too long
 
     def _cuts_into(self, count: int) -> list[_Cut]:
         """Returns cuts into ``count`` microbatches: of least padded cost, and of most equal cost.
@@ -367,8 +383,8 @@ class _CutSearch:
         if there are fewer rows than ``count``.
         """
         rows = self._rows
-        into_at_most_count = [bounds for bounds in self._least_padded if len(bounds) - 1 <= count]
-        cuts = [into_at_most_count[-1]]  # the one with the most microbatches, see least_padded_cuts()
+        least_padded = next(bounds for bounds in self._least_padded if len(bounds) - 1 <= count)
+        cuts = [least_padded]
         for row_costs, vision in self._costs_to_equalize:
             cuts.append(equal_cost_cut(row_costs, vision, rows.reach, count))
         return [self._timed(split_largest(rows.row_costs, bounds, count), count) for bounds in cuts]
@@ -388,7 +404,7 @@ class _CutSearch:
         if self._in_slots:
             vision = rows.vision[ends] - rows.vision[starts]
             order_by, time = best_slot_order(costs - vision, vision, self._num_ranks)
-            rank_of_microbatch = assign_slots(order_by, self._num_ranks)
+            rank_of_microbatch = None
         else:
             order_by = costs
             rank_of_microbatch, time = assign_longest_first(costs, self._num_ranks)

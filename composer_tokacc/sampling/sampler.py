@@ -294,10 +294,14 @@ class RegroupingBatchSampler(DistributedSampler):
     def has_only_copies(self, batch: int) -> bool:
         """Returns whether this rank has only a copy in global batch `batch` of this epoch, see RankAssignment."""
         window = self._window(batch)
-        # Saves a plan in most cases. For 'ddp' each rank has a sample if there are enough of them. For 'fsdp' a rank
-        # may have only dummies even then, because samples with images and samples without are in different slots.
-        may_have_copies = len(window) < self.num_replicas or self.rows.options.objective == 'fsdp'
-        return may_have_copies and self._assign(window).is_copy
+        # No plan is needed to tell if there are enough samples. For 'ddp' one for each rank is enough. For 'fsdp',
+        # samples with images and samples without are planned by themselves. With four for each rank, the larger group
+        # has two for each rank. It gets dummies only if it is cut into single samples. Then it has three slots or more,
+        # and its dummies, which are fewer than the ranks, lie next to each other in at most two slots.
+        enough = self.num_replicas
+        if self.rows.options.objective == 'fsdp':
+            enough = 4 * self.num_replicas
+        return len(window) < enough and self._assign(window).is_copy
 
     def skip_to(self, batch: int) -> None:
         """Lets the next iterations start at global batch `batch`. Earlier ones are neither planned nor read."""

@@ -22,6 +22,7 @@ from composer_tokacc.data_spec import document_attention
 from composer_tokacc.data_spec.document_attention import DocumentAttention
 from composer_tokacc.data_spec.packing import pack_rows
 from composer_tokacc.data_spec.split import split_of
+from composer_tokacc.planning import CostModel
 from tests.matrix.packed import FAMILIES as PACKED
 from tests.matrix.packed import cell
 from tests.model_types.tiny import float32_model, tiny_config
@@ -507,17 +508,32 @@ def test_fresh_convolutions_are_refused():
 
 
 @pytest.mark.parametrize(
-    ('shape', 'microbatch_size', 'packing'),
+    ('shape', 'microbatch_size', 'options', 'packing'),
     [
-        pytest.param(SHAPE, 2, 'documents', id='ragged'),
-        pytest.param([(9, 3)] * 8, 2, '', id='one length'),
-        pytest.param([(9, 2), (9, 7), (9, 4), (9, 1)], 1, '', id='one length, one row a microbatch'),
+        pytest.param(SHAPE, 2, {}, 'documents', id='ragged'),
+        pytest.param([(9, 3)] * 8, 2, {}, '', id='one length'),
+        pytest.param([(9, 2), (9, 7), (9, 4), (9, 1)], 1, {}, '', id='one length, one row a microbatch'),
+        # The row of 40 tokens is over the cap. All rows that are padded would fit into three microbatches of 40 tokens.
+        pytest.param(
+            [(40, 3), *[(6, 2), (4, 2)] * 4],
+            1,
+            {'slot_tokens': 10, 'on_oversize': 'warn'},
+            'documents',
+            id='over the cap',
+        ),
+        pytest.param(
+            [(64, 3), *[(20, 2)] * 7],
+            2,
+            {'width_multiple': 64, 'cost': CostModel(launch=0.0)},
+            'documents',
+            id='widths rounded up',
+        ),
     ],
 )
-def test_auto_packs_if_that_costs_less(shape, microbatch_size, packing):
+def test_auto_packs_if_that_costs_less(shape, microbatch_size, options, packing):
     batch = ragged_batch(shape)
     batches = loader(batch)
-    data = token_data_spec(batches, packing='auto')
+    data = token_data_spec(batches, packing='auto', **options)
     assert_exact(one_layer_model(), data, batch=batch, microbatch_size=microbatch_size)
     assert split_of(batches).rules.packing == packing
 

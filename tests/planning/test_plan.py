@@ -154,6 +154,17 @@ def test_stats_are_computed_on_demand(monkeypatch):
     lower_bound.assert_called_once()
 
 
+@pytest.mark.parametrize('objective', OBJECTIVES)
+@settings(max_examples=50, deadline=None)
+@given(samples_under_caps(most=40), st.integers(1, 8))
+def test_longer_search_finds_no_better_plan(objective, samples, num_ranks):
+    """The search stops once no greater number of microbatches can be promising."""
+    cost = CostModel(vision_per_token=0.5, launch=3.0)
+    plan = samples.plan(num_ranks, objective=objective, cost=cost)
+    with mock.patch('composer_tokacc.planning.plan._CutSearch._least_time', return_value=0.0):
+        assert samples.plan(num_ranks, objective=objective, cost=cost) == plan
+
+
 def test_few_long_samples_with_images():
     """Four samples a rank. In the cut of least padded cost, all ranks wait for a microbatch of four long rows.
 

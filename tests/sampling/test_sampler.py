@@ -117,6 +117,23 @@ def test_rank_with_only_dummies_gets_a_copy():
     assert samples == [[0, 1]]
 
 
+def test_no_plan_tells_that_a_rank_has_samples():
+    """With four samples for each rank of a global batch, no rank has only a copy. With fewer, some ranks have one."""
+    rng = np.random.default_rng(0)
+    options = {'objective': 'fsdp', 'global_batch_size': 20}
+    num_copies = 0
+    for _ in range(60):
+        num_samples = int(rng.integers(4, 20))  # the last global batch may be smaller
+        lengths = rng.integers(5, 60, num_samples)
+        has_image = rng.random(num_samples) < 0.5
+        tables = {'image_tokens': 4 * has_image, 'vision_cost': rng.uniform(0, 2000, num_samples) * has_image}
+        for sampler in samplers_of_ranks(lengths, 4, **tables, **options):
+            (assignment,) = sampler
+            assert sampler.has_only_copies(0) == assignment.is_copy
+            num_copies += assignment.is_copy
+    assert num_copies > 0
+
+
 def test_ranks_finish_together():
     """Torch's sampler gives each rank as many samples as the others. Ours gives each as many tokens."""
     lengths = lognormal_lengths(np.random.default_rng(3), 4096)
