@@ -227,15 +227,18 @@ class LossTerms:
         nothing remains, ``'tokens'`` is the sum of all terms, because the check needs a loss.
         """
         loss = self.split(loss, outputs)
-        values = [term.value for term in self.terms_of(loss)]
-        if isinstance(loss, Mapping) and 'total' in loss:
-            _check_total(loss['total'], values)
+        self.check_total(loss)
         sums = {}
         for unit in ('tokens', 'samples'):
             terms_of_unit = self.of_unit(loss, unit)
             if terms_of_unit:
                 sums[unit] = _sum(terms_of_unit)
-        return sums or {'tokens': _sum(values)}
+        return sums or {'tokens': _sum([term.value for term in self.terms_of(loss)])}
+
+    def check_total(self, loss: Any) -> None:
+        """Raises RuntimeError if a dict has a total that is not the sum of its terms. Only then waits for the device."""
+        if isinstance(loss, Mapping) and 'total' in loss:
+            _check_total(loss['total'], [term.value for term in self.terms_of(loss)])
 
 
 def _check_total(total: Tensor, terms: Collection[Tensor]) -> None:

@@ -9,7 +9,7 @@ import logging
 
 import pytest
 import torch
-from composer.core import DataSpec
+from composer.core import Algorithm, DataSpec, Event
 from composer.models import HuggingFaceModel
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -19,7 +19,7 @@ from composer_tokacc.algorithm.loss_terms import LossTerms, attached_zero, empty
 from composer_tokacc.row_counts import RowCounts, attach_row_counts
 from tests.support.process_group import group_of_one_rank
 from tests.support.text import next_token_loss, one_layer_model, ragged_batch
-from tests.support.training import fit, gradients_of, loader, relative_error
+from tests.support.training import fit, gradients_of, loader, relative_error, weights_unchanged
 
 SHAPE = [(4, 2), (5, 3), (9, 0), (14, 11), (6, 1)]
 UNITS = {'lm': 'tokens', 'router': 'microbatches', 'contrastive': 'samples'}
@@ -128,6 +128,24 @@ def test_every_term_has_its_own_denominator(model, batch, form, microbatch_size)
     assert relative_error(recorder.gradients, expected) < 1e-6
     for name, value in terms.items():
         assert recorder.logged(f'loss/train/{name}') == pytest.approx([value.item()], rel=1e-6)
+
+
+class AddsToTotal(Algorithm):
+    """Adds a penalty on the weights to the total of the loss only."""
+
+    def match(self, event, state):
+        return event == Event.BEFORE_BACKWARD
+
+    def apply(self, event, state, logger):
+        penalties = [parameter.square().sum() for parameter in state.model.parameters()]
+        state.loss['total'] = state.loss['total'] + sum(penalties)
+
+
+def test_term_that_is_only_in_the_total(model, batch):
+    """Composer takes the gradient of the total, but the package that of the terms."""
+    algorithms = [AddsToTotal(), TokenAccumulation(loss_units=UNITS)]
+    with weights_unchanged(model), pytest.raises(RuntimeError, match='must be the sum of the other terms'):
+        fit(TermsModel(model, form='total'), loader(batch), algorithms=algorithms)
 
 
 def test_loss_without_a_gradient_at_each_label(model, batch):
