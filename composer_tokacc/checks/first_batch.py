@@ -573,7 +573,8 @@ def rule_batch(layout: BatchLayout | None, rows: Batch) -> BatchDict:
         is_attended = attended[0, 1:] != 0
         positions = is_attended.nonzero().flatten() + 1
         positions = _without_placeholders(layout, rows, positions)
-    label_positions = positions[-NUM_LABELS:].tolist()
+    # Without any such position (a row of one token) the last column gets a label.
+    label_positions = positions[-NUM_LABELS:].tolist() or [labels.shape[1] - 1]
     changed = {**rows, 'labels': torch.full_like(labels, IGNORE_INDEX)}
     # Only the unshifted rule counts the label of the first position.
     changed['labels'][0, [0, *label_positions]] = _any_token(rows)
