@@ -171,6 +171,19 @@ def test_term_absent_in_some_microbatches(model, batch):
     assert recorder.logged('loss/train/contrastive') == pytest.approx([terms['contrastive'].item()], rel=1e-6)
 
 
+def test_term_of_one_short_row(model):
+    """Of the rows that the first-batch check also computes without labels, the longer ones, none has the term."""
+    batch = ragged_batch([(9, 3), (4, 2), (6, 3)])
+    batch['input_ids'][:, 0] = torch.tensor([5, 6, 5])
+    logits = logits_of(model, batch)
+    term = value_of_rows(logits[:, 0])[1] / 3
+    router = value_of_microbatch(logits[:, 0])
+    expected = gradients_of(model, next_token_loss(logits, batch['labels']) + term + router)
+    terms_model = TermsModel(model, first_id_without_term=5)
+    recorder = fit(terms_model, loader(batch), loss_units=UNITS, microbatch_size=3)
+    assert relative_error(recorder.gradients, expected) < 1e-6
+
+
 @pytest.mark.parametrize(('form', 'names'), [('tuple', {'loss0', 'loss1', 'total'}), ('only total', {'total'})])
 @pytest.mark.parametrize('microbatch_size', [1, 2])
 def test_losses_without_units_are_token_means(model, batch, microbatch_size, form, names):
