@@ -312,6 +312,7 @@ class FirstBatchCheck(Generic[RulesT]):
         )
         self._check_media_reach_model(self.layout, shared.rows, comparison.batch)
         self.probe.judge_written_state(comparison.batch)
+        self.probe.check_next_forward(comparison.batch, self._on_device(self.layout.select(rows, [0])))
         if self.cutter is None or rules is None:
             comparison.check_single_rows()
         else:
