@@ -236,7 +236,10 @@ class LossTerms:
         return sums or {'tokens': _sum([term.value for term in self.terms_of(loss)])}
 
     def check_total(self, loss: Any) -> None:
-        """Raises RuntimeError if a dict has a total that is not the sum of its terms. Only then waits for the device."""
+        """Raises RuntimeError if a dict has a total that is not the sum of its terms.
+
+        It waits for the device if there is a total.
+        """
         if isinstance(loss, Mapping) and 'total' in loss:
             _check_total(loss['total'], [term.value for term in self.terms_of(loss)])
 
