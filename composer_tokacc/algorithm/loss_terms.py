@@ -233,15 +233,21 @@ class LossTerms:
         nothing remains, ``'tokens'`` is the sum of all terms, because the check needs a loss.
         """
         loss = self.split(loss, outputs)
-        values = [term.value for term in self.terms_of(loss)]
-        if isinstance(loss, Mapping) and 'total' in loss:
-            _check_total(loss['total'], values)
+        self.check_total(loss)
         sums = {}
         for unit in ('tokens', 'samples'):
             terms_of_unit = self.of_unit(loss, unit)
             if terms_of_unit:
                 sums[unit] = _sum_in_least_precise_dtype(terms_of_unit)
-        return sums or {'tokens': _sum_in_least_precise_dtype(values)}
+        return sums or {'tokens': _sum_in_least_precise_dtype([term.value for term in self.terms_of(loss)])}
+
+    def check_total(self, loss: Any) -> None:
+        """Raises RuntimeError if a dict has a total that is not the sum of its terms.
+
+        It waits for the device if there is a total.
+        """
+        if isinstance(loss, Mapping) and 'total' in loss:
+            _check_total(loss['total'], [term.value for term in self.terms_of(loss)])
 
 
 def _check_total(total: Tensor, terms: Collection[Tensor]) -> None:

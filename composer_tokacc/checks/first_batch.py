@@ -314,6 +314,7 @@ class FirstBatchCheck(Generic[RulesT]):
         )
         self._check_media_reach_model(self.layout, shared.rows, comparison.batch)
         self.probe.judge_written_state(comparison.batch)
+        self.probe.check_next_forward(comparison.batch, self._on_device(self.layout.select(rows, [0])))
         if self.cutter is None or rules is None:
             comparison.check_single_rows()
         else:
@@ -575,7 +576,8 @@ def rule_batch(layout: BatchLayout | None, rows: Batch) -> BatchDict:
         is_attended = attended[0, 1:] != 0
         positions = is_attended.nonzero().flatten() + 1
         positions = _without_placeholders(layout, rows, positions)
-    label_positions = positions[-NUM_LABELS:].tolist()
+    # Without any such position (a row of one token) the last column gets a label.
+    label_positions = positions[-NUM_LABELS:].tolist() or [labels.shape[1] - 1]
     changed = {**rows, 'labels': torch.full_like(labels, IGNORE_INDEX)}
     # Only the unshifted rule counts the label of the first position.
     changed['labels'][0, [0, *label_positions]] = _any_token(rows)

@@ -419,11 +419,34 @@ class Probe:
             if changes_result([name]):
                 decisive_name = name
                 break
-        raise NotExactError(
-            f'A forward must not change the result of the next one, got: {decisive_name!r}, which every forward in '
-            'training writes and the result depends on. A step would depend on its number of microbatches. Put its '
-            'module in eval mode, or write it once a step, outside of the forward (docs/errors.md#row-coupling).'
-        )
+        raise _decisive_state(decisive_name)
+
+    def check_next_forward(self, batch: Batch, others: Batch) -> None:
+        """Raises RuntimeError, on all ranks, if a forward of other rows changes the result of a batch.
+
+        :meth:`judge_written_state` takes a state for a cache if a second forward of the same rows does not write it
+        again. But it may be made of these rows, such as the mean of the last microbatch.
+        """
+        if not self._judged or not self.is_training:
+            return
+
+        def run_forward() -> tuple[ProbeResult, set[str]]:
+            """Returns the result of the batch, and the names of the states that its forward has written."""
+            snapshot = StateSnapshot.of_model(self.model, watches_parameters=False)
+            result = self.run(batch, keeps_state=True)
+            return result, {state.name for state in snapshot.written()}
+
+        with undisturbed(self.model, watches_parameters=False):
+            self.run(others, keeps_state=True)
+            after_others, written_after_others = run_forward()
+            after_itself, written_after_itself = run_forward()
+            again, _ = run_forward()
+        # What every forward writes was judged before.
+        names = sorted(set().union(*self.gather(written_after_others - written_after_itself)))
+        tolerance = max(NOISE_FACTOR * after_itself.distance(again), STATE_TOLERANCE)
+        is_changed = after_itself.distance(after_others) > tolerance
+        if names and any(self.gather(is_changed)):
+            raise _decisive_state(names[0])
 
     def _forward(
         self,
@@ -491,6 +514,14 @@ class Probe:
         finally:
             for module, name, value in saved:
                 setattr(module, name, value)
+
+
+def _decisive_state(name: str) -> NotExactError:
+    return NotExactError(
+        f'A forward must not change the result of the next one, got: {name!r}, which every forward in training writes '
+        'and the result depends on. A step would depend on its number of microbatches. Put its module in eval mode, or '
+        'write it once a step, outside of the forward (docs/errors.md#row-coupling).'
+    )
 
 
 def _result_of(forward: _Forward, targets: Tensor | None) -> ProbeResult:

@@ -281,7 +281,7 @@ def _check_types_on_padding(layout: BatchLayout, batch: Batch, real: torch.Tenso
     type: if a batch has no image, LLaMA-Factory adds the placeholders of a dummy image, and hides them by the mask.
     """
     types = batch.get('mm_token_type_ids')
-    if types is None or types.shape != real.shape:
+    if not isinstance(types, torch.Tensor) or types.shape != real.shape:
         return
     # A hole between real positions is not padding. It is never trimmed.
     is_before_row = real.cumsum(dim=1) == 0

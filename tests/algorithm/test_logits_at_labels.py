@@ -433,15 +433,21 @@ def test_plain_loop(shifts_labels):
     assert num_hooks(model) == 0
 
 
-def assert_one_forward_is_exact(model, call):
+def assert_one_forward_is_exact(model, call, **options):
     """Compares one forward with logits at labels with a forward that computes all logits."""
-    batch = without_sample_ids(batch_of())
+    batch = without_sample_ids(batch_of(**options))
     expected, _ = reference_gradients(model, batch)
     with LogitsAtLabels(model):
         outputs = call(**batch)
         assert outputs.logits.shape[0] == 1
         outputs.loss.backward()
     assert relative_error(composer_gradients(model), expected) < TOLERANCE
+
+
+@pytest.mark.parametrize('side', ['left', 'right'])
+def test_plain_loop_begins_with_one_token(side):
+    model = one_layer_model()
+    assert_one_forward_is_exact(model, model, side=side, shape=[(1, 0), (9, 3), (5, 2)])
 
 
 def test_arguments_by_position_are_refused():

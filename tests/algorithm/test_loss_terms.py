@@ -9,7 +9,7 @@ import logging
 
 import pytest
 import torch
-from composer.core import DataSpec
+from composer.core import Algorithm, DataSpec, Event
 from composer.models import HuggingFaceModel
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -19,7 +19,7 @@ from composer_tokacc.algorithm.loss_terms import LossTerms, attached_zero, empty
 from composer_tokacc.row_counts import RowCounts, attach_row_counts
 from tests.support.process_group import group_of_one_rank
 from tests.support.text import next_token_loss, one_layer_model, ragged_batch
-from tests.support.training import fit, gradients_of, loader, relative_error
+from tests.support.training import fit, gradients_of, loader, relative_error, weights_unchanged
 
 SHAPE = [(4, 2), (5, 3), (9, 0), (14, 11), (6, 1)]
 UNITS = {'lm': 'tokens', 'router': 'microbatches', 'contrastive': 'samples'}
@@ -130,6 +130,24 @@ def test_every_term_has_its_own_denominator(model, batch, form, microbatch_size)
         assert recorder.logged(f'loss/train/{name}') == pytest.approx([value.item()], rel=1e-6)
 
 
+class AddsToTotal(Algorithm):
+    """Adds a penalty on the weights to the total of the loss only."""
+
+    def match(self, event, state):
+        return event == Event.BEFORE_BACKWARD
+
+    def apply(self, event, state, logger):
+        penalties = [parameter.square().sum() for parameter in state.model.parameters()]
+        state.loss['total'] = state.loss['total'] + sum(penalties)
+
+
+def test_term_that_is_only_in_the_total(model, batch):
+    """Composer takes the gradient of the total, but the package that of the terms."""
+    algorithms = [AddsToTotal(), TokenAccumulation(loss_units=UNITS)]
+    with weights_unchanged(model), pytest.raises(RuntimeError, match='must be the sum of the other terms'):
+        fit(TermsModel(model, form='total'), loader(batch), algorithms=algorithms)
+
+
 def test_loss_without_a_gradient_at_each_label(model, batch):
     composer_model = LossOfEverySecondToken(model)
     expected = gradients_of(model, composer_model.loss({'logits': logits_of(model, batch)}, batch))
@@ -151,6 +169,19 @@ def test_term_absent_in_some_microbatches(model, batch):
     recorder = fit(terms_model, loader(batch), loss_units=UNITS)
     assert relative_error(recorder.gradients, expected) < 1e-6
     assert recorder.logged('loss/train/contrastive') == pytest.approx([terms['contrastive'].item()], rel=1e-6)
+
+
+def test_term_of_one_short_row(model):
+    """Of the rows that the first-batch check also computes without labels, the longer ones, none has the term."""
+    batch = ragged_batch([(9, 3), (4, 2), (6, 3)])
+    batch['input_ids'][:, 0] = torch.tensor([5, 6, 5])
+    logits = logits_of(model, batch)
+    term = value_of_rows(logits[:, 0])[1] / 3
+    router = value_of_microbatch(logits[:, 0])
+    expected = gradients_of(model, next_token_loss(logits, batch['labels']) + term + router)
+    terms_model = TermsModel(model, first_id_without_term=5)
+    recorder = fit(terms_model, loader(batch), loss_units=UNITS, microbatch_size=3)
+    assert relative_error(recorder.gradients, expected) < 1e-6
 
 
 @pytest.mark.parametrize(('form', 'names'), [('tuple', {'loss0', 'loss1', 'total'}), ('only total', {'total'})])

@@ -44,6 +44,15 @@ class ReplacedMean(RunningMean):
         self.running = self.running.lerp(mean, 0.1)
 
 
+class LastMean(RunningMean):
+    """Subtracts the mean of the forward before. A second forward of the same rows does not change it."""
+
+    def forward(self, states):
+        shifted = states - self.running
+        self.running = states.detach().mean(dim=(0, 1))
+        return shifted
+
+
 class ListedMean(RunningMean):
     """Reads and writes its state by a list, which a forward may hold in the place of the buffer."""
 
@@ -203,6 +212,7 @@ def with_layers(*layers):
         (RunningMean, 'running'),
         (RunningData, 'running'),
         (ReplacedMean, 'running'),
+        (LastMean, 'running'),
         (ListedMean, 'running'),
         (scripted_mean, 'running'),
         (Codebook, 'code'),

@@ -31,6 +31,7 @@ def test_types_are_padded_like_the_ids(side, start):
     hidden = {**batch, 'attention_mask': batch['mm_token_type_ids'] * 0, 'labels': batch['labels'] * 0 - 100}
     describe(LAYOUT, hidden)
     batch['mm_token_type_ids'] = batch['mm_token_type_ids'].flip(1)
+    describe(LAYOUT, {**batch, 'mm_token_type_ids': batch['mm_token_type_ids'].tolist()})  # a note of the user
     with pytest.raises(ValueError, match=r"mm_token_type_ids.*sample 'b'.*on which `input_ids` are padded"):
         describe(LAYOUT, batch)
 
