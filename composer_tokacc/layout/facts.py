@@ -175,6 +175,12 @@ class RowFacts:
         return is_unattended.any(dim=1).tolist()
 
     @cached_property
+    def has_no_label(self) -> list[bool]:
+        """Which rows have no label. A loss may have terms there, such as those of a second task."""
+        is_masked = self.batch['labels'] == IGNORE_INDEX
+        return is_masked.all(dim=1).tolist()
+
+    @cached_property
     def begins_with_padding(self) -> list[bool]:
         """Which rows of a batch that is padded on the right have padding on the left, too.
 
@@ -195,7 +201,9 @@ class RowFacts:
         labels = labels_at_text(self.batch)
         lowest: dict[str, list[int]] = {}
         for key, value in self.batch.items():
-            if key in KEYS_OF_TEXT or not isinstance(value, torch.Tensor) or value.is_floating_point():
+            if key in KEYS_OF_TEXT or not isinstance(value, torch.Tensor):
+                continue
+            if value.is_floating_point() or value.is_complex():
                 continue
             if labels is not None and value.shape == labels.shape:
                 value = value.masked_fill(labels == IGNORE_INDEX, 1).amin(dim=1)
@@ -305,9 +313,10 @@ with: up to 3 images in a row, several rows with images, 16 to 64 placeholders. 
 negative, and a bool says whether rows had something. So rows lie within a limit if none of their values is larger. The
 limit of a property without values is ``()``: it is enough to have seen it once."""
 PACKED_ROWS = 'packed rows'
-"""Name of a property, as are the next five."""
+"""Name of a property, as are the next six."""
 UNATTENDED_LABELS = 'labels without attention'
 PADDING_ON_BOTH_SIDES = 'padding on both sides'
+UNLABELLED_ROWS = 'rows without labels'
 LOWEST_VALUE = 'the lowest value of '
 """The beginning of the name. It goes on with the key."""
 PADDED_ROWS = 'rows padded'
@@ -393,6 +402,8 @@ def ranges_of(facts_of_batches: Sequence[RowFacts], largest_packed_row: int = 0)
             limits[UNATTENDED_LABELS] = ()
         if any(facts.begins_with_padding):
             limits[PADDING_ON_BOTH_SIDES] = ()
+        if any(facts.has_no_label):
+            limits[UNLABELLED_ROWS] = ()
         for key, values in facts.lowest_values.items():
             lowest = min(values)
             if lowest <= 0:  # only a value that may leave something out: 0, False, or a negative one such as -100
