@@ -235,7 +235,9 @@ class LabelSelector:
         labels = kwargs.get('labels')
         # The hook is on the output embedding that the model had at first. The model may have another one now.
         has_hook = output_embedding(module) is self._head
-        if labels is None or num_labels is None or not has_hook:
+        # A loss of labels that the batch has shifted already would not be selected.
+        has_shifted_labels = kwargs.get('shift_labels') is not None
+        if labels is None or num_labels is None or not has_hook or has_shifted_labels:
             return args, kwargs
         positions = LabelledPositions.from_batch(kwargs, self._rule, num_labels)
         kwargs = dict(kwargs)
