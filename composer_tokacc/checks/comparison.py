@@ -308,6 +308,31 @@ class RowComparison:
         gradients = result.gradients['samples']
         return any(gradient is not None and bool(gradient[2].any()) for gradient in gradients)
 
+    def check_no_tokens_in(self, unlabelled_rows: Sequence[int]) -> None:
+        """Raises RuntimeError if means over tokens have a gradient or a value in rows whose labels are taken away.
+
+        A step counts no tokens there, so it would leave out such a term in a microbatch that has only these rows.
+        """
+        labelled_rows = [row for row in self._all_rows if self._counts[row] and row not in unlabelled_rows]
+        if not (self.check_loss and unlabelled_rows and labelled_rows):
+            return
+        batch = self.layout.select(self.rows, [labelled_rows[0], *unlabelled_rows])
+        labels = batch['labels'].clone()
+        labels[1:] = IGNORE_INDEX
+        batch['labels'] = labels
+        comparison = replace(self, rows=batch)
+        comparison._check_microbatches(partial(self.layout.select, batch), [[0]], CutKind.WITH_UNLABELLED)
+        for gradient in comparison.reference.gradients.get('tokens', ()):
+            if gradient is None:
+                continue
+            sizes = gradient.flatten(1).norm(dim=1)
+            if bool((sizes[1:] > GRADIENT_TOLERANCE * sizes[0]).any()):
+                row = unlabelled_rows[int(sizes[1:].argmax())]
+                raise NotExactError(
+                    f'{MEAN}a gradient in {sample_name(self.rows, row)}, which has no label. A microbatch of such rows '
+                    f'has no loss-generating token, so this term would be left out. {NAME_TERMS}'
+                )
+
     def check_media(self, media: Mapping[int, Batch]) -> None:
         """Raises RuntimeError if the gradient of a row depends on the padding of its media.
 
