@@ -31,6 +31,7 @@ from composer_tokacc.batch import (
     BatchDict,
     labels_at_text,
     labels_of,
+    lacks_labels,
     real_positions,
     sample_name,
     text_of,
@@ -446,10 +447,10 @@ class FirstBatchCheck(Generic[RulesT]):
         chosen = chosen_rows(self.layout, batch, missing, max_rows)
         loader_batch = without_row_counts(batch)
         rows = self.layout.select(loader_batch, chosen)
-        has_no_label = describe(self.layout, rows).has_no_label
+        is_unlabelled = lacks_labels(rows)
         return SharedRows(
             rows=_with_labels(self.layout, rows),
-            unlabelled_rows=[place for place, lacks_label in enumerate(has_no_label) if lacks_label],
+            unlabelled_rows=[place for place, lacks_label in enumerate(is_unlabelled) if lacks_label],
             media=media_as_collated(self.layout, batch, chosen),
             largest_packed_row=self._largest_packed_row(describe_all(self.layout, batch)),
         )
@@ -637,8 +638,7 @@ def chosen_rows(
         max_rows: The most rows. There may be more if the batch has several new modalities.
     """
     facts = describe(layout, batch)
-    is_masked = labels_of(batch)[:, 1:] == IGNORE_INDEX
-    has_no_label = is_masked.all(dim=1).tolist()
+    has_no_label = lacks_labels(batch)
     rows: list[int] = []
 
     def add_row(criterion: Criterion) -> None:
@@ -700,7 +700,7 @@ def _criteria(facts: RowFacts, missing: Sequence[str]) -> list[Criterion]:
     if PADDING_ON_BOTH_SIDES in missing:
         criteria.append(Criterion(lengths, facts.begins_with_padding))
     if UNLABELLED_ROWS in missing:
-        criteria.append(Criterion(lengths, facts.has_no_label, needs_label=False))
+        criteria.append(Criterion(lengths, lacks_labels(facts.batch), needs_label=False))
     # The padding before it predicts this label, so the row is not trimmed. But packing drops the padding, and the check
     # must see that. Without such a row this criterion chooses the shortest row again.
     criteria.append(Criterion(lengths, facts.has_label_behind_padding))

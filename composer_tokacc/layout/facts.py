@@ -23,6 +23,7 @@ from composer_tokacc.batch import (
     Reach,
     attended_positions,
     labels_at_text,
+    lacks_labels,
     num_runs,
     real_positions,
     sample_name,
@@ -173,12 +174,6 @@ class RowFacts:
         # Without attention, a position is only real by its label.
         is_unattended = self.real & ~self.attended
         return is_unattended.any(dim=1).tolist()
-
-    @cached_property
-    def has_no_label(self) -> list[bool]:
-        """Which rows have no label. A loss may have terms there, such as those of a second task."""
-        is_masked = self.batch['labels'] == IGNORE_INDEX
-        return is_masked.all(dim=1).tolist()
 
     @cached_property
     def begins_with_padding(self) -> list[bool]:
@@ -402,7 +397,7 @@ def ranges_of(facts_of_batches: Sequence[RowFacts], largest_packed_row: int = 0)
             limits[UNATTENDED_LABELS] = ()
         if any(facts.begins_with_padding):
             limits[PADDING_ON_BOTH_SIDES] = ()
-        if any(facts.has_no_label):
+        if any(lacks_labels(facts.batch)):
             limits[UNLABELLED_ROWS] = ()
         for key, values in facts.lowest_values.items():
             lowest = min(values)
