@@ -293,20 +293,23 @@ class RowComparison:
         labelled = [row for row in self._all_rows if self._counts[row]]
         if 'samples' not in self.reference.losses or not labelled:
             return False
-        first, second = labelled[0], labelled[-1]
-        batch = self.layout.select(self.rows, [first, second, first])
-        labels = batch['labels'].clone()
-        labels[2] = IGNORE_INDEX
-        batch['labels'] = labels
-        comparison = replace(self, rows=batch)
+        comparison = self._with_unlabelled([labelled[0], labelled[-1]], labelled[:1])
         result = comparison.reference
         if result.invalid_loss is not None:
             return False
-        select = partial(self.layout.select, batch)
+        select = partial(self.layout.select, comparison.rows)
         # The row without labels is not computed by itself, because a loss may need labels.
         comparison._check_microbatches(select, [[0, 2], [1]], CutKind.WITH_UNLABELLED)
         gradients = result.gradients['samples']
         return any(gradient is not None and bool(gradient[2].any()) for gradient in gradients)
+
+    def _with_unlabelled(self, rows: Sequence[int], unlabelled_rows: Sequence[int]) -> RowComparison:
+        """Returns a comparison of some rows, followed by rows whose labels are taken away."""
+        batch = self.layout.select(self.rows, [*rows, *unlabelled_rows])
+        labels = batch['labels'].clone()
+        labels[len(rows) :] = IGNORE_INDEX
+        batch['labels'] = labels
+        return replace(self, rows=batch)
 
     def check_no_tokens_in(self, unlabelled_rows: Sequence[int]) -> None:
         """Raises RuntimeError if means over tokens have a gradient or a value in rows whose labels are taken away.
@@ -314,24 +317,23 @@ class RowComparison:
         A step counts no tokens there, so it would leave out such a term in a microbatch that has only these rows.
         """
         labelled_rows = [row for row in self._all_rows if self._counts[row] and row not in unlabelled_rows]
-        if not (self.check_loss and unlabelled_rows and labelled_rows):
+        has_tokens = self.check_loss and 'tokens' in self.reference.losses
+        if not (has_tokens and unlabelled_rows and labelled_rows):
             return
-        batch = self.layout.select(self.rows, [labelled_rows[0], *unlabelled_rows])
-        labels = batch['labels'].clone()
-        labels[1:] = IGNORE_INDEX
-        batch['labels'] = labels
-        comparison = replace(self, rows=batch)
-        comparison._check_microbatches(partial(self.layout.select, batch), [[0]], CutKind.WITH_UNLABELLED)
-        for gradient in comparison.reference.gradients.get('tokens', ()):
-            if gradient is None:
-                continue
-            sizes = gradient.flatten(1).norm(dim=1)
-            if bool((sizes[1:] > GRADIENT_TOLERANCE * sizes[0]).any()):
-                row = unlabelled_rows[int(sizes[1:].argmax())]
-                raise NotExactError(
-                    f'{MEAN}a gradient in {sample_name(self.rows, row)}, which has no label. A microbatch of such rows '
-                    f'has no loss-generating token, so this term would be left out. {NAME_TERMS}'
-                )
+        comparison = self._with_unlabelled(labelled_rows[:1], unlabelled_rows)
+        labelled_row = self.layout.select(comparison.rows, [0])
+        loss = self.probe.run(self.on_device(labelled_row)).losses['tokens']
+        has_term = not comparison._is_same_loss('tokens', loss)
+        for gradient in comparison.reference.gradients['tokens']:
+            if gradient is not None:
+                sizes = gradient.flatten(1).norm(dim=1)
+                has_term |= bool((sizes[1:] > GRADIENT_TOLERANCE * sizes[0]).any())
+        if any(self.probe.gather(has_term)):
+            name = sample_name(self.rows, unlabelled_rows[0])
+            raise NotExactError(
+                f'{MEAN}a term in rows without labels, such as {name}. A microbatch of such rows has no '
+                f'loss-generating token, so the term would be left out. {NAME_TERMS}'
+            )
 
     def check_media(self, media: Mapping[int, Batch]) -> None:
         """Raises RuntimeError if the gradient of a row depends on the padding of its media.
