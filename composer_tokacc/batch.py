@@ -53,6 +53,12 @@ def labels_at_text(batch: Batch) -> Tensor | None:
     return labels if labels.shape == text_of(batch).shape else None
 
 
+def lacks_labels(batch: Batch) -> list[bool]:
+    """Returns which rows have no label, except perhaps on the first token, where most models do not count it."""
+    is_masked = labels_of(batch)[:, 1:] == IGNORE_INDEX
+    return is_masked.all(dim=1).tolist()
+
+
 def labels_of(batch: object) -> Tensor:
     """Returns the labels of a batch, integers ``(rows, width)``; raises ValueError if there are none."""
     labels = batch.get('labels') if isinstance(batch, Mapping) else None

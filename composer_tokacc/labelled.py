@@ -239,7 +239,9 @@ class LabelSelector:
         labels = kwargs.get('labels')
         # Since the hooks were registered, the model may have got another output embedding, which has no hook.
         has_hook = output_embedding(module) is self._head
-        if labels is None or num_labels is None or not has_hook:
+        # A loss of labels that the batch has shifted already would not be selected.
+        has_shifted_labels = kwargs.get('shift_labels') is not None
+        if labels is None or num_labels is None or not has_hook or has_shifted_labels:
             return args, kwargs
         positions = LabelledPositions.from_batch(kwargs, self._rule, num_labels)
         kwargs = dict(kwargs)

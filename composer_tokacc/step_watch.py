@@ -81,8 +81,9 @@ class StepWatch:
         """Gradients at the end of the last backward. Empty: there was none."""
         self._has_stepped = False
         """Whether an optimizer has made a step since the start of the last backward."""
-        self._inputs: tuple[Any, Any] = ((), {})
-        """Positional and named arguments of the forward that runs, before other hooks change them."""
+        self._inputs: list[tuple[Any, Any]] = []
+        """Positional and named arguments of the forwards that run, before other hooks change them. There are several if
+        a hook runs the model, such as that of ``LogitsAtLabels``."""
         self._has_repeated = False
         """Whether the first forward that returns logits with a graph was repeated. Later ones are not repeated."""
 
@@ -101,7 +102,7 @@ class StepWatch:
         handles = [
             register_optimizer_step_pre_hook(self._on_optimizer_step),
             self._model.register_forward_pre_hook(self._keep_inputs, prepend=True, with_kwargs=True),
-            self._model.register_forward_hook(self._after_forward),
+            self._model.register_forward_hook(self._after_forward, always_call=True),
         ]
         for handle in handles:
             self._hooks.enter_context(handle)
@@ -201,7 +202,7 @@ class StepWatch:
         # For logits only at labels, a hook replaces the labels in one forward. The repeated forwards compute other
         # logits, so they must get the labels as they were.
         if module is self._model:
-            self._inputs = args, kwargs
+            self._inputs.append((args, kwargs))
 
     def _after_forward(self, module: torch.nn.Module, inputs: object, outputs: Any) -> None:
         """Adds a hook that sees the backward. Repeats the first forward twice, and compares the two sets of logits."""
@@ -212,8 +213,7 @@ class StepWatch:
             self._in_backward = False
             self._num_backwards = 0
             self._gradients_at_end = {}
-        args, kwargs = self._inputs
-        self._inputs = (), {}  # the batch must not stay in memory
+        args, kwargs = self._inputs.pop()
         logits = logits_of(outputs)
         if logits is None or logits.grad_fn is None:
             return

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
-from composer_tokacc import pytest_plugin, weighted_microbatches
+from composer_tokacc import LogitsAtLabels, pytest_plugin, weighted_microbatches
 from composer_tokacc.step_watch import relative_difference
 from tests.checks.test_written_state import (
     ReplacedMean,
@@ -471,3 +471,15 @@ def test_repeated_forward_is_not_counted():
     model = with_layers(torch.nn.Dropout(0.5), statistic)
     assert faults_of_two_rows(model) == ''
     assert int(statistic.number) == statistic.calls == 2
+
+
+def test_logits_at_labels_in_a_step():
+    """Its check runs the model inside of the first forward, which is then repeated with its own batch."""
+    model = text_model()
+
+    def step():
+        with LogitsAtLabels(model):
+            for microbatch, weight in weighted_microbatches([collate(text_rows(RAGGED))]):
+                (model(**microbatch).loss * weight).backward()
+
+    assert faults_of(model, step) == ''

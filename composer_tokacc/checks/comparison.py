@@ -307,6 +307,14 @@ class RowComparison:
         select = partial(self.layout.select, self.rows)
         self._check_microbatches(select, self._single_rows, CutKind.SINGLE_ROW)
 
+    def _followed_by_unlabelled(self, rows: Sequence[int], unlabelled_rows: Sequence[int]) -> RowComparison:
+        """Returns a comparison of some rows, followed by rows whose labels are taken away."""
+        batch = self.layout.select(self.rows, [*rows, *unlabelled_rows])
+        labels = batch['labels'].clone()
+        labels[len(rows) :] = IGNORE_INDEX
+        batch['labels'] = labels
+        return replace(self, rows=batch)
+
     @cached_property
     def _with_unlabelled(self) -> RowComparison | None:
         """A comparison of two rows and a copy of the first one without its labels.
@@ -317,12 +325,7 @@ class RowComparison:
         labelled = [row for row in self._all_rows if self._counts[row]]
         if 'samples' not in self.reference.losses or not labelled:
             return None
-        first, second = labelled[0], labelled[-1]
-        batch = self.layout.select(self.rows, [first, second, first])
-        labels = batch['labels'].clone()
-        labels[2] = IGNORE_INDEX
-        batch['labels'] = labels
-        comparison = replace(self, rows=batch)
+        comparison = self._followed_by_unlabelled([labelled[0], labelled[-1]], labelled[:1])
         return None if comparison.reference.invalid_loss is not None else comparison
 
     def check_unlabelled_row(self) -> bool:
@@ -341,6 +344,30 @@ class RowComparison:
         comparison._check_microbatches(select, BESIDE_UNLABELLED, CutKind.WITH_UNLABELLED)
         gradients = comparison.reference.gradients.get('samples', ())  # these rows may lack the terms
         return any(gradient is not None and bool(gradient[2].any()) for gradient in gradients)
+
+    def check_no_tokens_in(self, unlabelled_rows: Sequence[int]) -> None:
+        """Raises RuntimeError if means over tokens have a gradient or a value in rows whose labels are taken away.
+
+        A step counts no tokens there, so it would leave out such a term in a microbatch that has only these rows.
+        """
+        labelled_rows = [row for row in self._all_rows if self._counts[row] and row not in unlabelled_rows]
+        has_tokens = self.check_loss and 'tokens' in self.reference.losses
+        if not (has_tokens and unlabelled_rows and labelled_rows):
+            return
+        comparison = self._followed_by_unlabelled(labelled_rows[:1], unlabelled_rows)
+        labelled_row = self.layout.select(comparison.rows, [0])
+        loss = self.probe.run(self.on_device(labelled_row)).losses['tokens']
+        has_term = not comparison._is_same_loss('tokens', loss)
+        for gradient in comparison.reference.gradients['tokens']:
+            if gradient is not None:
+                sizes = gradient.flatten(1).norm(dim=1)
+                has_term |= bool((sizes[1:] > GRADIENT_TOLERANCE * sizes[0]).any())
+        if any(self.probe.gather(has_term)):
+            name = sample_name(self.rows, unlabelled_rows[0])
+            raise NotExactError(
+                f'{MEAN}a term in rows without labels, such as {name}. A microbatch of such rows has no '
+                f'loss-generating token, so the term would be left out. {NAME_TERMS}'
+            )
 
     def check_media(self, media: Mapping[int, Batch]) -> None:
         """Raises RuntimeError if the gradient of a row depends on the padding of its media.

@@ -31,6 +31,7 @@ from composer_tokacc.batch import (
     BatchDict,
     labels_at_text,
     labels_of,
+    lacks_labels,
     real_positions,
     sample_name,
     text_of,
@@ -58,6 +59,7 @@ from composer_tokacc.layout.facts import (
     PADDED_ROWS,
     PADDING_ON_BOTH_SIDES,
     UNATTENDED_LABELS,
+    UNLABELLED_ROWS,
     WITH_POSITIONS,
     RowRanges,
     largest_positions,
@@ -99,6 +101,7 @@ class SharedRows(NamedTuple):
     rows: BatchDict
     media: dict[int, BatchDict]  # media of some of the rows, see :func:`media_as_collated`
     largest_packed_row: int  # most tokens of a packed row in training; 0: rows are not packed
+    unlabelled_rows: Sequence[int]  # places of the rows that had no label before the check gave them one
 
 
 @dataclass(frozen=True)
@@ -290,13 +293,17 @@ class FirstBatchCheck(Generic[RulesT]):
             The rules of the exact cut; None without a cutter. And the ranges of the checked rows.
         """
         if self.rule is None:
-            if not _can_show_rule(shared.rows):
+            row = self._on_device(rule_batch(self.layout, shared.rows))
+            try:
+                self.rule = find_loss_rule(self.probe, row, loss_tokens=self.loss_tokens)
+            except Exception as error:
+                if _can_show_rule(shared.rows):
+                    raise
+                # A model that shifts labels has no loss then. It may return NaN, or raise an error of its own.
                 raise NotExactError(
                     'The first batch must have a row with two tokens, which shows the loss rule of the model, got: '
                     f'rows of at most one token, such as {sample_name(shared.rows, 0)}. Begin with other samples.'
-                )
-            row = self._on_device(rule_batch(self.layout, shared.rows))
-            self.rule = find_loss_rule(self.probe, row, loss_tokens=self.loss_tokens)
+                ) from error
             self._warn_of_leaks(shared.rows)
         self._is_check_due = False
         if self.layout is None:
@@ -320,6 +327,7 @@ class FirstBatchCheck(Generic[RulesT]):
         else:
             rules = comparison.first_exact(self.cutter, rules, shared.largest_packed_row, are_new=are_new)
         self.trains_unlabelled_rows |= comparison.check_unlabelled_row()
+        comparison.check_no_tokens_in(shared.unlabelled_rows)
         # Microbatches that the loader has collated may pad media to other sizes than the batch.
         comparison.check_media(shared.media)
         self._learn_loss(comparison)
@@ -436,14 +444,16 @@ class FirstBatchCheck(Generic[RulesT]):
     def _rows_to_share(self, batch: Batch, missing: Sequence[str]) -> SharedRows:
         """Returns the rows of this rank that all ranks probe."""
         if self.layout is None:
-            return SharedRows(dict(batch), {}, 0)
+            return SharedRows(dict(batch), {}, 0, [])
         # A row in a probe takes about half the memory that it takes in training, so twice as many rows fit.
         max_rows = min(max(int(2 * self.microbatch_size), MIN_ROWS), MAX_ROWS)
         chosen = chosen_rows(self.layout, batch, missing, max_rows)
         loader_batch = without_row_counts(batch)
         rows = self.layout.select(loader_batch, chosen)
+        is_unlabelled = lacks_labels(rows)
         return SharedRows(
             rows=_with_labels(self.layout, rows),
+            unlabelled_rows=[place for place, lacks_label in enumerate(is_unlabelled) if lacks_label],
             media=media_as_collated(self.layout, batch, chosen),
             largest_packed_row=self._largest_packed_row(describe_all(self.layout, batch)),
         )
@@ -632,8 +642,7 @@ def chosen_rows(
         max_rows: The most rows. There may be more if the batch has several new modalities.
     """
     facts = describe(layout, batch)
-    is_masked = labels_of(batch)[:, 1:] == IGNORE_INDEX
-    has_no_label = is_masked.all(dim=1).tolist()
+    has_no_label = lacks_labels(batch)
     rows: list[int] = []
 
     def add_row(criterion: Criterion) -> None:
@@ -696,6 +705,8 @@ def _criteria(facts: RowFacts, missing: Sequence[str]) -> list[Criterion]:
         criteria.append(Criterion(lengths, facts.has_unattended_label))
     if PADDING_ON_BOTH_SIDES in missing:
         criteria.append(Criterion(lengths, facts.begins_with_padding))
+    if UNLABELLED_ROWS in missing:
+        criteria.append(Criterion(lengths, lacks_labels(facts.batch), needs_label=False))
     # A row whose first label is predicted by the padding before it. Such a row is not trimmed. But packing drops the
     # padding, and the check must see that. Without such a row this criterion chooses the shortest row again.
     criteria.append(Criterion(lengths, facts.has_label_behind_padding))

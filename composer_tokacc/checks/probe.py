@@ -360,11 +360,10 @@ class Probe:
         same_size = [place for place, output in enumerate(outputs) if output.size == result.output_size]
         same_address = [place for place in same_size if outputs[place].address == result.output_address]
         candidates = same_address or same_size
-        # If no layer makes the logits, the last output holds the states before the logits.
-        last_outputs = outputs[-1:]
-        if candidates:
-            place = candidates[-1]
-            last_outputs = outputs[max(place - 1, 0) : place + 1]
+        # If no layer makes the logits that the model returns, or it returns none, the last output holds them, or the
+        # states before them.
+        place = candidates[-1] if candidates else len(outputs) - 1
+        last_outputs = outputs[max(place - 1, 0) : place + 1]
         self._layers = [output.module for output in last_outputs]
         return result
 

@@ -145,8 +145,7 @@ class DocumentAttention:
         for text_model in self._text_models:
             for layer in _convolved_layers(text_model, by_document=self.has_masks):
                 raise NotExactError(
-                    f'Convolutions must tell packed documents apart, but the one in {type(layer).__name__} does not. '
-                    'Set `packing=False`, which is exact (docs/errors.md#packing).'
+                    f'Convolutions must tell packed documents apart, but the one in {type(layer).__name__} does not.'
                 )
 
     def undo(self) -> None:

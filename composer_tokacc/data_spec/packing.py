@@ -126,7 +126,7 @@ def _check_rows(
         allowed = 'with at most one label after it' if is_shifted else 'without labels on padding'
         raise InvalidInputError(
             f'Rows must be one run of tokens {allowed} to be packed, got: a hole in `attention_mask`, or labels on '
-            f'padding, in {name}. Mask those labels (-100), or set `packing=False`.'
+            f'padding, in {name}. Mask those labels (-100, docs/errors.md#packing).'
         )
 
 

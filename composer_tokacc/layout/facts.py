@@ -23,6 +23,7 @@ from composer_tokacc.batch import (
     Reach,
     attended_positions,
     labels_at_text,
+    lacks_labels,
     num_runs,
     real_positions,
     sample_name,
@@ -197,7 +198,9 @@ class RowFacts:
         labels = labels_at_text(self.batch)
         lowest: dict[str, list[int]] = {}
         for key, value in self.batch.items():
-            if key in KEYS_OF_TEXT or not isinstance(value, torch.Tensor) or value.is_floating_point():
+            if key in KEYS_OF_TEXT or not isinstance(value, torch.Tensor):
+                continue
+            if value.is_floating_point() or value.is_complex():
                 continue
             if labels is not None and value.shape == labels.shape:
                 # ranges_of() reads only values up to 0, so a 1 stands for no value.
@@ -313,6 +316,7 @@ A property without values has the limit ``()``: it is enough to have seen it onc
 PACKED_ROWS = 'packed rows'
 UNATTENDED_LABELS = 'labels without attention'
 PADDING_ON_BOTH_SIDES = 'padding on both sides'
+UNLABELLED_ROWS = 'rows without labels'
 LOWEST_VALUE = 'the lowest value of '
 """The beginning of the name. It goes on with the key."""
 PADDED_ROWS = 'rows padded'
@@ -398,6 +402,8 @@ def ranges_of(facts_of_batches: Sequence[RowFacts], largest_packed_row: int = 0)
             limits[UNATTENDED_LABELS] = ()
         if any(facts.begins_with_padding):
             limits[PADDING_ON_BOTH_SIDES] = ()
+        if any(lacks_labels(facts.batch)):
+            limits[UNLABELLED_ROWS] = ()
         for key, values in facts.lowest_values.items():
             lowest = min(values)
             # Only such a value may leave something out: 0, False, or a negative one such as -100.

@@ -486,6 +486,18 @@ def test_compiled_model_in_a_plain_loop():
     assert_one_forward_is_exact(model, compiled)
 
 
+def test_labels_that_are_shifted_already():
+    """The loss then reads `shift_labels`, which are not selected. So all logits are computed."""
+    batch = batch_of()
+    batch['shift_labels'] = torch.nn.functional.pad(batch['labels'][:, 1:], (0, 1), value=-100)
+    model = one_layer_model()
+    expected = gradients_of(model, model(**batch).loss)
+    with LogitsAtLabels(model):
+        outputs = model(**batch)
+    assert outputs.logits.shape[:2] == batch['labels'].shape
+    assert relative_error(gradients_of(model, outputs.loss), expected) < TOLERANCE
+
+
 def test_plain_loop_refuses_a_wrong_shift():
     model = one_layer_model()
     with pytest.raises(RuntimeError, match='logits-at-labels'), LogitsAtLabels(model, shifts_labels=False):

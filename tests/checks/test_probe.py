@@ -368,6 +368,25 @@ def test_logits_that_are_written_in_float32():
     assert probe.run(text_row(12, 6)).gradient_eps == torch.finfo(torch.float32).eps
 
 
+def test_later_forward_out_of_memory():
+    """It raises at once, because its result would be compared with the first one."""
+    is_later = False
+    precisions = []
+
+    def fill_memory(ids):
+        precisions.append('bfloat16' if torch.is_autocast_enabled('cpu') else 'float32')
+        if is_later:
+            raise torch.OutOfMemoryError('CUDA out of memory')
+
+    probe = probe_in_bfloat16(fill_memory)
+    probe.run(text_row(12, 6))
+    precisions.clear()
+    is_later = True
+    with pytest.raises(torch.OutOfMemoryError):
+        probe.run(text_row(12, 6))
+    assert precisions == ['float32']
+
+
 @pytest.mark.parametrize('fails_here', [False, True])
 def test_ranks_agree_on_precision(fails_here):
     """Only the rank of the fuller GPU runs out of memory. With unequal tolerances, ranks would wait for each other."""

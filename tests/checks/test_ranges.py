@@ -299,6 +299,11 @@ def test_padding_with_positions_is_new():
     assert proven.missing(ranges) == ['rows padded on the left, with position_ids']
 
 
+def test_complex_numbers_have_no_lowest():
+    batch = {**text_batch([5, 20]), 'phases': torch.ones(2, dtype=torch.complex64)}
+    assert describe(BatchLayout(family=TEXT), batch).lowest_values == {}
+
+
 def test_joined_ranges_cover_both():
     first = ranges_of_batch([5, 20])
     second = ranges_of_batch([3, 9, 10], side='left')

@@ -14,8 +14,8 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from composer_tokacc.checks.comparison import CutFailure, CutKind, Point, RowComparison, _Change
 from composer_tokacc.data_spec.split import split_of
-from tests.matrix.native_models import NativeModel
-from tests.support.text import gpt2, next_token_loss, one_layer_model, ragged_batch
+from tests.matrix.native_models import NativeModel, has_loss
+from tests.support.text import ONE_UNLABELLED, VOCABULARY, gpt2, next_token_loss, one_layer_model, ragged_batch
 from tests.support.training import GradientRecorder, fit, hugging_face, num_hooks
 
 
@@ -68,6 +68,51 @@ def test_leak_where_no_token_has_a_label():
     assert (batch['labels'][:, :4] == -100).all()
     with pytest.raises(RuntimeError, match='rows beside it'):
         fit(CouplesPrompts('causal'), batch)
+
+
+class CouplesStates(NativeModel):
+    """Returns no logits. A term of the states depends on the other rows, but its value is small."""
+
+    def forward(self, batch):
+        states = self.states_of(batch)
+        loss = self.loss_of(self.model.lm_head(states), batch['labels'])
+        return {'loss': loss + 1e-6 * states.mean(dim=(0, 1)).square().sum()}
+
+
+def test_small_term_of_states_without_logits():
+    with pytest.raises(RuntimeError, match='rows beside it'):
+        fit(CouplesStates('causal'), ragged_batch())
+
+
+class SecondTask(NativeModel):
+    """A second head has its own labels. The sum of both losses is divided by the number of the first labels."""
+
+    def __init__(self, weight):
+        super().__init__('causal')
+        self.second_head = torch.nn.Linear(32, VOCABULARY)
+        self.weight = weight
+
+    def forward(self, batch):
+        states = self.states_of(batch)
+        logits = self.model.lm_head(states)
+        num_labels = has_loss(batch['labels']).sum().clamp(min=1)
+        second_sum = next_token_loss(self.second_head(states), batch['second_labels'], reduction='sum')
+        loss = self.loss_of(logits, batch['labels']) + self.weight * second_sum / num_labels
+        return {'loss': loss, 'logits': logits}
+
+
+@pytest.mark.parametrize('weight', [1.0, 1e-5])
+def test_second_labels_in_row_without_labels(weight):
+    """The first batch has labels in every row. The second one has a row with labels of the second task only."""
+    first = ragged_batch()
+    first['second_labels'] = first['labels']
+    later = ragged_batch(ONE_UNLABELLED)
+    later['second_labels'] = later['labels'].clone()
+    later['second_labels'][1, 1:4] = later['input_ids'][1, 1:4]
+    recorder = GradientRecorder()
+    with pytest.raises(RuntimeError, match='must be the mean over its loss-generating tokens'):
+        fit(SecondTask(weight), first, later, recorder=recorder)
+    assert len(recorder.steps) == 1
 
 
 @pytest.mark.parametrize('unit', ['coupled_samples', 'microbatches'])

@@ -499,8 +499,9 @@ def fresh_inkling():
 @pytest.mark.skipif(not hasattr(transformers, 'InklingForCausalLM'), reason='this release has no Inkling')
 def test_fresh_convolutions_are_refused():
     """They change the logits by less than round-off, but the gradients of weights by 2 %."""
-    with pytest.raises(RuntimeError, match=r'Convolutions .* packed documents apart'):
+    with pytest.raises(RuntimeError, match=r'Convolutions .* packed documents apart') as error:
         fit(fresh_inkling(), ragged_batch(SHAPE), packing=True)
+    assert str(error.value).count('Set `packing=False`') == 1
     assert_exact(fresh_inkling(), ragged_batch(SHAPE), packing='auto', microbatch_size=3)
 
 
