@@ -485,6 +485,10 @@ def check_value(path: str, value: Any, hint: Hint) -> Any:
         requirement = requirement.replace('Input should ', 'must ').replace('Value error, ', '')
         requirement = requirement.replace('an object', 'a mapping').replace('array', 'list')  # the words for JSON
         requirement = requirement.replace('Field required', 'must have more entries')  # of a tuple
+        keys = error.errors()[0]['loc']
+        if '[key]' in keys:  # pydantic writes it after a key that is wrong itself: ('lr', '[key]')
+            wrong_value = keys[keys.index('[key]') - 1]
+            requirement = f'as a key {requirement}'
         raise ConfigError(key_path, f'{requirement}, got: {shorten(repr(wrong_value), 300)}') from error
 
 
@@ -510,9 +514,6 @@ def _place_of(error: ValidationError, path: str, value: object) -> tuple[str, ob
     Pydantic gives the keys that lead to it, and between them names of branches of unions: ``('a', 'int', 'b')``.
     """
     keys = error.errors()[0]['loc']
-    # Pydantic writes '[key]' after a key that is wrong itself: ('lr', '[key]').
-    if '[key]' in keys:
-        return path, keys[keys.index('[key]') - 1]
     for key in keys:
         if isinstance(value, Mapping) and key in value:  # otherwise it is the name of a branch
             path = _join(path, key)

@@ -447,7 +447,7 @@ def test_values_are_converted_to_their_annotation(hint, value, expected):
         ),
         (tuple[float, float], [0.5], '`key` must have more entries, got: [0.5]'),
         (set[str], 'a', "`key` must be a valid list, got: 'a'"),
-        (dict[str, int], {1: 2}, '`key` must be a valid string, got: 1'),
+        (dict[str, int], {1: 2}, '`key.1` as a key must be a valid string, got: 1'),
         (bool | Path, 3, '`key` must be a valid boolean, or must be a valid string, got: 3'),
         (SimpleNamespace, 'a', "`key` must be left out, got: 'a'"),
     ],
