@@ -76,7 +76,7 @@ class InvarianceCase:
     factor: float
     """The multiple of the reference that is nearest to the gradient: 2.0 if every gradient is twice the right one."""
     reason: str
-    """The parameter that is furthest off, and how."""
+    """A text that names the parameter that is furthest off."""
     is_held: bool = True
     """Whether the error must be within the tolerance. False for stock Composer, which is only shown."""
 
@@ -110,7 +110,7 @@ class InvarianceCase:
 
 @dataclass(frozen=True, kw_only=True)
 class InvarianceReport:
-    """The cases of :func:`.verify_invariance`, the same on all ranks; printed as a table."""
+    """The cases of :func:`.compare_cuts`, the same on all ranks; printed as a table."""
 
     cases: tuple[InvarianceCase, ...]
     tolerance: float
@@ -265,9 +265,9 @@ def verify_invariance(
         The cases and a verdict: ``assert report.is_exact, report``.
 
     Raises:
-        ValueError: If the rows prove nothing: fewer than two rows, the same number of labels in each, or different
-            numbers of rows on the ranks. Also if the reference is zero or not finite, or if ``gradients`` does not
-            depend on the rows that it gets.
+        ValueError: If the rows prove nothing: fewer than two rows on a rank, different numbers of rows on the ranks, or
+            the same number of labels in each row or on each rank. Also if the reference is zero or not finite, or if
+            ``gradients`` does not depend on the rows that it gets.
         TypeError: If ``gradients`` or ``reference`` does not return a mapping of tensors by name.
 
     Example:

@@ -125,7 +125,10 @@ def _report(config: TrainConfig, *, max_rows: int, tolerance: float | None) -> i
 
 @contextmanager
 def _without_logs_of_split() -> Iterator[None]:
-    """Hides the messages of the split about its caps. They would be about microbatches that the run does not have."""
+    """Hides warnings of the split about rows over a cap, such as the token budget of a microbatch.
+
+    They would be about microbatches that the run does not have.
+    """
     split_logger = logging.getLogger('composer_tokacc.data_spec')
     level = split_logger.level
     split_logger.setLevel(logging.ERROR)
@@ -214,7 +217,7 @@ class _VerifiedRun:
         return self.gradients_of(self.layout.concat(self.rows_of_all_ranks, padding_side=padding))
 
     def gradients_of(self, batch: Batch) -> Gradients:
-        """Computes the gradient of one plain forward: no Trainer, no factors, the model's own mean.
+        """Computes the gradient of one plain forward, by the model's own mean. No Trainer or algorithm scales the loss.
 
         If tokens have different weights, their weighted mean is computed here, from the logits.
         """
@@ -268,7 +271,7 @@ class _VerifiedRun:
         return self._trained_gradients(data, size, UnusedParameters())
 
     def _our_gradients(self, batch: dict[str, Any], size: int, *, regroup: bool) -> Gradients:
-        """Trains one step with this package, on microbatches with the memory of ``size`` rows."""
+        """Trains one step with this package, on microbatches of at most as many tokens as ``size`` padded rows."""
         data = token_data_spec([dict(batch)], layout=self.layout, regroup=regroup)
         algorithm = TokenAccumulation(**vars(self.options))
         return self._trained_gradients(data, size, algorithm)
@@ -298,8 +301,8 @@ class _VerifiedRun:
 def _rows(batch: Batch, layout: BatchLayout, max_rows: int) -> list[dict[str, Any]]:
     """Returns single rows of this rank's batch, equally many on every rank, so that all ranks compute the same cuts.
 
-    If a global batch has fewer samples than ranks, the loader gives some ranks a copy of a sample, without labels. The
-    copy counts as a row here.
+    If a global batch has fewer samples than ranks, the loader gives some ranks a copy of a sample, without labels. Its
+    row counts mark it as 0 samples. They are dropped with all row counts, so the copy is a row like any other here.
     """
     num_rows = layout.num_rows(batch)
     num_chosen = min(max_rows, *dist.all_gather_object(num_rows))

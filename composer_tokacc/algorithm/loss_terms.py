@@ -58,7 +58,7 @@ class LossTerms:
     Args:
         loss_units: The unit of each term of a dict loss; None: all terms are means over tokens.
         router_coefficient: The model multiplies its router's load-balancing loss by this number and adds the product
-            to its loss. None: the model has no router, or ``loss_units`` names the term.
+            to its loss. None: the model names no such number, or ``loss_units`` is given.
     """
 
     def __init__(self, loss_units: Mapping[str, str] | None, router_coefficient: float | None = None) -> None:
@@ -140,16 +140,17 @@ class LossTerms:
     ) -> Any:
         """Returns the loss with each term multiplied by the factor of its unit.
 
-        Composer adds up the products, multiplies the sum by its own weight, and calls the backward. So the gradient by
-        each product is Composer's weight.
+        Composer adds up the products, multiplies the sum by its own weight, and calls the backward. So the gradient
+        with respect to each product is Composer's weight.
 
         Args:
             loss: The loss of a microbatch.
             scales: The factor of the terms of each unit.
             observe: The backward calls it with the gradient by one of the products, so that the step check can compare
                 Composer's weight with the one that we assumed.
-            excess: The gradient by each product is divided by this number, because the reduction over the ranks will
-                make it too large, see :func:`.excess_of_reduction`. The products stay, because Composer logs them.
+            excess: The gradient with respect to each product is divided by this number, because the reduction over the
+                ranks will make it too large, see :func:`.excess_of_reduction`. The values of the products do not
+                change, because Composer logs them.
         """
 
         def times_scale(term: Term) -> Tensor:
@@ -189,6 +190,8 @@ class LossTerms:
     def check_coefficient(self, loss: Any, outputs: Any) -> None:
         """Raises RuntimeError unless the model adds its load-balancing loss times the coefficient to its loss.
 
+        Without a coefficient, the loss must not depend on the load-balancing loss.
+
         With a wrong coefficient, :meth:`split` would leave a part of the load-balancing loss in the mean over tokens.
         The coefficient is measured as the gradient of the loss by the load-balancing loss. Their values would not show
         it, because a small coefficient changes the loss by less than round-off.
@@ -215,7 +218,8 @@ class LossTerms:
                 measured = float(gradient)
                 dtypes.append(gradient.dtype)
         expected = coefficient or 0.0
-        # Autograd has rounded the coefficient to the type of the load-balancing loss, here or before the copy.
+        # Autograd rounds the coefficient to the dtype of the load-balancing loss. If the outputs hold a copy of that
+        # loss, it may round to the dtype before the copy, too. The least precise dtype sets the tolerance.
         precision = max(torch.finfo(dtype).eps for dtype in dtypes)
         round_off = 1e-5 + precision
         if not math.isclose(measured, expected, rel_tol=round_off):
@@ -261,7 +265,8 @@ def _check_total(total: Tensor, terms: Collection[Tensor]) -> None:
     round_off = relative_error * float(means.abs().sum())
     total = total.float()
     difference = float((total - summed).abs())
-    if difference > round_off:  # a NaN is refused later, because it is not a number
+    # A NaN passes. The first-batch check refuses it in its own way. In later steps the trainer's callbacks handle it.
+    if difference > round_off:
         raise NotExactError(
             f"`loss['total']` must be the sum of the other terms, got: {total.item():.6f}, but they sum to "
             f'{summed.item():.6f}. Return each term with its weight (docs/errors.md#model-loss).'

@@ -132,8 +132,8 @@ class StepBalance:
         self._loss_deviation = torch.zeros(())
         self._choice_deviation = torch.zeros(())
         num_positions = torch.tensor(0)
-        # undisturbed() puts random numbers and buffers back, so that the forwards in training find the same state. No
-        # one asks here whether parameters were written.
+        # undisturbed() puts random numbers and buffers back, so that the forwards in training find the same state.
+        # Nothing here asks whether a forward has written parameters, so it need not watch them, which takes time.
         with torch.no_grad(), undisturbed(self._model, watches_parameters=False):
             for microbatch in microbatches:
                 batch = without_row_counts(microbatch)
@@ -159,7 +159,8 @@ class StepBalance:
     def _checked_logits(self, outputs: Any, batch: Batch) -> Sequence[Tensor]:
         """Returns the router's logits of each layer, ``(positions, experts)``.
 
-        Compares the model's own load-balancing loss with the one that is computed from these logits.
+        Compares the model's own load-balancing loss with the one that is computed from these logits. The first
+        comparison also finds ``_top_k``, which :meth:`count` needs.
         """
         models_loss = router_loss_of(outputs)
         attended = _attended(batch)
@@ -218,12 +219,14 @@ class StepBalance:
     ) -> SplitLoss:
         """Replaces the load-balancing loss of a microbatch by its part of the load-balancing loss of the step.
 
-        Called once for each microbatch, in the order of :meth:`count`.
+        Called once for each microbatch, in the order of :meth:`count`. The part is multiplied by the number of
+        microbatches and of ranks, because later code divides by both.
 
         Args:
             loss: The loss of the microbatch, as its two terms.
             outputs: The outputs of the model.
-            num_microbatches: The number of microbatches of this rank in the step.
+            num_microbatches: The number of microbatches of this rank in the step that have samples, and not only dummy
+                rows. At least 1.
         """
         counted = self._counted.popleft()
         with self._precision():
@@ -297,8 +300,8 @@ def counted_positions(microbatch: Batch) -> Tensor:
 def _counted_in_packed_row(packed: Batch, rows: Sequence[RowCounts]) -> Tensor:
     """Returns which positions of a packed row are real tokens of a sample, ``(width,)`` bool.
 
-    The mask does not show them. It is also True at tokens of dummy rows and of repeated samples, and at a padding
-    position that was kept because it has a label. Such a position comes after the real tokens of its document.
+    The mask does not show them. It is True at tokens of dummy rows and repeated samples, too, and at a padding position
+    that packing has kept because it has a label. Such a position comes after the real tokens of its document.
 
     Args:
         packed: The packed row.

@@ -49,14 +49,14 @@ MOST_ROUNDINGS = 1e4
 MOST_NOISE = 0.3
 """Changes above this relative size are not round-off."""
 PLAIN_TOLERANCE = 2e-6
-"""In a plain mean of cross-entropies no position's gradient is off by more than this multiple of the mean weight. It is
-stricter than the tolerance of a step, because a term that is small in the first batch may grow."""
+"""A loss is a plain mean of cross-entropies if the gradient at no position is off by more than this multiple of the
+mean weight. It is stricter than the tolerance of a step, because a term that is small in the first batch may grow."""
 SMALL_ROW = 1e-3
 """A change of a row's gradient is divided by the size of that gradient, but at least by this part of the largest row's
 gradient. If the model is sure of a row, little more than round-off is left of its gradient."""
 BESIDE_UNLABELLED = ([0, 2], [1])
-"""The microbatches of two rows and a row without labels, which has number 2. The latter is not computed by itself,
-because a loss may need labels."""
+"""Two microbatches of three rows, by number. Row 2 has no labels. It shares a microbatch with row 0, because a loss may
+need labels."""
 LARGEST_FACTOR_ERROR = 0.1
 """A change of a row's gradient is a factor on it, and a remainder. If the remainder is less than this part of the
 change, the row has a wrong weight. Otherwise something leaks into the row."""
@@ -112,8 +112,8 @@ class _Change:
 
     point: Point
     row: int  # number of the row
-    error: float  # size of the change, relative to the expected gradient
-    factor: float  # how many times as large the whole gradient is. 1: the change is no factor
+    error: float  # size of the change, relative to the expected gradient. Without the factor if the loss is not checked
+    factor: float  # how many times as large as expected the whole gradient is; 1 also if that cannot be measured
     error_without_factor: float  # size of the change that is left after division by the factor, relative as ``error``
 
 
@@ -145,8 +145,8 @@ class RowComparison:
     """Whether the loss must be a mean over tokens. If not, a cut may change the weight of a row."""
     _: KW_ONLY
     varies_weights: bool = True
-    """Whether the probe varies weights whose entries are all equal, such as a new bias of 0. They may hide that rows
-    depend on each other."""
+    """Whether the probe varies weights whose entries are all equal, such as a new bias of 0. Equal entries may hide
+    that rows depend on each other. Varied ones may hide it, too: see :attr:`.Probe.has_varied_weights`."""
 
     def __post_init__(self) -> None:
         # pack_rows() reads the loss rule in the counts, to decide whether it masks the first label of a document.
@@ -169,8 +169,8 @@ class RowComparison:
             self.batch,
             targets=targets,
             varies_weights=self.varies_weights,
-            # The comparison without varied weights comes later. If it changed the precision of forwards, later results
-            # of this one could not be compared with the reference any more.
+            # Only the comparison with varied weights may change the precision. The one without is made in the middle of
+            # the checks. If it changed the precision then, later results of this one would not fit its reference.
             decides_precision=self.varies_weights,
         )
         """The result of all rows together."""
@@ -188,7 +188,7 @@ class RowComparison:
 
     @cached_property
     def _at_unvaried_weights(self) -> RowComparison | None:
-        """The same comparison without varied weights, because they may hide a fault.
+        """The same comparison without varied weights. It shows faults that varied weights hide.
 
         None: no rank has varied a weight, or this comparison is the one without varied weights.
         """
@@ -294,9 +294,9 @@ class RowComparison:
                 continue
             if self.has_shown_trimming:
                 return candidate
-            # This candidate has trimmed no row. If it keeps the padding, because trimming has failed,
-            # with_earlier_width() changes nothing. If no row has padding that may be cut off, the rows have shown
-            # nothing about trimming, and with_earlier_width() puts the earlier width back.
+            # No row was trimmed, for one of two reasons. Either trimming has failed, and this candidate keeps the
+            # padding. Then with_earlier_width() changes nothing. Or no row has padding that may be cut off. Then the
+            # rows have shown nothing about trimming, and with_earlier_width() puts the earlier width back.
             return candidate.with_earlier_width(rules, self._facts.side)
         if cutter.must_pack:
             raise NotExactError(_why_not_packed(failures))
@@ -319,8 +319,8 @@ class RowComparison:
     def _with_unlabelled(self) -> RowComparison | None:
         """A comparison of two rows and a copy of the first one without its labels.
 
-        None: there is no term over samples, or no row has labels, or the loss is NaN for such a row, which is not
-        refused here.
+        None: there is no term over samples, or no row has labels, or the loss is NaN beside such a row. The last is no
+        fault here, because the data may have no such row.
         """
         labelled = [row for row in self._all_rows if self._counts[row]]
         if 'samples' not in self.reference.losses or not labelled:
@@ -346,9 +346,10 @@ class RowComparison:
         return any(gradient is not None and bool(gradient[2].any()) for gradient in gradients)
 
     def check_no_tokens_in(self, unlabelled_rows: Sequence[int]) -> None:
-        """Raises RuntimeError if means over tokens have a gradient or a value in rows whose labels are taken away.
+        """Raises RuntimeError if means over tokens have a gradient or a value in rows without labels.
 
-        A step counts no tokens there, so it would leave out such a term in a microbatch that has only these rows.
+        ``unlabelled_rows`` came without labels. The check may have given them some, which are taken away again here. A
+        step counts no tokens there, so it would leave out such a term in a microbatch that has only these rows.
         """
         labelled_rows = [row for row in self._all_rows if self._counts[row] and row not in unlabelled_rows]
         has_tokens = self.check_loss and 'tokens' in self.reference.losses
@@ -390,7 +391,8 @@ class RowComparison:
         The gradients by the logits are compared. That is enough: the output embedding is applied to each position by
         itself, so equal gradients by the logits give equal gradients by the hidden states.
         """
-        # The selector counts the calls in each forward that computes all logits. The last one was the forward of a cut.
+        # The selector counts these calls in each forward that computes all logits. The last of these tells, whichever
+        # rows it had.
         if selector.num_head_calls != 1:
             return 'the model computes its loss without one call of its output embedding, as a fused kernel does'
         positions = LabelledPositions.from_batch(self.batch, self.rule, sum(self._counts))
@@ -423,10 +425,10 @@ class RowComparison:
     def _check_packed_rows(self, assemble: Callable[[list[int]], Batch], largest_packed_row: int) -> None:
         """Raises CutFailure unless packed rows have the expected gradients.
 
-        All rows are packed in their order, and in the opposite order. A leak runs from one document into the next, so
-        each row must follow the others once. A model may compute long packed rows in another way, so the same rows are
-        repeated until they have as many tokens as in training. Other rows would need more memory, because all rows of
-        the check are also computed together, padded.
+        All rows are packed in their order, and in the opposite order. A leak runs from a document into later ones, so
+        each row must come after every other row in one of the two. A model may compute long packed rows in another way,
+        so the same rows are repeated until they have as many tokens as in training. Further rows instead would need
+        more memory, because all rows of the check are also computed together, padded.
 
         Each row is also packed by itself, because a loss may depend on which rows are together: on their number, on the
         longest or the shortest one, or on the share of tokens with labels.
@@ -488,7 +490,7 @@ class RowComparison:
     ) -> RowGradients:
         """Returns the gradients of each row, in the columns of the uncut rows, times the denominator of the unit.
 
-        In this form they do not depend on an exact cut. In its microbatch a row may be narrower than in the uncut
+        In this form they are the same in every exact cut. In its microbatch a row may be narrower than in the uncut
         batch, or be one document of the ``packed`` row.
         """
         aligned: RowGradients = {}

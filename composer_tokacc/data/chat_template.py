@@ -59,7 +59,7 @@ class _TextsOfExample(NamedTuple):
     """The texts that a template writes around the questions and answers of an example."""
 
     before: str
-    """The text before a question."""
+    """The text before the first question, with a system text if the template writes one."""
     after_question: str
     """The text between a question and its answer."""
     after_answer: str
@@ -99,7 +99,8 @@ class ChatTemplate:
         self._media_of_roles: dict[str, set[str] | None] = {}
         """The results of `_media_of`, by role."""
         self._checked_shapes: set[tuple[tuple[str, int], ...]] = set()
-        """Conversations for which `_check_all_written` need not be repeated: role and number of texts of each turn."""
+        """Shapes of conversations whose turns are all written, as a rendering with markers has shown. A shape is the
+        role and the number of texts of each turn. See `_check_all_written`."""
         example = self._texts_of_example()
         self._endings = _find_endings(example, tokenizer)
         """The texts that may end an answer, see `_find_endings`."""
@@ -113,8 +114,8 @@ class ChatTemplate:
     def render(self, messages: Sequence[Message]) -> Rendered:
         """Renders a conversation and finds the answers that carry loss.
 
-        Nearly all templates write answers as they are. Some change answers, as those of reasoning models, which drop
-        the thoughts of earlier answers. So three ways are tried in this order:
+        Nearly all templates write answers as they are. Some change them: templates of reasoning models drop the
+        thoughts of earlier answers. So three ways are tried in this order:
 
         1. With a marker for every answer.
         2. With a marker for every answer that carries loss. The template may change the others.
@@ -235,7 +236,7 @@ class ChatTemplate:
         }
         try:
             return self.apply(conversations.get(role, [turn]))
-        except Exception:  # of the code of the template
+        except Exception:  # the template's code may raise anything
             return ''
 
     def _render_around_markers(self, messages: Sequence[Message], indices: Sequence[int], text: str) -> Rendered | None:
@@ -305,7 +306,7 @@ class ChatTemplate:
         has_other_text = len(_without_space(reply_without_ending)) > len(answer_letters)
         if not is_complete or has_other_text:
             return None
-        text_after = ''
+        text_after = ''  # without an ending, white space after the answer is dropped
         if reply.endswith(self.end_token):
             text_after = text_after_prompt.removeprefix(reply)  # the white space that `rstrip` has removed
         elif self._adds_end_token:
@@ -319,7 +320,8 @@ class ChatTemplate:
     def _check_all_written(self, messages: Sequence[Message], text: str) -> None:
         """Raises ValueError if a turn is left out. Templates silently drop turns of roles that they do not know."""
         for message in messages:
-            # Answers are left out. `render` has compared those that carry loss, and the template may change the others.
+            # Answers are not checked here. `render` has compared those that carry loss, and the template may change the
+            # others.
             if message['role'] != 'assistant':
                 _check_written(message, text)
         # This is not enough, because the text of a dropped turn may also stand in another turn. A marker cannot. So the

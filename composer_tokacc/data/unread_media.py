@@ -61,7 +61,8 @@ and a number."""
 _ID_KEY = re.compile(r'.*ids?')
 """Keys whose number is the id of a medium, such as ``image_id``. Under other keys a number is a count."""
 NO_COLUMN = ' (named by no column)'
-"""The end of a key that :class:`.DatasetEntry` gives to a medium if no column of the entry names it."""
+"""The end of a key. :class:`.DatasetEntry` adds it to a key whose name announces a medium, if the entry names no
+column of media. The longer name announces nothing, so the key is refused only if its value looks like a medium."""
 
 
 class MediaSign(NamedTuple):
@@ -70,10 +71,10 @@ class MediaSign(NamedTuple):
     modality: str
     """'' if the sign does not say which."""
     file_name: str = ''
-    """Name of the file without folders. '' if the sign has no file name. No medium that is read has the name ''."""
+    """Name of the file without folders. '' if the sign has no file name: it matches no medium that is read."""
     may_be_source: bool = False
-    """Whether the key may only name the source of a medium that is read under another key. That may be so if the value
-    is a URL of a network, or if only the name of the key is a sign."""
+    """Whether the key perhaps only tells where a medium came from that is read under another key. That may be so if the
+    value is a URL of a network, or if only the name of the key is a sign."""
 
 
 def check_unread_keys(

@@ -95,7 +95,8 @@ class CountingDataSpec(DataSpec):
             # Composer asks before the algorithm counts the batch. To count the labels here too would be wasted time.
             num_real = 0
             for microbatch in microbatches_of(batch):
-                # Only a loader can have marked repeated samples so early, and it marks whole microbatches.
+                # The algorithm has not marked repeated samples yet. Only a loader that plans microbatches may have
+                # marked them, and then the repeated sample is alone in its microbatch.
                 if num_samples(microbatch) > 0:
                     num_real += sum(real_tokens(microbatch))
             return num_real
@@ -197,10 +198,11 @@ class CountingDataSpec(DataSpec):
     # On the device.
 
     def _transform_microbatch(self, batch: Any) -> Any:
-        """Returns a microbatch as the model gets it. The counts stay if an algorithm removes them later.
+        """Returns a microbatch as the model gets it: transformed, and perhaps without the counts of its rows.
 
-        Without an algorithm they are removed here, because a compiled model would be compiled again for each new list
-        of counts. Without ``model=`` they stay: ``HuggingFaceModel.forward`` drops them.
+        With an algorithm the counts stay, because the algorithm needs them, and takes them out before the forward.
+        Without one they are removed here, because a compiled model would be compiled again for each new list of counts.
+        Without ``model=`` they stay, too, and ``HuggingFaceModel.forward`` drops them.
         """
         batch = self._split.for_model(batch)
         has_algorithm = self._split.step is not None
@@ -210,7 +212,7 @@ class CountingDataSpec(DataSpec):
         self._computed_counts = row_counts_of(batch)
         return without_row_counts(batch)
 
-    # Called by Composer.
+    # The counts behind the numbers that Composer asks for.
 
     def _counts_of(self, batch: Any) -> Sequence[RowCounts]:
         """Returns the counts of each row, even if :meth:`_transform_microbatch` has removed them from the batch."""

@@ -29,8 +29,10 @@ class Media:
     """One modality of a family. Its items are images, videos or audios.
 
     Args:
-        sizes: Returns the number of placeholders of each item, for models that do not notice a wrong number: see
-            ``query_tokens`` and ``audio_tokens`` of ``placeholders.py``. None: it is inferred, see ``found.py``.
+        sizes: Called as ``sizes(batch, config, num_items, num_tokens)``: the batch has so many items of the modality,
+            and so many placeholders in all. Returns the number of placeholders of each item. For models that do not
+            notice a wrong number: see ``query_tokens`` and ``audio_tokens`` of ``placeholders.py``. None: it is
+            inferred, see ``found.py``.
         token_type: The value of ``mm_token_type_ids`` at the placeholders of this modality; 0: there is none.
         frames: None if the modality has its own placeholder. In GLM-4V, images and frames of videos share one:
             ``<image> ... <start of video> <image> <image> <end of video>``. Then True stands for the placeholders
@@ -85,7 +87,8 @@ class Family:
         has_queries: Whether a transformer with query tokens (Q-Former) turns each item into a fixed number of tokens.
             Such models need media in every batch, so ``BatchLayout.with_media()`` adds a dummy. They also do not notice
             missing placeholders, so ``BatchLayout`` always counts them.
-        coupling: Why a row with an image changes the loss of a row without an image. Empty: it does not change it.
+        coupling: Why a row with an image changes the loss of a row without an image. Empty: no reason is known, and the
+            first-batch check finds out whether it does.
     """
 
     name: str
@@ -198,10 +201,10 @@ TEXT_FAMILY = Family(name='text', matches=_Format(lacks=('pixel_values',)))
 # The comment above each family says why the family is needed. To find out, each family was removed in turn, and tiny
 # models of its types were trained without it.
 #
-# Some are only needed if the model is not known. This is so if no layout was passed to a loader (used without
-# TokenAccumulation), to a collator or to verify_invariance, and if a callback reads a pre-split batch. Then only the
-# keys of a batch tell its format, and no config names the placeholders. The first family that matches is taken, so a
-# special format stands before the more general ones.
+# Some are only needed if the model is not known. A loader does not know it without a layout and TokenAccumulation, a
+# collator and verify_invariance do not without a layout. pre_split.py never knows it: it widens microbatches, and joins
+# a tensor when a callback reads it. Then only the keys of a batch tell its format, and no config names the
+# placeholders. The first family that matches is taken, so a special format stands before the more general ones.
 FAMILIES: tuple[Family, ...] = (
     # Only needed if the model is not known.
     Family(

@@ -46,8 +46,8 @@ class PreSplitBatch(Mapping[str, Any]):
 
     Args:
         microbatches: Mappings of tensors and of lists with one entry per row.
-        max_tokens: Token budget (rows x padded width) within which the loader planned each microbatch. The split uses
-            it only if it has no ``slot_tokens``.
+        max_tokens: Token budget (rows x padded width) within which the loader planned each microbatch. The split of
+            ``token_data_spec`` takes it as its own token budget, unless it has ``slot_tokens``.
         indices: Index in the dataset of each row of each microbatch, for messages; None: not known.
     """
 
@@ -130,7 +130,8 @@ class PreSplitBatch(Mapping[str, Any]):
         if entry.is_media:
             # Without the other keys, which are left out below, the `Entry` could be inferred wrongly.
             layout = layout.with_entries(**{key: entry})
-        # If the tensor holds numbers of patches, the pixels tell how many patches each microbatch has.
+        # If the values are indices of patches in the pixel tensor (`points_into`), they are shifted when microbatches
+        # are joined. The pixels tell by how much: they have all patches of the earlier microbatches.
         needed_keys = KEYS_OF_ROWS | {key, entry.points_into}
 
         def needed_entries(microbatch: Batch) -> Batch:
@@ -181,9 +182,9 @@ def widened(
 
     The new padding is on ``side``; by default on the side of the old one.
 
-    If the batch has an unregistered tensor that may lie along the text, nothing is padded. If the tensor lies along the
-    text, it must be padded together with it. Only the model's config tells this, and the loader, which calls this
-    function, does not know the model.
+    Nothing is padded if the batch has an unregistered tensor that may lie along the text. If it really does, it would
+    have to be padded too. Only the model's config tells, and the loader, which calls this function, does not know the
+    model.
     """
     if width_multiple == 1 or batch.get('input_ids') is None:
         return batch
@@ -216,9 +217,9 @@ def widened(
 def id_for_padding(layout: BatchLayout, batches: Iterable[Batch]) -> int:
     """Returns an id to pad with: the outermost id that a mask hides, or if none is hidden, an id of the text.
 
-    The outermost hidden id is nearly always the id of padding. It matters for some models, although the new padding is
-    masked (RoBERTa does not number it). If nothing is hidden, any id will do that is not a placeholder, because
-    placeholders are counted.
+    The outermost hidden id is nearly always the id of padding. The id matters for some models, although the new padding
+    is masked: RoBERTa counts the positions of its text by the ids that are not padding. If nothing is hidden, any id
+    will do that is not a placeholder, because placeholders are counted.
 
     Hidden ids farther in may be placeholders: LLaMA-Factory's collator hides the placeholders of a dummy image between
     text and padding. A layout without a config does not recognise them, so the outermost id is taken.
@@ -271,7 +272,8 @@ def _copied_to_shared_memory(microbatches: Sequence[Mapping[str, Any]]) -> tuple
     tensors: list[tuple[_Place, torch.Tensor]] = []
     for microbatch in with_places:
         for key, value in microbatch.items():
-            # Other tensors, such as subclasses and tensors on a GPU, stay in the microbatch, and torch sends them.
+            # Only plain tensors on the CPU are copied to the memory. Others, such as subclasses and tensors on a GPU,
+            # stay in the microbatch, and torch sends them.
             is_dense = type(value) is torch.Tensor and value.layout == torch.strided
             if is_dense and value.device.type == 'cpu' and not (value.is_nested or value.is_quantized):
                 place = _Place(value.dtype, value.shape, size)

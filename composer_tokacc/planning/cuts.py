@@ -167,9 +167,10 @@ def least_padded_cut(
         # So far: both arrays are filled for all smaller ends.
         while reach[earliest] < end:
             earliest += 1
-        # Now `earliest` is the first start that the caps allow. A further row that is no wider than the row before it
-        # adds the cost of the widest row of its microbatch. So starts before the best one of the previous end cannot
-        # win now if their microbatches are wider. If they are as wide, rounding decides.
+        # Now `earliest` is the first start that the caps allow. If the new row is no wider than the row before it, it
+        # adds to each microbatch the cost of its widest row. Starts before the best one of the previous end were no
+        # better there. If their microbatches are wider, they are worse now, so they are not tried. If they are as wide,
+        # rounding may make one of them better, so they are tried.
         first = earliest
         if end > 1 and row_costs[end - 1] <= row_costs[end - 2]:
             first = max(earliest, best_start)
@@ -203,7 +204,8 @@ def least_padded_cuts(rows: OrderedRows) -> list[np.ndarray]:
     """
     greatest_cost = float(rows.row_costs[0])
     # No cut costs more than all rows at the greatest width, so at the highest price a further microbatch never pays.
-    # The price is twice as high, to be safe from rounding. At the lowest one it pays to save a thousandth of a row.
+    # The price is twice as high, to be safe from rounding. At the lowest price a further microbatch pays if it saves
+    # one or two thousandths of the cost of the widest row.
     prices = [2.0 * len(rows) * greatest_cost]
     # Halves are exact, so all CPUs find the same cuts. Powers (`np.geomspace`) are rounded differently with AVX512.
     while prices[-1] / 2 > 1e-3 * greatest_cost:

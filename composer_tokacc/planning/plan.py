@@ -49,7 +49,8 @@ class Microbatch(NamedTuple):
     """Modelled cost, ``CostModel.launch`` included."""
     filled: bool = False
     """True for a dummy, which is planned if a rank would have no microbatch, or none in a step slot. Our loaders leave
-    dummies out of their batches, because the split adds its own, *dummy rows*."""
+    dummies out of their batches, because the split adds its own, *dummy rows*. Only a rank that has nothing but dummies
+    loads one of them."""
 
     @property
     def num_tokens(self) -> int:
@@ -394,7 +395,10 @@ class _CutSearch:
         bounds: np.ndarray,
         count: int,
     ) -> _Cut:
-        """Assigns a cut to ranks. Adds dummies if it has fewer microbatches than ``count``."""
+        """Returns a cut with its modelled time. Without step slots it is also assigned to ranks.
+
+        Adds dummies if it has fewer microbatches than ``count``.
+        """
         rows = self._rows
         num_dummies = count - (len(bounds) - 1)
         place_of_dummies = np.full(num_dummies, self._cheapest)

@@ -67,7 +67,7 @@ def write_page(
     """Writes the page: the summary, a chart for each of ``PANELS`` that was logged, ``result.png`` and the answers.
 
     Args:
-        path: The file of the page. The user's function may have put a ``result.png`` next to it.
+        path: The file of the page. The function under ``report.name`` may have put a ``result.png`` next to it.
         title: The name of the run.
         lines: The summary, as pairs of a description and a figure.
         metrics: Everything that was logged.
@@ -146,7 +146,7 @@ def _chart(title: str, curves: Mapping[str, Series]) -> str:
                 lines.append(f'<circle fill="{color}" r="3" cx="{x:.1f}" cy="{y:.1f}"/>')
         lines.append(f'<polyline fill="none" stroke="{color}" stroke-width="1.6" points="{" ".join(points)}"/>')
         legends.append(f'<span style="color:{color}">{html.escape(name)}: {values[-1]:.4g}</span>')
-    # The numbers are pixels, so that the texts stand beside the axes without touching the curves.
+    # The numbers in the text are pixels. They keep the labels beside the axes, clear of the curves.
     axes = (
         f'<text x="2" y="14">{high:.3g}</text><text x="2" y="{HEIGHT - BOTTOM}">{low:.3g}</text>'
         f'<text x="{MARGIN}" y="{HEIGHT - 4}">step {first_step}</text>'

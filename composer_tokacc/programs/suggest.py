@@ -150,7 +150,8 @@ def suggest_for_run(
             **measured,
         )
         reports.append(report)
-    # A report has figures for two methods: samples are planned over all ranks, or each rank splits its own samples.
+    # A report has figures for each method. Two of them are of this package: samples are planned over all ranks
+    # (`planned`), or each rank splits its own samples (`split`). The third is stock Composer, and does not matter here.
     method = 'planned' if config.regroups_ranks else 'split'
     return min(reports, key=lambda report: report.figures[method].cost)
 
@@ -171,9 +172,9 @@ def memory_of_run(
     traced_samples = _probe_samples(table)
     traced_sizes = table.select(traced_samples)
     precision = _traced_precision(config)
-    # A trace has no ranks, so it shows only one effect of FSDP: the type of the weights that the model computes with.
-    # If weights are gathered in half precision, these are copies in that type (`fsdp`). If they are gathered in
-    # float32, autocast casts them as under DDP (`ddp`). _as_sharded() adds the other effects.
+    # A trace has no ranks, so it shows only one effect of FSDP: in which type the model computes with its weights. If
+    # FSDP gathers them in half precision, the model computes with copies in that type (`fsdp`). Otherwise it computes
+    # with the stored weights, which autocast casts, as under DDP (`ddp`). _as_sharded() adds the other effects.
     sharding = _sharding(config, precision)
     gathers_half = sharding is not None and sharding.gathered_dtype in HALF_PRECISION
     strategy = 'fsdp' if gathers_half else 'ddp'
@@ -267,13 +268,14 @@ def _as_sharded(
         num_weights: Number of all weights of the model.
     """
     static = memory.static
+    # Without a type for gathering, weights are gathered as they are stored. Their mean size is taken, rounded up.
     bytes_of_gathered_weight = math.ceil(static.parameters / num_weights)
     if sharding.gathered_dtype is not None:
         bytes_of_gathered_weight = sharding.gathered_dtype.itemsize
     changes = {'compute_bytes': bytes_of_gathered_weight}
     if sharding.keeps_gathered:
         # Gathered blocks then stay until the backward. Weights outside of blocks always do, so all weights are counted
-        # as such.
+        # as if they were outside of blocks.
         changes |= {'outside': num_weights, 'block': 0}
     for name in ('parameters', 'gradients', 'optimizer', 'optimizer_step'):
         # The memory model divides these bytes by the number of all ranks, but a replica is only divided among

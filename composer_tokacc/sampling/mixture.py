@@ -10,7 +10,8 @@ of it. For example, dataset A has two samples, B has four, and an epoch reads ea
 If each step has one modality, the samples of a dataset that have the same modality are a sequence. All sequences of one
 modality are a *group*. Each group is merged and cut into global batches by itself, then these are merged evenly.
 
-:class:`LossShares` weights the tokens of the datasets instead.
+A dataset can have a share of the loss tokens instead, in two ways. :meth:`Mixture.from_loss_shares` draws its samples
+more or less often. :class:`LossShares` leaves the order of a mixture as it is, and weights the tokens of each dataset.
 """
 
 from __future__ import annotations
@@ -284,7 +285,8 @@ def mixed_orders(
         begins = [epoch * count for count in counts]
         ends = [(epoch + 1) * count for count in counts]
     else:
-        # Every epoch has the same number of full batches. A rare modality may fill one only every few epochs.
+        # Every epoch has the same number of full batches. The items that are merged here are whole batches, not
+        # samples. A rare modality may fill one only every few epochs.
         num_batches = mixture.num_samples // full_batch_size
         batches_before = counts_of_first(epoch * num_batches, quotas_of_groups)
         batches_after = counts_of_first((epoch + 1) * num_batches, quotas_of_groups)
