@@ -567,7 +567,8 @@ class TokenAccumulation(Algorithm):
         record.batch = _checked_entries(state.batch)
         if not self.options.loss_units:  # with units a term may be added, because its unit tells its factor
             self._check_no_added_term(state)
-        run.terms.check_total(state.loss)  # what was added only to the total would be lost, see LossTerms.changed()
+        # What an algorithm has added only to the total would be lost, see LossTerms.changed().
+        record.total_error = run.terms.total_error(state.loss)
         record.num_microbatches = self._num_microbatches_with_samples(state)
         totals = run.step.totals
         record.composers_weight = sample_weight(

@@ -127,6 +127,8 @@ class MicrobatchRecord:
     factor: Tensor | None = None  # the factor that was applied to its loss, times the gradient scale
     token_loss: Tensor | None = None  # the sum of the losses of its tokens, if tokens have weights
     was_reached: bool = False  # whether a gradient came to its logits
+    # How far the total of a dict loss is from the sum of its terms, as a multiple of the round-off. None: no total.
+    total_error: Tensor | None = None
     # How far the gradient at each measured position is off, ``(positions,)``. The unit is the weight of a token whose
     # relative weight is 1. None: nothing was measured.
     deviations: Tensor | None = None
@@ -296,6 +298,8 @@ def check_step(step: Step) -> None:
         _check_reached(step)
     _read_from_device(step)
     _check_totals(step)
+    for record in step.microbatches:
+        check_total_of_loss(record.observed.get('total_error', 0.0))
     _check_labels_and_weights(step)
     _check_factors(step)
     _check_tokens(step)
@@ -330,6 +334,8 @@ def _read_from_device(step: Step) -> None:
             values['factor'] = record.factor
         if record.deviations is not None:
             values['deviation'] = record.deviations.amax()
+        if record.total_error is not None:
+            values['total_error'] = record.total_error
         in_one_tensor = torch.stack([value.double() for value in values.values()])
         record.observed = dict(zip(values, in_one_tensor.tolist(), strict=True))
 
@@ -352,6 +358,22 @@ def _check_totals(step: Step) -> None:
             f'loss-generating tokens of weight {counted.loss_weight:g}, got: {num_samples} and {num_tokens} of '
             f'weight {weight:g}. `split_batch` drops or repeats rows, or a later algorithm does: use '
             'token_data_spec(), and put TokenAccumulation last (docs/errors.md#counts).'
+        )
+
+
+def check_total_of_loss(error: float) -> None:
+    """Raises RuntimeError if the total of a dict loss is not the sum of its terms.
+
+    A NaN passes. The first-batch check refuses it in its own way. In later steps the trainer's callbacks handle it.
+
+    Args:
+        error: The difference, as a multiple of the round-off, see ``LossTerms.total_error``.
+    """
+    if error > 1.0:
+        raise NotExactError(
+            f"`loss['total']` must be the sum of the other terms, got: a difference of {error:.3g} times the "
+            'round-off. Return each term with its weight. An algorithm that adds a term must also add it to the total '
+            '(docs/errors.md#model-loss).'
         )
 
 
