@@ -355,10 +355,18 @@ class RowComparison:
         has_tokens = self.check_loss and 'tokens' in self.reference.losses
         if not (has_tokens and unlabelled_rows and labelled_rows):
             return
-        comparison = self._followed_by_unlabelled(labelled_rows[:1], unlabelled_rows)
-        labelled_row = self.layout.select(comparison.rows, [0])
-        loss = self.probe.run(self.on_device(labelled_row)).losses['tokens']
-        has_term = not comparison._is_same_loss('tokens', loss)
+        # In some models (Mllama) a row without media has another loss beside rows with media. So a row with media is
+        # taken if there is one, or else only gradients are compared.
+        num_media = self._facts.media
+        labelled = max(labelled_rows, key=lambda row: num_media[row] > 0)
+        comparison = self._followed_by_unlabelled([labelled], unlabelled_rows)
+        if 'tokens' not in comparison.reference.losses:
+            return  # other rows than these have the terms
+        has_term = False
+        if num_media[labelled] or not any(num_media[row] for row in unlabelled_rows):
+            labelled_row = self.layout.select(comparison.rows, [0])
+            loss = self.probe.run(self.on_device(labelled_row)).losses.get('tokens', 0.0)
+            has_term = not comparison._is_same_loss('tokens', loss)
         for gradient in comparison.reference.gradients['tokens']:
             if gradient is not None:
                 sizes = gradient.flatten(1).norm(dim=1)

@@ -292,30 +292,22 @@ class FirstBatchCheck(Generic[RulesT]):
         Returns:
             The rules of the exact cut; None without a cutter. And the ranges of the checked rows.
         """
-        if self.rule is None:
-            row = self._on_device(rule_batch(self.layout, shared.rows))
-            try:
-                self.rule = find_loss_rule(self.probe, row, loss_tokens=self.loss_tokens)
-            except Exception as error:
-                if _can_show_rule(shared.rows):
-                    raise
-                # A model that shifts labels has no loss then. It may return NaN, or raise an error of its own.
-                raise NotExactError(
-                    'The first batch must have a row with two tokens, which shows the loss rule of the model, got: '
-                    f'rows of at most one token, such as {sample_name(shared.rows, 0)}. Begin with other samples.'
-                ) from error
+        rule = self.rule
+        if rule is None:
+            rule = self._find_rule(shared.rows)
+            self.rule = rule
             self._warn_of_leaks(shared.rows)
         self._is_check_due = False
         if self.layout is None:
-            self._check_unknown_rows(shared.rows, self.rule)
+            self._check_unknown_rows(shared.rows, rule)
             return rules, RowRanges()
         self._check_window(shared.rows)
-        rows = with_unequal_row(self.layout, shared.rows, self.rule)
+        rows = with_unequal_row(self.layout, shared.rows, rule)
         comparison = RowComparison(
             self.probe,
             self.layout,
             self._on_device,
-            self.rule,
+            rule,
             rows,
             self.check_loss,
         )
@@ -336,9 +328,33 @@ class FirstBatchCheck(Generic[RulesT]):
         if rules is not None and rules.packing:
             largest_packed_row = shared.largest_packed_row
         ranges = ranges_of(describe_all(self.layout, rows), largest_packed_row)
+        if shared.unlabelled_rows:  # `rows` does not show them, because they have got labels
+            ranges = ranges.joined(RowRanges(limits={UNLABELLED_ROWS: ()}))
         if not comparison.has_shown_trimming:
             ranges = ranges.without_padding()  # no row was trimmed, so nothing was learnt about padding
         return rules, ranges
+
+    def _find_rule(self, rows: Batch) -> str:
+        """Returns the loss rule of the model. Raises RuntimeError if the rows cannot show it."""
+        can_show_rule = _can_show_rule(rows)
+        rule = None
+        failure = None
+        try:
+            rule = find_loss_rule(
+                self.probe, self._on_device(rule_batch(self.layout, rows)), loss_tokens=self.loss_tokens
+            )
+        except Exception as error:
+            if can_show_rule:
+                raise
+            # A model that shifts labels has no loss in rows of one token. It may return NaN, or raise an error.
+            failure = error
+        # A row of one token may show that labels are not shifted. It cannot tell the other rules apart.
+        if rule is None or (rule != 'unshifted' and not can_show_rule):
+            raise NotExactError(
+                'The first batch must have a row with two tokens, which shows the loss rule of the model, got: '
+                f'rows of at most one token, such as {sample_name(rows, 0)}. Begin with other samples.'
+            ) from failure
+        return rule
 
     def _check_unknown_rows(self, rows: Batch, rule: str) -> None:
         """Warns that rows are not compared, because they could not be told apart.
@@ -664,10 +680,12 @@ def chosen_rows(
 
     for criterion in _criteria(facts, missing):
         add_row(criterion)
-    # All rows with new media are kept, because this check runs for them. Two criteria choose rows for each modality,
-    # after the first two criteria.
-    num_media_criteria = 2 * len(_new_modalities(missing))
-    del rows[max(max_rows, 2 + num_media_criteria) :]
+    # All rows with new media or without labels are kept, because this check runs for them. After the first two
+    # criteria, one chooses a row without labels, and two choose rows for each modality.
+    num_kept = 2 + 2 * len(_new_modalities(missing))
+    if UNLABELLED_ROWS in missing:
+        num_kept += 1
+    del rows[max(max_rows, num_kept) :]
     # Fill up with short rows, which cost little.
     for _ in range(MIN_ROWS - len(rows)):
         add_row(Criterion(facts.lengths, needs_new_row=True))
@@ -690,6 +708,8 @@ def _criteria(facts: RowFacts, missing: Sequence[str]) -> list[Criterion]:
     # The longest row has the least padding to trim, and the shortest row has the most. The longest row is often
     # truncated and has no label. It is chosen nevertheless, because the other rows may depend on its length.
     criteria = [Criterion(longest_first, needs_label=False), Criterion(sizes)]
+    if UNLABELLED_ROWS in missing:
+        criteria.append(Criterion(lengths, lacks_labels(facts.batch), needs_label=False))
     for modality in _new_modalities(missing):
         media_sizes = facts.media_sizes(modality)
         has_modality = [size is not None for size in media_sizes]
@@ -705,8 +725,6 @@ def _criteria(facts: RowFacts, missing: Sequence[str]) -> list[Criterion]:
         criteria.append(Criterion(lengths, facts.has_unattended_label))
     if PADDING_ON_BOTH_SIDES in missing:
         criteria.append(Criterion(lengths, facts.begins_with_padding))
-    if UNLABELLED_ROWS in missing:
-        criteria.append(Criterion(lengths, lacks_labels(facts.batch), needs_label=False))
     # A row whose first label is predicted by the padding before it. Such a row is not trimmed. But packing drops the
     # padding, and the check must see that. Without such a row this criterion chooses the shortest row again.
     criteria.append(Criterion(lengths, facts.has_label_behind_padding))

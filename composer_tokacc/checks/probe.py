@@ -418,7 +418,7 @@ class Probe:
             if changes_result([name]):
                 decisive_name = name
                 break
-        raise _decisive_state(decisive_name)
+        raise _decisive_state(decisive_name, 'which every forward in training writes')
 
     def check_next_forward(self, batch: Batch, others: Batch) -> None:
         """Raises RuntimeError, on all ranks, if a forward of other rows changes the result of a batch.
@@ -445,7 +445,7 @@ class Probe:
         tolerance = max(NOISE_FACTOR * after_itself.distance(again), STATE_TOLERANCE)
         is_changed = after_itself.distance(after_others) > tolerance
         if names and any(self.gather(is_changed)):
-            raise _decisive_state(names[0])
+            raise _decisive_state(', '.join(names), 'which a forward of other rows writes')
 
     def _forward(
         self,
@@ -515,9 +515,10 @@ class Probe:
                 setattr(module, name, value)
 
 
-def _decisive_state(name: str) -> NotExactError:
+def _decisive_state(names: str, writer: str) -> NotExactError:
+    """Returns the error for a state that a forward writes, and that changes the result of the next forward."""
     return NotExactError(
-        f'A forward must not change the result of the next one, got: {name!r}, which every forward in training writes '
+        f'A forward must not change the result of the next one, got: {names!r}, {writer} '
         'and the result depends on. A step would depend on its number of microbatches. Put its module in eval mode, or '
         'write it once a step, outside of the forward (docs/errors.md#row-coupling).'
     )

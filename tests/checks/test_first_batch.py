@@ -19,6 +19,7 @@ from composer_tokacc.data_spec.split import split_of
 from composer_tokacc.layout import BatchLayout, PreSplitBatch
 from tests.support.small_batches import IMAGE, drawn_batch, numbered, square_mask, text_batch
 from tests.support.text import (
+    ONE_UNLABELLED,
     RAGGED,
     VOCABULARY,
     ColumnCounter,
@@ -69,6 +70,14 @@ def test_cuts_that_failed_are_logged(caplog):
     assert 'left=14' in failed_cut
     assert 'position' in failed_cut
     assert 'After the first-batch check: CutRules(' in caplog.text
+
+
+@pytest.mark.parametrize('microbatch_size', [2, 6])
+def test_rows_without_labels_are_checked_once(microbatch_size, caplog):
+    with caplog.at_level(logging.INFO, logger='composer_tokacc'):
+        unlabelled = ragged_batch(ONE_UNLABELLED)
+        assert_exact(one_layer_model(), unlabelled, unlabelled, microbatch_size=microbatch_size)
+    assert caplog.text.count('After the first-batch check') == 1
 
 
 @pytest.mark.parametrize(

@@ -52,10 +52,14 @@ def test_rows_of_one_token_in_a_quotient():
     assert len(recorder.steps) == 3
 
 
-def test_first_rows_of_one_token_are_refused():
-    """No position of a causal model predicts a label, so they do not show its loss rule."""
+@pytest.mark.parametrize('side', ['left', 'right'])
+@pytest.mark.parametrize('num_pads', [0, 2])
+def test_first_rows_of_one_token_are_refused(num_pads, side):
+    """No position of a causal model predicts a label, except padding on the left. So they do not show the loss rule."""
+    with_longer_row = ragged_batch([(1, 0), (1, 1), (1 + num_pads, 0)], side=side)
+    short = {key: tensor[:-1] for key, tensor in with_longer_row.items()}
     with pytest.raises(RuntimeError, match='must have a row with two tokens'):
-        fit(one_layer_model(), ragged_batch([(1, 0), (1, 1)]), LONGER)
+        fit(one_layer_model(), short, LONGER)
 
 
 def test_masked_models_with_one_token():

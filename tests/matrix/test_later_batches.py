@@ -394,3 +394,14 @@ def test_text_before_the_first_image():
     text = subject.collate(text_rows[:3], 0, side='right')
     mixed = subject.collate(text_rows[:2] + image_rows[:2], 0, side='right')
     assert kinds_of_steps(subject.model('large'), [text, mixed]) == ['exact', 'exact']
+
+
+def test_image_rows_without_labels():
+    """Mllama: an image changes the loss of a text row. That is no term in a row without labels."""
+    subject = SUBJECTS['mllama_mixed']
+    rows = [with_two_labels(subject.row(random.Random(seed))) for seed in range(12)]
+    text_rows = [row for row in rows if not has_media(row)]
+    image_rows = [row for row in rows if has_media(row)]
+    batch = subject.collate(text_rows[:3] + image_rows[:2], 0, side='right')
+    batch['labels'][3:] = -100
+    assert kinds_of_steps(subject.model('large'), [batch, batch]) == ['exact', 'exact']
