@@ -324,6 +324,15 @@ def test_damaged_table_is_refused(tmp_path, content, message):
     assert message in str(refused.value)
 
 
+def test_table_of_savetxt(tmp_path):
+    """Its header begins with #."""
+    path = tmp_path / 'lengths.csv'
+    np.savetxt(path, [[5, 1], [7, 2]], fmt='%d', delimiter=',', header='tokens,image_tokens')
+    table = read_lengths(str(path))
+    assert table.lengths.tolist() == [5, 7]
+    assert table.image_tokens.tolist() == [1, 2]
+
+
 LORA_RECIPE = str(YAML_OF_FILES.with_name('llava15_7b_lora.yaml'))
 
 

@@ -162,10 +162,10 @@ def _read_csv(file: TextIO) -> tuple[list[str], np.ndarray]:
     Raises ValueError with the line and the value if a cell is not a number.
     """
     reader = csv.reader(file)
-    names = [name.strip() for name in next(reader, [])]
+    names = [name.strip(' #') for name in next(reader, [])]  # `np.savetxt` begins the header with #
     rows = []
     for cells in reader:
-        if not cells:  # an empty line
+        if not cells or cells[0].startswith('#'):  # an empty line, or a comment
             continue
         if len(cells) != len(names):
             raise ValueError(f'{len(cells)} cells in line {reader.line_num}, and {len(names)} columns')

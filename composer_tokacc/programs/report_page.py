@@ -159,12 +159,16 @@ def _chart(title: str, curves: Mapping[str, Series]) -> str:
     )
 
 
-def _drawn_places(values: Sequence[float]) -> list[int]:
-    """Returns the places of the lowest and the highest value of each range of steps, rising."""
+def _drawn_places(curve: Sequence[float]) -> list[int]:
+    """Returns the places of the lowest and the highest value of each range of steps, rising; also the first and last.
+
+    So a long curve has few points, and no spike is lost.
+    """
+    values = np.asarray(curve)
     num_ranges = min(len(values), MOST_POINTS // 2)
-    drawn = set()
+    drawn = {0, len(values) - 1}
     for places in np.array_split(np.arange(len(values)), num_ranges):
-        values_of_range = np.take(values, places)
+        values_of_range = values[places]
         drawn.add(int(places[values_of_range.argmin()]))
         drawn.add(int(places[values_of_range.argmax()]))
     return sorted(drawn)

@@ -484,8 +484,9 @@ def check_value(path: str, value: Any, hint: Hint) -> Any:
         # messages.
         requirement = requirement.replace('Input should ', 'must ').replace('Value error, ', '')
         requirement = requirement.replace('an object', 'a mapping').replace('array', 'list')  # the words for JSON
-        requirement = requirement.replace('Field required', 'must have more entries')  # of a tuple
         keys = error.errors()[0]['loc']
+        if keys and isinstance(keys[-1], int):  # a place in a tuple
+            requirement = requirement.replace('Field required', 'must have more entries')
         if '[key]' in keys:  # pydantic writes it after a key that is wrong itself: ('lr', '[key]')
             wrong_value = keys[keys.index('[key]') - 1]
             requirement = f'as a key {requirement}'
