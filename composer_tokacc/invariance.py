@@ -58,7 +58,7 @@ class InvarianceCase:
     """One way to cut and pad the rows, and how far the gradient is off."""
 
     cut: str
-    """How the rows were cut. In :func:`verify_invariance`:
+    """How the rows were cut. In :func:`.verify_invariance`:
 
     - ``'again'``: the rows of all ranks in one microbatch, as for the default reference;
     - ``'in order'``: microbatches of ``microbatch_size`` rows, in the order of the rows;
@@ -110,7 +110,7 @@ class InvarianceCase:
 
 @dataclass(frozen=True, kw_only=True)
 class InvarianceReport:
-    """The cases of :func:`.compare_cuts`, the same on all ranks; printed as a table."""
+    """The cases of a comparison, the same on all ranks; printed as a table."""
 
     cases: tuple[InvarianceCase, ...]
     tolerance: float

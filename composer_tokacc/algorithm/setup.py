@@ -95,7 +95,10 @@ class AlgorithmOptions:
 
     @property
     def checks_loss(self) -> bool:
-        """Whether the first-batch check compares the model's loss with its rule. Token weights always need it."""
+        """Whether the first-batch check compares the model's loss with its rule.
+
+        Token weights always need this, so with them it is True even if ``check_loss`` is False.
+        """
         return self.check_loss or self.is_weighted
 
     @property
@@ -169,12 +172,13 @@ class RunContext:
         if not options.loss_units:  # `loss_units` may name the load-balancing loss as a term
             coefficient = router_coefficient(model)
         self.terms = LossTerms(options.loss_units, coefficient)
-        # With `check_loss=False` a SyncBatchNorm may train, which gathers statistics in every forward.
+        # A contrastive term may gather the rows of other ranks. With `check_loss=False` a SyncBatchNorm may train,
+        # which gathers statistics in every forward.
         may_gather = bool(self.terms.coupled) or not options.check_loss
         self.reductions = ReductionWatch(state, may_gather=may_gather)
         self.has_bypass: bool | None = None
-        """Whether the loss of earlier steps had a part that is not made of the logits. Later steps must be the same.
-        None: no earlier step shows it."""
+        """Whether the loss had a bypass in the first step with a weight, see ``token_accumulation.py``. If it had none,
+        and the loss is checked, a later step with one is refused. None: there was no such step yet."""
         self.split = split_of(state.dataloader)
         layout = layout_of(state, self.split)  # None: there is no split, and rows cannot be told apart
         # Composer sets None if the loader has no batch size, for example because it has a batch sampler.
@@ -244,10 +248,10 @@ class RunContext:
         return RankWidth.of(step.facts, rules, self.check.rule)
 
     def prove(self, batch: Batch) -> None:
-        """Checks the rows of all ranks that are of a kind that was not checked before; a collective.
+        """Runs the first-batch check on rows that are unlike all checked ones, of any rank; a collective.
 
-        Afterwards the split cuts by the rules of the check. It also takes the layout of the check, which learns from
-        each batch how tensors belong to rows.
+        If no rows are new, but a check is due, it checks rows once. Afterwards the split cuts by the rules of the
+        check. It also takes the layout of the check, which learns from each batch how tensors belong to rows.
         """
         if self._options.token_weights == 'column':
             # The data may have one weight for each row. In training, batches have a weight for each position, so the
@@ -269,7 +273,7 @@ class RunContext:
             self._log_all_logits(failure)
 
     def end(self) -> None:
-        """Removes the hooks from the model, and makes the split forget it."""
+        """Removes the hooks from the model, and makes the split forget the model."""
         self._remove_selector()
         if self.split is not None:
             self.split.stop()
@@ -396,7 +400,8 @@ def check_labels_and_ids(model: torch.nn.Module, microbatches: Sequence[Batch], 
             output embedding of a Hugging Face model.
     """
     model = inner_model(model)
-    # Whether labels must have the shape of the ids. Only in Hugging Face models without an encoder they surely must.
+    # Whether labels must have the shape of the ids. This is certain only for Hugging Face models without an encoder. A
+    # decoder behind an encoder may have labels of another shape, and nothing is known of other models.
     labels_are_at_ids = False
     embedding = None
     if isinstance(model, HuggingFaceModel):

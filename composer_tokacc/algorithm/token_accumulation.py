@@ -16,7 +16,8 @@ Three words:
 - Rows are *new* if the first-batch check has seen no such rows, for example longer ones, or the first with an image.
   They are checked before they are cut.
 - A token is *measured* if a hook on the logits reads its weight off the gradient.
-- A *bypass* is a part of the loss that is not made of the logits. The weights of tokens say nothing about it.
+- A *bypass* is a part of a mean over tokens that is made neither of the logits nor of the router's loss. The measured
+  weights say nothing about it. A term that ``loss_units`` gives another unit is not a bypass.
 """
 
 from __future__ import annotations
@@ -199,7 +200,7 @@ class TokenAccumulation(Algorithm):
 
     @property
     def _known_rule(self) -> str:
-        """The loss rule. Only after the first-batch check, which finds it if the user has not named it."""
+        """The loss rule. Read it only after the first-batch check, which sets it even if the user has named it."""
         rule = self.rule
         assert rule is not None
         return rule
@@ -259,7 +260,7 @@ class TokenAccumulation(Algorithm):
             logger.log_metrics(metrics)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns the attributes for a copy or a pickle. Leaves out attributes that hold the model or the graph."""
+        """Returns the attributes for a copy or a pickle. Those that hold the model or the graph become None."""
         return {**vars(self), '_context': None, '_microbatch': None}
 
     def state_dict(self) -> dict[str, Any]:
@@ -271,7 +272,7 @@ class TokenAccumulation(Algorithm):
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the values without which a resumed run would not give the same bits. It finds the rule again."""
+        """Restores the values that make a resumed run give the same bits and metrics. It finds the rule again."""
         check_state(state, {'num_empty_steps'}, counts=('num_empty_steps',))
         self.num_empty_steps = state['num_empty_steps']
         self._reduces_once = state.get('reduces_once', False)
@@ -305,9 +306,9 @@ class TokenAccumulation(Algorithm):
         self._num_batches_read = 0
 
     def _epoch_end(self, state: State) -> None:
-        """Refuses an epoch without batches. If `max_duration` is in batches, the run would never end.
+        """Refuses an epoch without batches, and warns of an epoch that has ended too early.
 
-        Warns of an epoch that has ended too early.
+        Without batches a run whose `max_duration` is in batches would never end.
         """
         self._num_batches_read = 0
         # `state.timestamp` already belongs to the next epoch.
@@ -345,7 +346,10 @@ class TokenAccumulation(Algorithm):
     # Before the step.
 
     def _batch_start(self, state: State) -> None:
-        """Counts the tokens of the step. The batch is still on the CPU, so nothing waits for the GPU."""
+        """Counts the tokens of the step, sums the counts over the ranks, and checks new rows before they are cut.
+
+        The batch is still on the CPU, so counting does not wait for the GPU.
+        """
         vocabulary = None if self._context is None else self._context.check.vocabulary
         check_labels_and_ids(state.model, microbatches_of(state.batch), vocabulary)
         if self._context is None:
@@ -366,7 +370,8 @@ class TokenAccumulation(Algorithm):
         totals, sums_of_flags, sums_of_widths, sums_of_plans = sums
         num_ranks_with_new_rows, num_ranks_reducing_once = sums_of_flags
         step.totals = StepTotals(*totals)
-        # A rank that makes only one microbatch does not see it, but with `equal_counts=False` another rank may.
+        # If one rank has seen that DDP reduces once, it holds for all. A rank that makes only one microbatch cannot see
+        # it, but with `equal_counts=False` another rank may make several.
         self._reduces_once = num_ranks_reducing_once > 0
         if run.split is not None:
             run.split.reduces_once = self._reduces_once
@@ -507,8 +512,8 @@ class TokenAccumulation(Algorithm):
         def without_tokens(term: Term) -> torch.Tensor:
             if term.unit in empty_units:
                 return zero
-            # Without rows with labels, a mean over them is NaN. Its gradient may be NaN, too, and stays NaN even if it
-            # is multiplied by 0, the factor of a microbatch without samples.
+            # A microbatch without samples has no row with labels, so a mean over such rows is NaN. The factor of such
+            # a term is 0, but if its gradient is NaN, too, it stays NaN when it is multiplied by 0.
             if not has_samples and term.value.isnan().any():
                 return zero
             return term.value
@@ -621,6 +626,8 @@ class TokenAccumulation(Algorithm):
                 other_terms.append(term.value)
         if not other_terms:
             return
+        # What the first-batch check has seen of means over samples. They need not be made of the logits. The gradient
+        # by the logits, below, shows it for the other terms.
         sees_added_rows = run.check.trains_unlabelled_rows and bool(run.terms.of_unit(state.loss, 'samples'))
         logits = logits_of(microbatch.outputs)
         gradient = None
@@ -644,9 +651,9 @@ class TokenAccumulation(Algorithm):
             )
 
     def _check_no_added_term(self, state: State) -> None:
-        """Raises RuntimeError if a term was added since the edges of the loss were noted. Its weight would be wrong.
+        """Raises RuntimeError if a term was added to the loss since its edges were noted. Its weight would be wrong.
 
-        Such a term makes a path in the graph from the loss to a parameter that passes none of these edges.
+        Such a term makes a path in the graph from the new loss to a parameter that passes none of these edges.
         """
         if self.options.check_loss and has_bypass(tensors_in(state.loss), self._current.edges_of_loss):
             raise NotExactError(
@@ -664,7 +671,7 @@ class TokenAccumulation(Algorithm):
     ) -> None:
         """Applies the token weights, if there are any, and adds hooks that measure tokens in the backward.
 
-        Without token weights only some microbatches are measured, which :class:`.TokenChoice` chooses.
+        With token weights all microbatches are measured, without them only those that :class:`.TokenChoice` chooses.
 
         ``weight_of_mean`` is the factor that the mean over the tokens must have in the step.
         """
@@ -860,8 +867,8 @@ class CurrentMicrobatch:
         """The outputs of the model, from AFTER_LOSS to BEFORE_BACKWARD. They are kept here, because Composer's
         FreeOutputs empties ``state.outputs`` in between."""
         self.edges_of_loss: Collection[Edge] = ()
-        """The nodes of the graph that made the loss; set at AFTER_LOSS and BEFORE_BACKWARD. A term that is added later
-        comes from other nodes."""
+        """The edges of the loss, one for each of its tensors. Set at AFTER_LOSS, and at BEFORE_BACKWARD for the scaled
+        loss. A term that is added later has a path to a parameter that passes none of these edges."""
         self.raw_loss: Any = None
         """The loss before it was scaled; set at BEFORE_BACKWARD."""
         self.entries = without_row_counts(batch)
@@ -882,8 +889,8 @@ class CurrentMicrobatch:
         # The model may have taken the labels out of its batch.
         complete = {'labels': self._batch.get('labels'), **batch}
         for key, value in self._batch.items():
-            # If the entry is still the one that the model got, the original comes back. A hidden entry is None on both
-            # sides, so it comes back, too.
+            # An entry that is still the one that the model got is replaced by the original. An entry that was hidden
+            # from the model is in neither dict, so get() returns None for both, and it comes back, too.
             if complete.get(key) is self.entries.get(key):
                 complete[key] = value
         return complete
@@ -916,15 +923,18 @@ def _check_carries_counts(batch: Batch, *, is_weighted: bool) -> None:
 
 
 def _edges_of(value: Any) -> set[Edge]:
-    """Returns the edges at which the tensors in a value leave the graph, see :func:`.tensors_in`.
+    """Returns the edge of each tensor in a value, see :func:`.tensors_in` and :func:`.edge_of`.
 
-    An edge keeps its graph in memory.
+    An edge keeps the graph that makes its tensor in memory.
     """
     return {edge_of(tensor) for tensor in tensors_in(value)}
 
 
 def _scales_of(record: MicrobatchRecord, weight_of_mean: float) -> dict[str, float]:
-    """Returns the factor of the terms of each unit. Composer multiplies the loss by its own weight afterwards.
+    """Returns the factor of the terms of each unit.
+
+    Afterwards Composer multiplies the loss by its own weight, which is by samples. Terms over samples need it. The
+    factors of the units ``'tokens'`` and ``'microbatches'`` are divided by it, so that it cancels.
 
     ``weight_of_mean`` is the factor that the mean over the tokens of the microbatch must have in the step.
     """

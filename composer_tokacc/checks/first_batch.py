@@ -248,8 +248,9 @@ class FirstBatchCheck(Generic[RulesT]):
                 self._proven = RowRanges(readings=self._proven.readings)
             self._proven = self._proven.joined(checked_ranges)
             if not is_new_cut and len(self._proven.missing(offer.ranges)) >= len(offer.missing):
-                # The check has proven nothing new, because nothing was missing, or because the layout cannot tell media
-                # from each other. The ranges count as proven, or this loop would not end.
+                # As many properties of the offer are missing as before the check: none was, or the layout cannot tell
+                # media from each other, or no row was trimmed. All ranges of the offer count as proven nevertheless, or
+                # this loop would not end.
                 self._proven = self._proven.joined(offer.ranges)
 
     def _offer(self, batch: Batch) -> RowOffer:
@@ -263,10 +264,11 @@ class FirstBatchCheck(Generic[RulesT]):
         )
 
     def _learn_readings(self, offers: Sequence[RowOffer]) -> None:
-        """Drops readings that contradict the batch of any rank, so that all ranks divide tensors in the same way.
+        """Learns the readings of new keys, and drops readings that the batch of any rank rules out.
 
-        A batch may have a tensor that is registered for no model family. A reading is one possible way in which such a
-        tensor belongs to rows: with one entry for each row, or one for each image, see :mod:`.layout.found`.
+        All ranks learn the same, so they divide tensors among rows in the same way. A batch may have a tensor that is
+        registered for no model family. A reading is one possible way in which such a tensor belongs to rows: with one
+        entry for each row, or one for each image, see :mod:`.layout.found`.
         """
         readings = self._proven.readings
         for offer in offers:
@@ -569,7 +571,8 @@ def find_loss_rule(
 def _gradient_norms(result: ProbeResult, row: Batch) -> Tensor:
     """Returns the norm of the gradient by the logits at each position, or by the states before them, ``(rows, width)``.
 
-    It is the gradient of the terms that are means over tokens. If there are none, all terms are means over samples.
+    It is the gradient of the terms over tokens if the loss has any, otherwise of those over samples. If it has neither,
+    it is the gradient of all terms: see :attr:`.ProbeResult.losses`.
     """
     gradients = next(iter(result.gradients.values()))  # of the first unit: 'tokens', if there is such a term
     for gradient in reversed(gradients):
@@ -636,7 +639,7 @@ def _any_token(rows: Batch) -> int:
 
 
 def _columns(is_marked: Tensor) -> list[int]:
-    """Returns the first eight marked columns, for a message."""
+    """Returns the columns of the first eight marked entries, for a message. An entry is marked if it is not 0."""
     return is_marked.nonzero()[:8, 1].tolist()
 
 
@@ -734,7 +737,8 @@ def _criteria(facts: RowFacts, missing: Sequence[str]) -> list[Criterion]:
     about_half = (min(lengths) + facts.width) / 2
     medium_first = [abs(length - about_half) for length in lengths]
     criteria_of_widths = [Criterion(longest_first, has_padding), Criterion(medium_first)]
-    # They come here if the check runs for a new width, otherwise at the end.
+    # They always come at the end. If the check runs for a new width, they come here, too, because chosen_rows() drops
+    # the rows that it has chosen last.
     if any(name.startswith(PADDED_ROWS) for name in missing):
         criteria += criteria_of_widths
     for key, values in facts.lowest_values.items():
@@ -753,10 +757,10 @@ def media_as_collated(
     batch: Batch,
     rows: Sequence[int],
 ) -> dict[int, BatchDict]:
-    """Returns the media of some rows, padded as in the microbatch that the loader has collated.
+    """Returns the media of some rows, padded as in the microbatch that the loader has collated, by place in ``rows``.
 
-    Leaves out rows with media that have the same size in the whole batch. The keys of the result are places in
-    ``rows``.
+    Leaves out a row if its media are padded to the same size in the whole batch. Returns an empty dict if the loader
+    has not collated several microbatches.
     """
     microbatches = microbatches_of(batch)
     if len(microbatches) < 2:
@@ -773,7 +777,8 @@ def media_as_collated(
         has_other_size = False
         for key, entry in media_entries(layout, row_batch).items():
             media[key] = row_batch[key]
-            # A mask of the media for each token is as wide as the text.
+            # An entry with `seq_dims` is a mask with a value for each token. Its width is the one of the text, so it
+            # does not tell the size of the media.
             if not entry.seq_dims:
                 has_other_size |= row_batch[key].shape[1:] != batch[key].shape[1:]
         if has_other_size:
@@ -801,9 +806,9 @@ def _with_labels(layout: BatchLayout, batch: BatchDict) -> BatchDict:
     """Adds labels to the rows of a check, because a leak may show only at some tokens.
 
     A row without any label gets one on its last token: if possible a label of another row, because its own token may be
-    a placeholder. Other rows get a label on every token after the first. Two kinds of rows stay as they are: rows with
-    media, because a model may not count labels at placeholders, and the row with the longest prompt (the most tokens
-    without a label), to show a loss term over positions without a label.
+    a placeholder. Rows with a label get more of them, on every token after the first, but two kinds stay as they are:
+    rows with media, because a model may not count labels at placeholders, and the row with the longest prompt (the most
+    tokens without a label), to show a loss term over positions without a label.
     """
     ids = _ids_at_labels(batch)
     if ids is None:
@@ -829,9 +834,10 @@ def _with_labels(layout: BatchLayout, batch: BatchDict) -> BatchDict:
 
 
 def _without_placeholders(layout: BatchLayout | None, rows: Batch, columns: Tensor) -> Tensor:
-    """Returns the columns at which the last row has no placeholder, because a model may not count labels there.
+    """Returns those of the columns at which the last row has no placeholder. It is the row that gets new labels.
 
-    If fewer than two are left, returns all columns, because one label shows little.
+    A model may not count labels at placeholders. If fewer than two columns are left, returns all columns, because one
+    label shows little. Also returns all columns if the layout or the ids at the labels are not known.
     """
     ids = _ids_at_labels(rows)
     if layout is None or ids is None:

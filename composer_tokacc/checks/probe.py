@@ -195,7 +195,8 @@ class Probe:
         self.is_training = True
         """Whether the layers run as in training."""
         self.is_random = False
-        """Whether the loss changes from forward to forward. After :meth:`examine` the forward is then random even in
+        """Whether the loss changes from forward to forward. If it does in training, :meth:`examine` goes over to
+        evaluation, and looks again. So after :meth:`examine` True means that the forward is random even in
         evaluation."""
         self._written: dict[str, State] = {}
         """States of the model that forwards have written, and that were not judged yet, by name."""
@@ -252,10 +253,10 @@ class Probe:
             seed: Seed of the random numbers that the forward draws.
             keeps_state: Whether the model keeps the state that the forward has written.
             varies_weights: Whether to vary weights whose entries are all equal, see :attr:`has_varied_weights`.
-            decides_precision: Whether an error in float32 on any rank makes this forward and all later ones run with
-                the trainer's precision, on all ranks; a collective. Only for rows as the loader padded them, because an
-                error on other rows may be about the cut. Results of earlier forwards cannot be compared with later ones
-                then.
+            decides_precision: Whether this forward decides between float32 and the trainer's precision; a collective.
+                If it raises an error in float32 on any rank, all ranks run it again with the trainer's precision, and
+                all later forwards, too. Their results cannot be compared with earlier ones. Only for rows as the loader
+                padded them, because an error on other rows may be about the cut.
         """
         if not self._was_examined:
             self.examine(batch)
@@ -356,13 +357,15 @@ class Probe:
             result = self.run(batch, seed=1, decides_precision=True)
         # The last layer is the one with the logits as its output. If no output has their address, the model changes the
         # output of its head once more. Then the last output of the same size is taken. It is only the second choice,
-        # because another layer may have this size, such as the head of a teacher.
+        # because another layer may have this size, such as the head of a teacher. Of several outputs with the address,
+        # the last one counts: the memory of an earlier output may have been freed and used again for the logits.
         same_size = [place for place, output in enumerate(outputs) if output.size == result.output_size]
         same_address = [place for place in same_size if outputs[place].address == result.output_address]
         candidates = same_address or same_size
         # If no layer makes the logits that the model returns, or it returns none, the last output holds them, or the
         # states before them.
         place = candidates[-1] if candidates else len(outputs) - 1
+        # This output and the one before it. Without any output the place is -1, and the list is empty.
         last_outputs = outputs[max(place - 1, 0) : place + 1]
         self._layers = [output.module for output in last_outputs]
         return result
@@ -426,6 +429,7 @@ class Probe:
         :meth:`judge_written_state` takes a state for a cache if a second forward of the same rows does not write it
         again. But it may be made of these rows, such as the mean of the last microbatch.
         """
+        # The caller has judged written states before. If none was ever judged, no forward has written any.
         if not self._judged or not self.is_training:
             return
 
@@ -623,13 +627,13 @@ class _ReplacedWeights:
             # This waits until a forward has reached the module, because FSDP has the whole weight only then.
             equal_names = []
             for name, weight in module.named_parameters(recurse=False):
-                # A frozen weight will not move, so it hides nothing.
+                # A frozen weight will not move, so its equal entries hide no fault that could show later.
                 if weight.requires_grad and name not in vars(module) and _has_equal_entries(weight):
                     equal_names.append(name)
             self.equal_names[module] = equal_names
         replaced_names = self._replaced_names.setdefault(module, [])
         for name, weight in module.named_parameters(recurse=False):
-            if name in vars(module):  # a module may call itself
+            if name in vars(module):  # replaced already, because the module calls itself
                 continue
             replacement: Tensor = weight
             if in_float32:
@@ -793,6 +797,7 @@ def _graph_from(
     after the forward that makes the logits, and :func:`_leaves_with` finds the leaves of that forward. If the loss runs
     the model again with gradients (R-Drop), only the leaves of this last forward are kept.
     """
+    # A forward writes into the last dict, which begins as a copy of the leaves of the forward before.
     leaves_of_forwards: list[Leaves] = [{}]
 
     def start_graph(
@@ -807,6 +812,7 @@ def _graph_from(
         leaves[module] = leaf
         if module is layers[-1]:
             if torch.is_grad_enabled():
+                # An earlier forward has switched gradients on, and the loss has now run the model again (R-Drop).
                 del leaves_of_forwards[:-1]
             else:
                 # If there is another forward, its layers replace leaves in the copy. Leaves of layers that it does not

@@ -55,14 +55,14 @@ class TokenChoice:
     """Chooses which tokens of a run are measured.
 
     In the first step all tokens are measured. In each later step microbatches are chosen: those with a label that
-    counts for the first time, and one by turns. For example, if steps have 8 microbatches, it is the first one in
-    step 16, the second one in step 17, and the first one again in step 24. A step with fewer microbatches than the
-    previous step may have no chosen one. In a chosen microbatch some tokens are measured; in one of 64, drawn at
-    random, all tokens.
+    counts for the first time, and one by turns. For example, if steps have 8 microbatches, the turn is at the
+    first one in step 16, at the second one in step 17, and at the first one again in step 24. A step with fewer
+    microbatches than the previous step may have no chosen one. If tokens have weights, the algorithm measures every
+    microbatch. In a measured microbatch some tokens are measured; in one of 64, drawn at random, all tokens.
 
     A loss may treat some labels in another way. If it then also divides by another number, the weight of every token
-    changes, and the first microbatch with these labels shows it. If only the weights of their own tokens change, the
-    measured tokens may miss it. But these weights do not depend on the cut, so the step is exact.
+    changes, and the first microbatch with these labels shows it. If only the tokens with these labels get another
+    weight, they may not be among the measured tokens. But this weight does not depend on the cut, so the step is exact.
     """
 
     def __init__(self) -> None:
@@ -100,7 +100,7 @@ class TokenChoice:
         return self.step == 0 or is_its_turn or counts.has_new_label
 
     def draws_all(self) -> bool:
-        """Draws whether all tokens of a microbatch that :meth:`includes` has chosen are measured, or only some."""
+        """Draws whether all tokens of a microbatch that is measured are measured, or only some."""
         return self.step == 0 or GENERATOR.random() < ALL_TOKENS_SHARE
 
     def end_step(self, num_microbatches: int) -> None:
@@ -118,14 +118,14 @@ class TokenChoice:
 class MicrobatchRecord:
     """The counts of a microbatch, made on the CPU, and observations from its backward."""
 
-    batch: Batch  # on the device
+    batch: Batch  # on the device; from BEFORE_BACKWARD on only the entries that check_step() reads
     rows: Sequence[RowCounts]
     # Number of microbatches that this rank makes of the step. None: no loss term is divided by it.
     num_microbatches: int | None = None
     composers_weight: float = 1.0  # the factor that Composer should apply to its loss
-    has_bypass: bool = False  # whether its loss has a term that is not made of the logits
-    factor: Tensor | None = None  # the factor that was applied to its loss, times the gradient scale
-    token_loss: Tensor | None = None  # the sum of the losses of its tokens, if tokens have weights
+    has_bypass: bool = False  # whether it was seen to have a bypass, see _check_tokens()
+    factor: Tensor | None = None  # the factor that Composer did apply to its loss, times the gradient scale
+    token_loss: Tensor | None = None  # the unweighted sum of the losses of its tokens, only if tokens have weights
     was_reached: bool = False  # whether a gradient came to its logits
     # How far the total of a dict loss is from the sum of its terms, as a multiple of the round-off. None: no total.
     total_error: Tensor | None = None
@@ -161,7 +161,8 @@ class MicrobatchRecord:
             logits: ``(rows, width, vocabulary)``; only at labels: ``(1, labels (+ 1), vocabulary)``, see
                 :class:`.LabelledPositions`.
             weights: Relative weights of the tokens, ``(rows, width)`` of the logits; None: they are equal.
-            plain_token_weight: The weight of a token whose relative weight is 1. None: tokens are not measured.
+            plain_token_weight: The weight of a token whose relative weight is 1. None: tokens are not measured, and the
+                hook only notes that a gradient has come.
             batch: A batch with labels in the shape of the logits, see :func:`.batch_at_logits`.
             measures_all: Whether to measure all tokens, or only some.
         """
@@ -176,9 +177,9 @@ class MicrobatchRecord:
         on_gradient(logits, measure_tokens)
 
     def observe(self, gradient: Tensor) -> None:
-        """Notes the gradient of the scaled loss: the weight of Composer, times the gradient scale. A hook on that loss.
+        """Notes the gradient with respect to a scaled term of the loss: Composer's weight times the gradient scale.
 
-        The gradients of several backwards are added, because the gradients of the model are, too.
+        It is a hook on that term. If there are several backwards, their gradients are added, as those of the model are.
         """
         factor = gradient.detach().sum(dtype=torch.float32)
         if self.factor is not None:
@@ -199,8 +200,8 @@ class MicrobatchRecord:
         self.was_reached = True
         if plain_token_weight is None:
             return
-        # If the model has converted its logits to another type, the gradient is the one before the conversion, see
-        # edge_of(), and the two types differ. Then both hold numbers that were rounded to the coarser type.
+        # The two types differ if the model has converted its logits: this gradient is the one before the conversion,
+        # see edge_of(). Then both hold numbers that were rounded to the coarser type.
         self.tolerance = max(tolerance_of(gradient.dtype), tolerance_of(logits.dtype))
         targets = targets_of(batch, self.counts.rule)
         if not measures_all:
@@ -265,8 +266,8 @@ class Step:
     # layout, which says how to divide the entries of the batch among its rows.
     facts: Sequence[RowFacts] = ()
     is_weighted: bool = False  # whether tokens may have weights
-    # Whether the loss has terms that are not made of the logits, as the first step with a weight has shown. None: there
-    # was no such step yet, so check_step() fills it in.
+    # Whether the loss has a bypass, as the first step with a weight has shown, see _check_tokens(). None: there was no
+    # such step yet, or a bypass is not refused. Then check_step() fills it in from this step.
     has_bypass: bool | None = None
     gradient_scale: float = 1.0  # of mixed precision
     # Microbatches that our split has made, on the CPU, in the order of their computation. Empty if another split cuts.
@@ -418,8 +419,9 @@ def _check_factors(step: Step) -> None:
 def _check_tokens(step: Step) -> None:
     """Raises RuntimeError if a measured token has a wrong weight, or if the loss has a new term.
 
-    A bypass is a part of the loss that is not made of the logits. If the first step with a weight had none, as
-    ``step.has_bypass`` says, a later bypass is a new term. The algorithm passes this value on from step to step.
+    A bypass is a part of a mean over tokens that is made neither of the logits nor of the router's loss. The algorithm
+    looks for it only in microbatches that it measures. If the first step with a weight had none, ``step.has_bypass`` is
+    False, and a later bypass is a new term. The algorithm passes this value on from step to step.
     """
     for record in step.with_weight:
         if record.has_bypass and step.has_bypass is False:

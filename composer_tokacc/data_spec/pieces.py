@@ -47,7 +47,7 @@ class CutRules:
 
     Each kind of padding has a width. Padding is trimmed in batches up to this width, because the first-batch check has
     shown on a batch of this width that trimming is exact. Wider batches keep their padding until the check has looked
-    at one of them. If the width is :data:`NOT_TRIED` or :data:`FAILED`, all batches keep it.
+    at one of them. If the width is :data:`NOT_TRIED` or :data:`FAILED`, all batches keep padding of this kind.
 
     Args:
         left: Width for rows padded on the left.
@@ -103,10 +103,10 @@ class CutRules:
         return self.needs_media == other.needs_media and self.packing == other.packing
 
     def with_earlier_width(self, earlier: CutRules, side: str) -> CutRules:
-        """Returns these rules with the widths of the ``earlier`` rules for padding on ``side``.
+        """Returns these rules, but trims padding on ``side`` only up to the widths of the ``earlier`` rules.
 
-        The check calls it if these rules were exact, but no row had padding to trim. Then nothing shows that trimming
-        is exact up to a new width. Padding that these rules keep is still kept, because trimming it has failed or was
+        The check calls it if these rules were exact, but no row was trimmed. Then nothing shows that trimming is exact
+        up to a new width. A kind of padding that these rules keep is still kept, because trimming it has failed or was
         not tried.
         """
         names = ('left', 'left_with_positions')
@@ -149,7 +149,11 @@ def padded_candidates(facts: RowFacts, earlier: CutRules) -> Iterator[CutRules]:
 
 
 def _padding_rules(facts: RowFacts, earlier: CutRules) -> Iterator[CutRules]:
-    """Yields the earlier rules, changed to trim rows as wide as these, and then to keep the padding of such rows."""
+    """Yields rules that trim the padding of these rows, and then rules that keep it.
+
+    Only the width for this kind of padding differs from the ``earlier`` rules. If trimming this kind has failed before,
+    it is not tried again.
+    """
     if not facts.is_padded or not facts.may_be_trimmed:
         # Nothing can be trimmed, so the check can try no other rules.
         yield earlier
@@ -354,8 +358,9 @@ class Piece:
     def check_caps(self, indices: Sequence[int] | None) -> None:
         """Raises ValueError if a row by itself is over a cap. With ``on_oversize='warn'`` it logs a warning.
 
-        Call it on the piece of all rows, before some of them are taken. ``indices`` are the indices of these rows in
-        the dataset, or None. If the batch has no ``sample_ids``, the message names the row by them.
+        Call it on the piece of all rows, before some of them are taken. The message names a row by its entry in
+        ``sample_ids``. If the batch has none, it names the row by its index in the dataset, which ``indices`` holds for
+        each row. With None it has only the number of the row in the batch.
         """
         sizes = {'tokens': [width + self.facts.decoder_width for width in self.widths], **self.sizes}
         caps = {'tokens': self.options.max_tokens, **self.options.caps}

@@ -96,6 +96,7 @@ class MicrobatchSplit:
         self.fixed_layout = layout
         """The layout of the arguments. It holds for every model and batch."""
         self.layout = layout
+        """The layout that is used now. None: each call infers it from its batch."""
         self.rules = RULES_WITHOUT_CHECK
         """How rows are cut. After a fit they can still be read, until a batch is split without a check."""
         self.checked = False
@@ -152,7 +153,7 @@ class MicrobatchSplit:
         """Takes the layout of a model that is evaluated, and its loss rule; None: the rule is not known."""
         self.loss_rule = loss_rule
         if self.checked:
-            return  # this is also the split of training, which has its layout
+            return  # the split also serves the training that goes on, and keeps its layout
         self.layout = self.fixed_layout or layout_of_model(model)
 
     def stop(self) -> None:
@@ -264,9 +265,10 @@ class MicrobatchSplit:
             if self.must_pack:
                 return
             self._tries_packing = False  # it has failed on these rows
-        # If any row of a batch has media, some models number tokens behind a hole (Qwen2-VL), or labelled padding
-        # (Qwen3-VL), in another way. Rows without media cannot show this to the check, but another rank may have media.
-        # So if there are such rows, each microbatch without media gets a dummy row with media.
+        # Some models number tokens behind a hole (Qwen2-VL), or labelled padding (Qwen3-VL), in another way if any row
+        # of the batch has media. If none of these rows has media, the check cannot see this, but rows of another rank
+        # may have media. So if one of these rows has a hole or labelled padding, the rules add a dummy row with media
+        # to each microbatch without media.
         if get_world_size() > 1 and self._may_have_media and not any(facts.media):
             may_depend = any(facts.has_hole) or any(facts.has_unattended_label)
             earlier = replace(earlier, needs_media=earlier.needs_media or may_depend)
@@ -282,8 +284,9 @@ class MicrobatchSplit:
             self._set_attention(rules.packing)
         options = self.options.without_caps()
         if not rules.packing:
-            # The width is not rounded up: the check must see a row without any padding, as some rows are in training
-            # even after rounding. It may matter, because the last token may see the next column (MobileBERT).
+            # The width is not rounded up, because the check must see a row without any padding. In training some rows
+            # have none even after rounding. Padding may matter, because the last token may see the next column
+            # (MobileBERT).
             options = replace(options, width_multiple=1)
         all_rows = Piece.from_facts(facts, rules, options)
         piece = all_rows.take(rows)
@@ -474,8 +477,8 @@ class MicrobatchSplit:
                 indices = pre_split.indices[number]
             piece.check_caps(indices)
             if has_ranks:
-                # DistributedSampler repeats samples to give all ranks equally many. Repeated samples have no weight, so
-                # they are left out. If no row remains, the rank makes an empty microbatch.
+                # A sampler may repeat samples of other ranks, so that every rank has some, or equally many. Repeated
+                # samples have no weight, so they are left out. If no row remains, the rank makes an empty microbatch.
                 counts = row_counts_of(facts.batch)
                 samples = [row for row in piece.rows if counts[row].samples > 0]
                 piece = piece.take(samples)  # the piece has all rows, so the place of a row is its number
@@ -523,7 +526,7 @@ class MicrobatchSplit:
         return num_microbatches
 
     def _warn_of_dummies(self, pieces: Sequence[Piece]) -> None:
-        """Warns of rows that do not fit under the caps together with their dummy rows."""
+        """Warns of a row that does not fit under the caps together with its dummy rows; only once for this split."""
         for piece in pieces:
             # A piece that does not fit has one row, because with_dummies() halves others.
             if piece.dummies and not piece.fits and not self._has_warned_of_dummies:
@@ -602,7 +605,8 @@ def with_dummies(pieces: Sequence[Piece], dummies: DummyRows) -> list[Piece]:
         RuntimeError: If a dummy row of another rank is so wide that the rotary embedding of the piece would change.
     """
     if not dummies:
-        # The media of rows need not be counted, which is not possible for every batch.
+        # missing_dummies() below counts the media of each row. That is not possible for every batch, so it is not
+        # called if there are no dummy rows.
         return list(pieces)
     completed: list[Piece] = []
     for piece in pieces:

@@ -45,8 +45,8 @@ Readings = Mapping[str, tuple[Reading, ...]]
 
 MOST_LIKELY_FIRST = list(Reading)
 """Decides between two readings if one batch finds the first more likely, and another batch the second, see
-:func:`agreed_readings`. One of the two is media. It comes after rows and text, because in the batch that finds it less
-likely the tensor fits no item."""
+:func:`agreed_readings`. One of the two is always media, and the other is rows or text. Media comes later, because the
+batch that finds it less likely shows more: it has the tensor, but no items that the tensor fits."""
 
 ENTRY_BY_READING = {
     Reading.TEXT: Entry(seq_dims=(1,)),
@@ -381,9 +381,9 @@ def _entries_by_rows(
     num_entries: int,
     placeholders: _PlaceholderCounts,
 ) -> list[int] | None:
-    """Returns the numbers of a processor's tensor, one for each row; None if batch or placeholders contradict them.
+    """Returns the numbers in ``value``, one for each row; None if the batch or its placeholders contradict them.
 
-    They do if the processor got all images in one list. Then it writes a 1 for each image instead.
+    They do if the processor got all images in one list. Then it writes a 1 for each image, not a number for each row.
     """
     entries: list[int] = value.tolist()
     if sum(entries) != num_entries or len(entries) != len(placeholders.tokens):
@@ -421,7 +421,7 @@ def _entries_by_sizes(
         entries_per_patch = num_entries // num_patches
         patches_per_row = sums_of_groups(patches, items_per_row)
         return [entries_per_patch * count for count in patches_per_row]
-    if num_entries == len(patches):
+    if num_entries == len(patches):  # an entry is an item
         return items_per_row
     return None
 

@@ -175,7 +175,10 @@ class BatchLayout:
         return min(limits, default=None)
 
     def width_matters(self, batch: Batch) -> bool:
-        """Returns whether the rotary embedding depends on the width of this batch. Then nothing may be trimmed."""
+        """Returns whether the rotary embedding depends on the width of this batch. Then nothing may be trimmed.
+
+        Returns False without ``input_ids``, because then nothing is trimmed in any case.
+        """
         limit = self.width_limit
         if limit is None or batch.get('input_ids') is None:
             return False
@@ -305,7 +308,7 @@ class BatchLayout:
         The number of patches follows from the items of the row and their grids. An item is an image, a video or an
         audio. The first of these rules that applies tells the number of items:
 
-        1. If images are in slots (see ``Family.slots``), the slots of the row.
+        1. If images are in slots (see ``Family.slots``), the slots of the row up to its last image.
         2. If no tensor has the items, the numbers ``num_<unit>s`` of the batch. Without them each row has 0.
         3. If the model does not notice a wrong number of placeholders (InstructBLIP, audios of Qwen-Omni), and the
            config names them: the placeholders. A row has as many items as these fill: see ``Media.sizes``.
@@ -401,7 +404,9 @@ class BatchLayout:
     def _placeholders_of(self, batch: Batch, item_unit: str) -> torch.Tensor | None:
         """Returns the positions of the placeholders of some items, bool ``(rows, width)``; None: nothing tells them."""
         modality, _, num_entries = item_unit.partition('/')
-        if num_entries and self.config is not None:  # an inferred unit, see placeholders.py
+        # With a number it is an inferred unit, such as 'image/12'. Then nothing tells which ids the model replaces,
+        # so all are taken: see placeholders.py.
+        if num_entries and self.config is not None:
             return has_any_id(text_of(batch), placeholder_ids(self.config, modality))
         media = self.family.media.get(modality, Media())
         return media.placeholders(batch, self.config, modality)
@@ -511,7 +516,8 @@ class BatchLayout:
         """Returns the batch without the columns that no row needs.
 
         Rounds the width up to ``width_multiple``, but not beyond the width of the batch. Trims even if
-        :meth:`width_matters`, because verification wants to see what that changes, and dummy rows have no loss.
+        :meth:`width_matters`. This package trims only for verification, which wants to see what that changes, and for
+        dummy rows, which have no loss.
         """
         check_count('width_multiple', width_multiple)
         # Frames of an audio that lies along the text would have to be trimmed with it, so nothing is trimmed.
@@ -568,8 +574,9 @@ class BatchLayout:
             pad_token_id: Id to pad ``input_ids`` with. It must not be an image placeholder.
 
         Raises:
-            ValueError: If the layout does not know an entry. Or if only some batches have a tensor or a list, which is
-                not media and has no value for rows without it (``Entry.absent``).
+            ValueError: If the layout does not know an entry. Or if only some batches have a list or a tensor. A batch
+                may lack a tensor of media, one that all rows share, and one with a value for rows without it
+                (``Entry.absent``).
         """
         check_choice('padding_side', padding_side, ('left', 'right'))
         if not batches:
@@ -889,8 +896,9 @@ def _check_same_form(
 def _joined_entry(entries: Sequence[Entry]) -> Entry:
     """Returns how a tensor of the joined batch belongs to rows. ``entries`` say it for each batch, and may disagree.
 
-    If the tensor is shared in one batch, it is shared in the joined batch. If it has no ``seq_dims`` in one batch, it
-    has none, because a decoder's labels can have the encoder's width by chance.
+    If the tensor is shared in one batch, it is shared in the joined batch. In a batch of one row, a shared tensor looks
+    like one with an entry for that row. If it has no ``seq_dims`` in one batch, it has none, because a decoder's labels
+    can have the encoder's width by chance.
     """
     for entry in entries:
         if entry.unit == 'shared':

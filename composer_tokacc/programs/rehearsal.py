@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Runs the heaviest microbatches of a run before its first step, so that the run runs out of memory then or never.
+"""Runs the heaviest microbatches of a run before its first step. If memory is too small, it shows then, and not later.
 
 A :class:`.RegroupingBatchSampler` plans all batches of a run from the lengths of the samples. So the sizes of every
 microbatch are known before it is read. The candidates are the microbatches that are the largest by one of five sizes.
@@ -219,8 +219,8 @@ def rehearse(
     max_tokens = run.sampler.rows.options.max_tokens
     longest_sample = int(run.sampler.lengths.max())
     with _leaving_no_trace(state), _room_for_optimizers(state):
-        # A size counts rows of `slot_tokens`, so the token budget shrinks in proportion to it. The longest sample must
-        # still fit into `max_tokens * report.microbatch_size / size`.
+        # The token budget is `max_tokens` at `size`, and shrinks in proportion to the size that is tried. It is then
+        # `max_tokens * report.microbatch_size / size`. The longest sample must still fit into it.
         while max_tokens * report.microbatch_size >= longest_sample * size:
             failed = _run_all(run, candidates, report)
             if failed is None:
@@ -238,7 +238,7 @@ def rehearse(
 
 
 def heaviest_of_run(run: PlannedRun) -> tuple[list[Candidate], int]:
-    """Returns the microbatches of a run that are the largest by one of their sizes, and the number of its batches."""
+    """Returns the largest microbatches by each size in the rest of a run, and how many global batches were searched."""
     heaviest: list[Candidate] = []
     num_batches = 0
     for step, ranks, window in _plans_left(run):
@@ -297,7 +297,7 @@ def _shape_of(run: PlannedRun, samples: list[int], width: int) -> BatchShape:
         pixel_bytes = int(image_tokens * run.memory.pixel_bytes_per_image_token)
     num_logits = None  # logits at all positions
     if run.labels_per_sample is not None:
-        # The run may compute logits at more positions than those with a label.
+        # The entry `labels` of the shape is the number of positions with logits, which may be more than the labels.
         num_labels = int(run.labels_per_sample[samples].sum())
         num_logits = logit_positions(num_labels, len(samples) * width)
     return BatchShape(
@@ -309,7 +309,7 @@ def _plans_left(run: PlannedRun) -> Iterator[tuple[int, Sequence[Sequence[Microb
     """Plans the remaining global batches of a run. Yields for each its step, microbatches of each rank, and samples.
 
     Stops after ``MOST_BATCHES``. If the run ends after a number of tokens or seconds, its number of batches is not
-    known ahead. Then the batches of one epoch are planned.
+    known ahead. Then as many batches are planned as one epoch has. They may reach into the next epoch.
     """
     state = run.state
     sampler = copy.copy(run.sampler)  # a copy, because the run's own must stay in its epoch
@@ -361,8 +361,9 @@ def _run_all(
 def _in_order(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Returns the candidates in their order of running: lightest first, but the one with the most logits next to last.
 
-    The gradients and outputs of a microbatch are still in memory when the next one begins. So the heaviest candidate
-    runs after the one with the largest outputs. If it has the most logits itself, it runs twice.
+    The gradients and outputs of a microbatch are still in memory when the next one begins, and most of the outputs are
+    logits. So the candidate with the most logits runs just before the heaviest one. If both are the same, it runs
+    twice.
     """
     heaviest = candidates[-1]
     most_logits = max(candidates, key=lambda candidate: candidate.shape.logits)
@@ -430,7 +431,10 @@ def _microbatches_of(run: PlannedRun, candidate: Candidate, size: float) -> list
 
 @contextmanager
 def _leaving_no_trace(state: State) -> Iterator[None]:
-    """Restores gradients, outputs, state of the model and random numbers after the block."""
+    """Restores gradients, outputs, state of the model and random numbers after the block.
+
+    The block begins without gradients, as each step of the Trainer does.
+    """
     gradients = [(parameter, parameter.grad) for parameter in state.model.parameters()]
     outputs = getattr(state, 'outputs', ())  # Composer deletes them if memory runs out
     try:
@@ -470,7 +474,8 @@ def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
                 parameter = parameter.to_local()
             parameter_bytes += parameter.nbytes
     device = optimizer.param_groups[0]['params'][0].device
-    # So large that a step count makes no difference, nor do the tables that all parameters of an 8-bit optimizer share.
+    # The parameter is so large that other states make no difference: a step count, or the tables that all parameters of
+    # an 8-bit optimizer share.
     zeros = torch.zeros(1024, 1024, device=device)
     small = torch.nn.Parameter(zeros)
     small.grad = torch.zeros_like(small)
@@ -503,7 +508,8 @@ def _does_not_fit(
         names.append(str(sample_ids[0]))
     split = split_of(run.state.dataloader)
     if split is None or split.options.slot_tokens is None:
-        # The token budget is then the sampler's `max_tokens`, whatever the size. So another size would not help.
+        # Then a run begins with the sampler's `max_tokens` as token budget, whatever size the config has. So another
+        # size in the config would not help.
         remedy = "Lower the sampler's `max_tokens`"
     elif fitting_size:
         remedy = f'Set it to {fitting_size}, with which all that was rehearsed fits'

@@ -90,9 +90,9 @@ a slot is as wide as the device batch."""
 
 
 class NamedParts(ConcatDataset):
-    """Several datasets one after the other. A sample has the name of its dataset as ``source``.
+    """Joins several datasets, one after the other. Each sample gets the name of its dataset as entry ``source``.
 
-    It is a list of one entry, because a sample is a batch of one row.
+    The entry is a list with this one name, because a sample is a batch of one row.
     """
 
     def __init__(self, datasets: Sequence[Dataset], names: Sequence[str]) -> None:
@@ -157,7 +157,8 @@ class Source(ABC):
     def build_processor(self) -> Any:
         """Returns the processor of the checkpoint. For a fresh model, builds a small processor.
 
-        If ``dataset.processor`` leaves out the sizes of the small one, they come from the config of the model.
+        The small one takes ``image_size`` and ``patch_size`` from the config of the model, unless
+        ``dataset.processor`` has them.
         """
         arguments = dict(self.section.get('processor') or {})
         if self.config.model.pretrained is not None:
@@ -371,7 +372,9 @@ class FileSource(Source):
                 )
             # `loss_share` only sets the weights of tokens then, so a part may have `epochs`, too.
             used_keys.discard('epochs')
-        required_keys = used_keys - {'epochs'}  # a part without `epochs` is read once
+        # The parts may use one of the keys, and then each part must have it. Only `epochs` may be left out, because a
+        # part without it is read once.
+        required_keys = used_keys - {'epochs'}
         is_complete = all(keys >= required_keys for keys in share_keys_by_part.values())
         if len(used_keys) > 1 or not is_complete:
             raise ConfigError(
@@ -465,7 +468,8 @@ class FileSource(Source):
         """
         fits = arguments.get('fit')
         if fits or arguments.get('on_error') == 'skip':
-            # `measure` then returns the table of the dataset instead of a new one, if the patch sizes are equal.
+            # `measure` later returns the table that the dataset makes here, whatever its own arguments are. So this
+            # table must be made with the settings that `measure` uses.
             arguments.setdefault('lengths_folder', self.config.loader.lengths_folder)
             arguments.setdefault('patch_size', self.patch_size(processor))
         if not fits:
@@ -503,7 +507,7 @@ class FileSource(Source):
         table = self.measure(dataset, processor)
         longest = int(table.lengths.max())
         size = microbatching.device_train_microbatch_size
-        if not isinstance(size, int):  # a whole device batch: its samples, rounded up
+        if not isinstance(size, int):  # a microbatch may hold the whole device batch, so its samples count, rounded up
             size = -(-loader.samples_per_batch(table.lengths) // dist.get_world_size())
         # None would mean the width of each device batch, which is small if a rank gets only short samples.
         slot_tokens = microbatching.slot_tokens or longest
@@ -629,8 +633,8 @@ class ShardSource(Source):
         """Refuses an eval set that has shards of the training set.
 
         It is only called if ``dataset.eval`` does not say where its shards are. Then both sets read the same streams,
-        and only another ``dataset.eval.split`` makes them differ. A stream with a ``split`` of its own ignores that
-        one, so such a stream is always refused.
+        and only another ``dataset.eval.split`` makes them differ. But a stream with a ``split`` of its own ignores
+        ``dataset.eval.split``. It has the same shards in both sets, so it is always refused.
         """
         training_shards = self._shards(is_eval=False)
         for places, split in self._shards(is_eval=True):
@@ -698,9 +702,10 @@ class ShardSource(Source):
         config = self.config
         microbatching = config.microbatching
         if is_eval or not config.loader.exchange_ranks:
-            # A DataLoader draws a seed for its workers when it begins to iterate. In a resumed run with a
-            # StreamingDataset that is after the random numbers of the run were restored, so the draw would change them.
-            # It comes from this generator instead. (Other loaders draw earlier, when Composer skips batches.)
+            # A DataLoader draws a seed for its workers when it begins to iterate. With a StreamingDataset a resumed run
+            # has restored its random numbers before that, so the draw would change them. With a generator of its own
+            # the loader leaves them alone. (With other datasets the loader begins earlier: Composer skips batches first
+            # and then restores the random numbers.)
             generator = torch.Generator().manual_seed(config.seed + dist.get_global_rank())
             return StreamingDataLoader(dataset, generator=generator, **options), microbatching.slot_tokens
         # This loader reads as a plain one does, and then exchanges samples between the ranks by length.
@@ -733,8 +738,8 @@ class ShardSource(Source):
         """Returns the section's arguments of the training set, or of the eval set.
 
         The eval set has the arguments of the training set, changed by ``dataset.eval``. If ``dataset.eval`` says where
-        its shards are, all ``SHARD_PLACES`` and the ``split`` of the training set are left out. A single place must not
-        stay, because ``local`` and ``streams`` exclude each other.
+        its shards are, all ``SHARD_PLACES`` and the ``split`` of the training set are left out. If one stayed,
+        ``local`` of one set could meet ``streams`` of the other, and these exclude each other.
         """
         arguments = without(self.section, 'name', 'processor', 'eval', 'parts')
         if not is_eval:

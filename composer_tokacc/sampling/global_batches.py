@@ -73,7 +73,7 @@ class BatchSchedule:
         return cls(unit, starts, sizes)
 
     def stage_after(self, trained: int) -> int:
-        """Returns the index of the stage of the next step."""
+        """Returns the index of the stage that the next step belongs to, after ``trained`` steps or tokens."""
         return bisect_right(self.starts, trained) - 1
 
     def cut(
@@ -108,6 +108,7 @@ class BatchSchedule:
 
 
 def _not_a_schedule(stages: object) -> InvalidInputError:
+    """Returns the error for a malformed schedule."""
     return InvalidInputError(
         '`global_batch_size` must be a number, or a list of (start, size) whose starts rise from 0 and are all steps '
         f"or all tokens, got: {stages!r:.200}. For example [(0, 768), ('5000000tok', 1536)]."
@@ -279,7 +280,8 @@ class GlobalBatches:
     def _trained_before(self, epoch: int, schedule: BatchSchedule) -> int:
         """Returns the steps or tokens trained before an epoch, if all earlier epochs are read to their end.
 
-        Stops counting when the last stage is reached, because the size of the global batch no longer changes.
+        If an earlier epoch has already begun in the last stage, the result is the number before that epoch. It is then
+        too low, but the last stage has no end, so the global batches are the same. Later epochs need not be counted.
         """
         trained_before_epochs = self._trained_before_epochs
         last_stage = len(schedule.starts) - 1
@@ -294,10 +296,10 @@ class GlobalBatches:
         return trained_before_epochs[epoch]
 
     def _check_epoch_fills_a_batch(self) -> None:
-        """Raises ValueError if the first epoch cannot fill the largest global batch, so that it would be dropped.
+        """Raises ValueError if the first epoch is smaller than the largest global batch, which it could never fill.
 
-        With global batches by tokens, each modality of the epoch must fill one. A later epoch of a mixture may still be
-        too small, if it has other samples than the first.
+        With global batches by tokens, each modality of the epoch must fill one. Then a later epoch of a mixture may
+        still be too small, if it has other samples than the first. Counted by samples, all epochs are equally large.
         """
         if self._schedule is None:
             option = 'global_batch_tokens'
@@ -334,7 +336,7 @@ def check_global_batch(global_batch_size: int, num_ranks: int) -> None:
 
 
 def check_cap(option: str, cap: int, sizes: np.ndarray) -> None:
-    """Raises ValueError if a single sample is larger than a cap on the sum over several samples.
+    """Raises ValueError if a single sample is over a cap that limits the sum of several samples.
 
     Args:
         option: The option that sets the cap.
@@ -358,13 +360,14 @@ def cut_by_tokens(
 ) -> list[np.ndarray]:
     """Returns global batches of about equally many tokens, as views of the order.
 
-    The first ``b`` global batches together are the longest start of the order with at most ``b * tokens`` tokens. So
-    they lack less than one sample, and a step differs from `tokens` by less than the longest sample. The number of
-    global batches is ``ceil(sum / tokens)``, or ``floor(sum / tokens)`` with `drop_last`, for every order of the
-    samples. So all epochs have equally many steps, which trainers expect.
+    The first ``b`` global batches together are the longest start of the order with at most ``b * tokens`` tokens. They
+    fall short of ``b * tokens`` by less than one sample. So a step differs from `tokens` by less than the longest
+    sample; only the last step of an epoch, with the samples that are left, may have far fewer. The number of global
+    batches is ``ceil(sum / tokens)``, or ``floor(sum / tokens)`` with `drop_last`, for every order of the samples. So
+    all epochs of the same samples have equally many steps, which trainers expect.
 
-    The usual rule fills each global batch up to `tokens` by itself. Then the tokens that each one lacks add up, and the
-    number of global batches depends on the order.
+    The usual rule fills each global batch up to `tokens` by itself. Then the tokens by which each one falls short add
+    up, and the number of global batches depends on the order.
 
     Args:
         order: Samples of the epoch, each with at most `tokens` tokens.

@@ -186,7 +186,7 @@ class RegroupingBatchSampler(DistributedSampler):
             # Only a mixture can be divided by modality, so a single dataset becomes a mixture of one dataset.
             mixture = mixture or Mixture([num_samples])
         else:
-            media = None  # has no effect
+            media = None  # the argument only has an effect with 'per_step'
         self._global_batches = GlobalBatches(
             self.lengths,
             samples=global_batch_size,
@@ -247,7 +247,8 @@ class RegroupingBatchSampler(DistributedSampler):
     def __iter__(self) -> Iterator[RankAssignment]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Returns this rank's assignment of each global batch of the epoch, from `first_batch` on.
 
-        For the iterator of a RegroupingDataLoader it begins at `start_of_loader` instead.
+        The iterator of a RegroupingDataLoader begins at `start_of_loader` instead. Its progress is not noted here,
+        because the loader notes it.
         """
         epoch, first = self.start_of_loader or (self.epoch, self.first_batch)
         if self._epoch_of_witnesses is None:
@@ -263,9 +264,9 @@ class RegroupingBatchSampler(DistributedSampler):
         needs_witnesses = self.num_replicas > 1 and epoch == self._epoch_of_witnesses
         for assignment in prefetch(self._assign, windows[first:]):
             if needs_witnesses:
-                # The first and the last sample of the dataset, and not samples of the window, which change with the
-                # epoch. A rank may look at a batch of another epoch before the run. It reads its witnesses then, but
-                # they are compared with those of the run's first epoch on the other ranks.
+                # The first and the last sample of the dataset are the same in every epoch, while those of a window are
+                # not. Ranks may read their witnesses in different epochs: one rank may look at a batch of another epoch
+                # before the run. The loader gives the digest to all later batches, so the ranks can still compare it.
                 assignment = replace(assignment, witnesses=(0, len(self.lengths) - 1))
                 needs_witnesses = False
             yield assignment
@@ -294,10 +295,14 @@ class RegroupingBatchSampler(DistributedSampler):
     def has_only_copies(self, batch: int) -> bool:
         """Returns whether this rank has only a copy in global batch `batch` of this epoch, see RankAssignment."""
         window = self._window(batch)
-        # No plan is needed to tell if there are enough samples. For 'ddp' one for each rank is enough. For 'fsdp',
-        # samples with images and samples without are planned by themselves. With four for each rank, the larger group
-        # has two for each rank. It gets dummies only if it is cut into single samples. Then it has three slots or more,
-        # and its dummies, which are fewer than the ranks, lie next to each other in at most two slots.
+        # With enough samples every rank gets one of its own, so no plan is needed. For 'ddp' one for each rank is
+        # enough. For 'fsdp' four for each rank are enough:
+        # - Samples with images and samples without are two groups, each planned by itself. The larger group has at
+        #   least two samples for each rank.
+        # - This group gets dummies only if each of its samples is a microbatch, and these do not fill the step slots.
+        #   Then it has three slots or more.
+        # - Its dummies are fewer than the ranks, and next to each other in the order in which slots are filled. So they
+        #   are in at most two slots, and in a third slot every rank has a sample.
         enough = self.num_replicas
         if self.rows.options.objective == 'fsdp':
             enough = 4 * self.num_replicas
@@ -334,7 +339,7 @@ class RegroupingBatchSampler(DistributedSampler):
             state.setdefault(name, identity.get(name))
         names = {*identity, *state} - {'epoch', 'batch'}
         for name in sorted(names):
-            # If only one of the two has a name, that is a difference, too, because `get` returns None for the other.
+            # A name that only the saved state has, or only this sampler, is a difference, too: `get` returns None.
             if state.get(name) != identity.get(name):
                 raise InvalidInputError(
                     f'`{name}` must be that of the saved run for the same global batches, got: {identity.get(name)}, '
@@ -344,10 +349,11 @@ class RegroupingBatchSampler(DistributedSampler):
         self.skip_to(state['batch'])
 
     def plan_record(self, batch: int) -> PlanRecord:
-        """Returns the record of global batch `batch`, with which ranks check that they agree; for a plain DataLoader.
+        """Returns the record of global batch `batch`, with which ranks check that they agree.
 
-        Its checksum covers the arguments and the samples, but not the plan, which would have to be made again. A batch
-        of a RegroupingDataLoader has its own record, with the checksum of its assignment, which also covers the plan.
+        It is for a plain DataLoader. Its checksum covers the arguments and the samples, but not the plan, which would
+        have to be made again. A batch of a RegroupingDataLoader has a record of its own, whose checksum also covers the
+        plan.
         """
         checksum = extended_checksum(self._checksum, self._window(batch).tobytes())
         return PlanRecord(checksum, self.rank, self.num_replicas, facts=self.plan_facts(self.epoch, batch))

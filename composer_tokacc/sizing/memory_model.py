@@ -49,7 +49,8 @@ _FEATURES_OF = {
 class StaticBytes:
     """Bytes of the whole model, before anything is sharded.
 
-    Four fields are numbers of weights instead: of the parts of the model that FSDP gathers.
+    The four fields from `block` to `trained_outside` are numbers of weights, and not bytes. They tell how much of the
+    model a rank holds while FSDP has gathered it.
 
     Args:
         parameters: All parameters, frozen ones too.
@@ -62,7 +63,7 @@ class StaticBytes:
             the end of the backward pass.
         trained_block: Number of trained weights in the block that has most of them.
         trained_outside: Number of trained weights outside of all blocks.
-        compute_bytes: Bytes of one weight in the precision of the forward pass.
+        compute_bytes: Bytes of one weight as FSDP gathers it: usually in the precision of the forward pass.
     """
 
     parameters: int
@@ -171,8 +172,8 @@ class ActivationFit:
 
     Args:
         coefficients: Bytes for one unit of a size, by part and then by the name of the size, as in ``_FEATURES_OF``.
-        area: When attention holds ``rows x width^2`` entries, so that the size ``area`` counts: ``'always'`` (eager),
-            ``'padded'`` (SDPA builds a mask if there is padding), ``'never'`` (flash attention).
+        area: Tells when attention holds ``rows x width^2`` entries: ``'always'`` (eager), ``'padded'`` (SDPA builds a
+            mask if there is padding), ``'never'`` (flash attention). Only then the size ``area`` counts.
         residual: Largest absolute error among the microbatches of the fit, as a share of the microbatch's
             activations in its highest phase.
     """
@@ -198,7 +199,8 @@ def _size(shape: BatchShape, name: str, area: str) -> float:
     holds_area = area == 'always' or (area == 'padded' and shape.is_padded)
     if name == 'area' and not holds_area:
         return 0.0
-    return float(getattr(shape, name) or 0)  # `labels` is None if all logits are computed
+    # `labels` is None if all logits are computed. It counts as 0, because no hidden states are copied then.
+    return float(getattr(shape, name) or 0)
 
 
 def fit_activations(
@@ -231,7 +233,8 @@ def fit_activations(
         for shape in shapes:
             sizes.append([_size(shape, name, area) for name in names])
         features = np.array(sizes)
-        # Errors are relative to the total, so that small microbatches count as much as large ones.
+        # Both sides are divided by all activations of the microbatch. So its error is relative, and small microbatches
+        # count as much as large ones.
         solution = non_negative_fit(features / totals[:, None], num_bytes / totals).tolist()
         coefficients[part] = dict(zip(names, solution, strict=True))
     fit = ActivationFit(coefficients=coefficients, area=area, residual=0.0)
@@ -310,9 +313,10 @@ class MemoryModel:
         at_microbatch = sum(self.terms(shape, num_ranks=num_ranks).values())
         at_optimizer = self.static.optimizer_peak(self.strategy, num_ranks)
         if 'forward' in self.phases:  # always, if the model was traced
-            # The Trainer holds the logits of a microbatch until the next microbatch has its own. So the logits of the
-            # last microbatch are in memory in the optimizer's step. The fit of the phase `forward` predicts their
-            # bytes: this phase ends before new logits exist, so it holds only the logits of the microbatch before.
+            # The Trainer holds the logits of a microbatch until the next microbatch has its own. This has two effects.
+            # In the optimizer's step the logits of the last microbatch are still in memory. And in the phase `forward`,
+            # which ends before there are new logits, the only ones are those of the microbatch before. So the fit of
+            # this phase predicts their bytes.
             at_optimizer += self.phases['forward'].predict(shape)['logits']
         return max(at_microbatch, at_optimizer)
 

@@ -109,7 +109,9 @@ class Capacity:
         if share < DENSE:
             most = math.ceil(tokens * share)
         if self.max_loss_tokens is not None:
-            # L + 1 is at most L / DENSE + 1. A microbatch that computes all logits has at most L / DENSE positions.
+            # A microbatch has L labels, at most `max_loss_tokens`. It computes logits at L + 1 positions, or at all.
+            # All are only computed if L is at least DENSE times their number, so they are at most L / DENSE. Neither
+            # number is above L / DENSE + 1.
             most = min(most, math.ceil(self.max_loss_tokens / DENSE) + 1)
         return most
 
@@ -192,8 +194,8 @@ def suggest_microbatching(
         max_loss_tokens: Most loss-generating tokens of a microbatch. With logits at labels it bounds their memory.
             It needs a length table with loss tokens. Default: no cap.
         regroup: Whether the split may sort rows by length.
-        equal_counts: Whether all ranks make the same number of microbatches. ``'auto'``: only with FSDP, because DDP by
-            default reduces gradients only in the last microbatch.
+        equal_counts: Whether all ranks make the same number of microbatches. ``'auto'``: only with FSDP, where ranks
+            wait for each other in every microbatch. DDP by default reduces gradients only in the last one.
         width_multiple: Widths are rounded up to a multiple of it.
         packing: Whether the rows of a microbatch become one packed row.
         sample_ids: Names of the samples, for messages.
@@ -263,7 +265,7 @@ def suggest_microbatching(
         terms={name: num_bytes / GIB for name, num_bytes in worst_terms.items()},
         peak_gib=run.peak(size) / GIB,
         memory_residual=memory.residual,
-        figures=run.figures(size, max(stock_size, 1)),
+        figures=run.figures(size, max(stock_size, 1)),  # if stock Composer has no safe size, its figures are of one row
         bound=run.mean_bound(size),
         measured_cost=measured_cost,
         cost=cost,
@@ -354,7 +356,10 @@ class _RunBySize:
         return np.where(self.goes_alone(size), self._peaks_alone, 0.0)
 
     def peak(self, size: int) -> float:
-        """Returns bytes at the highest peak: the worst within the caps, or of a sample that goes alone and fits."""
+        """Returns bytes at the highest peak: the worst within the caps, or of a sample that goes alone and fits.
+
+        Samples that do not even fit alone are left out. The report names them in ``too_large``.
+        """
         peaks_alone = self.peaks_alone(size)
         fitting_peaks = peaks_alone[peaks_alone <= self.capacity.limit]
         worst_peak = self.capacity.peak(self.options_of(size).max_tokens)
