@@ -251,18 +251,19 @@ class LossTerms:
     def total_error(self, loss: Any) -> Tensor | None:
         """Returns how far the total of a dict loss is from the sum of its terms, as a multiple of the round-off; 0-d.
 
-        Up to 1, round-off explains the difference. NaN if a term or the total is NaN, or if all are 0. None: the loss
-        has no total. Does not wait for the device.
+        Up to 1, round-off explains the difference. NaN if a term or the total is NaN, if a term is infinite, or if all
+        are 0. None: the loss has no total. Does not wait for the device.
         """
         if not isinstance(loss, Mapping) or 'total' not in loss:
             return None
+        values = [term.value.detach() for term in self.terms_of(loss)]  # first, because it refuses other totals
         total = loss['total'].detach()
-        terms = torch.stack([term.value.detach().float().mean() for term in self.terms_of(loss)])
-        # A total in bfloat16 is rounded after each addition. The round-off is relative to the sizes of the terms,
-        # because terms may nearly cancel each other.
-        precision = torch.finfo(total.dtype).eps
+        terms = torch.stack([value.float().mean() for value in values])
+        # Terms or total may be rounded. A total in bfloat16 is rounded after each addition. The round-off is relative
+        # to the sizes of the terms, because terms may nearly cancel each other.
+        precision = max(torch.finfo(value.dtype).eps for value in [total, *values])
         round_off = (1e-4 + len(terms) * precision) * terms.abs().sum()
-        return (total.float() - terms.sum()).abs() / round_off
+        return (total.float().mean() - terms.sum()).abs() / round_off
 
 
 def router_coefficient(model: torch.nn.Module) -> float | None:

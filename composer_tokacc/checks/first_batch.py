@@ -351,7 +351,7 @@ class FirstBatchCheck(Generic[RulesT]):
             # A model that shifts labels has no loss in rows of one token. It may return NaN, or raise an error.
             failure = error
         # A row of one token may show that labels are not shifted. It cannot tell the other rules apart.
-        if rule is None or (rule != 'unshifted' and not can_show_rule):
+        if rule is None or (rule != 'unshifted' and not can_show_rule and self.loss_tokens == 'auto'):
             raise NotExactError(
                 'The first batch must have a row with two tokens, which shows the loss rule of the model, got: '
                 f'rows of at most one token, such as {sample_name(rows, 0)}. Begin with other samples.'

@@ -373,8 +373,8 @@ def check_total_of_loss(error: float) -> None:
     if error > 1.0:
         raise NotExactError(
             f"`loss['total']` must be the sum of the other terms, got: a difference of {error:.3g} times the "
-            'round-off. Return each term with its weight. An algorithm that adds a term must also add it to the total '
-            '(docs/errors.md#model-loss).'
+            'round-off. Return each term with its weight. An algorithm that adds a term must add it to the dict, with '
+            'its unit in `loss_units`, and to the total (docs/errors.md#model-loss).'
         )
 
 

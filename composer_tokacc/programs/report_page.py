@@ -18,7 +18,7 @@ from composer_tokacc.programs.metrics_file import Series, select
 
 MOST_POINTS = 400
 """Most points of a curve. The steps are divided into at most half as many ranges. The lowest and the highest value of
-each range are drawn, so no spike is lost."""
+each range are drawn, so no spike is lost. The first and the last value are drawn, too."""
 MOST_IMAGES = 12
 """Most images of an answered sample that are shown."""
 LINE_COLORS = ('#2a78b5', '#c0392b', '#1f9d6b', '#8e5ea2', '#d98c1f', '#5f6b7a')
@@ -165,7 +165,7 @@ def _drawn_places(curve: Sequence[float]) -> list[int]:
     So a long curve has few points, and no spike is lost.
     """
     values = np.asarray(curve)
-    num_ranges = min(len(values), MOST_POINTS // 2)
+    num_ranges = min(len(values), MOST_POINTS // 2 - 1)
     drawn = {0, len(values) - 1}
     for places in np.array_split(np.arange(len(values)), num_ranges):
         values_of_range = values[places]

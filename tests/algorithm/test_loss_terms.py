@@ -118,7 +118,9 @@ def expected_terms(model, batch, microbatch_size):
     }
 
 
-@pytest.mark.parametrize(('form', 'microbatch_size'), [('dict', 1), ('dict', 3), ('total', 2), ('total', 5)])
+@pytest.mark.parametrize(
+    ('form', 'microbatch_size'), [('dict', 1), ('dict', 3), ('total', 1), ('total', 2), ('total', 5)]
+)
 def test_every_term_has_its_own_denominator(model, batch, form, microbatch_size):
     terms = expected_terms(model, batch, microbatch_size)
     terms['total'] = sum(terms.values())
@@ -273,8 +275,11 @@ def test_total_is_rounded(values, dtype):
     total = entropy + boxes + lm
     assert total.float() != terms_of_loss.float().sum()
     assert terms.probed({**loss, 'total': total}, {}) == {'tokens': lm, 'samples': boxes + entropy}
+    assert terms.total_error({**loss, 'total': terms_of_loss.float().sum()[None]}).item() < 1, 'not rounded, one entry'
     with pytest.raises(RuntimeError, match='must be the sum'):
         terms.probed({**loss, 'total': total - boxes}, {})
+    with pytest.raises(RuntimeError, match='must be a tensor'):
+        terms.probed({**loss, 'total': float(total)}, {})
 
 
 @pytest.mark.parametrize(

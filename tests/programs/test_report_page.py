@@ -89,12 +89,15 @@ def test_long_run_keeps_spikes(tmp_path):
     values = [float(step) for step in steps]
     values[1234] = 1e5
     values[3000] = -1e5
+    values[-1] = values[-2] - 0.5  # neither the lowest nor the highest value of the last steps
     path = tmp_path / 'report.html'
     write_page(path, 'long', [], {'loss/train/total': (steps, values)})
     (line,) = lines_of(path.read_text())
     assert MOST_POINTS / 2 < len(line) <= MOST_POINTS
     xs, ys = zip(*line, strict=True)
     assert list(xs) == sorted(xs)
+    steps_per_pixel = (len(steps) - 1) / (xs[-1] - xs[0])
+    assert steps_per_pixel * (xs[-1] - xs[-2]) < 1.5, 'the last two steps are drawn'
     assert (min(ys), max(ys)) == (10, 180), 'the spikes reach both ends of the axis'
 
 
