@@ -162,9 +162,8 @@ def _read_csv(file: TextIO) -> tuple[list[str], np.ndarray]:
     Raises ValueError with the line and the value if a cell is not a number.
     """
     reader = csv.reader(file)
-    names = [
-        name.strip().removeprefix('#').strip() for name in next(reader, [])
-    ]  # `np.savetxt` begins the header with #
+    header = next(reader, [])
+    names = [name.strip().removeprefix('#').strip() for name in header]  # `np.savetxt` begins the header with #
     rows = []
     for cells in reader:
         if not cells or cells[0].startswith('#'):  # an empty line, or a comment
