@@ -319,8 +319,8 @@ class RowComparison:
     def _with_unlabelled(self) -> RowComparison | None:
         """A comparison of two rows and a copy of the first one without its labels.
 
-        None: there is no term over samples, or no row has labels, or the loss is NaN beside such a row. The last is no
-        fault here, because the data may have no such row.
+        None if there is no term over samples, or if no row has labels. Also None if the loss is NaN in this comparison.
+        That is not refused here, because the data may have no such row.
         """
         labelled = [row for row in self._all_rows if self._counts[row]]
         if 'samples' not in self.reference.losses or not labelled:

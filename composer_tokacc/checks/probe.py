@@ -423,7 +423,7 @@ class Probe:
                 break
         raise _decisive_state(decisive_name, 'which every forward in training writes')
 
-    def check_next_forward(self, batch: Batch, others: Batch) -> None:
+    def check_next_forward(self, batch: Batch, other_rows: Batch) -> None:
         """Raises RuntimeError, on all ranks, if a forward of other rows changes the result of a batch.
 
         :meth:`judge_written_state` takes a state for a cache if a second forward of the same rows does not write it
@@ -440,7 +440,7 @@ class Probe:
             return result, {state.name for state in snapshot.written()}
 
         with undisturbed(self.model, watches_parameters=False):
-            self.run(others, keeps_state=True)
+            self.run(other_rows, keeps_state=True)
             after_others, written_after_others = run_forward()
             after_itself, written_after_itself = run_forward()
             again, _ = run_forward()

@@ -29,10 +29,10 @@ class Media:
     """One modality of a family. Its items are images, videos or audios.
 
     Args:
-        sizes: Called as ``sizes(batch, config, num_items, num_tokens)``: the batch has so many items of the modality,
-            and so many placeholders in all. Returns the number of placeholders of each item. For models that do not
-            notice a wrong number: see ``query_tokens`` and ``audio_tokens`` of ``placeholders.py``. None: it is
-            inferred, see ``found.py``.
+        sizes: Returns the number of placeholders of each item. Called as ``sizes(batch, config, num_items,
+            num_tokens)``, with the numbers of items and of placeholders in the batch. For models that do not notice a
+            wrong number: see ``query_tokens`` and ``audio_tokens`` of ``placeholders.py``. None: it is inferred, see
+            ``found.py``.
         token_type: The value of ``mm_token_type_ids`` at the placeholders of this modality; 0: there is none.
         frames: None if the modality has its own placeholder. In GLM-4V, images and frames of videos share one:
             ``<image> ... <start of video> <image> <image> <end of video>``. Then True stands for the placeholders

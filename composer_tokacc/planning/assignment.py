@@ -62,17 +62,17 @@ def rebalance(
         least = loads[slowest] * (1.0 - 1e-9)
         outgoing = -1
         incoming = -1
-        others = np.flatnonzero(ranks != slowest)
-        costs_of_others = costs[others]
-        loads_of_others = loads[ranks[others]]
+        exchangeable = np.flatnonzero(ranks != slowest)
+        exchangeable_costs = costs[exchangeable]
+        loads_of_their_ranks = loads[ranks[exchangeable]]
         for k in np.flatnonzero(ranks == slowest):
-            for place in range(len(others)):
-                saving = costs[k] - costs_of_others[place]
-                greater_load = max(loads[slowest] - saving, loads_of_others[place] + saving)
+            for place in range(len(exchangeable)):
+                saving = costs[k] - exchangeable_costs[place]
+                greater_load = max(loads[slowest] - saving, loads_of_their_ranks[place] + saving)
                 if greater_load < least:
                     least = greater_load
                     outgoing = k
-                    incoming = others[place]
+                    incoming = exchangeable[place]
         if outgoing < 0:
             break  # no exchange helps
         ranks[outgoing] = ranks[incoming]
@@ -123,11 +123,12 @@ def _time_of_slots(
     num_ranks: int,
 ) -> float:
     """Returns the time of all slots if microbatches are sorted by ``order_by``, the greatest first."""
-    return float(_times_of_slots(order_by, text, vision, num_ranks).sum())
+    # Added up by numpy, which rounds the sum the same with and without numba.
+    return float(_time_of_each_slot(order_by, text, vision, num_ranks).sum())
 
 
 @compiled
-def _times_of_slots(
+def _time_of_each_slot(
     order_by: np.ndarray,
     text: np.ndarray,
     vision: np.ndarray,

@@ -385,12 +385,16 @@ def test_text_with_frozen_language_model():
     assert measure_steps(model, [subject.collate(rows, 0, side='right')], 1)[0].kind == 'exact'
 
 
+def rows_with_two_labels(subject):
+    """Returns rows without media, and rows with media."""
+    rows = [with_two_labels(subject.row(random.Random(seed))) for seed in range(12)]
+    return [row for row in rows if not has_media(row)], [row for row in rows if has_media(row)]
+
+
 def test_text_before_the_first_image():
     """Mllama: a text row must not see an image of another row, although its step had none before."""
     subject = SUBJECTS['mllama_mixed']
-    rows = [with_two_labels(subject.row(random.Random(seed))) for seed in range(12)]
-    text_rows = [row for row in rows if not has_media(row)]
-    image_rows = [row for row in rows if has_media(row)]
+    text_rows, image_rows = rows_with_two_labels(subject)
     text = subject.collate(text_rows[:3], 0, side='right')
     mixed = subject.collate(text_rows[:2] + image_rows[:2], 0, side='right')
     assert kinds_of_steps(subject.model('large'), [text, mixed]) == ['exact', 'exact']
@@ -399,9 +403,7 @@ def test_text_before_the_first_image():
 def test_image_rows_without_labels():
     """Mllama: an image changes the loss of a text row. That is no term in a row without labels."""
     subject = SUBJECTS['mllama_mixed']
-    rows = [with_two_labels(subject.row(random.Random(seed))) for seed in range(12)]
-    text_rows = [row for row in rows if not has_media(row)]
-    image_rows = [row for row in rows if has_media(row)]
+    text_rows, image_rows = rows_with_two_labels(subject)
     batch = subject.collate(text_rows[:3] + image_rows[:2], 0, side='right')
     batch['labels'][3:] = -100
     assert kinds_of_steps(subject.model('large'), [batch, batch]) == ['exact', 'exact']
