@@ -127,7 +127,9 @@ def check_ids(batch: Batch) -> None:
 
 def _is_mask_of(mask: object, ids: Tensor | None) -> bool:
     """Returns whether a mask is a tensor of real numbers of two or four dimensions, with rows and width of the ids."""
-    if not isinstance(mask, Tensor) or mask.dim() not in (2, 4) or mask.is_complex() or bool(mask.isnan().any()):
+    if not isinstance(mask, Tensor) or mask.dim() not in (2, 4) or mask.is_complex():
+        return False
+    if mask.is_floating_point() and bool(mask.isnan().any()):
         return False
     if ids is None:
         return True
