@@ -22,6 +22,7 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from composer_tokacc.batch import MODALITIES, Batch, text_of
 from composer_tokacc.layout.families import TEXT_FAMILY, Family, Media
@@ -302,10 +303,14 @@ def lengths_of_runs(is_placeholder: torch.Tensor) -> list[list[int]]:
 
     ``is_placeholder`` is ``(rows, width)`` bool.
     """
-    lengths_of_rows: list[list[int]] = []
-    for row in is_placeholder:
-        values, lengths = row.unique_consecutive(return_counts=True)
-        lengths_of_rows.append(lengths[values].tolist())  # the runs of True
+    # A False column on both sides, so that each run has a first column and a column after its last one.
+    steps = F.pad(is_placeholder.int(), (1, 1)).diff(dim=1)
+    rows, first_columns = (steps == 1).nonzero(as_tuple=True)  # row by row, and in each row from left to right
+    _, end_columns = (steps == -1).nonzero(as_tuple=True)
+    lengths = end_columns - first_columns
+    lengths_of_rows: list[list[int]] = [[] for _ in range(len(is_placeholder))]
+    for row, length in zip(rows.tolist(), lengths.tolist(), strict=True):
+        lengths_of_rows[row].append(length)
     return lengths_of_rows
 
 
