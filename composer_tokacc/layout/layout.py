@@ -371,14 +371,15 @@ class BatchLayout:
         if num_items is None:
             # Rule 2. There is no tensor to cut, so wrong numbers do no harm.
             return carried or [0] * num_rows
-        is_placeholder = self._placeholders_of(batch, item_unit)
-        media = self.family.media.get(item_unit, Media())
         # Rule 3. It comes before rules 4 and 5, which need no placeholders, because these models do not notice if there
         # are too few.
-        if media.sizes is not None and is_placeholder is not None:
-            tokens_per_row = is_placeholder.sum(dim=1).tolist()
-            tokens_per_item = media.sizes(batch, self.config, num_items, sum(tokens_per_row))
-            return _items_by_placeholders(item_unit, tokens_per_row, tokens_per_item)
+        media = self.family.media.get(item_unit, Media())
+        if media.sizes is not None:
+            is_placeholder = self._placeholders_of(batch, item_unit)
+            if is_placeholder is not None:
+                tokens_per_row = is_placeholder.sum(dim=1).tolist()
+                tokens_per_item = media.sizes(batch, self.config, num_items, sum(tokens_per_row))
+                return _items_by_placeholders(item_unit, tokens_per_row, tokens_per_item)
         # Rule 4.
         if num_rows == 1:
             return [num_items]
@@ -387,6 +388,7 @@ class BatchLayout:
         if carried is not None and sum(carried) == num_items:
             return carried
         # Rule 6.
+        is_placeholder = self._placeholders_of(batch, item_unit)
         if is_placeholder is None:
             remedy = f'Carry `num_{modality}s` in the batch, one int per row (of images, tiles are counted)'
             if self.config is None:
@@ -581,8 +583,9 @@ class BatchLayout:
         check_choice('padding_side', padding_side, ('left', 'right'))
         if not batches:
             raise InvalidInputError('`batches` must hold at least one batch, got: none.')
-        widths = {self.width(batch) for batch in batches}
-        if len(widths) > 1:
+        widths = [self.width(batch) for batch in batches]
+        width = max(widths)
+        if min(widths) < width:
             batches = with_masks(batches)
         keys = dict.fromkeys(chain.from_iterable(batches))  # each key once, in order
         joined: dict[str, Any] = {}
@@ -596,7 +599,7 @@ class BatchLayout:
                 for batch in batches:
                     joined[key] += self._carried_or_counted(batch, COUNT_KEYS[key])
             elif any(isinstance(value, torch.Tensor) for value in values):
-                joined[key] = self._joined_tensor(key, present, batches, padding_side, pad_token_id)
+                joined[key] = self._joined_tensor(key, present, batches, width, padding_side, pad_token_id)
             elif any(isinstance(value, (list, tuple)) for value in values):
                 _check_present(key, present, batches)
                 joined[key] = values_of_rows(key, batches)
@@ -623,10 +626,14 @@ class BatchLayout:
         key: str,
         present: Sequence[Batch],
         batches: Sequence[Batch],
+        width: int,
         side: str,
         pad_token_id: int,
     ) -> torch.Tensor:
-        """Returns one tensor for the rows of all batches. ``present`` are the batches that have the key."""
+        """Returns one tensor for the rows of all batches, with text padded to ``width`` on this side.
+
+        ``present`` are the batches that have the key.
+        """
         values = [batch[key] for batch in present]
         _check_are_tensors(key, values)
         entries = [self.entry_of(batch, key) for batch in present]
@@ -650,7 +657,6 @@ class BatchLayout:
                 first_patch += pixels.shape[:2].numel()  # (images, patches of an image, ...)
         if key == 'input_ids':
             entry = replace(entry, fill=pad_token_id)
-        width = max(self.width(batch) for batch in batches)
         return cat_padded(values, entry, width, side)
 
     def _tensors_of_all(
