@@ -12,7 +12,8 @@ batch before its tokens are counted.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -33,6 +34,7 @@ from composer_tokacc.checks.step import Step
 from composer_tokacc.collectives import all_gather_object, get_world_size
 from composer_tokacc.compat import BatchNorm, hook_numbers, inner_model, is_compiled
 from composer_tokacc.counting import check_rule
+from composer_tokacc.data_spec.pieces import CutRules
 from composer_tokacc.data_spec.split import MicrobatchSplit, layout_of, split_of
 from composer_tokacc.labelled import LabelSelector, input_embedding, output_embedding
 from composer_tokacc.layout import BatchLayout, microbatches_of
@@ -156,14 +158,9 @@ class RunContext:
         self._parameters = list(model.parameters())
         self._hook_numbers: list[int] | None = None  # of the hooks that were checked
         self.check_gradient_hooks()
-        # The BatchNorms by name. Listed once, because a mixture of experts may have thousands of modules.
-        self._batch_norms: dict[str, torch.nn.Module] = {}
         # With `check_loss=False` the user accepts that rows depend on each other, so BatchNorm may train. This holds
         # with token weights, too, although they need the first-batch check.
-        if options.check_loss:
-            for name, module in model.named_modules():
-                if isinstance(module, BatchNorm):
-                    self._batch_norms[name] = module
+        self._batch_norms = _batch_norms_of(model) if options.check_loss else {}
         # Called before the selector adds hooks to the model, so that a refused model stays as it was.
         self.check_batch_norms()
         self.world_size = get_world_size()
@@ -181,37 +178,45 @@ class RunContext:
         and the loss is checked, a later step with one is refused. None: there was no such step yet."""
         self.split = split_of(state.dataloader)
         layout = layout_of(state, self.split)  # None: there is no split, and rows cannot be told apart
-        # Composer sets None if the loader has no batch size, for example because it has a batch sampler.
-        microbatch_size = state.device_train_microbatch_size or 1
         if self.split is not None:
             assert layout is not None
             self._check_equal_counts(state, self.split)
             self._check_coupled_terms(self.split)
             # The split may have served another model before, and must forget it.
-            self.split.start(model, state.batch, microbatch_size, layout)
+            self.split.start(model, state.batch, _microbatch_size_of(state), layout)
         precision = partial(get_precision_context, state.precision, state.precision_config)
         to_device = partial(_to_device, state, self.split)
         self.balance: StepBalance | None = None
         if options.router_balance == 'step':
             self.balance = StepBalance(state, self.split, self.terms, to_device, precision)
+        self.check = self._new_check(state, layout, to_device, precision)
+
+    def _new_check(
+        self,
+        state: State,
+        layout: BatchLayout | None,
+        to_device: Callable[[Batch], Any],
+        precision: Callable[[], AbstractContextManager[object]],
+    ) -> FirstBatchCheck[CutRules]:
+        """Returns the first-batch check, which has compared no rows yet."""
         probe = Probe(
-            forward=model,
-            loss=model.loss,
-            model=model,
+            forward=self._model,
+            loss=self._model.loss,
+            model=self._model,
             precision=precision,
             terms=self.terms.probed,
             gather=all_gather_object,
         )
-        self.check = FirstBatchCheck(
+        return FirstBatchCheck(
             probe,
             layout,
             to_device,
             cutter=self.split,
-            loss_tokens=options.loss_tokens,
-            check_loss=options.checks_loss,
-            microbatch_size=microbatch_size,
+            loss_tokens=self._options.loss_tokens,
+            check_loss=self._options.checks_loss,
+            microbatch_size=_microbatch_size_of(state),
             selector=self._new_selector(state, layout),
-            forward_arguments=_forward_arguments(model),
+            forward_arguments=_forward_arguments(self._model),
         )
 
     def _new_selector(self, state: State, layout: BatchLayout | None) -> LabelSelector | None:
@@ -333,6 +338,16 @@ class RunContext:
                 '`loss_units` depend on which rows share a microbatch. Set '
                 '`token_data_spec(..., regroup=False, packing=False)` (docs/errors.md#row-coupling).'
             )
+
+
+def _microbatch_size_of(state: State) -> int | float:
+    """Returns the microbatch size; 1 if Composer has none because the loader has no batch size, but a batch sampler."""
+    return state.device_train_microbatch_size or 1
+
+
+def _batch_norms_of(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """Returns the BatchNorms of a model by name. It takes long if a mixture of experts has thousands of modules."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, BatchNorm)}
 
 
 def _why_all_logits(
