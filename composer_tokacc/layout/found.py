@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from composer_tokacc.batch import MODALITIES, Batch, text_of
 from composer_tokacc.layout.families import TEXT_FAMILY, Family, Media
 from composer_tokacc.layout.placeholders import has_any_id, modality_of, placeholder_ids
-from composer_tokacc.layout.tensors import Entry
+from composer_tokacc.layout.tensors import Entry, inferred_unit
 from composer_tokacc.refusals import InvalidInputError
 
 
@@ -195,7 +195,7 @@ def _entry_of_media(batch: Batch, key: str) -> Entry:
     # In Molmo 2 a tensor with this name holds indices of patches in the pixels of the whole batch.
     holds_patch_indices = key.endswith('_token_pooling') and pixels_key in batch
     return Entry(
-        unit=f'{modality}/{num_entries}',
+        unit=inferred_unit(modality, num_entries),
         row_dim=row_dim,
         points_into=pixels_key if holds_patch_indices else None,
     )

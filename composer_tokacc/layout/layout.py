@@ -48,6 +48,8 @@ from composer_tokacc.layout.tensors import (
     Entry,
     cat_padded,
     compact,
+    inferred_unit,
+    parse_unit,
     renumbered,
     select_rows,
 )
@@ -359,9 +361,8 @@ class BatchLayout:
         num_rows = self.num_rows(batch)
         entries = media_entries(self, batch)
         item_unit = _unit_of_items(entries, unit)
-        # An inferred unit, such as 'image/12', is the modality and the number of entries, see _unit_of_items(). The
-        # argument `unit` may be such a unit as well, so `modality` is not always `unit`.
-        modality = item_unit.partition('/')[0]
+        # The argument `unit` may be an inferred unit as well, such as 'image/12', so `modality` is not always `unit`.
+        modality, _ = parse_unit(item_unit)
         carried = carried_counts(batch, modality)
         # If there is not one number for each row, the numbers are ignored, because they are optional. The placeholders
         # tell the items, too.
@@ -405,10 +406,10 @@ class BatchLayout:
 
     def _placeholders_of(self, batch: Batch, item_unit: str) -> torch.Tensor | None:
         """Returns the positions of the placeholders of some items, bool ``(rows, width)``; None: nothing tells them."""
-        modality, _, num_entries = item_unit.partition('/')
+        modality, num_entries = parse_unit(item_unit)
         # With a number it is an inferred unit, such as 'image/12'. Then nothing tells which ids the model replaces,
         # so all are taken: see placeholders.py.
-        if num_entries and self.config is not None:
+        if num_entries is not None and self.config is not None:
             return has_any_id(text_of(batch), placeholder_ids(self.config, modality))
         media = self.family.media.get(modality, Media())
         return media.placeholders(batch, self.config, modality)
@@ -816,12 +817,16 @@ def _unit_of_items(entries: Mapping[str, Entry], unit: str) -> str:
         entries: The entries of all media of the batch: see :func:`media_entries`.
         unit: ``'image'``, ``'video'`` or ``'audio'``, or another unit that the user has registered.
     """
-    units = {entry.unit for entry in entries.values()}
-    prefix = f'{unit}/'
-    inferred_units = [inferred for inferred in units if inferred.startswith(prefix)]
-    if unit in units or not inferred_units:
+    numbers_of_entries: list[int] = []
+    for entry in entries.values():
+        if entry.unit == unit:
+            return unit
+        modality, num_entries = parse_unit(entry.unit)
+        if modality == unit and num_entries is not None:
+            numbers_of_entries.append(num_entries)
+    if not numbers_of_entries:
         return unit
-    return min(inferred_units, key=lambda inferred: int(inferred.removeprefix(prefix)))
+    return inferred_unit(unit, min(numbers_of_entries))
 
 
 def _num_items(batch: Batch, entries: Mapping[str, Entry], unit: str) -> int | None:

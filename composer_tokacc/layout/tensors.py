@@ -45,6 +45,19 @@ PART_UNITS = {
 }
 
 
+def inferred_unit(modality: str, num_entries: int) -> str:
+    """Returns the unit of a tensor that is not registered, such as ``'image/12'``: it has 12 entries of images."""
+    return f'{modality}/{num_entries}'
+
+
+def parse_unit(unit: str) -> tuple[str, int | None]:
+    """Returns modality and number of entries of an inferred unit; for any other unit, the unit itself and None."""
+    modality, _, num_entries = unit.partition('/')
+    if num_entries.isdecimal():
+        return modality, int(num_entries)
+    return unit, None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Entry:
     """How one tensor of a batch belongs to its rows.
@@ -54,8 +67,8 @@ class Entry:
             ``'video_patch'``, ``'audio'``: an image, a patch, ..., in the order of the rows; a row has any number of
             them. ``'shared'``: all rows use the whole tensor. Any other name is allowed if the batch carries
             ``num_<name>s``, one number per row. Such entries go with their rows, but this package makes no dummy rows
-            with them. For tensors that are not registered, ``found.py`` writes inferred units, such as ``'image/12'``:
-            the tensor has 12 entries of images, which may be whole images, tiles or patches.
+            with them. Tensors that are not registered get an inferred unit, see :func:`inferred_unit`. Its entries may
+            be whole images, tiles or patches.
         row_dim: The dimension along which the entries lie.
         seq_dims: Dimensions along the text of a row. They are padded and trimmed together with it.
         slot_dim: The dimension along which a row has slots for its images (Idefics3). All rows have as many slots as
@@ -87,7 +100,8 @@ class Entry:
             return 'image'
         if self.unit in PART_UNITS:
             return PART_UNITS[self.unit].modality
-        return self.unit.partition('/')[0]
+        modality, _ = parse_unit(self.unit)
+        return modality
 
 
 # Only the next three functions ask about a GPU. Tests without a GPU replace some of them.
