@@ -65,13 +65,7 @@ def assert_weighted_exactly(model, batch, data, token_weights, *, microbatch_siz
     """Compares gradient and logged losses of a step on ``data`` with one forward over ``batch``."""
     expected, weighted_mean, plain_mean = weighted_reference(model, batch, token_weights)
 
-    recorder = fit(
-        model,
-        data,
-        callbacks=[NaNMonitor()],
-        token_weights=token_weights,
-        microbatch_size=microbatch_size,
-    )
+    recorder = fit(model, data, callbacks=[NaNMonitor()], token_weights=token_weights, microbatch_size=microbatch_size)
 
     assert relative_error(recorder.gradients, expected) < TOLERANCE
     logged_total = recorder.logged('loss/train/total')
