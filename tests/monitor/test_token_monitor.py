@@ -51,9 +51,9 @@ def with_dummy_row(batch):
 
 
 def operations_of_step(recorder, positions):
-    """Returns the operations of the first step, computed from the logged rates. ``positions``: its computed positions.
+    """Returns the operations of the first step, which computed this number of positions, from the logged rates.
 
-    The monitor must log in teraflops.
+    The run needs a monitor with ``flops``. Without them, it does not log ``tflops_per_second``.
     """
     positions_per_second, *_ = figures(recorder, 'tokens_per_second')
     teraflops, *_ = figures(recorder, 'tflops_per_second')
