@@ -65,7 +65,7 @@ def watch_of(model, **options):
 
 
 def backward(watch, model, heads, *, num_microbatches=1, reduces=True, must_reduce_once=False):
-    """Computes one of some microbatches, in which DDP reduces gradients or not. The inputs are ones."""
+    """Computes one microbatch of a step, with inputs of 1. ``reduces``: whether DDP reduces the gradients in it."""
     model.require_backward_grad_sync = reduces
     loss = model(torch.ones(1, 2), heads)
     watch.begin_microbatch(num_microbatches, must_reduce_once=must_reduce_once)
