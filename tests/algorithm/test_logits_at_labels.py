@@ -24,7 +24,7 @@ from composer_tokacc.labelled import LabelledPositions, batch_at_logits
 from tests.support.families import FAMILIES
 from tests.support.masked_text import masked_batch, masked_model
 from tests.support.mixtures import mixture_of_experts
-from tests.support.text import collate, named_batch, next_token_loss, one_layer_model, text_rows
+from tests.support.text import collate, named_batch, next_token_loss, one_layer_model, single_rows, text_rows
 from tests.support.training import (
     TOLERANCE,
     On,
@@ -496,13 +496,9 @@ def test_plain_loop(shifts_labels):
     model = one_layer_model()
     batch = without_sample_ids(batch_of())
     expected, _ = reference_gradients(model, batch)
-    microbatches = []
-    for row in range(len(batch['labels'])):
-        microbatch = {key: value[row : row + 1] for key, value in batch.items()}
-        microbatches.append(microbatch)
 
     with LogitsAtLabels(model, shifts_labels=shifts_labels):
-        for microbatch, weight in weighted_microbatches(microbatches):
+        for microbatch, weight in weighted_microbatches(single_rows(batch)):
             outputs = model(**microbatch)
             assert outputs.logits.shape[1] < microbatch['labels'].shape[1]
             weighted_loss = outputs.loss * weight

@@ -18,7 +18,7 @@ from composer_tokacc import TokenAccumulation, token_data_spec
 from composer_tokacc.algorithm.loss_terms import LossTerms, attached_zero, empty_sum
 from composer_tokacc.row_counts import RowCounts, attach_row_counts
 from tests.support.process_group import group_of_one_rank
-from tests.support.text import next_token_loss, one_layer_model, ragged_batch
+from tests.support.text import next_token_loss, one_layer_model, ragged_batch, single_rows
 from tests.support.training import fit, gradients_of, loader, relative_error, weights_unchanged
 
 SHAPE = [(4, 2), (5, 3), (9, 0), (14, 11), (6, 1)]
@@ -37,7 +37,7 @@ def value_of_rows(first_logits):
 
 
 def value_of_microbatch(first_logits):
-    """Returns a value that is no mean over rows, as the loss of a router. It is made of five logits of each row."""
+    """Returns a value that is not a mean over rows, like the loss of a router. It uses five logits of each row."""
     five_logits = first_logits[:, :5]
     return five_logits.exp().mean().square()
 
@@ -304,15 +304,7 @@ def test_term_without_unit_is_refused(model, batch):
 
 def test_split_with_an_unknown_number_of_microbatches(model, batch):
     """The router's term is divided before the last microbatch is known. Composer would make three of five rows."""
-
-    def single_rows(batch, size):
-        microbatches = []
-        for row in range(5):
-            microbatch = {key: value[row : row + 1] for key, value in batch.items()}
-            microbatches.append(microbatch)
-        return microbatches
-
-    spec = DataSpec(loader(batch), split_batch=single_rows)
+    spec = DataSpec(loader(batch), split_batch=lambda batch, size: single_rows(batch))
     with pytest.raises(RuntimeError, match=r'number of microbatches.*got: 5, but 3'):
         fit(TermsModel(model), spec, loss_units=UNITS, microbatch_size=2)
 
@@ -354,7 +346,7 @@ def test_microbatch_without_a_loss(model):
     ],
 )
 def test_total_is_rounded(values, dtype):
-    """The round-off of a sum is as large as that of its terms. A term that is missing is still refused."""
+    """A sum has as much round-off as its terms, so the total may differ a little. A missing term is still refused."""
     values_of_terms = torch.tensor(values, dtype=dtype)
     exact_total = values_of_terms.float().sum()
     lm, boxes, entropy = values_of_terms
@@ -483,7 +475,7 @@ def test_warning_of_noise_scaled_by_width(model, batch, caplog):
 
 
 def test_state_of_a_composer_algorithm():
-    """Composer compares the `repr` in a checkpoint with that of the algorithm which resumes."""
+    """Composer compares the `repr` in a checkpoint with the `repr` of the algorithm of the resumed run."""
     algorithm = TokenAccumulation()
     assert algorithm.state_dict()['repr'] == repr(algorithm)
 
@@ -503,7 +495,7 @@ def test_zero_reaches_only_parameters_of_the_loss(uses_logits):
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), no_labels.flatten())
         assert loss.isnan()
     else:
-        # Some losses do without logits if there is no label.
+        # Some losses do not use the logits if there is no label.
         loss = {'lm': torch.tensor(0.0), 'norm': scaled.square().mean()}
 
     attached_zero(outputs, loss).backward()
