@@ -31,7 +31,16 @@ from tests.matrix.native_models import Terms, by_token
 from tests.support.exactness import family_batch
 from tests.support.families import FAMILIES
 from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples
-from tests.support.text import RAGGED, VOCABULARY, collate, named_batch, one_layer_model, packed_row, text_rows
+from tests.support.text import (
+    RAGGED,
+    VOCABULARY,
+    collate,
+    named_batch,
+    one_layer_model,
+    packed_row,
+    ragged_batch,
+    text_rows,
+)
 from tests.support.training import TOLERANCE, composer_gradients, fit, in_double, loader, relative_error
 from tests.support.weights import column, weighted_reference
 
@@ -316,7 +325,7 @@ def column_weights(batch, weights):
 
 
 def test_row_without_tokens_needs_no_weight():
-    batch = collate(text_rows([(4, 2), (5, 0)]))
+    batch = ragged_batch([(4, 2), (5, 0)])
     weights = column_weights(batch, [0.5, None])
     # Two labels weigh 0.5 each.
     assert weights.sum(dim=1).tolist() == [1.0, 0.0]
@@ -324,7 +333,7 @@ def test_row_without_tokens_needs_no_weight():
 
 @pytest.mark.parametrize('make_number', [np.float32, np.int64, np.array, torch.tensor])
 def test_weights_in_a_list_of_numbers(make_number):
-    batch = collate(text_rows([(4, 2), (5, 3)]))
+    batch = ragged_batch([(4, 2), (5, 3)])
     expected = column_weights(batch, [2.0, 0.5])
     weights = column_weights(batch, [make_number(2), 0.5])
     assert torch.equal(weights, expected)
