@@ -149,8 +149,8 @@ def test_batched_reads_happen_once_a_batch():
 
     dataset = Reader(30)
     loader = loader_over(dataset)
-    expected = [list(assignment) for assignment in loader.batch_sampler]
-    assert sample_numbers(loader) == expected
+    assignments = list(loader.batch_sampler)
+    assert sample_numbers(loader) == [list(assignment) for assignment in assignments]
     assert dataset.calls == 4
 
 
