@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from triton.runtime import driver
 
-from composer_tokacc import TokenAccumulation, token_data_spec
+from composer_tokacc import TokenAccumulation
 from tests.support.text import ONE_UNLABELLED, one_layer_model, ragged_batch
-from tests.support.training import loader, reference_gradients, relative_error, train
+from tests.support.training import fit, reference_gradients, relative_error
 
 
 def without_gpu() -> None:
@@ -36,7 +36,17 @@ def liger_model() -> Any:
     return model
 
 
+def refusal_of_weights(batch: dict[str, Any]) -> str:
+    """Returns the error of a run with token weights, or an empty text."""
+    try:
+        fit(liger_model(), batch, token_weights='sqrt')
+    except RuntimeError as error:
+        return str(error)
+    return ''
+
+
 def main() -> None:
+    """Prints JSON: errors of the gradient in two cuts, the rules, a refusal, and whether there are logits."""
     without_gpu()
     batch = ragged_batch(ONE_UNLABELLED)
     expected, _ = reference_gradients(one_layer_model(), batch)
@@ -44,18 +54,18 @@ def main() -> None:
     rules = []
     for packing, size in ((False, 1), (True, 2)):
         algorithm = TokenAccumulation()
-        data = token_data_spec(loader(batch), packing=packing)
-        recorder, _, _ = train(liger_model(), data, algorithms=[algorithm], microbatch_size=size)
+        recorder = fit(liger_model(), batch, packing=packing, algorithms=[algorithm], microbatch_size=size)
         errors[f'size {size}, packing {packing}'] = relative_error(recorder.gradients, expected)
         rules.append(algorithm.rule)
-    refusal = ''
-    try:
-        weighted = TokenAccumulation(token_weights='sqrt')
-        train(liger_model(), token_data_spec(loader(batch)), algorithms=[weighted], microbatch_size=2)
-    except RuntimeError as error:
-        refusal = str(error)
-    has_logits = liger_model()(**batch).logits is not None
-    print(json.dumps({'has_logits': has_logits, 'errors': errors, 'rules': rules, 'refusal': refusal}))
+    model = liger_model()
+    outputs = model(**batch)
+    results = {
+        'errors': errors,
+        'rules': rules,
+        'refusal': refusal_of_weights(batch),
+        'has_logits': outputs.logits is not None,
+    }
+    print(json.dumps(results))
 
 
 if __name__ == '__main__':

@@ -18,7 +18,7 @@ from tests.matrix.harness import measure_steps
 from tests.matrix.native_models import Terms, by_token
 from tests.matrix.subjects import SUBJECTS
 from tests.support.small_batches import square_mask
-from tests.support.text import VOCABULARY, gpt2, named_batch, one_layer_model
+from tests.support.text import VOCABULARY, gpt2, named_batch, one_layer_model, single_rows
 from tests.support.training import assert_exact, fit, loader, reference_gradients, relative_error
 
 SHAPE = [(4, 2), (9, 3), (5, 4), (14, 11)]
@@ -26,10 +26,15 @@ SHAPE = [(4, 2), (9, 3), (5, 4), (14, 11)]
 
 
 def batch_of(**entries: Any) -> dict[str, Any]:
+    """Returns rows of text. The entries are added, or replace others."""
     return {**named_batch(SHAPE), **entries}
 
 
-first_or_later_batch = pytest.mark.parametrize('batches_before', [[], [batch_of()]], ids=['first batch', 'later batch'])
+NO_BATCH: list[dict[str, Any]] = []
+ONE_BATCH = [batch_of()]
+first_or_later_batch = pytest.mark.parametrize(
+    'batches_before', [NO_BATCH, ONE_BATCH], ids=['first batch', 'later batch']
+)
 
 
 def with_id(entry: str, number: int) -> dict[str, Any]:
@@ -44,8 +49,10 @@ def refusal(*batches: dict[str, Any], model: Any = None, has_spec: bool = True) 
     data = loader(*batches)
     if has_spec:
         data = token_data_spec(data)
+    if model is None:
+        model = one_layer_model()
     with pytest.raises((ValueError, RuntimeError), match='got:') as caught:
-        fit(model or one_layer_model(), data, max_duration=f'{len(batches)}ba')
+        fit(model, data, max_duration=f'{len(batches)}ba')
     message = str(caught.value)
     assert '..' not in message, 'the error of torch, which the message quotes, may end with a period'
     return message
@@ -53,19 +60,25 @@ def refusal(*batches: dict[str, Any], model: Any = None, has_spec: bool = True) 
 
 @pytest.mark.parametrize(('dtype', 'has_spec'), [(torch.int32, True), (torch.int32, False), (torch.uint8, True)])
 def test_labels_that_are_not_int64(dtype, has_spec):
-    smallest = 0 if dtype == torch.uint8 else -100
-    labels = batch_of()['labels'].clamp(min=smallest).to(dtype)
-    message = refusal(batch_of(labels=labels), has_spec=has_spec)
+    batch = batch_of()
+    if dtype == torch.uint8:
+        batch['labels'] = batch['labels'].clamp(min=0)  # it has no negative numbers
+    batch['labels'] = batch['labels'].to(dtype)
+
+    message = refusal(batch, has_spec=has_spec)
+
     assert f'int64 for cross-entropy, got: {dtype}' in message
     assert '.long()' in message
 
 
 def test_ids_in_lists():
-    message = refusal(batch_of(input_ids=batch_of()['input_ids'].tolist()))
+    batch = batch_of()
+    batch['input_ids'] = batch['input_ids'].tolist()
+    message = refusal(batch)
     assert re.search('`input_ids`, which must be a tensor.*list', message)
 
 
-@pytest.mark.parametrize(('number', 'batches_before'), [(VOCABULARY, []), (-1, [batch_of()])])
+@pytest.mark.parametrize(('number', 'batches_before'), [(VOCABULARY, NO_BATCH), (-1, ONE_BATCH)])
 @pytest.mark.parametrize('entry', ['labels', 'input_ids'])
 def test_id_outside_vocabulary_names_sample(entry, number, batches_before):
     message = refusal(*batches_before, with_id(entry, number))
@@ -104,17 +117,22 @@ def test_placeholders_outside_the_embedding():
     config = model.model.config
     is_placeholder = batch['input_ids'] == config.image_token_id
     assert is_placeholder.any()
-    config.image_token_id = model.model.get_input_embeddings().num_embeddings
-    batch['input_ids'] = batch['input_ids'].masked_fill(is_placeholder, config.image_token_id)
+    first_id_outside = model.model.get_input_embeddings().num_embeddings
+    config.image_token_id = first_id_outside
+    batch['input_ids'] = batch['input_ids'].masked_fill(is_placeholder, first_id_outside)
+
     (outcome,) = measure_steps(model, [batch], 2)
+
     assert outcome.kind == 'exact'
 
 
 @first_or_later_batch
 def test_images_for_a_text_model(batches_before):
     """Composer would leave them out in silence."""
-    batch = batch_of(pixel_values=torch.rand(2, 3, 8, 8), num_images=[0, 0, 2, 0])
-    assert "got: ['pixel_values'] of sample 'sample-2'" in refusal(*batches_before, batch)
+    images = torch.rand(2, 3, 8, 8)
+    batch = batch_of(pixel_values=images, num_images=[0, 0, 2, 0])
+    message = refusal(*batches_before, batch)
+    assert "got: ['pixel_values'] of sample 'sample-2'" in message
 
 
 class LossOfImages(HuggingFaceModel):
@@ -139,16 +157,20 @@ def without_images(batch):
     ids=['notes', 'loss of the batch', 'transform'],
 )
 def test_images_that_need_not_reach_the_forward(key, model_class, transform):
-    batch = batch_of(num_images=[0, 0, 2, 0], **{key: torch.rand(2, 3)})
+    batch = batch_of(num_images=[0, 0, 2, 0])
+    batch[key] = torch.rand(2, 3)
+    model = model_class(one_layer_model())
     data = token_data_spec(loader(batch), microbatch_transforms=transform)
-    fit(model_class(one_layer_model()), data)
+    fit(model, data)
 
 
 @pytest.mark.parametrize('has_spec', [True, False])
 @pytest.mark.parametrize('queries', [1, 14])
 def test_mask_of_three_dimensions(queries, has_spec):
-    mask = batch_of()['attention_mask'][:, None].expand(-1, queries, -1)
-    message = refusal(batch_of(attention_mask=mask), has_spec=has_spec)
+    batch = batch_of()
+    mask = batch['attention_mask'][:, None]
+    batch['attention_mask'] = mask.expand(-1, queries, -1)
+    message = refusal(batch, has_spec=has_spec)
     assert f'of shape (4, {queries}, 14)' in message
     assert "'sample-0'" in message
 
@@ -168,25 +190,25 @@ def test_batch_without_rows(batches_before, has_spec):
     assert 'got: labels of shape (0, 14)' in message
 
 
-def single_rows(batch, size):
-    """Splits a batch into its rows. Leaves out entries that are not one value per row."""
-    num_rows = len(batch['labels'])
-    of_rows = {key: value for key, value in batch.items() if len(value) == num_rows}
-    microbatches = []
-    for row in range(num_rows):
-        microbatches.append({key: value[row : row + 1] for key, value in of_rows.items()})
-    return microbatches
+def count_rows(batch):
+    return len(batch['labels'])
+
+
+def split_without_notes(batch, size):
+    """Splits a batch into its rows. The notes are not one value per row."""
+    entries = dict(batch)
+    del entries['notes']
+    return single_rows(entries)
 
 
 def test_rows_that_cannot_be_told_apart(caplog):
     """The user's own split knows the rows, but the check does not. The step is exact nevertheless."""
     batch = batch_of()
     expected, _ = reference_gradients(one_layer_model(), batch)
-    data = DataSpec(
-        loader(batch_of(notes=['one', 'two'])),
-        split_batch=single_rows,
-        get_num_samples_in_batch=lambda batch: len(batch['labels']),
-    )
+    batch_with_notes = batch_of(notes=['one', 'two'])
+    data = DataSpec(loader(batch_with_notes), split_batch=split_without_notes, get_num_samples_in_batch=count_rows)
+
     recorder = fit(one_layer_model(), data, microbatch_size=1)
+
     assert 'could not be told apart' in caplog.text
     assert relative_error(recorder.gradients, expected) < 1e-6

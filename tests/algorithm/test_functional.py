@@ -17,10 +17,19 @@ from composer_tokacc.algorithm import (
     weighted_microbatches,
 )
 from composer_tokacc.layout import PreSplitBatch
-from tests.support.text import collate, one_layer_model, packed_row, ragged_batch, text_rows
+from tests.support.text import collate, next_token_loss, one_layer_model, packed_row, ragged_batch, text_rows
 from tests.support.training import composer_gradients, gradients_of, reference_gradients, relative_error
 
 SHAPE = [(4, 2), (14, 11), (9, 9), (3, 1), (6, 1), (7, 2)]
+"""Length and number of labels of each of six rows."""
+
+
+def weighted_backward(model, microbatch, weight):
+    """Adds the gradient of the model's loss times a weight to the gradients of the model. Returns the product."""
+    loss = model(**microbatch).loss
+    weighted_loss = loss * weight
+    weighted_loss.backward()
+    return weighted_loss
 
 
 def test_weights_of_a_step_by_hand():
@@ -38,10 +47,17 @@ def test_weights_of_a_step_by_hand():
 def test_plain_loop_is_exact(size):
     model = one_layer_model()
     rows = text_rows(SHAPE)
-    expected, _ = reference_gradients(model, collate(rows))
-    microbatches = [collate(rows[start : start + size]) for start in range(0, len(rows), size)]
-    for microbatch, weight in zip(microbatches, step_loss_weights(microbatches), strict=True):
-        (model(**microbatch).loss * weight).backward()
+    whole_batch = collate(rows)
+    expected, _ = reference_gradients(model, whole_batch)
+    microbatches = []
+    for start in range(0, len(rows), size):
+        rows_of_microbatch = rows[start : start + size]
+        microbatches.append(collate(rows_of_microbatch))
+
+    weights = step_loss_weights(microbatches)
+    for microbatch, weight in zip(microbatches, weights, strict=True):
+        weighted_backward(model, microbatch, weight)
+
     assert relative_error(composer_gradients(model), expected) < 1e-6
 
 
@@ -49,8 +65,10 @@ def test_unknown_rule_is_refused():
     batch = ragged_batch(SHAPE)
     with pytest.raises(ValueError, match=r"`loss_tokens` must be .*, got: 'auto'"):
         step_loss_weights([batch], loss_tokens='auto')
+
+    logits = torch.zeros(6, 14, 9)
     with pytest.raises(ValueError, match=r"`loss_tokens` must be .*, got: 'shifted'"):
-        apply_token_weights(torch.zeros(6, 14, 9), batch, 'sqrt', loss_tokens='shifted')
+        apply_token_weights(logits, batch, 'sqrt', loss_tokens='shifted')
 
 
 def test_microbatch_without_loss_tokens():
@@ -66,9 +84,7 @@ def test_loss_of_no_labels_is_a_number():
     single_token = {key: value[1:] for key, value in padded.items()}
     for batch in (padded, single_token):
         ((microbatch, weight),) = weighted_microbatches([batch])
-        loss = model(**microbatch).loss * weight
-        assert loss == 0
-        loss.backward()
+        assert weighted_backward(model, microbatch, weight) == 0
     for gradient in composer_gradients(model).values():
         assert not gradient.any()
 
@@ -78,26 +94,38 @@ def test_loss_of_no_labels_is_a_number():
     [('causal', 3, 1), ('causal_attended', 2, 1), ('unshifted', 4, 2)],
 )
 def test_each_rule_counts_other_labels(rule, first_count, second_count):
-    first = {'labels': torch.tensor([[7, 8, 9, 9]]), 'attention_mask': torch.tensor([[1, 1, 1, 0]])}
-    second = {'labels': torch.tensor([[7, 8, -100, -100]]), 'attention_mask': torch.ones(1, 4)}
+    """A shifted rule does not count the first label of a row. ``causal_attended`` does not count labels on padding."""
+    first = {
+        'labels': torch.tensor([[7, 8, 9, 9]]),
+        'attention_mask': torch.tensor([[1, 1, 1, 0]]),
+    }
+    second = {
+        'labels': torch.tensor([[7, 8, -100, -100]]),
+        'attention_mask': torch.ones(1, 4),
+    }
     total = first_count + second_count
-    assert step_loss_weights([first, second], loss_tokens=rule) == [first_count / total, second_count / total]
+    weights = step_loss_weights([first, second], loss_tokens=rule)
+    assert weights == [first_count / total, second_count / total]
 
 
 def listed_microbatches(batch, **options):
+    """Returns the pairs of ``weighted_microbatches``, which is a generator."""
     return list(weighted_microbatches(batch, **options))
 
 
 @pytest.mark.parametrize('function', [step_loss_weights, listed_microbatches])
 def test_first_label_after_padding_is_refused(function):
     """Whether a pad predicts it depends on the cut into microbatches."""
-    padded_left = ragged_batch([(9, 9), (4, 4)], side='left')
-    padded_right = ragged_batch([(9, 9), (4, 4)])
+    two_rows = [(9, 9), (4, 4)]
+    padded_left = ragged_batch(two_rows, side='left')
+    padded_right = ragged_batch(two_rows)
     unpadded = ragged_batch([(5, 5)])
+
     batch = PreSplitBatch([padded_left, unpadded], max_tokens=18)
     with pytest.raises(ValueError, match='first token of a row must have no label'):
         function(batch)
     assert len(function(batch, loss_tokens='unshifted')) == 2
+
     batch = PreSplitBatch([padded_right, unpadded], max_tokens=18)
     assert len(function(batch)) == 2
 
@@ -107,8 +135,10 @@ def packed_by_user() -> list[dict[str, torch.Tensor]]:
 
     Plain collators leave these labels.
     """
-    documents = text_rows([(length, length) for length in (5, 9, 4, 3, 6)])
-    return [packed_row(documents[:3]), packed_row(documents[3:])]
+    documents = text_rows([(5, 5), (9, 9), (4, 4), (3, 3), (6, 6)])
+    first_row = packed_row(documents[:3])
+    second_row = packed_row(documents[3:])
+    return [first_row, second_row]
 
 
 LABELS_OF_DOCUMENTS = [(4, 9, 4), (2, 6)]
@@ -117,9 +147,8 @@ LABELS_OF_DOCUMENTS = [(4, 9, 4), (2, 6)]
 
 def token_losses(model, microbatch) -> torch.Tensor:
     """Returns the cross-entropy at every label that the model's own loss averages, by plain torch."""
-    logits = model(input_ids=microbatch['input_ids'], position_ids=microbatch['position_ids']).logits
-    labels = microbatch['labels']
-    return torch.nn.functional.cross_entropy(logits[0, :-1], labels[0, 1:], reduction='none')
+    outputs = model(input_ids=microbatch['input_ids'], position_ids=microbatch['position_ids'])
+    return next_token_loss(outputs.logits, microbatch['labels'], reduction='none')
 
 
 @pytest.mark.parametrize(('token_weights', 'power'), [('token', 0.0), ('sqrt', 0.5), ('sample', 1.0)])
@@ -136,11 +165,14 @@ def test_packed_rows_of_the_user(token_weights, power):
             weighted_sum = weighted_sum + weight * losses.sum()
             total_weight += weight * len(losses)
     expected = gradients_of(model, weighted_sum / total_weight)
+
     factors = step_loss_weights(microbatches, token_weights=token_weights)
     for microbatch, factor in zip(microbatches, factors, strict=True):
         outputs = model(**microbatch)
         apply_token_weights(outputs.logits, microbatch, token_weights)
-        (outputs.loss * factor).backward()
+        weighted_loss = outputs.loss * factor
+        weighted_loss.backward()
+
     assert relative_error(composer_gradients(model), expected) < 1e-6
 
 
@@ -148,22 +180,28 @@ def test_packed_rows_are_returned_masked():
     """``weighted_microbatches`` returns the batches, so it masks the labels that another document would predict."""
     model = one_layer_model()
     microbatches = packed_by_user()
-    losses = []
+    losses_within_documents = []
     for microbatch in microbatches:
         # Position 0 of the labels has no loss, so the losses belong to positions 1, 2 and so on.
         is_within_document = microbatch['position_ids'][0, 1:] > 0
-        losses.append(token_losses(model, microbatch)[is_within_document])
-    expected = gradients_of(model, torch.cat(losses).mean())
+        losses = token_losses(model, microbatch)
+        losses_within_documents.append(losses[is_within_document])
+    expected_loss = torch.cat(losses_within_documents).mean()
+    expected = gradients_of(model, expected_loss)
+
     for microbatch, factor in weighted_microbatches(microbatches):
-        (model(**microbatch).loss * factor).backward()
+        weighted_backward(model, microbatch, factor)
+
     assert relative_error(composer_gradients(model), expected) < 1e-6
 
 
-@pytest.mark.parametrize('iterable', [iter([ragged_batch(SHAPE)]), DataLoader([ragged_batch(SHAPE)], batch_size=None)])
-def test_microbatches_that_are_no_list(iterable):
+def test_microbatches_that_are_no_list():
     """An iterator would be used up when the loop comes, and a loader may give other batches."""
-    with pytest.raises(TypeError, match='must be a list of batches'):
-        step_loss_weights(iterable)
+    microbatches = [ragged_batch(SHAPE)]
+    dataloader = DataLoader(microbatches, batch_size=None)
+    for iterable in (iter(microbatches), dataloader):
+        with pytest.raises(TypeError, match='must be a list of batches'):
+            step_loss_weights(iterable)
 
 
 @pytest.mark.parametrize('function', [step_loss_weights, listed_microbatches])

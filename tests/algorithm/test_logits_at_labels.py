@@ -24,7 +24,7 @@ from composer_tokacc.labelled import LabelledPositions, batch_at_logits
 from tests.support.families import FAMILIES
 from tests.support.masked_text import masked_batch, masked_model
 from tests.support.mixtures import mixture_of_experts
-from tests.support.text import collate, named_batch, next_token_loss, one_layer_model, text_rows
+from tests.support.text import collate, named_batch, next_token_loss, one_layer_model, single_rows, text_rows
 from tests.support.training import (
     TOLERANCE,
     On,
@@ -40,12 +40,16 @@ from tests.support.training import (
 from tests.support.weights import column, weighted_reference
 
 SMALL = {'vocab_size': 64, 'hidden_size': 32, 'intermediate_size': 48, 'num_hidden_layers': 2}
-# Prompts and answers of (length, labels), as in vision-language data: few positions have a label.
 FEW_LABELS = [(14, 2), (5, 3), (19, 7), (24, 4), (16, 1), (13, 2)]
+"""Length and number of labels of each row, as in vision-language data: few positions have a label."""
 LENGTHS = [length for length, _ in FEW_LABELS]
+NUM_LABELS = sum(num_labels for _, num_labels in FEW_LABELS)
+NO_LOGITS_AT_LABELS = 'Logits are computed at all positions'
+"""Begin of the message that is logged if logits are not computed only at labels."""
 
 
 def make(name, **config):
+    """Returns a small model of a class of transformers."""
     torch.manual_seed(0)
     model_class = getattr(transformers, name)
     return model_class(model_class.config_class(**SMALL, **config))
@@ -66,12 +70,14 @@ def resized():
 
 
 def with_lora():
+    """Returns a model with adapters in its attention and in its head."""
     peft = pytest.importorskip('peft')
     config = peft.LoraConfig(r=2, target_modules=['q_proj', 'lm_head'], init_lora_weights=False)
     return peft.get_peft_model(one_layer_model(), config)
 
 
 def checkpointed():
+    """Returns a model that computes its layers again in the backward."""
     model = one_layer_model()
     model.gradient_checkpointing_enable({'use_reentrant': False})
     return model
@@ -105,11 +111,23 @@ CAUSAL = {
 @pytest.fixture
 def shapes():
     """Records rows and width of the logits of each microbatch."""
-    return On(Event.BEFORE_BACKWARD, lambda state: tuple(state.outputs['logits'].shape[:2]))
+
+    def rows_and_width(state):
+        logits = state.outputs['logits']
+        return tuple(logits.shape[:2])
+
+    return On(Event.BEFORE_BACKWARD, rows_and_width)
 
 
-def batch_of(side='right', shape=FEW_LABELS, **entries):
-    return {**named_batch(shape, side=side), **entries}
+def assert_logits_of_all_positions(shapes):
+    """The logits of the microbatches have as many rows as the batch. Logits at labels have one row per microbatch."""
+    num_rows = sum(rows for rows, _ in shapes.values)
+    assert num_rows == len(FEW_LABELS)
+
+
+def batch_of(side='right', shape=FEW_LABELS):
+    """Returns named rows of these (length, number of labels)."""
+    return named_batch(shape, side=side)
 
 
 def without_sample_ids(batch):
@@ -131,13 +149,18 @@ def without_sample_ids(batch):
     ],
 )
 def test_gradient_of_causal_models(name, side, microbatch_size, shapes):
-    assert_exact(CAUSAL[name](), batch_of(side), logits='labels', microbatch_size=microbatch_size, callbacks=[shapes])
+    make_model = CAUSAL[name]
+    model = make_model()
+    batch = batch_of(side)
+
+    assert_exact(model, batch, logits='labels', microbatch_size=microbatch_size, callbacks=[shapes])
+
     # The logits of a microbatch are one row: its labels, and one more position, which the model shifts away.
     num_logits = 0
     for rows, width in shapes.values:
         assert rows == 1
         num_logits += width - 1
-    assert num_logits == sum(num_labels for _, num_labels in FEW_LABELS)
+    assert num_logits == NUM_LABELS
 
 
 def test_gradient_with_packing():
@@ -149,18 +172,26 @@ def test_gradient_of_an_adapted_head(microbatch_size):
     model = with_lora()
     batch = batch_of()
     reference = copy.deepcopy(model).double()
-    expected = gradients_of(reference, reference(**without_sample_ids(batch)).loss)
-    recorder = fit(hugging_face(model), batch, logits='labels', microbatch_size=microbatch_size)
+    outputs = reference(**without_sample_ids(batch))
+    expected = gradients_of(reference, outputs.loss)
+
+    composer_model = hugging_face(model)
+    recorder = fit(composer_model, batch, logits='labels', microbatch_size=microbatch_size)
+
     assert relative_error(recorder.gradients, expected) < TOLERANCE
 
 
 @pytest.mark.parametrize(('make_model', 'microbatch_size'), [(modern_bert, 1), (modern_bert, 6), (t5, 2)])
 def test_gradient_of_unshifted_labels(make_model, microbatch_size, shapes):
-    model = make_model().eval()  # without dropout
+    model = make_model()
+    model.eval()  # without dropout
     batch = masked_batch(LENGTHS)
+    num_labels = (batch['labels'] != -100).sum()
+
     assert_exact(model, batch, logits='labels', microbatch_size=microbatch_size, callbacks=[shapes])
+
     num_logits = sum(width for _, width in shapes.values)
-    assert num_logits == (batch['labels'] != -100).sum()
+    assert num_logits == num_labels
 
 
 def test_gradient_is_that_of_sparse_prediction():
@@ -168,10 +199,14 @@ def test_gradient_is_that_of_sparse_prediction():
     batch = masked_batch(LENGTHS)
     reference = modern_bert()
     reference.sparse_prediction = True
-    expected = gradients_of(reference, reference(**batch).loss)
+    expected_loss = reference(**batch).loss
+    expected = gradients_of(reference, expected_loss)
+
     model = modern_bert()
     with LogitsAtLabels(model):
-        gradients = gradients_of(model, model(**batch).loss)
+        loss = model(**batch).loss
+        gradients = gradients_of(model, loss)
+
     for name, gradient in expected.items():
         torch.testing.assert_close(gradients[name], gradient, rtol=1e-5, atol=1e-8, msg=name)
 
@@ -181,25 +216,31 @@ def test_mixture_of_experts(router_balance):
     """The router's loss comes from all positions, also if logits are computed only at labels."""
     batch = batch_of()
     options = {'router_balance': router_balance, 'microbatch_size': 2}
+
     at_labels = fit(mixture_of_experts(), batch, logits='labels', **options)
     at_all = fit(mixture_of_experts(), batch, logits='all', **options)
+
     assert relative_error(at_labels.gradients, at_all.gradients) < TOLERANCE
     if router_balance == 'step':
+        # Only then the router's loss is the same as in one forward over the whole batch.
         expected, _ = reference_gradients(mixture_of_experts(), batch)
         assert relative_error(at_labels.gradients, expected) < TOLERANCE
 
 
 @pytest.mark.parametrize(('token_weights', 'microbatch_size'), [('sqrt', 1), ('sample', 4), ('column', 4)])
 def test_token_weights(token_weights, microbatch_size):
+    model = one_layer_model()
     batch = batch_of()
     batch['loss_weights'] = column(batch)
-    expected, loss, token_mean = weighted_reference(one_layer_model(), batch, token_weights)
-    recorder = fit(
-        one_layer_model(), batch, token_weights=token_weights, logits='labels', microbatch_size=microbatch_size
-    )
+    expected, weighted_mean, plain_mean = weighted_reference(model, batch, token_weights)
+
+    recorder = fit(model, batch, token_weights=token_weights, logits='labels', microbatch_size=microbatch_size)
+
     assert relative_error(recorder.gradients, expected) < TOLERANCE
-    assert recorder.logged('loss/train/total') == pytest.approx([loss], rel=TOLERANCE)
-    assert recorder.logged('token_accumulation/token_mean_loss') == pytest.approx([token_mean], rel=TOLERANCE)
+    logged_total = recorder.logged('loss/train/total')
+    assert logged_total == pytest.approx([weighted_mean], rel=TOLERANCE)
+    logged_plain_mean = recorder.logged('token_accumulation/token_mean_loss')
+    assert logged_plain_mean == pytest.approx([plain_mean], rel=TOLERANCE)
 
 
 def test_column_that_is_not_used():
@@ -215,18 +256,23 @@ def test_dropout_keeps_the_gradient():
     model = one_layer_model(attention_dropout=0.5)
     batch = without_sample_ids(batch_of())
     torch.manual_seed(3)
-    expected = gradients_of(model, model(**batch).loss)
+    expected_loss = model(**batch).loss
+    expected = gradients_of(model, expected_loss)
+
     with LogitsAtLabels(model, shifts_labels=True):
         model(**batch)  # the first forward is checked, and draws random numbers
         torch.manual_seed(3)
-        model(**batch).loss.backward()
-    assert relative_error(composer_gradients(model), expected) < TOLERANCE
+        loss = model(**batch).loss
+        gradients = gradients_of(model, loss)
+
+    assert relative_error(gradients, expected) < TOLERANCE
 
 
 def test_media_rows():
     """Images of a row take positions that have no label."""
     case = FAMILIES['llava']()
-    batch = BatchLayout.for_model(case.model).concat(case.rows)
+    layout = BatchLayout.for_model(case.model)
+    batch = layout.concat(case.rows)
     assert_exact(case.model, batch, logits='labels', microbatch_size=2)
 
 
@@ -238,12 +284,18 @@ def test_microbatch_without_labels():
 
 
 def test_losses_by_source():
-    batch = batch_of(source=['a', 'b', 'a', 'b', 'c', 'c'])
-    at_all = fit(one_layer_model(), batch, logits='all', callbacks=[TokenMonitor()], microbatch_size=2)
-    at_labels = fit(one_layer_model(), batch, logits='labels', callbacks=[TokenMonitor()], microbatch_size=2)
+    model = one_layer_model()
+    batch = batch_of()
+    batch['source'] = ['a', 'b', 'a', 'b', 'c', 'c']
+
+    at_all = fit(model, batch, logits='all', callbacks=[TokenMonitor()], microbatch_size=2)
+    at_labels = fit(model, batch, logits='labels', callbacks=[TokenMonitor()], microbatch_size=2)
+
     for source in ('a', 'b', 'c'):
         name = f'token_monitor/source/{source}/loss'
-        assert at_labels.logged(name) == pytest.approx(at_all.logged(name), rel=1e-5)
+        losses = at_labels.logged(name)
+        expected_losses = at_all.logged(name)
+        assert losses == pytest.approx(expected_losses, rel=1e-5)
 
 
 def double_weight_in_second_step(state):
@@ -254,31 +306,36 @@ def double_weight_in_second_step(state):
 
 def with_doubled_position(gradient):
     """Doubles the gradient by the logits of the second position whose gradient is not 0."""
-    has_gradient = gradient.abs().sum(dim=-1).flatten() != 0
-    places = has_gradient.nonzero().flatten()
-    weights = torch.ones(gradient.shape[:2]).flatten()
-    weights[places[1]] = 2.0
-    return gradient * weights.view(*gradient.shape[:2], 1)
+    has_gradient = gradient.abs().sum(dim=-1) != 0
+    rows, columns = has_gradient.nonzero(as_tuple=True)
+    doubled = gradient.clone()
+    doubled[rows[1], columns[1]] *= 2
+    return doubled
 
 
 def test_error_names_sample_and_label():
     # These are fewer labels than a step measures, so that it measures all of them.
     shape = [(14, 2), (5, 3), (19, 7), (16, 1), (13, 2)]
-    first = batch_of(shape=shape)
-    second = batch_of(shape=shape)
+    first_batch = batch_of(shape=shape)
+    second_batch = batch_of(shape=shape)
     # Labels that the first step did not have, because only microbatches with new labels are measured.
-    second['input_ids'] = (second['input_ids'] + 1) % 64
-    has_label = second['labels'] != -100
-    second['labels'] = second['labels'].where(~has_label, (second['labels'] + 1) % 64)
-    _, second_label = second['labels'][0][has_label[0]].tolist()
+    next_ids = (second_batch['input_ids'] + 1) % 64
+    has_label = second_batch['labels'] != -100
+    second_batch['input_ids'] = next_ids
+    second_batch['labels'] = next_ids.masked_fill(~has_label, -100)
+    labels_of_first_row = second_batch['labels'][0][has_label[0]]
+    _, second_label = labels_of_first_row.tolist()
+
     callbacks = [On(Event.AFTER_FORWARD, double_weight_in_second_step)]
     options = {'logits': 'labels', 'microbatch_size': 5, 'slot_tokens': 19}
     with pytest.raises(RuntimeError, match=f'label {second_label} of .*sample-0'):
-        fit(one_layer_model(), first, second, callbacks=callbacks, **options)
+        fit(one_layer_model(), first_batch, second_batch, callbacks=callbacks, **options)
 
 
 class Waits(TorchDispatchMode):
     """Records operations that make the host wait for a GPU."""
+
+    WAITING = ('_local_scalar_dense', 'nonzero', 'equal', 'masked_select')
 
     def __init__(self):
         super().__init__()
@@ -286,23 +343,28 @@ class Waits(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
-        if name in ('_local_scalar_dense', 'nonzero', 'equal', 'masked_select'):
+        if name in self.WAITING:
             self.names.append(name)
-        return func(*args, **(kwargs or {}))
+        if kwargs is None:
+            return func(*args)
+        return func(*args, **kwargs)
 
 
 def test_selecting_waits_for_nothing():
     labels = batch_of()['labels']
+    hidden_states = torch.zeros(*labels.shape, 5)
     with Waits() as waits:
-        positions = LabelledPositions.from_batch({'labels': labels}, 'causal', 19)
+        positions = LabelledPositions.from_batch({'labels': labels}, 'causal', NUM_LABELS)
         positions.select_labels(labels, -100)
-        positions.select(torch.zeros(*labels.shape, 5))
+        positions.select(hidden_states)
     assert waits.names == []
 
 
 def test_other_shapes_are_not_compared():
+    """Logits have one position for each of the labels and one more. Seven positions are too few."""
     batch = batch_of()
-    assert batch_at_logits(batch, torch.zeros(1, 7, 64), 'causal', 19) is None
+    logits = torch.zeros(1, 7, 64)
+    assert batch_at_logits(batch, logits, 'causal', NUM_LABELS) is None
 
 
 @pytest.mark.parametrize(
@@ -316,20 +378,26 @@ def test_other_shapes_are_not_compared():
 def test_reason_of_all_logits_is_logged(options, reason, caplog, shapes):
     with caplog.at_level(logging.INFO):
         assert_exact(one_layer_model(), batch_of(), microbatch_size=2, callbacks=[shapes], **options)
-    assert sum(rows for rows, _ in shapes.values) == len(FEW_LABELS)
-    (message,) = [line for line in caplog.messages if 'Logits are computed at all positions' in line]
+
+    assert_logits_of_all_positions(shapes)
+    (message,) = [line for line in caplog.messages if NO_LOGITS_AT_LABELS in line]
     assert reason in message
 
 
-def test_metrics_of_training_get_all_logits(shapes):
-    model = hugging_face(one_layer_model(), metrics=[LanguageCrossEntropy()])
-    fit(model, batch_of(), callbacks=[shapes], microbatch_size=6)
+@pytest.fixture
+def model_with_metrics():
+    """Returns a model that Composer computes a metric of in training."""
+    return hugging_face(one_layer_model(), metrics=[LanguageCrossEntropy()])
+
+
+def test_metrics_of_training_get_all_logits(model_with_metrics, shapes):
+    fit(model_with_metrics, batch_of(), callbacks=[shapes], microbatch_size=6)
     assert shapes.values == [(6, 24)]
 
 
-def test_logits_at_labels_need_no_metrics():
+def test_logits_at_labels_need_no_metrics(model_with_metrics):
     with pytest.raises(RuntimeError, match='metrics of training'):
-        fit(hugging_face(one_layer_model(), metrics=[LanguageCrossEntropy()]), batch_of(), logits='labels')
+        fit(model_with_metrics, batch_of(), logits='labels')
 
 
 class FusedLoss(transformers.LlamaForCausalLM):
@@ -346,16 +414,19 @@ def test_model_that_does_not_call_head(caplog):
     model = FusedLoss(one_layer_model().config)
     with caplog.at_level(logging.INFO):
         assert_exact(model, batch_of(), microbatch_size=2)
-    assert any('Logits are computed at all positions' in line for line in caplog.messages)
+    assert NO_LOGITS_AT_LABELS in caplog.text
+
     with pytest.raises(RuntimeError, match='logits-at-labels'):
         fit(model, batch_of(), logits='labels')
 
 
 def changed_value(loss):
+    """Returns a loss with twice the value and the same gradient."""
     return loss + loss.detach()
 
 
 def changed_gradient(loss):
+    """Returns a loss with the same value and twice the gradient."""
     return 2 * loss - loss.detach()
 
 
@@ -363,7 +434,8 @@ class LossByShape(transformers.LlamaForCausalLM):
     """Changes its loss if it has fewer logits than positions."""
 
     def forward(self, input_ids=None, attention_mask=None, labels=None, use_cache=None):
-        logits = self.lm_head(self.model(input_ids, attention_mask=attention_mask).last_hidden_state)
+        hidden_states = self.model(input_ids, attention_mask=attention_mask).last_hidden_state
+        logits = self.lm_head(hidden_states)
         loss = next_token_loss(logits, labels)
         if logits.shape[:2] != input_ids.shape:
             loss = self.changed(loss)
@@ -372,10 +444,11 @@ class LossByShape(transformers.LlamaForCausalLM):
 
 @pytest.mark.parametrize('changed', [changed_value, changed_gradient])
 def test_loss_that_fewer_logits_change(changed, shapes):
+    """The first-batch check finds it. So the run computes all logits, and is exact."""
     model = LossByShape(one_layer_model().config)
     model.changed = changed
     assert_exact(model, batch_of(), microbatch_size=2, callbacks=[shapes])
-    assert sum(rows for rows, _ in shapes.values) == len(FEW_LABELS)
+    assert_logits_of_all_positions(shapes)
 
 
 def test_head_that_is_replaced_later(shapes):
@@ -383,54 +456,66 @@ def test_head_that_is_replaced_later(shapes):
     model = one_layer_model()
 
     def replace_head(state):
-        model.set_output_embeddings(copy.deepcopy(model.get_output_embeddings()))
+        copied_head = copy.deepcopy(model.get_output_embeddings())
+        model.set_output_embeddings(copied_head)
 
     callbacks = [On(Event.BATCH_END, replace_head), shapes]
     assert_exact(model, batch_of(), batch_of(), callbacks=callbacks, microbatch_size=6)
-    at_labels, all_logits = shapes.values
-    assert at_labels[0] == 1
-    assert all_logits == (len(FEW_LABELS), max(LENGTHS))
+
+    shape_in_first_step, shape_in_second_step = shapes.values
+    num_rows, _ = shape_in_first_step
+    assert num_rows == 1, 'logits only at labels'
+    assert shape_in_second_step == (len(FEW_LABELS), max(LENGTHS))
 
 
 def test_dense_labels_compute_all_logits(shapes):
     """Nothing is gained by selecting nearly all positions."""
-    shape = [(19, 19), (19, 19), (19, 19)]
-    assert_exact(one_layer_model(), batch_of(shape=shape), logits='labels', callbacks=[shapes], microbatch_size=3)
+    batch = batch_of(shape=[(19, 19), (19, 19), (19, 19)])
+    assert_exact(one_layer_model(), batch, logits='labels', callbacks=[shapes], microbatch_size=3)
     assert shapes.values == [(3, 19)]
 
 
 def test_evaluation_computes_all_logits():
     """Composer's metric is the same with logits at labels and with all logits."""
-    losses = []
-    for logits in ('all', 'labels'):
+
+    def evaluated_loss(logits):
+        """Returns the metric after a run with this option of the algorithm."""
         model = hugging_face(one_layer_model(), eval_metrics=[LanguageCrossEntropy()])
         eval_rows = DataLoader(text_rows(FEW_LABELS), batch_size=6, collate_fn=collate)
         recorder = fit(model, batch_of(), logits=logits, eval_interval='1ba', eval_dataloader=eval_rows)
-        metric = recorder.trainer.state.eval_metrics['eval']['LanguageCrossEntropy']
-        losses.append(float(metric.compute()))
-    with_all_logits, with_logits_at_labels = losses
-    assert with_logits_at_labels == pytest.approx(with_all_logits, rel=1e-6)
+        metrics = recorder.trainer.state.eval_metrics['eval']
+        return float(metrics['LanguageCrossEntropy'].compute())
+
+    expected_loss = evaluated_loss('all')
+    assert evaluated_loss('labels') == pytest.approx(expected_loss, rel=1e-6)
 
 
 @pytest.mark.parametrize('shifts_labels', [None, True])
 def test_plain_loop(shifts_labels):
+    """Logits are computed only at labels in training, and only within the ``with`` block."""
     model = one_layer_model()
     batch = without_sample_ids(batch_of())
     expected, _ = reference_gradients(model, batch)
-    microbatches = []
-    for row in range(len(batch['labels'])):
-        microbatches.append({key: value[row : row + 1] for key, value in batch.items()})
+
     with LogitsAtLabels(model, shifts_labels=shifts_labels):
-        for microbatch, weight in weighted_microbatches(microbatches):
+        for microbatch, weight in weighted_microbatches(single_rows(batch)):
             outputs = model(**microbatch)
             assert outputs.logits.shape[1] < microbatch['labels'].shape[1]
-            (outputs.loss * weight).backward()
+            weighted_loss = outputs.loss * weight
+            weighted_loss.backward()
         model.eval()
-        assert model(**batch).logits.shape[:2] == batch['labels'].shape
+        assert_one_logit_per_position(model, batch)
+
     assert relative_error(composer_gradients(model), expected) < TOLERANCE
     model.train()
-    assert model(**batch).logits.shape[:2] == batch['labels'].shape
+    assert_one_logit_per_position(model, batch)
     assert num_hooks(model) == 0
+
+
+def assert_one_logit_per_position(model, batch):
+    """A forward of the model computes logits at all positions."""
+    outputs = model(**batch)
+    assert outputs.logits.shape[:2] == batch['labels'].shape
 
 
 def assert_one_forward_is_exact(model, call, **options):
@@ -466,16 +551,19 @@ def test_adapted_model_without_a_task():
 def test_logits_that_accelerate_converts():
     """In mixed precision it returns a copy of the outputs in float32. The noise of bfloat16 remains."""
     accelerate = pytest.importorskip('accelerate')
-    model = one_layer_model()
-    trained = copy.deepcopy(model)  # accelerate wraps it in DDP if an earlier test has made a process group
-    prepared = accelerate.Accelerator(mixed_precision='bf16', cpu=True).prepare_model(trained)
     batch = without_sample_ids(batch_of())
+    model = one_layer_model()
     expected, _ = reference_gradients(model, batch)
+    trained = copy.deepcopy(model)  # accelerate wraps it in DDP if an earlier test has made a process group
+    accelerator = accelerate.Accelerator(mixed_precision='bf16', cpu=True)
+    prepared = accelerator.prepare_model(trained)
+
     with LogitsAtLabels(prepared):
         outputs = prepared(**batch)
         assert outputs.logits.shape[0] == 1
         assert outputs.logits.dtype == torch.float32
         outputs.loss.backward()
+
     assert relative_error(composer_gradients(trained), expected) < 2e-2
 
 
@@ -489,19 +577,28 @@ def test_compiled_model_in_a_plain_loop():
 def test_labels_that_are_shifted_already():
     """The loss then reads `shift_labels`, which are not selected. So all logits are computed."""
     batch = batch_of()
-    batch['shift_labels'] = torch.nn.functional.pad(batch['labels'][:, 1:], (0, 1), value=-100)
+    next_labels = batch['labels'][:, 1:]
+    batch['shift_labels'] = torch.nn.functional.pad(next_labels, (0, 1), value=-100)
     model = one_layer_model()
-    expected = gradients_of(model, model(**batch).loss)
+    expected_loss = model(**batch).loss
+    expected = gradients_of(model, expected_loss)
+
     with LogitsAtLabels(model):
         outputs = model(**batch)
+
     assert outputs.logits.shape[:2] == batch['labels'].shape
     assert relative_error(gradients_of(model, outputs.loss), expected) < TOLERANCE
 
 
 def test_plain_loop_refuses_a_wrong_shift():
     model = one_layer_model()
+    batch = without_sample_ids(batch_of())
     with pytest.raises(RuntimeError, match='logits-at-labels'), LogitsAtLabels(model, shifts_labels=False):
-        model(**without_sample_ids(batch_of()))
+        model(**batch)
+
+
+def text_model_without_head():
+    return one_layer_model().model
 
 
 def classifier():
@@ -509,10 +606,11 @@ def classifier():
     return ComposerClassifier(torch.nn.Linear(2, 2), num_classes=2)
 
 
-@pytest.mark.parametrize('make_model', [lambda: one_layer_model().model, classifier])
+@pytest.mark.parametrize('make_model', [text_model_without_head, classifier])
 def test_plain_loop_needs_a_head(make_model):
+    model = make_model()
     with pytest.raises(ValueError, match='output embedding'):
-        LogitsAtLabels(make_model())
+        LogitsAtLabels(model)
 
 
 def test_validation_in_inference_mode_before_training():
@@ -521,5 +619,6 @@ def test_validation_in_inference_mode_before_training():
     batch = without_sample_ids(batch_of())
     with LogitsAtLabels(model):
         with torch.inference_mode():
-            assert model(**batch).logits.shape[:2] == batch['labels'].shape
-        assert model(**batch).logits.shape[0] == 1
+            assert_one_logit_per_position(model, batch)
+        outputs = model(**batch)
+    assert outputs.logits.shape[0] == 1

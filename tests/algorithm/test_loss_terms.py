@@ -18,12 +18,17 @@ from composer_tokacc import TokenAccumulation, token_data_spec
 from composer_tokacc.algorithm.loss_terms import LossTerms, attached_zero, empty_sum
 from composer_tokacc.row_counts import RowCounts, attach_row_counts
 from tests.support.process_group import group_of_one_rank
-from tests.support.text import next_token_loss, one_layer_model, ragged_batch
+from tests.support.text import next_token_loss, one_layer_model, ragged_batch, single_rows
 from tests.support.training import fit, gradients_of, loader, relative_error, weights_unchanged
 
 SHAPE = [(4, 2), (5, 3), (9, 0), (14, 11), (6, 1)]
+"""Length and number of labels of each row. The third row has no labels."""
 UNITS = {'lm': 'tokens', 'router': 'microbatches', 'contrastive': 'samples'}
+"""Units of the terms of TermsModel."""
+NORM_UNITS = {'lm': 'tokens', 'norm': 'samples'}
+"""Units of the models with a term called ``norm``."""
 LENGTH_OF_ALL = 10
+"""The constant that SequenceLoss divides by."""
 
 
 def value_of_rows(first_logits):
@@ -32,11 +37,36 @@ def value_of_rows(first_logits):
 
 
 def value_of_microbatch(first_logits):
-    """Returns a value that is no mean over rows, as the loss of a router. It is made of five logits of each row."""
-    return first_logits[:, :5].exp().mean().square()
+    """Returns a value that is not a mean over rows, like the loss of a router. It uses five logits of each row."""
+    five_logits = first_logits[:, :5]
+    return five_logits.exp().mean().square()
 
 
-class TermsModel(HuggingFaceModel):
+def token_losses(logits, labels):
+    """Returns the loss of each label, (rows, width - 1). Positions without a label have 0."""
+    losses = next_token_loss(logits, labels, reduction='none')
+    return losses.view(len(labels), -1)
+
+
+def summed_by_row(logits, labels):
+    """Returns the sum of the losses of each row."""
+    return token_losses(logits, labels).sum(dim=1)
+
+
+def labels_per_row(batch):
+    """Returns how many labels of each row are predicted."""
+    next_labels = batch['labels'][:, 1:]
+    return (next_labels != -100).sum(dim=1)
+
+
+class CausalModel(HuggingFaceModel):
+    """A Hugging Face model that predicts the next token. Subclasses define its loss."""
+
+    def __init__(self, model):
+        super().__init__(model, shift_labels=True, use_logits=True)
+
+
+class TermsModel(CausalModel):
     """A model whose loss has a term of tokens, a term of samples and a term of the microbatch.
 
     Args:
@@ -47,49 +77,62 @@ class TermsModel(HuggingFaceModel):
     """
 
     def __init__(self, model, *, form='dict', first_id_without_term=None):
-        super().__init__(model, shift_labels=True, use_logits=True)
+        super().__init__(model)
         self.form = form
         self.first_id_without_term = first_id_without_term
 
     def loss(self, outputs, batch):
+        token_mean = outputs['loss']
+        if self.form == 'tuple':
+            return (token_mean, 2 * token_mean)
+        if self.form == 'only total':
+            return {'total': 3 * token_mean}
+
         first_logits = outputs['logits'].float()[:, 0]
         terms = {
-            'lm': outputs['loss'],
+            'lm': token_mean,
             'contrastive': value_of_rows(first_logits).mean(),
             'router': value_of_microbatch(first_logits),
         }
         if self.first_id_without_term is not None:
-            has_term = batch['input_ids'][:, 0] != self.first_id_without_term
-            terms['contrastive'] = value_of_rows(first_logits)[has_term].sum() / len(has_term)
-            if not has_term.any():
-                del terms['contrastive']
-        if self.form == 'tuple':
-            return (terms['lm'], 2 * terms['lm'])
-        if self.form == 'only total':
-            return {'total': 3 * terms['lm']}
+            self.restrict_contrastive(terms, first_logits, batch)
         if self.form == 'total':
-            return {**terms, 'total': sum(terms.values())}
+            terms['total'] = sum(terms.values())
         return terms
 
+    def restrict_contrastive(self, terms, first_logits, batch):
+        """Takes the term of samples only from rows that have it. It is absent if no row has it."""
+        has_term = batch['input_ids'][:, 0] != self.first_id_without_term
+        values = value_of_rows(first_logits)[has_term]
+        terms['contrastive'] = values.sum() / len(has_term)
+        if not has_term.any():
+            del terms['contrastive']
 
-class SequenceLoss(HuggingFaceModel):
+
+class SequenceLoss(CausalModel):
     """Divides the summed losses of a row by a constant, as Dr. GRPO does. So the loss is only a mean over samples."""
 
     def loss(self, outputs, batch):
-        return {'lm': summed_by_row(outputs['logits'], batch['labels']).mean() / LENGTH_OF_ALL}
+        losses = summed_by_row(outputs['logits'], batch['labels'])
+        return {'lm': losses.mean() / LENGTH_OF_ALL}
 
 
-class LossOfEverySecondToken(HuggingFaceModel):
+class NothingWithoutLabels(SequenceLoss):
+    """Returns no loss for a microbatch without labels."""
+
+    def loss(self, outputs, batch):
+        if labels_per_row(batch).sum() == 0:
+            return {}
+        return super().loss(outputs, batch)
+
+
+class LossOfEverySecondToken(CausalModel):
     """Has no gradient at every second label, as clipped policy gradients have none at some. Divides by all labels."""
 
     def loss(self, outputs, batch):
-        losses = next_token_loss(outputs['logits'], batch['labels'], reduction='none').view(len(batch['labels']), -1)
-        return losses[:, ::2].sum() / (batch['labels'][:, 1:] != -100).sum()
-
-
-def summed_by_row(logits, labels):
-    losses = next_token_loss(logits, labels, reduction='none')
-    return losses.view(len(labels), -1).sum(dim=1)
+        losses = token_losses(outputs['logits'], batch['labels'])
+        every_second = losses[:, ::2]
+        return every_second.sum() / labels_per_row(batch).sum()
 
 
 @pytest.fixture
@@ -102,20 +145,41 @@ def batch():
     return ragged_batch(SHAPE)
 
 
+def outputs_of(model, batch, **options):
+    """Returns the outputs of one plain forward over the whole batch, without a loss."""
+    return model(input_ids=batch['input_ids'], attention_mask=batch['attention_mask'], **options)
+
+
 def logits_of(model, batch):
-    return model(input_ids=batch['input_ids'], attention_mask=batch['attention_mask']).logits.float()
+    """Returns the logits of one plain forward over the whole batch."""
+    return outputs_of(model, batch).logits.float()
+
+
+def with_dummy_rows(batch, num_dummies):
+    """Returns the batch. Its last rows count as no sample, like copies of samples that only fill it up."""
+    num_samples = len(batch['labels']) - num_dummies
+    counts_of_samples = [RowCounts()] * num_samples
+    counts_of_dummies = [RowCounts(samples=0)] * num_dummies
+    return attach_row_counts(batch, counts_of_samples + counts_of_dummies)
 
 
 def expected_terms(model, batch, microbatch_size):
     """Returns each term by its definition: sums over tokens, samples or microbatches, divided by their number."""
     logits = logits_of(model, batch)
     first_logits = logits[:, 0]
-    routers = [value_of_microbatch(rows) for rows in first_logits.split(microbatch_size)]
+    router_values = []
+    for logits_of_microbatch in first_logits.split(microbatch_size):
+        router_values.append(value_of_microbatch(logits_of_microbatch))
     return {
         'lm': next_token_loss(logits, batch['labels']),
         'contrastive': value_of_rows(first_logits).mean(),
-        'router': torch.stack(routers).mean(),
+        'router': torch.stack(router_values).mean(),
     }
+
+
+def assert_logged(recorder, name, expected):
+    """Compares the logged value of a term of a run of one step."""
+    assert recorder.logged(f'loss/train/{name}') == pytest.approx([expected.item()], rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -125,11 +189,13 @@ def test_every_term_has_its_own_denominator(model, batch, form, microbatch_size)
     terms = expected_terms(model, batch, microbatch_size)
     terms['total'] = sum(terms.values())
     expected = gradients_of(model, terms['total'])
-    options = {'loss_units': UNITS, 'microbatch_size': microbatch_size}
-    recorder = fit(TermsModel(model, form=form), loader(batch), **options)
+    terms_model = TermsModel(model, form=form)
+
+    recorder = fit(terms_model, loader(batch), loss_units=UNITS, microbatch_size=microbatch_size)
+
     assert relative_error(recorder.gradients, expected) < 1e-6
     for name, value in terms.items():
-        assert recorder.logged(f'loss/train/{name}') == pytest.approx([value.item()], rel=1e-6)
+        assert_logged(recorder, name, value)
 
 
 class AddsToTotal(Algorithm):
@@ -144,18 +210,23 @@ class AddsToTotal(Algorithm):
 
 
 def test_term_that_is_only_in_the_total(model, batch):
-    """Composer takes the gradient of the total, but the package that of the terms."""
+    """Composer takes the gradient of the total, but the package takes the gradient of the terms."""
+    terms_model = TermsModel(model, form='total')
     algorithms = [AddsToTotal(), TokenAccumulation(loss_units=UNITS)]
     with weights_unchanged(model), pytest.raises(RuntimeError, match='must be the sum of the other terms'):
-        fit(TermsModel(model, form='total'), loader(batch), algorithms=algorithms)
+        fit(terms_model, loader(batch), algorithms=algorithms)
 
 
 def test_loss_without_a_gradient_at_each_label(model, batch):
     composer_model = LossOfEverySecondToken(model)
-    expected = gradients_of(model, composer_model.loss({'logits': logits_of(model, batch)}, batch))
+    outputs = {'logits': logits_of(model, batch)}
+    loss = composer_model.loss(outputs, batch)
+    expected = gradients_of(model, loss)
+
     with pytest.raises(RuntimeError, match='no rule explains'):
         fit(composer_model, batch, microbatch_size=1)
     recorder = fit(composer_model, batch, microbatch_size=1, loss_tokens='causal')
+
     assert relative_error(recorder.gradients, expected) < 1e-6
 
 
@@ -168,60 +239,72 @@ def test_term_absent_in_some_microbatches(model, batch):
     first_ids = batch['input_ids'][:, 0].tolist()
     assert first_ids.count(first_ids[-1]) == 1
     terms_model = TermsModel(model, first_id_without_term=first_ids[-1])
+
     recorder = fit(terms_model, loader(batch), loss_units=UNITS)
+
     assert relative_error(recorder.gradients, expected) < 1e-6
-    assert recorder.logged('loss/train/contrastive') == pytest.approx([terms['contrastive'].item()], rel=1e-6)
+    assert_logged(recorder, 'contrastive', terms['contrastive'])
 
 
 def test_term_of_one_short_row(model):
     """Of the rows that the first-batch check also computes without labels, the longer ones, none has the term."""
     batch = ragged_batch([(9, 3), (4, 2), (6, 3)])
     batch['input_ids'][:, 0] = torch.tensor([5, 6, 5])
-    logits = logits_of(model, batch)
-    term = value_of_rows(logits[:, 0])[1] / 3
-    router = value_of_microbatch(logits[:, 0])
-    expected = gradients_of(model, next_token_loss(logits, batch['labels']) + term + router)
     terms_model = TermsModel(model, first_id_without_term=5)
+    terms = expected_terms(model, batch, 3)
+    first_logits = logits_of(model, batch)[:, 0]
+    terms['contrastive'] = value_of_rows(first_logits)[1] / 3
+    expected = gradients_of(model, sum(terms.values()))
+
     recorder = fit(terms_model, loader(batch), loss_units=UNITS, microbatch_size=3)
+
     assert relative_error(recorder.gradients, expected) < 1e-6
 
 
 @pytest.mark.parametrize(('form', 'names'), [('tuple', {'loss0', 'loss1', 'total'}), ('only total', {'total'})])
 @pytest.mark.parametrize('microbatch_size', [1, 2])
 def test_losses_without_units_are_token_means(model, batch, microbatch_size, form, names):
-    expected = gradients_of(model, 3 * expected_terms(model, batch, 1)['lm'])
-    recorder = fit(TermsModel(model, form=form), loader(batch), microbatch_size=microbatch_size)
+    """Both forms add up to three times the mean over tokens."""
+    token_mean = next_token_loss(logits_of(model, batch), batch['labels'])
+    expected = gradients_of(model, 3 * token_mean)
+    terms_model = TermsModel(model, form=form)
+
+    recorder = fit(terms_model, loader(batch), microbatch_size=microbatch_size)
+
     assert relative_error(recorder.gradients, expected) < 1e-6
-    prefix = 'loss/train/'
-    assert {name.removeprefix(prefix) for name in recorder.memory.data if name.startswith(prefix)} == names
+    logged_losses = set()
+    for metric in recorder.memory.data:
+        if metric.startswith('loss/train/'):
+            logged_losses.add(metric.removeprefix('loss/train/'))
+    assert logged_losses == names
 
 
 def test_terms_of_microbatches_of_the_split(model, batch):
     """The term is averaged over the microbatches of the token budget, and not over rows / microbatch size."""
     data = token_data_spec(loader(batch), regroup=False)
     # In order, with a budget of 2 * 14 tokens.
-    microbatches = data.split_batch(data.batch_transforms(batch), 2)
+    transformed_batch = data.batch_transforms(batch)
+    microbatches = data.split_batch(transformed_batch, 2)
     assert [len(microbatch['input_ids']) for microbatch in microbatches] == [3, 2]
     # Microbatches of three rows: the same cut.
     terms = expected_terms(model, batch, 3)
     expected = gradients_of(model, sum(terms.values()))
+
     recorder = fit(TermsModel(model), data, loss_units=UNITS)
+
     assert relative_error(recorder.gradients, expected) < 1e-6
-    assert recorder.logged('loss/train/router') == pytest.approx([terms['router'].item()], rel=1e-6)
+    assert_logged(recorder, 'router', terms['router'])
 
 
 def test_term_without_unit_is_refused(model, batch):
+    units_of_two_terms = {'lm': 'tokens', 'router': 'microbatches'}
     with pytest.raises(RuntimeError, match="no unit for 'contrastive'"):
-        fit(TermsModel(model), loader(batch), loss_units={'lm': 'tokens', 'router': 'microbatches'})
+        fit(TermsModel(model), loader(batch), loss_units=units_of_two_terms)
 
 
 def test_split_with_an_unknown_number_of_microbatches(model, batch):
     """The router's term is divided before the last microbatch is known. Composer would make three of five rows."""
-
-    def single_rows(batch, size):
-        return [{key: value[row : row + 1] for key, value in batch.items()} for row in range(5)]
-
-    spec = DataSpec(loader(batch), split_batch=single_rows)
+    spec = DataSpec(loader(batch), split_batch=lambda batch, size: single_rows(batch))
     with pytest.raises(RuntimeError, match=r'number of microbatches.*got: 5, but 3'):
         fit(TermsModel(model), spec, loss_units=UNITS, microbatch_size=2)
 
@@ -247,14 +330,10 @@ def test_loss_must_be_a_tensor_or_have_units(loss, message):
 
 
 def test_microbatch_without_a_loss(model):
-    class NothingWithoutLabels(SequenceLoss):
-        def loss(self, outputs, batch):
-            has_labels = (batch['labels'][:, 1:] != -100).any()
-            return super().loss(outputs, batch) if has_labels else {}
-
+    composer_model = NothingWithoutLabels(model)
     batch = ragged_batch([(9, 0), (9, 3), (9, 4)])
     with pytest.raises(RuntimeError, match='in every microbatch'):
-        fit(NothingWithoutLabels(model), batch, loss_units={'lm': 'samples'}, microbatch_size=1)
+        fit(composer_model, batch, loss_units={'lm': 'samples'}, microbatch_size=1)
 
 
 @pytest.mark.parametrize(
@@ -267,19 +346,28 @@ def test_microbatch_without_a_loss(model):
     ],
 )
 def test_total_is_rounded(values, dtype):
-    """The round-off of a sum is as large as that of its terms. A term that is missing is still refused."""
-    terms_of_loss = torch.tensor(values, dtype=dtype)
-    lm, boxes, entropy = terms_of_loss
+    """A sum has as much round-off as its terms, so the total may differ a little. A missing term is still refused."""
+    values_of_terms = torch.tensor(values, dtype=dtype)
+    exact_total = values_of_terms.float().sum()
+    lm, boxes, entropy = values_of_terms
+    rounded_total = entropy + boxes + lm
+    assert rounded_total.float() != exact_total
     loss = {'lm': lm, 'boxes': boxes, 'entropy': entropy}
     terms = LossTerms({'lm': 'tokens', 'boxes': 'samples', 'entropy': 'samples'})
-    total = entropy + boxes + lm
-    assert total.float() != terms_of_loss.float().sum()
-    assert terms.probed({**loss, 'total': total}, {}) == {'tokens': lm, 'samples': boxes + entropy}
-    assert terms.total_error({**loss, 'total': terms_of_loss.float().sum()[None]}).item() < 1, 'not rounded, one entry'
+
+    loss['total'] = rounded_total
+    assert terms.probed(loss, {}) == {'tokens': lm, 'samples': boxes + entropy}
+
+    loss['total'] = exact_total[None]  # a total may be a tensor of shape (1,)
+    assert terms.total_error(loss).item() < 1
+
+    loss['total'] = rounded_total - boxes
     with pytest.raises(RuntimeError, match='must be the sum'):
-        terms.probed({**loss, 'total': total - boxes}, {})
+        terms.probed(loss, {})
+
+    loss['total'] = float(rounded_total)
     with pytest.raises(RuntimeError, match='must be a tensor'):
-        terms.probed({**loss, 'total': float(total)}, {})
+        terms.probed(loss, {})
 
 
 @pytest.mark.parametrize(
@@ -290,25 +378,28 @@ def test_loss_of_samples_only(model, batch, num_copies, microbatch_size, has_dat
     """The last rows may be copies of a sample, which count nothing."""
     num_samples = len(SHAPE) - num_copies
     losses = summed_by_row(logits_of(model, batch), batch['labels'])
-    expected = gradients_of(model, losses[:num_samples].mean() / LENGTH_OF_ALL)
+    expected_loss = losses[:num_samples].mean() / LENGTH_OF_ALL
+    expected = gradients_of(model, expected_loss)
     if num_copies:
-        batch = attach_row_counts(batch, [RowCounts()] * num_samples + [RowCounts(samples=0)] * num_copies)
+        batch = with_dummy_rows(batch, num_copies)
     data = loader(batch)
     if has_data_spec:
         data = token_data_spec(data)
-    options = {'loss_units': {'lm': 'samples'}, 'microbatch_size': microbatch_size}
-    recorder = fit(SequenceLoss(model, use_logits=True), data, **options)
+
+    recorder = fit(SequenceLoss(model), data, loss_units={'lm': 'samples'}, microbatch_size=microbatch_size)
+
     assert relative_error(recorder.gradients, expected) < 1e-6
 
 
-class NormTerm(HuggingFaceModel):
+class NormTerm(CausalModel):
     """Its loss has a mean over tokens, and a mean over rows that does not look at their labels."""
 
     def loss(self, outputs, batch):
-        return {'lm': outputs['loss'], 'norm': outputs['logits'][:, 0].square().mean()}
+        first_logits = outputs['logits'][:, 0]
+        return {'lm': outputs['loss'], 'norm': first_logits.square().mean()}
 
 
-class TermOfLabels(HuggingFaceModel):
+class TermOfLabels(CausalModel):
     """Its second term is a mean over rows of their means over labels, so NaN if a row has none."""
 
     def loss(self, outputs, batch):
@@ -318,55 +409,61 @@ class TermOfLabels(HuggingFaceModel):
         return {'lm': outputs['loss'], 'norm': row_means.mean()}
 
 
-def test_nan_of_a_dummy_row_is_zero(model):
-    """The last microbatch holds only a repeated sample, so it must add nothing to the loss and to the gradient."""
-    composer_model = TermOfLabels(model, shift_labels=True, use_logits=True)
-    batch = ragged_batch([(4, 2), (5, 3), (6, 1)])
-    samples = {key: value[:2] for key, value in batch.items()}
-    expected = sum(composer_model.loss(composer_model(samples), samples).values())
-    expected_gradients = gradients_of(model, expected)
-    batch = attach_row_counts(batch, [RowCounts(), RowCounts(), RowCounts(samples=0)])
-    options = {'loss_units': {'lm': 'tokens', 'norm': 'samples'}, 'microbatch_size': 1, 'regroup': False}
-    recorder = fit(composer_model, batch, **options)
-    assert recorder.logged('loss/train/total') == pytest.approx([expected.item()], rel=1e-6)
-    assert relative_error(recorder.gradients, expected_gradients) < 1e-6
-
-
-class StatesTerm(HuggingFaceModel):
+class StatesTerm(CausalModel):
     """Its second term is a mean over all rows of their last hidden states, as the loss of a value head."""
 
     def loss(self, outputs, batch):
-        return {'lm': outputs['loss'], 'norm': outputs['hidden_states'][-1][:, 0].square().mean()}
+        first_states = outputs['hidden_states'][-1][:, 0]
+        return {'lm': outputs['loss'], 'norm': first_states.square().mean()}
+
+
+def test_nan_of_a_dummy_row_is_zero(model):
+    """The last microbatch holds only a repeated sample, so it must add nothing to the loss and to the gradient."""
+    composer_model = TermOfLabels(model)
+    batch = ragged_batch([(4, 2), (5, 3), (6, 1)])
+    samples = {key: value[:2] for key, value in batch.items()}
+    outputs = composer_model(samples)
+    expected_loss = sum(composer_model.loss(outputs, samples).values())
+    expected = gradients_of(model, expected_loss)
+
+    batch = with_dummy_rows(batch, 1)
+    recorder = fit(composer_model, batch, loss_units=NORM_UNITS, microbatch_size=1, regroup=False)
+
+    assert_logged(recorder, 'total', expected_loss)
+    assert relative_error(recorder.gradients, expected) < 1e-6
 
 
 @pytest.mark.parametrize(
-    ('term_model', 'unit'),
+    ('model_class', 'unit'),
     [(NormTerm, 'samples'), (NormTerm, 'coupled_samples'), (NormTerm, 'microbatches'), (StatesTerm, 'samples')],
 )
-def test_term_of_a_dummy_row_is_refused(term_model, unit, model, batch):
+def test_term_of_a_dummy_row_is_refused(model_class, unit, model, batch):
     model.config.output_hidden_states = True
-    model = term_model(model, shift_labels=True, use_logits=True)
+    composer_model = model_class(model)
     options = {'loss_units': {'lm': 'tokens', 'norm': unit}, 'microbatch_size': 5}
-    fit(model, batch, regroup=False, **options)
-    batch_with_dummy = attach_row_counts(batch, [RowCounts()] * 4 + [RowCounts(samples=0)])
+    fit(composer_model, batch, regroup=False, **options)
+
+    batch_with_dummy = with_dummy_rows(batch, 1)
     with pytest.raises(RuntimeError, match='1 of 5 rows fill up'):
-        fit(model, loader(batch_with_dummy), **options)
+        fit(composer_model, loader(batch_with_dummy), **options)
 
 
 def test_token_weights_and_another_term(model, batch):
     """The weights would also change the gradient of another term that is made of the logits."""
     model.config.output_hidden_states = True
-    batch['loss_weights'] = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])
-    options = {'loss_units': {'lm': 'tokens', 'norm': 'samples'}, 'token_weights': 'column', 'microbatch_size': 1}
+    weights = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])
+    batch['loss_weights'] = weights
+    options = {'loss_units': NORM_UNITS, 'token_weights': 'column', 'microbatch_size': 1}
     with pytest.raises(RuntimeError, match=r'another term .* made of the logits'):
-        fit(NormTerm(model, shift_labels=True, use_logits=True), batch, **options)
-    outputs = model(input_ids=batch['input_ids'], attention_mask=batch['attention_mask'])
+        fit(NormTerm(model), batch, **options)
+
+    # A term of the hidden states is not changed by the weights of tokens.
+    outputs = outputs_of(model, batch)
     losses = summed_by_row(outputs.logits, batch['labels'])
-    counts = (batch['labels'][:, 1:] != -100).sum(dim=1)
-    weights = batch['loss_weights']
-    weighted_mean = (weights * losses).sum() / (weights * counts).sum()
-    expected = gradients_of(model, weighted_mean + outputs.hidden_states[-1][:, 0].square().mean())
-    recorder = fit(StatesTerm(model, shift_labels=True, use_logits=True), batch, **options)
+    weighted_mean = (weights * losses).sum() / (weights * labels_per_row(batch)).sum()
+    first_states = outputs.hidden_states[-1][:, 0]
+    expected = gradients_of(model, weighted_mean + first_states.square().mean())
+    recorder = fit(StatesTerm(model), batch, **options)
     assert relative_error(recorder.gradients, expected) < 1e-6
 
 
@@ -378,7 +475,7 @@ def test_warning_of_noise_scaled_by_width(model, batch, caplog):
 
 
 def test_state_of_a_composer_algorithm():
-    """Composer compares the `repr` in a checkpoint with that of the algorithm which resumes."""
+    """Composer compares the `repr` in a checkpoint with the `repr` of the algorithm of the resumed run."""
     algorithm = TokenAccumulation()
     assert algorithm.state_dict()['repr'] == repr(algorithm)
 
@@ -388,16 +485,21 @@ def test_zero_reaches_only_parameters_of_the_loss(uses_logits):
     """Under FSDP ranks must reduce gradients of the same parameters, also if a microbatch of one has no label."""
     head = torch.nn.Linear(3, 5)
     pooler = torch.nn.Linear(3, 5)
-    hidden = torch.ones(2, 4, 3)
     scale = torch.ones(3, requires_grad=True)
-    outputs = {'logits': head(hidden), 'scaled': hidden * scale, 'pooled': pooler(hidden)}
-    no_labels = torch.full((2, 4), -100)
-    # Some losses do without logits if there is no label.
-    loss = {'lm': torch.tensor(0.0), 'norm': outputs['scaled'].square().mean()}
+    hidden = torch.ones(2, 4, 3)
+    scaled = hidden * scale
+    logits = head(hidden)
+    outputs = {'logits': logits, 'scaled': scaled, 'pooled': pooler(hidden)}
     if uses_logits:
-        loss = torch.nn.functional.cross_entropy(outputs['logits'].flatten(0, 1), no_labels.flatten())
+        no_labels = torch.full((2, 4), -100)
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), no_labels.flatten())
         assert loss.isnan()
+    else:
+        # Some losses do not use the logits if there is no label.
+        loss = {'lm': torch.tensor(0.0), 'norm': scaled.square().mean()}
+
     attached_zero(outputs, loss).backward()
+
     assert torch.equal(head.weight.grad, torch.zeros(5, 3))
     assert pooler.weight.grad is None
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 
+from composer_tokacc import TokenAccumulation
 from composer_tokacc.algorithm import rank_widths
 from composer_tokacc.algorithm.rank_widths import RankWidth, check_widths
 from composer_tokacc.data_spec.pieces import FAILED, CutRules
@@ -42,14 +43,17 @@ def test_widths_of_ranks_matter_only_on_the_left():
     assert 'the pad before it would predict' in outcomes['labelled']
     for case in ('positions', 'positions, padded later', 'no position_ids'):
         assert 'count positions' in outcomes[case]
-    if not transformers.__version__.startswith('4.'):  # which names the parameters otherwise
+    # Transformers 4 has other names for the parameters.
+    if not transformers.__version__.startswith('4.'):
         assert '1 ranks beyond it and 1 within' in outcomes['rotary']
 
 
 def may_matter(batch, rules):
-    """Returns whether more padding on the left may change these rows. Unshifted labels are no reason by themselves."""
-    facts = describe(BatchLayout.infer(batch), batch)
-    return bool(RankWidth.of([facts], rules, 'unshifted').reason)
+    """Returns whether more padding on the left may change these rows. Unshifted labels alone give no reason."""
+    layout = BatchLayout.infer(batch)
+    facts = describe(layout, batch)
+    width = RankWidth.of([facts], rules, 'unshifted')
+    return width.reason != ''
 
 
 LONG_ROPE = {'rope_type': 'longrope', 'original_max_position_embeddings': 10}
@@ -77,7 +81,7 @@ def test_labels_behind_padding_prove_nothing(rules, has_positions, matters):
 
 
 @pytest.mark.parametrize(
-    ('make_model', 'has_positions', 'depends'),
+    ('make_model', 'has_positions', 'matters'),
     [
         (one_layer_model, False, False),
         (gpt2, False, True),
@@ -86,16 +90,21 @@ def test_labels_behind_padding_prove_nothing(rules, has_positions, matters):
         (column_counter, True, True),
     ],
 )
-def test_padding_matters_if_it_cannot_be_trimmed(make_model, has_positions, depends):
+def test_padding_matters_if_it_cannot_be_trimmed(make_model, has_positions, matters):
     """GPT-2 counts positions from the first column, unless it gets them. Without the argument it cannot get them."""
     batch = ragged_batch(side='left')
     if has_positions:
         batch['position_ids'] = positions_of(batch)
-    run = fit(make_model(), batch).trainer.state.algorithms[0]._run
+    algorithm = TokenAccumulation()
+    fit(make_model(), batch, algorithms=[algorithm])
+    run = algorithm._run
+
     facts = describe_all(run.check.layout, batch)
     width = RankWidth.of(facts, run.split.rules, run.check.rule)
+
     assert width.pads_left
-    assert bool(width.reason) == depends
+    has_reason = width.reason != ''
+    assert has_reason == matters
 
 
 @pytest.mark.parametrize(
@@ -106,14 +115,19 @@ def test_padding_matters_if_it_cannot_be_trimmed(make_model, has_positions, depe
 def test_rotary_limit_of_a_rank(lengths, has_positions, expected):
     """Positions that begin again with each document are within the limit, although the row is wide."""
     config = SimpleNamespace(model_type='phi3', rope_parameters=LONG_ROPE)
+    layout = BatchLayout.for_model(config)
     batch = text_batch(lengths)
     if has_positions:
         batch['position_ids'] = torch.arange(6).repeat(2, 2)
-    facts = describe(BatchLayout.for_model(config), batch)
-    assert RankWidth.of([facts], None, 'causal').is_beyond_rotary_limit is expected
+
+    facts = describe(layout, batch)
+    width = RankWidth.of([facts], None, 'causal')
+    assert width.is_beyond_rotary_limit is expected
+
     batch['labels'] = torch.full_like(batch['labels'], -100)  # a copy of a sample, which weighs nothing
-    facts = describe(BatchLayout.for_model(config), batch)
-    assert RankWidth.of([facts], None, 'causal').is_beyond_rotary_limit is None
+    facts_without_labels = describe(layout, batch)
+    width_without_labels = RankWidth.of([facts_without_labels], None, 'causal')
+    assert width_without_labels.is_beyond_rotary_limit is None
 
 
 def test_ranks_on_both_sides_of_a_rotary_limit():
@@ -129,8 +143,10 @@ def check_two_ranks(monkeypatch, reason_after_check='', **options):
     numbers_of_ranks = []
     widths_after_check = []
     for width in (9, 14):
-        numbers_of_ranks.append(RankWidth(width, pads_left=True, reason='').numbers())
-        widths_after_check.append(RankWidth(width, pads_left=True, reason=reason_after_check))
+        before_check = RankWidth(width, pads_left=True, reason='')
+        after_check = RankWidth(width, pads_left=True, reason=reason_after_check)
+        numbers_of_ranks.append(before_check.numbers())
+        widths_after_check.append(after_check)
     sums = np.sum(numbers_of_ranks, axis=0)
     monkeypatch.setattr(rank_widths, 'get_world_size', lambda: 2)
     monkeypatch.setattr(rank_widths, 'all_gather_object', lambda _: widths_after_check)
@@ -149,4 +165,5 @@ def test_unknown_padding_is_warned_of(is_trimmed, monkeypatch, caplog):
     """Without `token_data_spec` rows are not trimmed, so no check shows how the model counts positions."""
     rank_widths._warn_of_unknown_positions.cache_clear()
     check_two_ranks(monkeypatch, was_checked=False, is_trimmed=is_trimmed)
-    assert ('padded on the left' in caplog.text) != is_trimmed
+    is_warned = 'padded on the left' in caplog.text
+    assert is_warned != is_trimmed

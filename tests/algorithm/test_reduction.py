@@ -23,6 +23,9 @@ from tests.support.text import one_layer_model, ragged_batch
 from tests.support.training import TOLERANCE, On, fit, relative_error, weights_unchanged
 from tests.support.weights import weighted_reference
 
+HEADS = ('first', 'second')
+"""The names of the heads of TwoHeads."""
+
 
 class TwoHeads(torch.nn.Module):
     """A batch may use one head only, or none."""
@@ -33,10 +36,12 @@ class TwoHeads(torch.nn.Module):
         self.second = torch.nn.Linear(2, 1)
 
     def forward(self, inputs: torch.Tensor, heads: tuple[str, ...]) -> torch.Tensor:
-        outputs = inputs.sum() * torch.zeros((), requires_grad=True)
+        zero = torch.zeros((), requires_grad=True)
+        total = inputs.sum() * zero  # has a gradient also without heads
         for name in heads:
-            outputs = outputs + getattr(self, name)(inputs).sum()
-        return outputs
+            head = getattr(self, name)
+            total = total + head(inputs).sum()
+        return total
 
 
 @pytest.fixture(autouse=True)
@@ -53,12 +58,14 @@ def with_ignored_head():
 
 
 def watch_of(model, **options):
+    """Wraps a model in DDP with these options. Returns the watch of its reductions, and the wrapped model."""
     model = DistributedDataParallel(model, **options)
     state = SimpleNamespace(model=model, auto_microbatching=False)
     return ReductionWatch(state, may_gather=False), model
 
 
 def backward(watch, model, heads, *, num_microbatches=1, reduces=True, must_reduce_once=False):
+    """Computes one microbatch of a step, with inputs of 1. ``reduces``: whether DDP reduces the gradients in it."""
     model.require_backward_grad_sync = reduces
     loss = model(torch.ones(1, 2), heads)
     watch.begin_microbatch(num_microbatches, must_reduce_once=must_reduce_once)
@@ -73,10 +80,13 @@ def test_unused_parameters_get_zeros(heads):
     for _ in range(2):
         backward(watch, model, heads)
         watch.start_attempt()
-    for name in ('first', 'second'):
-        gradient = getattr(model.module, name).weight.grad
-        expected = 2.0 if name in heads else 0.0
-        assert gradient.tolist() == [[expected, expected]]
+
+    for name in HEADS:
+        head = getattr(model.module, name)
+        expected = [[0.0, 0.0]]
+        if name in heads:
+            expected = [[2.0, 2.0]]  # 1 from each backward
+        assert head.weight.grad.tolist() == expected
 
 
 @pytest.mark.parametrize(
@@ -90,19 +100,25 @@ def test_unused_parameters_get_zeros(heads):
 def test_ddp_that_finds_unused_parameters(options, expected):
     """It reduces them itself, so ReductionWatch must not give them a gradient too."""
     watch, model = watch_of(TwoHeads(), **options)
-    reached = set()
-    for name in ('first', 'second'):
-        getattr(model.module, name).weight.register_hook(lambda _, name=name: reached.add(name))
+    reached_heads = set()
+    for name in HEADS:
+        head = getattr(model.module, name)
+        head.weight.register_hook(lambda gradient, name=name: reached_heads.add(name))
+
     backward(watch, model, ())
-    assert reached == expected
+
+    assert reached_heads == expected
 
 
 def test_microbatches_before_the_last_reach_nothing():
     watch, model = watch_of(TwoHeads())
+    unused_weight = model.module.second.weight
+
     backward(watch, model, ('first',), num_microbatches=2, reduces=False)
-    assert model.module.second.weight.grad is None
+    assert unused_weight.grad is None
+
     backward(watch, model, ('first',), num_microbatches=2)
-    assert model.module.second.weight.grad.tolist() == [[0.0, 0.0]]
+    assert unused_weight.grad.tolist() == [[0.0, 0.0]]
     assert watch.reduced_once() is True
 
 
@@ -138,13 +154,16 @@ def test_unfrozen_parameters_are_refused(options, freezes_others):
     inner = TwoHeads()
     inner.second.requires_grad_(False)
     watch, model = watch_of(inner, **options)
-    backward(watch, model, ('first', 'second'))
+    backward(watch, model, HEADS)
+
     inner.second.requires_grad_(True)
-    inner.first.requires_grad_(not freezes_others)  # DDP and the model then have equally many
+    if freezes_others:
+        inner.first.requires_grad_(False)  # DDP and the model then have equally many trained parameters
+
     # In a microbatch that does not reduce, nothing is wrong yet.
-    backward(watch, model, ('first', 'second'), reduces=False)
+    backward(watch, model, HEADS, reduces=False)
     with pytest.raises(RuntimeError, match='2 others that are trained now'):
-        backward(watch, model, ('first', 'second'))
+        backward(watch, model, HEADS)
 
 
 def test_unfrozen_parameters_beside_a_sparse_embedding():
@@ -163,7 +182,7 @@ def test_unfrozen_parameters_that_ddp_ignores():
     inner.second.requires_grad_(False)
     watch, model = watch_of(inner)
     inner.second.requires_grad_(True)
-    backward(watch, model, ('first', 'second'))
+    backward(watch, model, HEADS)
 
 
 def test_backward_reaches_only_ignored_parameters():
@@ -204,8 +223,9 @@ class WrapsInDDP(Algorithm):
 @pytest.fixture
 def launcher(monkeypatch):
     """Sets the variables that Composer reads if there is a process group."""
-    for name, value in {'LOCAL_WORLD_SIZE': '1', 'LOCAL_RANK': '0', 'NODE_RANK': '0'}.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv('LOCAL_WORLD_SIZE', '1')
+    monkeypatch.setenv('LOCAL_RANK', '0')
+    monkeypatch.setenv('NODE_RANK', '0')
 
 
 @pytest.mark.usefixtures('launcher')
@@ -217,10 +237,11 @@ def launcher(monkeypatch):
 def test_ddp_must_reduce_all_gradients(freezes_head, options):
     """DDP waits for the gradients of frozen parameters. Composer reduces only gradients that are not None."""
     model = one_layer_model()
+    batch = ragged_batch()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     algorithms = [WrapsInDDP(freezes_head=freezes_head), TokenAccumulation()]
     with weights_unchanged(model), pytest.raises(RuntimeError, match='DDP must have reduced every gradient'):
-        fit(model, ragged_batch(), algorithms=algorithms, optimizer=optimizer, **options)
+        fit(model, batch, algorithms=algorithms, optimizer=optimizer, **options)
 
 
 @pytest.mark.usefixtures('launcher')
@@ -230,8 +251,11 @@ def test_tokens_are_weighted_before_the_sink_of_ddp(token_weights):
     model = one_layer_model()
     batch = ragged_batch()
     expected, _, _ = weighted_reference(model, batch, token_weights)
+    wrapper = WrapsInDDP(find_unused_parameters=True)
     algorithm = TokenAccumulation(token_weights=token_weights)
-    recorder = fit(model, batch, algorithms=[WrapsInDDP(find_unused_parameters=True), algorithm])
+
+    recorder = fit(model, batch, algorithms=[wrapper, algorithm])
+
     assert relative_error(recorder.gradients, expected) < TOLERANCE
     assert algorithm._run.step.is_measured
 
@@ -245,37 +269,50 @@ class WithRouterLoss(torch.nn.Module):
         self.layer = torch.nn.Linear(2, 2)
 
     def forward(self, inputs):
-        first, router_loss = self.layer(inputs)
-        return {'loss': first + self.coefficient * router_loss, 'aux_loss': router_loss}
+        token_mean, router_loss = self.layer(inputs)
+        loss = token_mean + self.coefficient * router_loss
+        return {'loss': loss, 'aux_loss': router_loss}
 
 
-@pytest.mark.parametrize(('added', 'named'), [(0.5, 0.5), (0.0, None), (0.5, 0.4), (0.5, None)])
-def test_router_coefficient_before_ddps_sink(added, named):
-    model = DistributedDataParallel(WithRouterLoss(added), find_unused_parameters=True)
+@pytest.mark.parametrize(
+    ('coefficient_of_model', 'coefficient_of_config', 'is_refused'),
+    [(0.5, 0.5, False), (0.0, None, False), (0.5, 0.4, True), (0.5, None, True)],
+)
+def test_router_coefficient_before_ddps_sink(coefficient_of_model, coefficient_of_config, is_refused):
+    model = DistributedDataParallel(WithRouterLoss(coefficient_of_model), find_unused_parameters=True)
     outputs = model(torch.ones(2))
-    is_right = added == (named or 0.0)
-    with nullcontext() if is_right else pytest.raises(RuntimeError, match='load-balancing loss'):
-        LossTerms(None, named).check_coefficient(outputs['loss'], outputs)
+    terms = LossTerms(None, coefficient_of_config)
+    expectation = nullcontext()
+    if is_refused:
+        expectation = pytest.raises(RuntimeError, match='load-balancing loss')
+
+    with expectation:
+        terms.check_coefficient(outputs['loss'], outputs)
+
     outputs['loss'].backward()
 
 
 @pytest.mark.usefixtures('launcher')
 def test_ranks_differ_after_a_step_that_reduced_once():
     """In the first step ranks must make equally many microbatches, because DDP may reduce in each of them."""
-    reduces_once = On(Event.BEFORE_TRAIN_BATCH, lambda state: split_of(state.train_dataloader).reduces_once)
-    algorithms = [WrapsInDDP(), TokenAccumulation()]
     batch = ragged_batch()
+    algorithms = [WrapsInDDP(), TokenAccumulation()]
+    reduces_once = On(Event.BEFORE_TRAIN_BATCH, lambda state: split_of(state.train_dataloader).reduces_once)
+
     fit(one_layer_model(), batch, batch, algorithms=algorithms, callbacks=[reduces_once])
+
     assert reduces_once.values == [False, True]
 
 
 def shard_by_fsdp1(head: str, model: torch.nn.Module) -> None:
-    options = {'use_orig_params': True, 'device_id': torch.device('cpu')}
-    setattr(model, head, FullyShardedDataParallel(getattr(model, head), **options))
+    layer = getattr(model, head)
+    sharded_layer = FullyShardedDataParallel(layer, use_orig_params=True, device_id=torch.device('cpu'))
+    setattr(model, head, sharded_layer)
 
 
 def shard_by_fsdp2(head: str, model: torch.nn.Module) -> None:
-    fully_shard(getattr(model, head))
+    layer = getattr(model, head)
+    fully_shard(layer)
 
 
 @pytest.fixture(params=[shard_by_fsdp1, shard_by_fsdp2])

@@ -9,6 +9,7 @@ The reference is the model's own loss of the whole batch in float64.
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +19,7 @@ from composer.core import Event
 from composer.devices import DeviceCPU
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from composer_tokacc import BatchLayout, TokenAccumulation, token_data_spec
+from composer_tokacc import BatchLayout, token_data_spec
 from composer_tokacc.algorithm import router_balance
 from composer_tokacc.algorithm.loss_terms import LossTerms, SplitLoss
 from composer_tokacc.algorithm.router_balance import StepBalance, counted_positions
@@ -60,8 +61,8 @@ def test_gradient_is_that_of_one_forward(model_type, packing, microbatch_size):
     if model_type == 'qwen3_next':
         # The error of one forward in float32 is already 1.4e-6.
         model = in_double(model)
-    options = {'packing': packing, 'microbatch_size': microbatch_size}
-    assert_exact(model, ragged_batch(ONE_UNLABELLED), router_balance='step', **options)
+    batch = ragged_batch(ONE_UNLABELLED)
+    assert_exact(model, batch, router_balance='step', packing=packing, microbatch_size=microbatch_size)
 
 
 def test_mean_over_microbatches_differs():
@@ -82,19 +83,22 @@ def test_random_numbers_are_those_of_training(settings):
     """
     model = mixture_of_experts(**settings)
     batch = ragged_batch(ONE_UNLABELLED)
-    gradients = {}
-    for balance in ('step', 'microbatch'):
-        recorder = fit(model, batch, algorithms=[TokenAccumulation(router_balance=balance)], seed=7)
-        gradients[balance] = recorder.gradients['model.lm_head.weight']
-    torch.testing.assert_close(gradients['step'], gradients['microbatch'], rtol=1e-5, atol=1e-7)
+
+    def gradient_of_head(balance):
+        recorder = fit(model, batch, router_balance=balance, seed=7)
+        return recorder.gradients['model.lm_head.weight']
+
+    gradient = gradient_of_head('step')
+    expected = gradient_of_head('microbatch')
+    torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-7)
 
 
 def test_other_random_numbers_are_refused():
     model = mixture_of_experts(router_jitter_noise=0.9)
     batch = ragged_batch([(40, 20)] * 6)
-    draws = On(Event.BEFORE_FORWARD, lambda state: torch.rand(3))  # as augmentations draw numbers
+    draw_numbers = On(Event.BEFORE_FORWARD, lambda state: torch.rand(3))  # as augmentations draw numbers
     with pytest.raises(RuntimeError, match='same experts'):
-        fit(model, batch, router_balance='step', callbacks=[draws])
+        fit(model, batch, router_balance='step', callbacks=[draw_numbers])
 
 
 def with_other_router_loss(router_loss):
@@ -105,7 +109,8 @@ def with_other_router_loss(router_loss):
     def changed(**inputs):
         outputs = forward(**inputs)
         aux_loss = router_loss(outputs)
-        outputs.loss = outputs.loss + COEFFICIENT * (aux_loss - outputs.aux_loss)
+        added_loss = aux_loss - outputs.aux_loss
+        outputs.loss = outputs.loss + COEFFICIENT * added_loss
         outputs.aux_loss = aux_loss
         return outputs
 
@@ -114,13 +119,16 @@ def with_other_router_loss(router_loss):
 
 
 def with_z_loss(outputs):
+    """Returns the load-balancing loss plus a z-loss of each router."""
     total = outputs.aux_loss
     for logits in outputs.router_logits:
-        total = total + 0.1 * logits.logsumexp(-1).square().mean()
+        z_loss = logits.logsumexp(-1).square().mean()
+        total = total + 0.1 * z_loss
     return total
 
 
 def without_router_logits(outputs):
+    """Returns the load-balancing loss. Removes the logits that it is made of."""
     outputs.router_logits = ()
     return outputs.aux_loss
 
@@ -132,20 +140,26 @@ def without_router_logits(outputs):
 def test_other_router_losses_are_refused(router_loss, words):
     """Before the optimizer moves."""
     model = with_other_router_loss(router_loss)
+    batch = ragged_batch(ONE_UNLABELLED)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     remedy = 'router_balance=.microbatch.'
     with weights_unchanged(model), pytest.raises(RuntimeError, match=f'{words}.*{remedy}'):
-        fit(model, ragged_batch(ONE_UNLABELLED), router_balance='step', optimizer=optimizer)
+        fit(model, batch, router_balance='step', optimizer=optimizer)
 
 
 @pytest.mark.parametrize(
     'make_model',
-    [one_layer_model, lambda: mixture_of_experts(output_router_logits=False), lambda: NativeModel('causal')],
-    ids=['dense', 'no router logits', 'other class'],
+    [
+        pytest.param(one_layer_model, id='dense'),
+        pytest.param(partial(mixture_of_experts, output_router_logits=False), id='no router logits'),
+        pytest.param(partial(NativeModel, 'causal'), id='other class'),
+    ],
 )
 def test_model_without_router_loss_is_refused(make_model):
+    model = make_model()
+    batch = ragged_batch(ONE_UNLABELLED)
     with pytest.raises(RuntimeError, match=r'router_aux_loss_coef|output_router_logits=True'):
-        fit(make_model(), ragged_batch(ONE_UNLABELLED), router_balance='step')
+        fit(model, batch, router_balance='step')
 
 
 @pytest.mark.parametrize('container', [tuple, torch.stack])
@@ -153,14 +167,20 @@ def test_logits_of_stacked_layers(container):
     """A model may return one tensor for all layers in place of a tuple."""
     positions = torch.randn(10, 4)
     layer = positions.view(2, 5, 4)  # (rows, width, experts)
-    logits = router_balance._router_logits({'router_logits': container([layer, -layer])})
-    torch.testing.assert_close(logits, [positions, -positions], rtol=0, atol=0)
-    assert router_balance._router_logits({'router_logits': ()}) == []
+    outputs = {'router_logits': container([layer, -layer])}
+    logits_of_layers = router_balance._router_logits(outputs)
+    torch.testing.assert_close(logits_of_layers, [positions, -positions], rtol=0, atol=0)
+
+
+def test_logits_of_no_layers():
+    outputs = {'router_logits': ()}
+    assert router_balance._router_logits(outputs) == []
 
 
 def test_stock_loader_is_refused():
+    data = loader(ragged_batch(ONE_UNLABELLED))
     with pytest.raises(RuntimeError, match=r'Use token_data_spec\(\)'):
-        fit(mixture_of_experts(), loader(ragged_batch(ONE_UNLABELLED)), router_balance='step')
+        fit(mixture_of_experts(), data, router_balance='step')
 
 
 def test_token_weights_leave_the_routers_term():
@@ -188,9 +208,12 @@ def test_dummy_row_and_padding_are_not_counted():
     batch = ragged_batch([(4, 3), (2, 1), (5, 2)])
     batch['labels'][0, 4] = 5
     first, second, _ = row_counts_of(with_counts(batch))
-    batch = attach_row_counts(batch, [first, second, RowCounts(samples=0, rule='causal')])
-    packed = pack_rows(BatchLayout.for_model(one_layer_model()), batch, text_attention())
+    dummy = RowCounts(samples=0, rule='causal')
+    batch = attach_row_counts(batch, [first, second, dummy])
+    layout = BatchLayout.for_model(one_layer_model())
+    packed = pack_rows(layout, batch, text_attention())
     assert 'attention_mask' in packed, 'documents are told by masks'
+
     expected = [True] * 4 + [False] + [True] * 2 + [False] * 5
     assert counted_positions(packed).tolist() == [expected]
     del packed['attention_mask']
@@ -210,9 +233,11 @@ def balance_of(model):
 
 def test_first_microbatch_without_tokens():
     """Its loss is NaN, so it does not show how many experts a position has."""
-    balance = balance_of(hugging_face(mixture_of_experts()))
+    model = hugging_face(mixture_of_experts())
+    balance = balance_of(model)
     batch = with_counts(ragged_batch([(6, 4)]))
-    empty = {**batch, 'attention_mask': torch.zeros_like(batch['attention_mask'])}
+    empty_mask = torch.zeros_like(batch['attention_mask'])
+    empty = {**batch, 'attention_mask': empty_mask}
     balance.count([empty], hides_weights=False)
     balance.count([batch], hides_weights=False)
     balance.check()
@@ -241,9 +266,14 @@ def test_nothing_waits_for_the_count():
     model = OneRouter(6)
     balance = balance_of(model)
     balance.count([batch], hides_weights=False)
+    outputs = model(batch)
     calls = []
-    without_waiting(balance.count, calls, 'count')([batch], hides_weights=False)
-    without_waiting(balance.with_part_of_step, calls, 'part')(ANY_LOSS, model(batch), num_microbatches=1)
+    count_again = without_waiting(balance.count, calls, 'count')
+    add_part_of_step = without_waiting(balance.with_part_of_step, calls, 'part')
+
+    count_again([batch], hides_weights=False)
+    add_part_of_step(ANY_LOSS, outputs, num_microbatches=1)
+
     assert calls == ['count', 'part']
 
 
@@ -254,14 +284,20 @@ def test_few_choices_may_change(num_changed, is_refused):
     model = OneRouter(4000)
     balance = balance_of(model)
     balance.count([batch], hides_weights=False)
+
+    # In training, some positions choose the second expert in place of the first one.
     logits = model.logits.clone()
     experts = logits.argmax(dim=1)
     positions_of_first_expert = (experts == 0).nonzero().flatten()
     changed_positions = positions_of_first_expert[:num_changed]
     logits[changed_positions, 1] = 100.0
-    balance.with_part_of_step(ANY_LOSS, {'router_logits': (logits,)}, num_microbatches=1)
-    refusal = pytest.raises(RuntimeError, match='more choices differ') if is_refused else nullcontext()
-    with refusal:
+    outputs = {'router_logits': (logits,)}
+    balance.with_part_of_step(ANY_LOSS, outputs, num_microbatches=1)
+
+    expectation = nullcontext()
+    if is_refused:
+        expectation = pytest.raises(RuntimeError, match='more choices differ')
+    with expectation:
         balance.check()
 
 
@@ -276,7 +312,10 @@ def test_users_column_reaches_the_model():
         return forward(batch)
 
     model.forward = forward_with_column
-    batch = {**ragged_batch(ONE_UNLABELLED), 'loss_weights': torch.ones(len(ONE_UNLABELLED))}
+    batch = ragged_batch(ONE_UNLABELLED)
+    batch['loss_weights'] = torch.ones(len(ONE_UNLABELLED))
+
     fit(model, batch, router_balance='step')
+
     assert has_column
     assert all(has_column)

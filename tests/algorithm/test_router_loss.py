@@ -21,7 +21,7 @@ from tests.matrix.harness import measure
 from tests.matrix.native_models import NativeModel
 from tests.matrix.subjects import SUBJECTS
 from tests.support.text import ONE_UNLABELLED, ragged_batch
-from tests.support.training import composer_gradients, fit, in_double, loader, relative_error
+from tests.support.training import fit, gradients_of, in_double, loader, relative_error
 from tests.support.weights import weighted_losses
 
 
@@ -63,16 +63,19 @@ def expected_step(model, batch, microbatches_of_ranks, token_weights='token'):
     """
     reference = in_double(model.model)
     reference.zero_grad(set_to_none=True)
-    inputs = {key: batch[key] for key in ('input_ids', 'attention_mask')}
-    logits = reference(**inputs, use_cache=False).logits
-    mean_over_tokens, _ = weighted_losses(logits, batch, token_weights)
+    outputs = reference(input_ids=batch['input_ids'], attention_mask=batch['attention_mask'], use_cache=False)
+    mean_over_tokens, _ = weighted_losses(outputs.logits, batch, token_weights)
     means_of_ranks = []
     for microbatches in microbatches_of_ranks:
-        router_losses = [reference(**microbatch, use_cache=False).aux_loss for microbatch in microbatches]
+        router_losses = []
+        for microbatch in microbatches:
+            outputs = reference(**microbatch, use_cache=False)
+            router_losses.append(outputs.aux_loss)
         means_of_ranks.append(torch.stack(router_losses).mean())
-    router_term = reference.config.router_aux_loss_coef * torch.stack(means_of_ranks).mean()
-    (mean_over_tokens + router_term).backward()
-    return composer_gradients(reference), mean_over_tokens.item(), router_term.item()
+    mean_over_ranks = torch.stack(means_of_ranks).mean()
+    router_term = reference.config.router_aux_loss_coef * mean_over_ranks
+    gradients = gradients_of(reference, mean_over_tokens + router_term)
+    return gradients, mean_over_tokens.item(), router_term.item()
 
 
 @pytest.mark.parametrize(
@@ -92,14 +95,21 @@ def test_routers_of_microbatches_weigh_the_same(subject, coefficient, microbatch
     if split != 'stock':
         data = token_data_spec(data, regroup=split == 'regrouped')
     microbatches = Microbatches()
-    options = {'token_weights': token_weights, 'microbatch_size': microbatch_size}
-    recorder = fit(model, data, callbacks=[NaNMonitor(), microbatches], **options)
+
+    callbacks = [NaNMonitor(), microbatches]
+    recorder = fit(model, data, callbacks=callbacks, token_weights=token_weights, microbatch_size=microbatch_size)
+
     expected, mean_over_tokens, router_term = expected_step(model, batch, [microbatches.inputs], token_weights)
     assert relative_error(recorder.gradients, expected) < 1e-6
-    assert recorder.logged('loss/train/tokens') == pytest.approx([mean_over_tokens], rel=1e-6)
-    assert recorder.logged('loss/train/router') == pytest.approx([router_term], rel=1e-6)
-    assert recorder.logged('loss/train/total') == pytest.approx([mean_over_tokens + router_term], rel=1e-6)
+    assert_logged(recorder, 'tokens', mean_over_tokens)
+    assert_logged(recorder, 'router', router_term)
+    assert_logged(recorder, 'total', mean_over_tokens + router_term)
     assert isinstance(microbatches.loss, torch.Tensor)
+
+
+def assert_logged(recorder, term, expected):
+    """Compares the logged value of a term of a run of one step."""
+    assert recorder.logged(f'loss/train/{term}') == pytest.approx([expected], rel=1e-6)
 
 
 def test_row_of_padding_is_a_microbatch_without_router_loss():
@@ -108,30 +118,35 @@ def test_row_of_padding_is_a_microbatch_without_router_loss():
     batch = ragged_batch(ONE_UNLABELLED)
     batch['attention_mask'][1] = 0
     microbatches = Microbatches()
+
     recorder = fit(model, loader(batch), callbacks=[microbatches], microbatch_size=1)
-    with_tokens = [inputs for inputs in microbatches.inputs if inputs['attention_mask'].any()]
-    assert (len(with_tokens), len(microbatches.inputs)) == (5, 6)
+
+    microbatches_with_tokens = [inputs for inputs in microbatches.inputs if inputs['attention_mask'].any()]
+    assert len(microbatches.inputs) == 6
+    assert len(microbatches_with_tokens) == 5
     # The reference averages over the five microbatches with tokens.
     model.model.config.router_aux_loss_coef = 0.6 * 5 / 6
-    expected, _, router_term = expected_step(model, batch, [with_tokens])
+    expected, _, router_term = expected_step(model, batch, [microbatches_with_tokens])
     assert relative_error(recorder.gradients, expected) < 1e-6
-    assert recorder.logged('loss/train/router') == pytest.approx([router_term], rel=1e-6)
+    assert_logged(recorder, 'router', router_term)
 
 
 def test_warning_that_router_depends_on_cut(caplog):
     """Once, also if each step is one microbatch, because the rows of a step are on several ranks."""
+    model = subject_with_router('mixtral', 0.01)
     batch = ragged_batch(ONE_UNLABELLED)
-    fit(subject_with_router('mixtral', 0.01), batch, batch, microbatch_size=6)
+    fit(model, batch, batch, microbatch_size=6)
     assert caplog.text.count('depends on how the batch is cut') == 1
 
 
 def replace_coefficient(model, coefficient, other_coefficient):
     """Lets the model add its load-balancing loss with another coefficient than its config says."""
     forward = model.model.forward
+    difference = other_coefficient - coefficient
 
     def changed(**inputs):
         outputs = forward(**inputs)
-        outputs.loss = outputs.loss + (other_coefficient - coefficient) * outputs.aux_loss
+        outputs.loss = outputs.loss + difference * outputs.aux_loss
         return outputs
 
     model.model.forward = changed
@@ -141,8 +156,9 @@ def test_model_with_other_coefficient_than_config():
     """The model's own coefficient counts. If its loss has another one, the run is refused."""
     model = subject_with_router('mixtral', 0.1)
     batch = ragged_batch(ONE_UNLABELLED)
-    vars(model.model)['router_aux_loss_coef'] = 0.3
+    model.model.router_aux_loss_coef = 0.3
     fit(model, batch)
+
     replace_coefficient(model, 0.3, 0.1)
     with pytest.raises(RuntimeError, match='router'):
         fit(model, batch)
@@ -151,8 +167,9 @@ def test_model_with_other_coefficient_than_config():
 def test_router_loss_that_is_not_added():
     model = subject_with_router('mixtral', 1e-9)
     replace_coefficient(model, 1e-9, 0.0)
+    batch = ragged_batch(ONE_UNLABELLED)
     with pytest.raises(RuntimeError, match=r'must add its load-balancing loss times 1e-09.* got: times 0'):
-        fit(model, ragged_batch(ONE_UNLABELLED))
+        fit(model, batch)
 
 
 @pytest.mark.parametrize(
@@ -167,17 +184,20 @@ def test_router_loss_that_is_not_added():
 )
 def test_coefficient_is_measured(dtype, is_copied, num_elements):
     """Autograd rounds it to the type of the router's loss, before a copy. One that is 10 % off is still refused."""
-    router = 2 * torch.tensor(1.25, requires_grad=True, dtype=dtype)
+    router_loss = 2 * torch.tensor(1.25, requires_grad=True, dtype=dtype)
     if is_copied:
-        router = router.float()
+        router_loss = router_loss.float()
+    outputs = {'aux_loss': router_loss}
     terms = LossTerms(None, 0.001)
 
-    def loss(coefficient):
-        return (torch.tensor(2.0) + coefficient * router).expand(num_elements)
+    def loss_with(coefficient):
+        """Returns a loss of this number of equal elements."""
+        loss = torch.tensor(2.0) + coefficient * router_loss
+        return loss.expand(num_elements)
 
-    terms.check_coefficient(loss(0.001), {'aux_loss': router})
+    terms.check_coefficient(loss_with(0.001), outputs)
     with pytest.raises(RuntimeError, match='load-balancing loss times'):
-        terms.check_coefficient(loss(0.0011), {'aux_loss': router})
+        terms.check_coefficient(loss_with(0.0011), outputs)
 
 
 class WithUnnamedCoefficient(NativeModel):
@@ -189,9 +209,11 @@ class WithUnnamedCoefficient(NativeModel):
 
     def forward(self, batch):
         outputs = super().forward(batch)
-        mean_probabilities = outputs['logits'].softmax(dim=-1).mean(dim=(0, 1))
+        probabilities = outputs['logits'].softmax(dim=-1)
+        mean_probabilities = probabilities.mean(dim=(0, 1))
         aux_loss = mean_probabilities.square().sum()
-        return {**outputs, 'aux_loss': aux_loss, 'loss': outputs['loss'] + 0.1 * aux_loss}
+        total = outputs['loss'] + 0.1 * aux_loss
+        return {**outputs, 'aux_loss': aux_loss, 'loss': total}
 
 
 def test_unnamed_coefficient_is_refused():
@@ -199,4 +221,6 @@ def test_unnamed_coefficient_is_refused():
     outcome = measure(WithUnnamedCoefficient(), batch, 2)
     assert outcome.kind == 'refused', outcome
     assert 'router_aux_loss_coef' in outcome.message
-    assert measure(NativeModel('causal'), batch, 2).kind == 'exact'
+
+    outcome_without_router = measure(NativeModel('causal'), batch, 2)
+    assert outcome_without_router.kind == 'exact'

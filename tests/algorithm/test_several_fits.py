@@ -29,7 +29,7 @@ from tests.support.training import (
 )
 
 SPARSE = [(40, 3), (30, 2), (20, 5)]
-"""So few labels that logits are computed only at labels."""
+"""Length and number of labels of each row. Few positions have a label, so logits are computed only there."""
 
 
 def test_fit_after_an_interrupted_one():
@@ -47,7 +47,9 @@ def test_fit_after_an_interrupted_one():
     callbacks = [On(Event.BEFORE_FORWARD, interrupt)]
     with pytest.raises(KeyboardInterrupt):
         fit(model, batch, callbacks=callbacks, microbatch_size=len(SPARSE), recorder=recorder)
+
     recorder.trainer.fit(duration='1ba')
+
     assert relative_error(recorder.gradients, expected) < TOLERANCE
     assert num_hooks(model) == 0
 
@@ -62,9 +64,10 @@ class WithoutOneToken(torch.nn.Module):
         self.token = token
 
     def forward(self, input_ids, attention_mask, labels, use_cache=False):
-        logits = self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
+        outputs = self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
         targets = labels.masked_fill(labels == self.token, -100)
-        return CausalLMOutput(loss=next_token_loss(logits, targets), logits=logits)
+        loss = next_token_loss(outputs.logits, targets)
+        return CausalLMOutput(loss=loss, logits=outputs.logits)
 
 
 def test_every_fit_measures_every_label_once():
@@ -76,9 +79,12 @@ def test_every_fit_measures_every_label_once():
     one_row = 9
     labels[one_row, -2] = token
     algorithm = TokenAccumulation()
-    fit(WithoutOneToken(token=-1), batch, algorithms=[algorithm], microbatch_size=1)
+    exact_model = WithoutOneToken(token=-1)  # no label is -1
+    fit(exact_model, batch, algorithms=[algorithm], microbatch_size=1)
+
+    wrong_model = WithoutOneToken(token)
     with pytest.raises(RuntimeError, match=f'the label {token} '):
-        fit(WithoutOneToken(token), batch, algorithms=[algorithm], microbatch_size=1)
+        fit(wrong_model, batch, algorithms=[algorithm], microbatch_size=1)
 
 
 @pytest.mark.parametrize(('spins', 'places_in_second_fit'), [(True, [1, 2, 0]), (False, [0, 1, 2])])
@@ -91,9 +97,12 @@ def test_place_of_batches_in_loader(spins, places_in_second_fit, monkeypatch):
         return 0
 
     monkeypatch.setattr(token_accumulation, 'num_repeated', note_place)
-    three_batches = loader(*[ragged_batch()] * 3)
-    recorder = fit(one_layer_model(), token_data_spec(three_batches), spin_dataloaders=spins, max_duration='1ba')
+    batch = ragged_batch()
+    data = token_data_spec(loader(batch, batch, batch))
+
+    recorder = fit(one_layer_model(), data, spin_dataloaders=spins, max_duration='1ba')
     assert places == [0]
+
     recorder.trainer.fit(duration='3ba')
     assert places == [0, *places_in_second_fit]
 
@@ -108,9 +117,11 @@ def test_copy_after_a_fit(copied):
     expected, _ = reference_gradients(one_layer_model(), batch)
     algorithm = TokenAccumulation(loss_tokens='causal')
     fit(one_layer_model(), batch, algorithms=[algorithm])
+
     copy_of_algorithm = copied(algorithm)
     assert repr(copy_of_algorithm) == repr(algorithm)
     assert copy_of_algorithm.rule is None
+
     recorder = fit(one_layer_model(), batch, algorithms=[copy_of_algorithm])
     assert relative_error(recorder.gradients, expected) < TOLERANCE
     assert copy_of_algorithm.rule == 'causal'

@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import weakref
 from contextlib import nullcontext
-from functools import partial
 
 import pytest
 import torch
@@ -94,24 +93,29 @@ def test_gradient_does_not_depend_on_the_cut(model, side, microbatch_size, split
 @pytest.mark.parametrize('counts_tokens', [False, True])
 def test_stock_composer_is_wrong(model, counts_tokens):
     """Its wrong weights give an error of over 10 % on these rows. Its own counter also counts padding."""
-    batch = ragged_batch(RAGGED[:4])
+    four_rows = RAGGED[:4]
+    batch = ragged_batch(four_rows)
     expected, _ = reference_gradients(model, batch)
-    options = COMPOSERS_FLAG if counts_tokens else {}
+    options = {}
+    if counts_tokens:
+        options = COMPOSERS_FLAG
+
     recorder = fit(model, loader(batch), algorithms=[], microbatch_size=1, **options)
+
     assert relative_error(recorder.gradients, expected) > 0.1
 
 
 # Composer's own flag.
 
 
-@pytest.mark.parametrize('counts_tokens', [False, True])
-def test_flag_with_one_counter_of_tokens(model, batch, counts_tokens):
+def test_flag_with_our_counter(model, batch):
+    data = token_data_spec(loader(batch), model=model)
+    assert_exact(model, data, batch=batch, algorithms=[], **COMPOSERS_FLAG)
+
+
+def test_flag_with_our_algorithm(model, batch):
     """Composer counts rows times one common width. On one rank that gives the same weights as counting rows."""
-    data = loader(batch)
-    if counts_tokens:
-        data = token_data_spec(data, model=model)
-    algorithms = [] if counts_tokens else [TokenAccumulation()]
-    assert_exact(model, data, batch=batch, algorithms=algorithms, **COMPOSERS_FLAG)
+    assert_exact(model, loader(batch), batch=batch, algorithms=[TokenAccumulation()], **COMPOSERS_FLAG)
 
 
 @pytest.mark.parametrize('rule', ['auto', 'causal', 'unshifted'])
@@ -138,7 +142,10 @@ def test_flag_with_our_counter_and_algorithm(model, batch):
 
 
 def test_custom_sample_counter_is_refused(model, batch):
-    spec = DataSpec(loader(batch), get_num_samples_in_batch=lambda batch: int(batch['attention_mask'].sum()))
+    def count_tokens(batch):
+        return int(batch['attention_mask'].sum())
+
+    spec = DataSpec(loader(batch), get_num_samples_in_batch=count_tokens)
     with pytest.raises(RuntimeError, match='get_num_samples_in_batch'):
         fit(model, spec)
 
@@ -148,8 +155,9 @@ def test_labels_masked_after_counting_are_refused(model, batch):
         batch['labels'][:, -2:] = -100
         return batch
 
+    data = token_data_spec(loader(batch), microbatch_transforms=mask_last_labels)
     with pytest.raises(RuntimeError, match='microbatch_transforms'):
-        fit(model, token_data_spec(loader(batch), microbatch_transforms=mask_last_labels))
+        fit(model, data)
 
 
 def test_labels_masked_before_counting(model):
@@ -159,15 +167,18 @@ def test_labels_masked_before_counting(model):
         return {**batch, 'labels': labels}
 
     batch = ragged_batch(side='left')
-    assert_exact(model, batch, batch_transforms=mask_last_label, batch=mask_last_label(batch))
+    masked_batch = mask_last_label(batch)
+    assert_exact(model, batch, batch=masked_batch, batch_transforms=mask_last_label)
 
 
 def test_split_that_drops_rows_is_refused(model, batch):
     def first_microbatch_only(batch, size):
-        return [{key: value[:size] for key, value in batch.items()}]
+        first_rows = {key: value[:size] for key, value in batch.items()}
+        return [first_rows]
 
+    spec = DataSpec(loader(batch), split_batch=first_microbatch_only)
     with pytest.raises(RuntimeError, match='drops or repeats rows'):
-        fit(model, DataSpec(loader(batch), split_batch=first_microbatch_only))
+        fit(model, spec)
 
 
 class AlgorithmOn(Algorithm):
@@ -195,11 +206,15 @@ def test_loss_scaled_by_later_algorithm_is_refused(model, batch):
 
 def adder_of_term(model, *, is_in_place):
     """Returns a function that adds a term to the loss: a mean over all positions of a microbatch, with padding."""
-    states = []
-    model.model.norm.register_forward_hook(lambda module, args, output: states.append(output))
+    hidden_states = []
+
+    def keep_hidden_states(module, args, output):
+        hidden_states.append(output)
+
+    model.model.norm.register_forward_hook(keep_hidden_states)
 
     def add_term(state):
-        term = states[-1].square().mean()
+        term = hidden_states[-1].square().mean()
         if is_in_place:
             state.loss += term
         else:
@@ -215,16 +230,19 @@ def adder_of_term(model, *, is_in_place):
 )
 def test_added_term_is_refused(model, batch, event, adder_class, is_in_place):
     """Weighted by tokens, the term would depend on the cut. A callback comes too late, so it would not be scaled."""
-    adder = adder_class(event, adder_of_term(model, is_in_place=is_in_place))
-    options = {'callbacks': [adder]}
+    add_term = adder_of_term(model, is_in_place=is_in_place)
+    adder = adder_class(event, add_term)
     if adder_class is AlgorithmOn:
         options = {'algorithms': [adder, TokenAccumulation()]}
-    with weights_unchanged(model), pytest.raises(RuntimeError, match='another term, which an algorithm or a callback'):
+    else:
+        options = {'callbacks': [adder]}
+    message = 'another term, which an algorithm or a callback'
+    with weights_unchanged(model), pytest.raises(RuntimeError, match=message):
         fit(model, loader(batch), **options)
 
 
 def test_images_leave_the_device_after_their_microbatch(model, batch):
-    """A step may have hundreds of microbatches, so the check keeps only what it reads."""
+    """A step may have hundreds of microbatches, so the check keeps only the tensors that it reads."""
     images = []
 
     def with_images(microbatch):
@@ -233,14 +251,17 @@ def test_images_leave_the_device_after_their_microbatch(model, batch):
         return {**microbatch, 'pixels': pixels}
 
     def num_images(state):
+        """Returns how many images are still in memory."""
         return sum(image() is not None for image in images)
 
-    callbacks = [On(Event.AFTER_BACKWARD, num_images), On(Event.BATCH_END, num_images)]
+    after_microbatches = On(Event.AFTER_BACKWARD, num_images)
+    after_step = On(Event.BATCH_END, num_images)
     data = token_data_spec(loader(batch), microbatch_transforms=with_images)
-    fit(model, data, callbacks=callbacks, microbatch_size=1)
-    in_microbatches, after_step = callbacks
-    assert len(in_microbatches.values) > 2
-    assert set(in_microbatches.values) == {1}
+
+    fit(model, data, callbacks=[after_microbatches, after_step], microbatch_size=1)
+
+    assert len(after_microbatches.values) > 2
+    assert set(after_microbatches.values) == {1}
     assert after_step.values == [0]
 
 
@@ -253,35 +274,55 @@ def as_second_rank(monkeypatch):
     monkeypatch.setattr('composer_tokacc.algorithm.token_accumulation.check_plans', lambda sums, plan: None)
 
 
+@pytest.fixture
+def five_rows():
+    """Five samples for two ranks: the second rank gets samples 1 and 3, and again sample 0 of the first rank."""
+    return text_rows(RAGGED[:5])
+
+
+def data_of_second_rank(rows, collate_fn):
+    """Returns the data of the second of two ranks, one batch of three samples."""
+    sampler = DistributedSampler(rows, num_replicas=2, rank=1, shuffle=False)
+    dataloader = DataLoader(rows, batch_size=3, sampler=sampler, collate_fn=collate_fn)
+    return token_data_spec(dataloader)
+
+
 @pytest.mark.usefixtures('as_second_rank')
 @pytest.mark.parametrize('microbatch_size', [1, 3])
-def test_repeated_sample_counts_nothing(model, microbatch_size):
-    """Five samples for two ranks: the second one gets samples 1 and 3, and again sample 0 of the first rank."""
-    rows = text_rows(RAGGED[:5])
-    sampler = DistributedSampler(rows, num_replicas=2, rank=1, shuffle=False)
-    data = token_data_spec(DataLoader(rows, batch_size=3, sampler=sampler, collate_fn=collate))
-    assert_exact(model, data, batch=collate([rows[1], rows[3]]), microbatch_size=microbatch_size)
+def test_repeated_sample_counts_nothing(model, five_rows, microbatch_size):
+    data = data_of_second_rank(five_rows, collate)
+    expected_batch = collate([five_rows[1], five_rows[3]])
+    assert_exact(model, data, batch=expected_batch, microbatch_size=microbatch_size)
 
 
 @pytest.mark.usefixtures('as_second_rank')
-def test_repeated_sample_in_joined_row(model, caplog):
+def test_repeated_sample_in_joined_row(model, five_rows, caplog):
     """A collator joins three samples, so no row can be left out. The repeated sample counts twice, with a warning."""
-    rows = text_rows(RAGGED[:5])
-    sampler = DistributedSampler(rows, num_replicas=2, rank=1, shuffle=False)
-    data = token_data_spec(DataLoader(rows, batch_size=3, sampler=sampler, collate_fn=packed_row))
-    assert_exact(model, data, batch=packed_row([rows[1], rows[3], rows[0]]), microbatch_size=1)
+    data = data_of_second_rank(five_rows, packed_row)
+    expected_batch = packed_row([five_rows[1], five_rows[3], five_rows[0]])
+    assert_exact(model, data, batch=expected_batch, microbatch_size=1)
     assert 'counts twice' in caplog.text
 
 
 def test_epoch_that_ends_early_is_told(model, caplog):
     """Torch and Composer take a StopIteration of the collator for the end of the epoch."""
-    rows = text_rows(RAGGED)
-    rest = iter([collate])
-    stopping = DataLoader(rows, batch_size=2, collate_fn=lambda samples: next(rest)(samples))
-    fit(model, token_data_spec(stopping), max_duration='1ep')
+    num_batches = 0
+
+    def collate_one_batch(samples):
+        nonlocal num_batches
+        num_batches += 1
+        if num_batches > 1:
+            raise StopIteration
+        return collate(samples)
+
+    stopping_loader = DataLoader(text_rows(RAGGED), batch_size=2, collate_fn=collate_one_batch)
+    fit(model, token_data_spec(stopping_loader), max_duration='1ep')
     assert 'after 1 batches, but the length of the train dataloader is 3' in caplog.text
-    caplog.clear()
-    fit(model, token_data_spec(DataLoader(rows, batch_size=2, collate_fn=collate)), max_duration='1ep')
+
+
+def test_complete_epoch_is_not_told(model, caplog):
+    dataloader = DataLoader(text_rows(RAGGED), batch_size=2, collate_fn=collate)
+    fit(model, token_data_spec(dataloader), max_duration='1ep')
     assert 'length of the train dataloader' not in caplog.text
 
 
@@ -289,8 +330,9 @@ def test_sampler_for_missing_ranks_is_refused(model):
     """Half of the samples would never be trained."""
     rows = text_rows(RAGGED)
     sampler = DistributedSampler(rows, num_replicas=2, rank=0)
+    dataloader = DataLoader(rows, batch_size=2, sampler=sampler, collate_fn=collate)
     with pytest.raises(RuntimeError, match='rank 0 of 2'):
-        fit(model, token_data_spec(DataLoader(rows, batch_size=2, sampler=sampler, collate_fn=collate)))
+        fit(model, token_data_spec(dataloader))
 
 
 @pytest.mark.parametrize('split', ['stock', 'regrouped'])
@@ -315,27 +357,36 @@ class MaskedSum(torch.nn.Module):
         logits = self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
         mask = (labels[:, 1:] != -100).float()
         losses = next_token_loss(logits, labels, reduction='none')
-        return CausalLMOutput(loss=(losses * mask.flatten()).sum() / mask.sum(), logits=logits)
+        masked_sum = (losses * mask.flatten()).sum()
+        return CausalLMOutput(loss=masked_sum / mask.sum(), logits=logits)
 
 
-def llava_with_trained_projector():
-    """Returns a model whose loss of text has no gradient, and a batch with four rows with images and two of text."""
+@pytest.fixture
+def projector_case():
+    """A LLaVA that trains only the projector of its images. It has four rows with images and two rows of text.
+
+    So the loss of a row of text has no gradient.
+    """
     case = FAMILIES['llava']()
     case.model.requires_grad_(False)
-    projector = case.model.model.multi_modal_projector
-    projector.requires_grad_(True)
-    return case.model, projector, family_batch(case)
+    case.model.model.multi_modal_projector.requires_grad_(True)
+    return case
 
 
-def test_text_without_gradient_is_computed():
-    model, _, batch = llava_with_trained_projector()
-    assert_exact(model, batch, microbatch_size=1)
+def test_text_without_gradient_is_computed(projector_case):
+    batch = family_batch(projector_case)
+    assert_exact(projector_case.model, batch, microbatch_size=1)
 
 
-def test_images_without_gradient_are_refused():
+def test_images_without_gradient_are_refused(projector_case):
     """Otherwise a model whose encoder is cut off by mistake would train nothing, without an error."""
-    model, projector, batch = llava_with_trained_projector()
-    projector.register_forward_hook(lambda module, arguments, output: output.detach())
+
+    def cut_off(module, arguments, output):
+        return output.detach()
+
+    model = projector_case.model
+    model.model.multi_modal_projector.register_forward_hook(cut_off)
+    batch = family_batch(projector_case)
     with pytest.raises(RuntimeError, match='does not require grad'):
         fit(model, batch, microbatch_size=1, loss_tokens='causal', check_loss=False)
 
@@ -347,8 +398,9 @@ def test_nothing_is_trained_any_more(model, batch):
 
 
 def test_masked_sum_without_labels_is_finite(model):
+    summing_model = MaskedSum(model)
     batch = ragged_batch([(4, 2), (9, 0), (14, 11)])
-    assert_exact(MaskedSum(model), loader(batch), batch=batch, callbacks=[NaNMonitor()], microbatch_size=1)
+    assert_exact(summing_model, loader(batch), batch=batch, callbacks=[NaNMonitor()], microbatch_size=1)
 
 
 def test_step_without_labels_moves_nothing(model, batch):
@@ -358,8 +410,10 @@ def test_step_without_labels_moves_nothing(model, batch):
     moments_after_steps = []
 
     def keep_state(state):
-        weights_after_steps.append(copy.deepcopy(state.model.state_dict()))
-        moments_after_steps.append(copy.deepcopy(state.optimizers[0].state_dict()['state']))
+        weights = state.model.state_dict()
+        weights_after_steps.append(copy.deepcopy(weights))
+        optimizer_state = state.optimizers[0].state_dict()
+        moments_after_steps.append(copy.deepcopy(optimizer_state['state']))
 
     recorder = fit(
         model,
@@ -369,8 +423,9 @@ def test_step_without_labels_moves_nothing(model, batch):
         optimizer=torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5),
         max_duration='2ba',
     )
-    before, after = weights_after_steps
-    assert_same_tensors(after, before)
+
+    weights_before, weights_after = weights_after_steps
+    assert_same_tensors(weights_after, weights_before)
     moments_before, moments_after = moments_after_steps
     assert len(moments_before) == len(list(model.parameters()))
     for index, moments in moments_before.items():
@@ -405,59 +460,71 @@ def test_retry_after_out_of_memory(model, batch, has_data_spec, token_weights):
     data = loader(batch)
     if has_data_spec:
         data = token_data_spec(data)
+    run_out_of_memory = OutOfMemory(failing_call=2)
     algorithms = [
-        AlgorithmOn(Event.BEFORE_LOSS, OutOfMemory(failing_call=2)),
+        AlgorithmOn(Event.BEFORE_LOSS, run_out_of_memory),
         TokenAccumulation(token_weights=token_weights),
     ]
+
     recorder = fit(model, data, algorithms=algorithms, microbatch_size=4)
+
     assert relative_error(recorder.gradients, expected) < TOLERANCE
     assert recorder.trainer.state.device_train_microbatch_size == 2
 
 
-class Saving(torch.autograd.Function):
-    """Returns its input, and saves a tensor for the backward."""
-
-    @staticmethod
-    def forward(ctx, hidden_states):
-        ctx.saved = torch.zeros(1)
-        Saving.saved.append(weakref.ref(ctx.saved))
-        return hidden_states.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient
-
-
 def test_retry_frees_the_failed_graph(model, batch):
     """Memory runs out in the first backward. The next attempt needs the memory of its graph."""
+    saved_tensors = []
+
+    class Saving(torch.autograd.Function):
+        """Returns its input, and saves a tensor for the backward."""
+
+        @staticmethod
+        def forward(ctx, hidden_states):
+            ctx.saved = torch.zeros(1)
+            saved_tensors.append(weakref.ref(ctx.saved))
+            return hidden_states.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient
+
+    def save_tensor(module, args, output):
+        return Saving.apply(output)
+
+    model.model.norm.register_forward_hook(save_tensor)
     run_out_of_memory = OutOfMemory(failing_call=1)
     graphs_in_retry = []
 
     def count_graphs(state):
         if run_out_of_memory.num_calls == 1:
-            graphs_in_retry.append(sum(saved() is not None for saved in Saving.saved))
+            num_graphs = sum(tensor() is not None for tensor in saved_tensors)
+            graphs_in_retry.append(num_graphs)
 
-    Saving.saved = []
-    model.model.norm.register_forward_hook(lambda module, args, output: Saving.apply(output))
     algorithms = [
         TokenAccumulation(),
         AlgorithmOn(Event.BEFORE_FORWARD, count_graphs),
         AlgorithmOn(Event.BEFORE_BACKWARD, run_out_of_memory),
     ]
+
     fit(model, token_data_spec(loader(batch)), algorithms=algorithms, microbatch_size=4)
+
     assert graphs_in_retry == [0]
 
 
 def test_gradient_clipping_after_the_algorithm(model, batch):
     """The exact gradient is clipped. ``test_composers_algorithms.py`` clips before the algorithm."""
-    expected, _ = reference_gradients(model, batch)
-    clipping = GradientClipping(clipping_type='norm', clipping_threshold=0.1)
-    recorder = fit(model, loader(batch), algorithms=[TokenAccumulation(), clipping])
-    norms = [gradient.norm() for gradient in expected.values()]
+    max_norm = 0.1
+    gradients, _ = reference_gradients(model, batch)
+    norms = [gradient.norm() for gradient in gradients.values()]
     total_norm = torch.stack(norms).norm().item()
-    factor = min(0.1 / total_norm, 1.0)
-    clipped = {name: gradient * factor for name, gradient in expected.items()}
-    assert relative_error(recorder.gradients, clipped) < 1e-5
+    factor = min(max_norm / total_norm, 1.0)
+    expected = {name: gradient * factor for name, gradient in gradients.items()}
+
+    clipping = GradientClipping(clipping_type='norm', clipping_threshold=max_norm)
+    recorder = fit(model, loader(batch), algorithms=[TokenAccumulation(), clipping])
+
+    assert relative_error(recorder.gradients, expected) < 1e-5
 
 
 @pytest.mark.parametrize('optimizer', ['sam', 'lbfgs'])
@@ -471,22 +538,27 @@ def test_gradient_clipping_after_the_algorithm(model, batch):
     ],
 )
 def test_step_of_several_closures(make_model, options, tolerance, optimizer):
-    """The optimizer computes the gradients of a step more than once."""
+    """The optimizer computes the gradients of a step more than once. The microbatch size does not change the step."""
     three_rows = ONE_UNLABELLED[:3]
     batch = ragged_batch(three_rows)
-    updates = []
-    for microbatch_size in (1, len(three_rows)):
+
+    def update_of_step(microbatch_size):
+        """Returns by how much a step changes each weight."""
         model = make_model()
-        before = copy.deepcopy(model.state_dict())
+        weights_before = copy.deepcopy(model.state_dict())
         algorithms = [TokenAccumulation(**options)]
-        make_optimizer = partial(torch.optim.LBFGS, max_iter=2)
         if optimizer == 'sam':
             algorithms.insert(0, SAM())
-            make_optimizer = torch.optim.SGD
-        trained = make_optimizer(model.parameters(), lr=0.1)
-        fit(model, batch, algorithms=algorithms, microbatch_size=microbatch_size, optimizer=trained)
-        updates.append({name: weight - before[name] for name, weight in model.state_dict().items()})
-    assert relative_error(*updates) < tolerance
+            torch_optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        else:
+            torch_optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2)
+        fit(model, batch, algorithms=algorithms, microbatch_size=microbatch_size, optimizer=torch_optimizer)
+        weights_after = model.state_dict()
+        return {name: weights_after[name] - weights_before[name] for name in weights_before}
+
+    update_by_single_rows = update_of_step(1)
+    update_by_whole_batch = update_of_step(len(three_rows))
+    assert relative_error(update_by_single_rows, update_by_whole_batch) < tolerance
 
 
 def test_step_of_several_closures_counts_once(model, batch):
@@ -494,7 +566,10 @@ def test_step_of_several_closures_counts_once(model, batch):
     algorithm = TokenAccumulation()
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.0, max_iter=3, tolerance_change=-1.0)
     empty_batch = ragged_batch([(5, 0), (7, 0)])
-    recorder = fit(model, loader(batch, empty_batch), algorithms=[algorithm], optimizer=optimizer, max_duration='2ba')
+    data = loader(batch, empty_batch)
+
+    recorder = fit(model, data, algorithms=[algorithm], optimizer=optimizer, max_duration='2ba')
+
     assert len(recorder.steps) > 3
     assert algorithm.num_empty_steps == 1
     assert algorithm._token_choice.step == 2
@@ -514,28 +589,34 @@ def test_scale_of_grad_scaler(precision, model, batch, monkeypatch):
 
     monkeypatch.setattr(EnabledScaler, 'scale', scale)
     recorder = assert_exact(model, loader(batch), batch=batch, callbacks=callbacks)
+
     assert recorder.trainer.state.scaler.get_scale() == SCALE
-    assert bool(scaled_losses) == (precision == 'amp_fp16')
+    has_scaled = len(scaled_losses) > 0
+    assert has_scaled == (precision == 'amp_fp16')
 
 
 def test_second_fit_and_checkpoint(model, batch, tmp_path):
     """The learning rate is 0, so all steps have the same gradient."""
     expected, _ = reference_gradients(model, batch)
+
     recorder = fit(model, loader(batch), save_folder=str(tmp_path), save_interval='1ba')
     recorder.trainer.fit(duration='1ba')
     assert len(recorder.steps) == 2
     assert relative_error(recorder.gradients, expected) < TOLERANCE
+
+    new_model = one_layer_model()
     load_path = str(tmp_path / 'latest-rank0.pt')
-    recorder = fit(one_layer_model(), loader(batch), microbatch_size=1, max_duration='3ba', load_path=load_path)
+    recorder = fit(new_model, loader(batch), microbatch_size=1, max_duration='3ba', load_path=load_path)
     assert relative_error(recorder.gradients, expected) < TOLERANCE
 
 
 def test_raw_loss_is_restored_for_callbacks(model, batch):
     """After a step ``state.loss`` is the loss of the last microbatch without our weight, as in stock Composer."""
     last_row = {key: value[-1:] for key, value in batch.items()}
-    _, loss = reference_gradients(model, last_row)
+    _, expected_loss = reference_gradients(model, last_row)
     recorder = fit(model, loader(batch), microbatch_size=1)
-    assert recorder.losses[0].item() == pytest.approx(loss, rel=TOLERANCE)
+    (loss,) = recorder.losses
+    assert loss.item() == pytest.approx(expected_loss, rel=TOLERANCE)
 
 
 METHODS_THAT_WAIT = ('item', 'tolist', 'cpu', 'numpy', 'nonzero', '__bool__', '__int__', '__float__')
@@ -574,9 +655,13 @@ def test_microbatch_waits_for_no_gpu(model, monkeypatch, loss_units):
     composer_model = hugging_face(model)
     if loss_units:
         monkeypatch.setattr(composer_model, 'loss', lambda outputs, batch: {'lm': outputs['loss']})
-    batch = ragged_batch([*RAGGED, (5, 0)])
+    six_rows_and_one_without_labels = [*RAGGED, (5, 0)]
+    batch = ragged_batch(six_rows_and_one_without_labels)
+
     fit(composer_model, loader(batch), algorithms=[algorithm], microbatch_size=1)
-    assert {event.value for event in events} <= set(calls)
+
+    for event in events:
+        assert event.value in calls
     # The row without labels has no token to measure.
     assert calls.count('observe') == 7
     assert calls.count('_measure') == 6
@@ -584,7 +669,11 @@ def test_microbatch_waits_for_no_gpu(model, monkeypatch, loss_units):
 
 def test_single_rank_waits_for_no_sum(model, batch, monkeypatch):
     """A sum over one rank would only make the host wait for the device."""
-    monkeypatch.setattr(token_accumulation, 'sum_over_ranks', lambda values: pytest.fail('waits for the device'))
+
+    def refuse(values):
+        pytest.fail('waits for the device')
+
+    monkeypatch.setattr(token_accumulation, 'sum_over_ranks', refuse)
     assert_exact(model, loader(batch), batch=batch)
 
 
@@ -605,14 +694,17 @@ def test_labels_on_pads(model, has_data_spec):
 
 @pytest.mark.parametrize('options', [{'loss_tokens': 'causal', 'check_loss': False}, {}])
 def test_algorithm_leaves_random_state_and_mode(model, batch, options):
-    random_states = []
-    for algorithms in ([], [TokenAccumulation(**options)]):
+    def random_state_after_run(algorithms):
+        """Returns the state of torch's generator. The model must still be in training mode."""
+        copied_model = copy.deepcopy(model)
         torch.manual_seed(7)
-        recorder = fit(copy.deepcopy(model), loader(batch), algorithms=algorithms, microbatch_size=6, seed=7)
-        random_states.append(torch.get_rng_state())
+        recorder = fit(copied_model, loader(batch), algorithms=algorithms, microbatch_size=6, seed=7)
         assert recorder.trainer.state.model.training
-    without_algorithm, with_algorithm = random_states
-    assert torch.equal(with_algorithm, without_algorithm)
+        return torch.get_rng_state()
+
+    expected_state = random_state_after_run([])
+    state = random_state_after_run([TokenAccumulation(**options)])
+    assert torch.equal(state, expected_state)
 
 
 @pytest.mark.parametrize(

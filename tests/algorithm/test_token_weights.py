@@ -31,7 +31,16 @@ from tests.matrix.native_models import Terms, by_token
 from tests.support.exactness import family_batch
 from tests.support.families import FAMILIES
 from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples
-from tests.support.text import RAGGED, VOCABULARY, collate, named_batch, one_layer_model, packed_row, text_rows
+from tests.support.text import (
+    RAGGED,
+    VOCABULARY,
+    collate,
+    named_batch,
+    one_layer_model,
+    packed_row,
+    ragged_batch,
+    text_rows,
+)
 from tests.support.training import TOLERANCE, composer_gradients, fit, in_double, loader, relative_error
 from tests.support.weights import column, weighted_reference
 
@@ -44,18 +53,34 @@ def model():
 
 
 def batch_of(shape=RAGGED, side='right'):
+    """Returns rows of these (length, number of labels). Each position has a random weight, and some weigh 0."""
     batch = named_batch(shape, side=side)
-    return {**batch, 'loss_weights': column(batch)}
+    batch['loss_weights'] = column(batch)
+    return batch
 
 
-def assert_weighted_exactly(model, batch, data, token_weights, microbatch_size):
+def with_weights(batch, weights):
+    """Returns the batch with these values as its ``loss_weights``."""
+    return {**batch, 'loss_weights': weights}
+
+
+def weighted_gradient(model, batch, token_weights):
+    """Returns the gradient of the weighted mean of one float64 forward over the batch."""
+    gradient, _, _ = weighted_reference(model, batch, token_weights)
+    return gradient
+
+
+def assert_weighted_exactly(model, batch, data, token_weights, *, microbatch_size):
     """Compares gradient and logged losses of a step on ``data`` with one forward over ``batch``."""
-    expected, loss, token_mean = weighted_reference(model, batch, token_weights)
-    options = {'token_weights': token_weights, 'microbatch_size': microbatch_size}
-    recorder = fit(model, data, callbacks=[NaNMonitor()], **options)
+    expected, weighted_mean, plain_mean = weighted_reference(model, batch, token_weights)
+
+    recorder = fit(model, data, callbacks=[NaNMonitor()], token_weights=token_weights, microbatch_size=microbatch_size)
+
     assert relative_error(recorder.gradients, expected) < TOLERANCE
-    assert recorder.logged('loss/train/total') == pytest.approx([loss], rel=TOLERANCE)
-    assert recorder.logged('token_accumulation/token_mean_loss') == pytest.approx([token_mean], rel=TOLERANCE)
+    logged_total = recorder.logged('loss/train/total')
+    assert logged_total == pytest.approx([weighted_mean], rel=TOLERANCE)
+    logged_plain_mean = recorder.logged('token_accumulation/token_mean_loss')
+    assert logged_plain_mean == pytest.approx([plain_mean], rel=TOLERANCE)
 
 
 @pytest.mark.parametrize(
@@ -76,17 +101,21 @@ def assert_weighted_exactly(model, batch, data, token_weights, microbatch_size):
     ],
 )
 def test_gradient_of_the_weighted_mean(model, token_weights, split, microbatch_size):
-    batch = batch_of(side='left' if split == 'regrouped' else 'right')
+    side = 'right'
+    if split == 'regrouped':
+        side = 'left'
+    batch = batch_of(side=side)
     data = loader(batch)
     if split != 'stock':
-        data = token_data_spec(data, regroup=split != 'ordered', packing=split == 'packed')
-    assert_weighted_exactly(model, batch, data, token_weights, microbatch_size)
+        may_regroup = split != 'ordered'
+        data = token_data_spec(data, regroup=may_regroup, packing=split == 'packed')
+    assert_weighted_exactly(model, batch, data, token_weights, microbatch_size=microbatch_size)
 
 
 def test_outputs_that_a_callback_frees(model):
     """Composer's callback empties `state.outputs` as soon as the loss is computed."""
     batch = batch_of()
-    expected, _, _ = weighted_reference(model, batch, 'sqrt')
+    expected = weighted_gradient(model, batch, 'sqrt')
     recorder = fit(model, batch, token_weights='sqrt', callbacks=[FreeOutputs()])
     assert relative_error(recorder.gradients, expected) < TOLERANCE
 
@@ -94,9 +123,9 @@ def test_outputs_that_a_callback_frees(model):
 def test_weights_change_the_gradient(model):
     """Otherwise the tests of this file would pass without any weights."""
     batch = batch_of()
-    unweighted, _, _ = weighted_reference(model, batch, 'token')
+    unweighted = weighted_gradient(model, batch, 'token')
     for token_weights in WEIGHTS:
-        weighted, _, _ = weighted_reference(model, batch, token_weights)
+        weighted = weighted_gradient(model, batch, token_weights)
         assert relative_error(weighted, unweighted) > 0.05
 
 
@@ -112,14 +141,15 @@ SHAPES_OF_STEPS = [
 def test_clipped_gradients_of_three_steps(model, token_weights):
     """Compared with a plain loop: one forward in a step, torch's own clipping, then the optimizer."""
     batches = [batch_of(shape) for shape in SHAPES_OF_STEPS]
+    plain_model = in_double(model)
     clipping = GradientClipping('norm', clipping_threshold=MAX_NORM)
     algorithms = [clipping, TokenAccumulation(token_weights=token_weights)]
-    plain_model = in_double(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     recorder = fit(model, *batches, algorithms=algorithms, optimizer=optimizer)
+
     plain_optimizer = torch.optim.SGD(plain_model.parameters(), lr=0.5)
     for clipped, batch in zip(recorder.steps, batches, strict=True):
-        expected, _, _ = weighted_reference(plain_model, batch, token_weights)
+        expected = weighted_gradient(plain_model, batch, token_weights)
         for name, parameter in plain_model.named_parameters():
             parameter.grad = expected[f'model.{name}']
         norm = torch.nn.utils.clip_grad_norm_(plain_model.parameters(), MAX_NORM)
@@ -131,6 +161,7 @@ def test_clipped_gradients_of_three_steps(model, token_weights):
 
 @cache
 def family(name):
+    """Returns a tiny model of a family with its rows of images and text."""
     return FAMILIES[name]()
 
 
@@ -142,7 +173,8 @@ def test_images_and_text(name, packing, token_weights, microbatch_size):
     case = family(name)
     layout = BatchLayout.for_model(case.config)
     rows = [dict(row) for row in case.rows]
-    rows[2]['labels'] = torch.full_like(rows[2]['labels'], -100)
+    row_without_labels = rows[2]
+    row_without_labels['labels'] = torch.full_like(row_without_labels['labels'], -100)
     batch = layout.concat(rows, pad_token_id=case.pad_token_id)
     batch['loss_weights'] = column(batch)
     model = case.model
@@ -151,32 +183,39 @@ def test_images_and_text(name, packing, token_weights, microbatch_size):
         model = in_double(model)
         batch['pixel_values'] = batch['pixel_values'].double()
     data = token_data_spec(loader(batch), packing=packing)
-    assert_weighted_exactly(model, batch, data, token_weights, microbatch_size)
+    assert_weighted_exactly(model, batch, data, token_weights, microbatch_size=microbatch_size)
 
 
 def test_text_without_gradient():
     """Only the projector of images is trained, so microbatches of text change no gradient. Their loss is logged."""
     case = family('llava')
-    model = in_double(case.model).requires_grad_(False)
+    model = in_double(case.model)
+    model.requires_grad_(False)
     model.model.multi_modal_projector.requires_grad_(True)
     batch = family_batch(case)
     batch['pixel_values'] = batch['pixel_values'].double()
-    assert_weighted_exactly(model, batch, token_data_spec(loader(batch)), 'sqrt', microbatch_size=1)
+    data = token_data_spec(loader(batch))
+    assert_weighted_exactly(model, batch, data, 'sqrt', microbatch_size=1)
 
 
 @pytest.mark.parametrize('seed', range(5))
 def test_random_rows_and_weights(model, seed):
     rng = random.Random(seed)
     shape = [(6, 4)]  # at least one row has labels
-    for _ in range(rng.randint(1, 8)):
+    num_random_rows = rng.randint(1, 8)
+    for _ in range(num_random_rows):
         length = rng.randint(2, 20)
         num_labels = rng.randint(0, length - 1)
         shape.append((length, num_labels))
-    batch = batch_of(shape, side=rng.choice(['left', 'right']))
+    side = rng.choice(['left', 'right'])
     regroup = rng.choice([True, False])
     packing = rng.choice([True, False])
+    token_weights = rng.choice(WEIGHTS)
+    microbatch_size = rng.randint(1, 4)
+
+    batch = batch_of(shape, side=side)
     data = token_data_spec(loader(batch), regroup=regroup, packing=packing)
-    assert_weighted_exactly(model, batch, data, rng.choice(WEIGHTS), rng.randint(1, 4))
+    assert_weighted_exactly(model, batch, data, token_weights, microbatch_size=microbatch_size)
 
 
 ROW_WEIGHTS = [0.5, 2.0, 0.0, 1.0, 3.0, 0.25]
@@ -194,29 +233,37 @@ ROW_WEIGHTS = [0.5, 2.0, 0.0, 1.0, 3.0, 0.25]
     ],
 )
 def test_row_weight_holds_for_all_tokens(model, weights, packing):
-    batch = batch_of()
-    expected_batch = {**batch, 'loss_weights': torch.as_tensor(weights).float().flatten()}
-    data = token_data_spec(loader({**batch, 'loss_weights': weights}), packing=packing)
-    assert_weighted_exactly(model, expected_batch, data, 'column', 2)
+    batch = named_batch(RAGGED)
+    weight_of_each_row = torch.as_tensor(weights).float().flatten()
+    expected_batch = with_weights(batch, weight_of_each_row)
+    data = loader(with_weights(batch, weights))
+    data = token_data_spec(data, packing=packing)
+    assert_weighted_exactly(model, expected_batch, data, 'column', microbatch_size=2)
 
 
 @pytest.mark.parametrize('token_weights', ['sqrt', 'sample'])
 def test_packed_documents_keep_their_weights(model, token_weights):
     rows = text_rows(RAGGED)
-    assert_weighted_exactly(model, collate(rows), loader(packed_row(rows)), token_weights, 1)
+    padded_batch = collate(rows)
+    data = loader(packed_row(rows))
+    assert_weighted_exactly(model, padded_batch, data, token_weights, microbatch_size=1)
 
 
 def test_column_in_a_plain_loop(model):
     """``test_functional.py`` has the other token weights."""
     batch = batch_of()
-    expected, _, _ = weighted_reference(model, batch, 'column')
+    expected = weighted_gradient(model, batch, 'column')
     layout = BatchLayout.for_model(model)
-    microbatches = [layout.select(batch, rows) for rows in ([0, 3], [1, 2, 4], [5])]
+    rows_of_microbatches = [[0, 3], [1, 2, 4], [5]]
+    microbatches = [layout.select(batch, rows) for rows in rows_of_microbatches]
+
     weights = step_loss_weights(microbatches, token_weights='column')
     for microbatch, weight in zip(microbatches, weights, strict=True):
         outputs = model(microbatch['input_ids'], microbatch['attention_mask'], labels=microbatch['labels'])
         apply_token_weights(outputs.logits, microbatch, 'column')
-        (outputs.loss * weight).backward()
+        weighted_loss = outputs.loss * weight
+        weighted_loss.backward()
+
     assert relative_error(composer_gradients(model), expected) < TOLERANCE
 
 
@@ -230,14 +277,20 @@ def test_column_in_a_plain_loop(model):
     ],
 )
 def test_padded_packed_documents_are_samples(key, values, first_weight, second_weight):
-    """Two documents with 3 and 1 loss-generating tokens, and some padding, as other collators pack them."""
+    """Two documents with 3 and 1 loss-generating tokens, and some padding, as other collators pack them.
+
+    Each document weighs 1, so its tokens weigh 1 / 3 and 1.
+    """
     batch = {
         'labels': torch.tensor([[-100, 5, 6, 7, -100, 8, -100, -100]]),
         'attention_mask': torch.tensor([[1, 1, 1, 1, 1, 1, 0, 0]]),
         key: torch.tensor([values]),
     }
-    expected = torch.tensor([[0, first_weight, first_weight, first_weight, 0, second_weight, 0, 0]])
-    torch.testing.assert_close(token_weights_of(batch, 'sample'), expected)
+    expected = torch.zeros(1, 8)
+    expected[0, 1:4] = first_weight
+    expected[0, 5] = second_weight
+    weights = token_weights_of(batch, 'sample')
+    torch.testing.assert_close(weights, expected)
 
 
 # Mistakes.
@@ -258,51 +311,58 @@ def test_padded_packed_documents_are_samples(key, values, first_weight, second_w
     ],
 )
 def test_bad_weights_name_the_sample(model, weights, message):
-    batch = batch_of()
-    batch['loss_weights'] = weights
-    if weights is None:
-        del batch['loss_weights']
+    batch = named_batch(RAGGED)
+    if weights is not None:
+        batch['loss_weights'] = weights
     with pytest.raises((ValueError, RuntimeError), match=message) as caught:
         fit(model, loader(batch), token_weights='column')
     assert '\n' not in str(caught.value)
 
 
+def column_weights(batch, weights):
+    """Returns the weights of all positions, read from these ``loss_weights``."""
+    return token_weights_of(with_weights(batch, weights), 'column')
+
+
 def test_row_without_tokens_needs_no_weight():
-    batch = collate(text_rows([(4, 2), (5, 0)]))
-    weights = token_weights_of({**batch, 'loss_weights': [0.5, None]}, 'column')
+    batch = ragged_batch([(4, 2), (5, 0)])
+    weights = column_weights(batch, [0.5, None])
+    # Two labels weigh 0.5 each.
     assert weights.sum(dim=1).tolist() == [1.0, 0.0]
 
 
 @pytest.mark.parametrize('make_number', [np.float32, np.int64, np.array, torch.tensor])
 def test_weights_in_a_list_of_numbers(make_number):
-    batch = collate(text_rows([(4, 2), (5, 3)]))
-    expected = token_weights_of({**batch, 'loss_weights': [2.0, 0.5]}, 'column')
-    weights = token_weights_of({**batch, 'loss_weights': [make_number(2), 0.5]}, 'column')
+    batch = ragged_batch([(4, 2), (5, 3)])
+    expected = column_weights(batch, [2.0, 0.5])
+    weights = column_weights(batch, [make_number(2), 0.5])
     assert torch.equal(weights, expected)
 
 
 def test_single_weight_for_batch_is_refused():
     with pytest.raises(ValueError, match='or a list of floats'):
-        token_weights_of({**batch_of(), 'loss_weights': 0.5}, 'column')
+        column_weights(named_batch(RAGGED), 0.5)
 
 
 def test_hidden_token_does_not_end_a_document():
-    """Its position is 0, as that of padding. Further documents begin only at attended tokens."""
+    """Its position is 0, like the positions of padding. Further documents begin only at attended tokens."""
     batch = {
         'input_ids': torch.arange(1, 7)[None],
         'labels': torch.tensor([[1, 2, -100, 4, 5, 6]]),
         'attention_mask': torch.tensor([[1, 1, 0, 1, 1, 1]]),
         'position_ids': torch.tensor([[0, 1, 0, 2, 3, 4]]),
     }
+    carries_loss = torch.tensor([[0, 1, 0, 1, 1, 1]])
     weights = token_weights_of(batch, 'sample')
-    assert torch.equal(weights, torch.tensor([[0, 1, 0, 1, 1, 1]]) / 4)
+    assert torch.equal(weights, carries_loss / 4)
 
 
 def test_bad_weights_without_loss_are_ignored(model):
-    batch = batch_of()
-    batch['loss_weights'] = batch['loss_weights'].masked_fill(batch['labels'] == -100, float('nan'))
-    expected_batch = {**batch, 'loss_weights': batch['loss_weights'].nan_to_num(0)}
-    assert_weighted_exactly(model, expected_batch, token_data_spec(loader(batch)), 'column', 1)
+    expected_batch = batch_of()
+    has_no_label = expected_batch['labels'] == -100
+    weights = expected_batch['loss_weights'].masked_fill(has_no_label, float('nan'))
+    data = loader(with_weights(expected_batch, weights))
+    assert_weighted_exactly(model, expected_batch, token_data_spec(data), 'column', microbatch_size=1)
 
 
 def test_unused_weight_column_is_named(model, caplog):
@@ -311,12 +371,15 @@ def test_unused_weight_column_is_named(model, caplog):
 
 
 def without_weights(batch):
+    """Returns the batch without its ``loss_weights``."""
     return {key: value for key, value in batch.items() if key != 'loss_weights'}
 
 
 def without_weights_of_every_second_row(batch):
+    """Returns the batch with weights of 0 in rows 0, 2 and so on."""
     is_odd = torch.arange(len(batch['labels'])) % 2
-    return {**batch, 'loss_weights': batch['loss_weights'] * is_odd[:, None]}
+    weights = batch['loss_weights'] * is_odd[:, None]
+    return with_weights(batch, weights)
 
 
 @pytest.mark.parametrize(
@@ -327,15 +390,17 @@ def without_weights_of_every_second_row(batch):
     ],
 )
 def test_weights_changed_by_transform_are_refused(model, transform, message):
+    batch = batch_of()
     with pytest.raises(RuntimeError, match=message):
-        fit(model, batch_of(), microbatch_transforms=transform, token_weights='sqrt', microbatch_size=6)
+        fit(model, batch, microbatch_transforms=transform, token_weights='sqrt', microbatch_size=6)
 
 
 @pytest.mark.parametrize('token_weights', ['token', 'column'])
 def test_logits_are_kept_once(token_weights):
     """With weights the backward keeps only one tensor as large as the logits, as the plain mean does."""
     batch = batch_of()
-    logits = torch.randn(*batch['labels'].shape, VOCABULARY, requires_grad=True) * 1
+    leaf = torch.randn(*batch['labels'].shape, VOCABULARY, requires_grad=True)
+    logits = leaf * 1  # has a graph, like the logits of a model
     size_of_address = {}
 
     def record(tensor):
@@ -345,14 +410,17 @@ def test_logits_are_kept_once(token_weights):
     with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
         apply_token_weights(logits, batch, token_weights)
         ForCausalLMLoss(logits, batch['labels'], VOCABULARY)
-    large = [size for size in size_of_address.values() if size >= logits.numel()]
-    assert len(large) == 1
+
+    large_sizes = [size for size in size_of_address.values() if size >= logits.numel()]
+    assert len(large_sizes) == 1
 
 
 def compiled_run(model, batch, backend):
+    """Returns the recorder of a step of a model that Composer compiles."""
+    compile_config = {'backend': backend}
     torch._dynamo.reset()
     try:
-        return fit(model, batch, token_weights='column', microbatch_size=3, compile_config={'backend': backend})
+        return fit(model, batch, token_weights='column', microbatch_size=3, compile_config=compile_config)
     finally:
         torch._dynamo.reset()
 
@@ -360,8 +428,9 @@ def compiled_run(model, batch, backend):
 @pytest.mark.slow
 def test_compiled_forward(model):
     batch = batch_of()
-    expected, _, _ = weighted_reference(model, batch, 'column')
-    assert relative_error(compiled_run(model, batch, 'eager').gradients, expected) < TOLERANCE
+    expected = weighted_gradient(model, batch, 'column')
+    recorder = compiled_run(model, batch, 'eager')
+    assert relative_error(recorder.gradients, expected) < TOLERANCE
 
 
 @pytest.mark.slow
@@ -377,25 +446,33 @@ def test_weighting_reads_no_values(measures_all):
     with torch.device('meta'):
         labels = torch.zeros(6, 14, dtype=torch.long)
         weights = torch.ones(6, 14)
-        logits = torch.zeros(6, 14, VOCABULARY, requires_grad=True) * 1
+        leaf = torch.zeros(6, 14, VOCABULARY, requires_grad=True)
+        logits = leaf * 1  # has a graph, like the logits of a model
         all_positions = torch.arange(6 * 14)
-    weigh_tokens(logits, weights)
+    batch = {'labels': labels}
     rows = [RowCounts(rule='causal', loss_tokens=26)]
-    record = MicrobatchRecord(batch={'labels': labels}, rows=rows)
-    record.watch(logits, weights, 1.0, batch=record.batch, measures_all=measures_all)
+    record = MicrobatchRecord(batch=batch, rows=rows)
+
+    weigh_tokens(logits, weights)
+    record.watch(logits, weights, 1.0, batch=batch, measures_all=measures_all)
     losses = token_losses_at(logits, all_positions, labels.flatten())
     loss = ForCausalLMLoss(logits, labels, VOCABULARY) + losses.sum()
     loss.backward()
+
     assert record.was_reached
     assert record.deviations.device.type == 'meta'
 
 
 def test_bfloat16_adds_no_noise(model):
+    """The weighted gradient has about as much round-off as the gradient of the plain mean."""
     batch = batch_of()
-    expected_weighted, _, _ = weighted_reference(model, batch, 'sqrt')
-    expected_plain, _, _ = weighted_reference(model, batch, 'token')
-    weighted = fit(model.bfloat16(), batch, token_weights='sqrt')
+    expected_weighted = weighted_gradient(model, batch, 'sqrt')
+    expected_plain = weighted_gradient(model, batch, 'token')
+
+    model.bfloat16()
+    weighted = fit(model, batch, token_weights='sqrt')
     plain = fit(model, batch)
+
     noise = relative_error(plain.gradients, expected_plain)
     assert noise < 0.03
     assert relative_error(weighted.gradients, expected_weighted) < 3 * noise
@@ -415,16 +492,21 @@ def test_weights_of_pre_split_batches(model):
         dataset, lengths=dataset.lengths, global_batch_size=8, max_tokens=2 * LONGEST, shuffle=False, drop_last=False
     )
     data = RegroupingDataLoader(dataset, batch_sampler=sampler, collate_fn=collate_with_weights)
-    recorder = fit(model, token_data_spec(data, slot_tokens=LONGEST), token_weights='column', max_duration='2ba')
+    spec = token_data_spec(data, slot_tokens=LONGEST)
+
+    recorder = fit(model, spec, token_weights='column', max_duration='2ba')
+
     indices_of_steps = (range(8), range(8, 10))
     for indices, gradients in zip(indices_of_steps, recorder.steps, strict=True):
-        batch = collate_with_weights([dataset[index] for index in indices])
+        samples = [dataset[index] for index in indices]
+        batch = collate_with_weights(samples)
         batch['loss_weights'] = torch.tensor(batch['loss_weights'])
-        expected, _, _ = weighted_reference(model, batch, 'column')
+        expected = weighted_gradient(model, batch, 'column')
         assert relative_error(gradients, expected) < TOLERANCE
 
 
 def dict_loss(*losses):
+    """Returns the mean over tokens as the only term of a dict."""
     return {'lm': by_token(*losses)}
 
 
@@ -436,7 +518,6 @@ def test_loss_computed_by_composer_model(loss, token_weights, units):
     """Weights are applied once, even if the loss is computed several times."""
     model = Terms(loss)
     batch = batch_of()
-    expected, _, _ = weighted_reference(model.model, batch, token_weights)
-    algorithm = TokenAccumulation(token_weights=token_weights, loss_units=units)
-    recorder = fit(model, batch, algorithms=[algorithm])
+    expected = weighted_gradient(model.model, batch, token_weights)
+    recorder = fit(model, batch, token_weights=token_weights, loss_units=units)
     assert relative_error(recorder.gradients, expected) < TOLERANCE

@@ -5,18 +5,19 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from itertools import groupby
 
 import pytest
 from composer import loggers
 
-from composer_tokacc import TokenAccumulation, TokenMonitor, token_data_spec
-from tests.support.text import collate, text_model, text_rows
-from tests.support.training import loader, train
+from composer_tokacc import TokenMonitor
+from tests.support.text import ragged_batch, text_model
+from tests.support.training import fit
 
 STEPS = 3
 
-# Each function returns a logger, and a function that reads its file: {metric: {step: value}}.
+# Each function returns a logger, and a function that reads its file and returns {metric: {step: value}}.
 
 
 def tensorboard(folder):
@@ -24,13 +25,13 @@ def tensorboard(folder):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # pyright: ignore[reportMissingImports]
 
     def read():
-        written = {}
+        written = defaultdict(dict)
         for file in folder.rglob('events.out.*'):
             events = EventAccumulator(str(file))
             events.Reload()
             for name in events.Tags()['scalars']:
                 for event in events.Scalars(name):
-                    written.setdefault(name, {})[event.step] = event.value
+                    written[name][event.step] = event.value
         return written
 
     return loggers.TensorboardLogger(log_dir=str(folder)), read
@@ -50,7 +51,8 @@ def mlflow(folder):
             written[name] = {point.step: point.value for point in points}
         return written
 
-    return loggers.MLFlowLogger(experiment_name='all', tracking_uri=store, log_system_metrics=False), read
+    logger = loggers.MLFlowLogger(experiment_name='all', tracking_uri=store, log_system_metrics=False)
+    return logger, read
 
 
 def wandb(folder):
@@ -63,7 +65,7 @@ def wandb(folder):
     def read():
         package.teardown()  # its service goes on writing after `finish`
         (file,) = folder.rglob('*.wandb')
-        written = {}
+        written = defaultdict(dict)
         store = DataStore()
         store.open_for_scan(str(file))
         while (data := store.scan_data()) is not None:
@@ -76,37 +78,34 @@ def wandb(folder):
             step = int(items.get('_step', record.history.step.num))
             for name, value in items.items():
                 if '/' in name:
-                    written.setdefault(name, {})[step] = float(value)
+                    written[name][step] = float(value)
         return written
 
-    return loggers.WandBLogger(init_kwargs={'mode': 'offline', 'dir': str(folder)}), read
+    logger = loggers.WandBLogger(init_kwargs={'mode': 'offline', 'dir': str(folder)})
+    return logger, read
 
 
 @pytest.mark.parametrize('make', [tensorboard, mlflow, wandb])
 def test_loggers_on_disk_have_the_numbers(make, tmp_path, monkeypatch):
     monkeypatch.setenv('WANDB_DIR', str(tmp_path))
-    destination, read = make(tmp_path)
-    batch = collate(text_rows([(4, 2), (9, 7), (6, 1)]))
+    logger, read = make(tmp_path)
+    batch = ragged_batch([(4, 2), (9, 7), (6, 1)])
     batch['source'] = ['a', 'b c', 'a/ä']
-    _, memory, trainer = train(
-        text_model(),
-        token_data_spec(loader(*[batch] * STEPS)),
-        microbatch_size=3,
-        algorithms=[TokenAccumulation()],
-        callbacks=[TokenMonitor()],
-        loggers=[destination],
-        max_duration=f'{STEPS}ba',
-    )
-    trainer.close()
+    batches = [batch] * STEPS
+
+    recorder = fit(text_model(), *batches, microbatch_size=3, callbacks=[TokenMonitor()], loggers=[logger])
+    recorder.trainer.close()
+
     written = read()
-    expected = {name: values for name, values in memory.data.items() if name.startswith('token_monitor/')}
+    expected = {name: values for name, values in recorder.memory.data.items() if name.startswith('token_monitor/')}
     assert {'token_monitor/gradient_norm', 'token_monitor/source/b c/loss'} <= expected.keys()
     for name, values in expected.items():
+        written_values = written[name]
         for time, value in values:
             # Composer's MLflow logger leaves out a value that equals the one before.
-            last = max(step for step in written[name] if step <= time.batch.value)
-            assert written[name][last] == pytest.approx(float(value), rel=1e-6), (name, last)
+            last_step = max(step for step in written_values if step <= time.batch.value)
+            assert written_values[last_step] == pytest.approx(float(value), rel=1e-6), (name, last_step)
         numbers = [float(value) for _, value in values]
         if make is mlflow:
             numbers = [number for number, _ in groupby(numbers)]
-        assert len(written[name]) == len(numbers)
+        assert len(written_values) == len(numbers)

@@ -16,15 +16,20 @@ from composer.loggers import ProgressBarLogger
 from composer_tokacc import TokenAccumulation, TokenMonitor, token_data_spec
 from composer_tokacc.row_counts import RowCounts, attach_row_counts
 from tests.support.launch import ROOT, launch_json
-from tests.support.text import collate, text_model, text_rows
+from tests.support.text import ragged_batch, text_model
 from tests.support.training import assert_exact, fit, loader, reference_gradients
 
 SHAPE = [(4, 2), (5, 0), (9, 7), (14, 11), (6, 1), (3, 2)]
+"""Length and number of labels of each row."""
+LENGTHS = [length for length, _ in SHAPE]
 ROWS = 6
 REAL = 41
+"""The number of tokens, the sum of the lengths."""
 TOKENS = 23
+"""The number of loss tokens, the sum of the labels."""
 WIDTH = 14
-PADDING = 1 - REAL / (ROWS * WIDTH)
+POSITIONS = ROWS * WIDTH
+PADDING = 1 - REAL / POSITIONS
 
 
 def run(data, **options):
@@ -34,12 +39,31 @@ def run(data, **options):
 
 
 def figures(recorder, name):
+    """Returns the values of a figure of the monitor, one for each step."""
     return recorder.logged(f'token_monitor/{name}')
+
+
+def with_dummy_row(batch):
+    """Returns the batch. Its last row, of three tokens, does not count as a sample."""
+    counts_of_samples = [RowCounts()] * (ROWS - 1)
+    dummy_row = RowCounts(samples=0)
+    return attach_row_counts(batch, [*counts_of_samples, dummy_row])
+
+
+def operations_of_step(recorder, positions):
+    """Returns the operations of the first step, which computed this number of positions, from the logged rates.
+
+    The run needs a monitor with ``flops``. Without them, it does not log ``tflops_per_second``.
+    """
+    positions_per_second, *_ = figures(recorder, 'tokens_per_second')
+    teraflops, *_ = figures(recorder, 'tflops_per_second')
+    seconds = positions / positions_per_second
+    return 1e12 * teraflops * seconds
 
 
 @pytest.fixture
 def batch():
-    return collate(text_rows(SHAPE))
+    return ragged_batch(SHAPE)
 
 
 @pytest.mark.parametrize(
@@ -61,23 +85,27 @@ def test_bad_arguments_are_refused(options, message):
 def test_figures_of_a_stock_split(batch):
     """Composer's own split pads each microbatch to the width of the device batch."""
     recorder = run(loader(batch, batch), microbatch_size=1)
-    assert figures(recorder, 'padding_ratio') == pytest.approx([PADDING] * 2)
-    assert figures(recorder, 'device_batch_padding_ratio') == pytest.approx([PADDING] * 2)
-    assert figures(recorder, 'loss_generating_share') == pytest.approx([TOKENS / REAL] * 2)
+
+    padding_of_steps = [PADDING, PADDING]
+    share_of_labels = TOKENS / REAL
+    assert figures(recorder, 'padding_ratio') == pytest.approx(padding_of_steps)
+    assert figures(recorder, 'device_batch_padding_ratio') == pytest.approx(padding_of_steps)
+    assert figures(recorder, 'loss_generating_share') == pytest.approx([share_of_labels, share_of_labels])
     assert figures(recorder, 'empty_microbatches') == [1, 1]
     assert figures(recorder, 'microbatches') == [6, 6]
     assert figures(recorder, 'rank_imbalance') == [1, 1]
     assert min(figures(recorder, 'real_tokens_per_second')) > 0
     # One row a microbatch: the weight of each is 1/6 by samples, and its share of the labels by tokens.
-    distances = [abs(1 / ROWS - labelled / TOKENS) for _, labelled in SHAPE]
-    assert figures(recorder, 'sample_weighting_error') == pytest.approx([sum(distances) / 2])
+    distance = 0.0
+    for _, num_labels in SHAPE:
+        distance += abs(1 / ROWS - num_labels / TOKENS)
+    assert figures(recorder, 'sample_weighting_error') == pytest.approx([distance / 2])
 
 
 @pytest.mark.parametrize('side', ['left', 'right'])
 @pytest.mark.parametrize('has_spec', [False, True])
 def test_equally_long_rows_have_no_padding(has_spec, side):
-    rows = text_rows([(9, 7), (9, 1), (9, 4), (9, 8)])
-    batch = collate(rows, side=side)
+    batch = ragged_batch([(9, 7), (9, 1), (9, 4), (9, 8)], side=side)
     data = loader(batch, batch)
     if has_spec:
         data = token_data_spec(data)
@@ -88,25 +116,28 @@ def test_equally_long_rows_have_no_padding(has_spec, side):
 
 def test_regrouping_split_computes_less_padding(batch):
     data = token_data_spec(loader(batch, batch))
+
     recorder = run(data, algorithms=[TokenAccumulation()], microbatch_size=2)
-    assert figures(recorder, 'device_batch_padding_ratio') == pytest.approx([PADDING] * 2)
+
+    assert figures(recorder, 'device_batch_padding_ratio') == pytest.approx([PADDING, PADDING])
     first, second = figures(recorder, 'padding_ratio')
     assert first < PADDING
     assert second == pytest.approx(first)
 
 
 def test_dummy_rows_have_their_own_figure(batch):
-    """They are computed, but they do not count as samples or real tokens. Only a split would leave this one out."""
-    counts = [RowCounts()] * 5
-    dummy_row = RowCounts(samples=0)
-    batch = attach_row_counts(batch, [*counts, dummy_row])
-    recorder = run(
-        loader(batch, batch), algorithms=[TokenAccumulation()], microbatch_size=ROWS
-    )  # no split drops the row
-    positions = ROWS * WIDTH
-    assert figures(recorder, 'dummy_ratio') == pytest.approx([1 / ROWS] * 2)
+    """They are computed, but they do not count as samples or real tokens."""
+    batch = with_dummy_row(batch)
+    data = loader(batch, batch)
+
+    # One microbatch, because a split would leave out the dummy row.
+    recorder = run(data, algorithms=[TokenAccumulation()], microbatch_size=ROWS)
+
+    share_of_dummies = 1 / ROWS
+    assert figures(recorder, 'dummy_ratio') == pytest.approx([share_of_dummies, share_of_dummies])
     num_real = REAL - 3
-    assert figures(recorder, 'padding_ratio') == pytest.approx([1 - num_real / positions] * 2)
+    padding = 1 - num_real / POSITIONS
+    assert figures(recorder, 'padding_ratio') == pytest.approx([padding, padding])
 
 
 class OutOfMemoryOver(Algorithm):
@@ -126,7 +157,8 @@ class OutOfMemoryOver(Algorithm):
 
 def test_attempts_without_memory_are_not_counted(batch):
     """Composer halves 6 to 3 to 1 row of 14 tokens: 84 and 42 positions do not fit, 14 do."""
-    recorder = run(loader(batch), algorithms=[OutOfMemoryOver(14)], microbatch_size=ROWS, max_duration='1ba')
+    limit = OutOfMemoryOver(14)
+    recorder = run(loader(batch), algorithms=[limit], microbatch_size=ROWS, max_duration='1ba')
     assert recorder.trainer.state.device_train_microbatch_size == 1
     assert figures(recorder, 'microbatches') == [6]
     assert figures(recorder, 'padding_ratio') == pytest.approx([PADDING])
@@ -148,17 +180,18 @@ class MadeUpFlops:
 def test_use_of_the_device(batch):
     """It is the operations of a second over those that the device can do in a second."""
     monitor = TokenMonitor(flops=MadeUpFlops(), device_tflops=0.5)
+
     recorder = run(loader(batch, batch), callbacks=[monitor])
-    positions = ROWS * WIDTH
-    rates = figures(recorder, 'tokens_per_second')
+
+    operations = 10 * POSITIONS + 1000
+    seconds_of_steps = [POSITIONS / rate for rate in figures(recorder, 'tokens_per_second')]
     used_shares = figures(recorder, 'mfu')
     teraflops = figures(recorder, 'tflops_per_second')
-    for step, rate in enumerate(rates):
-        seconds = positions / rate
-        operations_per_second = (10 * positions + 1000) / seconds
+    for step, seconds in enumerate(seconds_of_steps):
+        operations_per_second = operations / seconds
         assert used_shares[step] == pytest.approx(operations_per_second / 0.5e12)
         assert teraflops[step] == pytest.approx(operations_per_second / 1e12)
-    assert figures(recorder, 'seconds_p99')[0] == pytest.approx(positions / rates[0])
+    assert figures(recorder, 'seconds_p99')[0] == pytest.approx(seconds_of_steps[0])
     assert figures(recorder, 'hours_left')[-1] == 0
     assert min(figures(recorder, 'loader_seconds')) > 0
 
@@ -173,52 +206,61 @@ class AttentionFlops:
         return 0.0
 
 
+PAIRS_OF_POSITIONS = sum(length**2 for length in LENGTHS)
+"""The pairs of positions of the same row."""
+
+
 def test_packed_documents_attend_to_themselves(batch):
     monitor = TokenMonitor(flops=AttentionFlops(), device_tflops=1.0)
     recorder = fit(text_model(), batch, packing=True, callbacks=[monitor])
-    seconds = REAL / figures(recorder, 'tokens_per_second')[0]
-    operations = 1e12 * seconds * figures(recorder, 'tflops_per_second')[0]
-    assert operations == pytest.approx(sum(length**2 for length, _ in SHAPE))
+    assert operations_of_step(recorder, REAL) == pytest.approx(PAIRS_OF_POSITIONS)
 
 
 def test_packed_dummy_row_is_computed(batch):
-    counts = [RowCounts()] * 5
-    dummy_row = RowCounts(samples=0)
+    batch = with_dummy_row(batch)
     monitor = TokenMonitor(flops=AttentionFlops(), device_tflops=1.0)
-    recorder = fit(text_model(), attach_row_counts(batch, [*counts, dummy_row]), packing=True, callbacks=[monitor])
-    *_, (dummy_length, _) = SHAPE
+
+    recorder = fit(text_model(), batch, packing=True, callbacks=[monitor])
+
+    *_, dummy_length = LENGTHS
     assert figures(recorder, 'dummy_ratio') == pytest.approx([dummy_length / REAL])
-    seconds = REAL / figures(recorder, 'tokens_per_second')[0]
-    operations = 1e12 * seconds * figures(recorder, 'tflops_per_second')[0]
-    assert operations == pytest.approx(sum(length**2 for length, _ in SHAPE))
+    assert operations_of_step(recorder, REAL) == pytest.approx(PAIRS_OF_POSITIONS)
 
 
 class FlopsOfLogits(MadeUpFlops):
-    """Eight of the ten operations of a position are those of its logits."""
+    """The logits of a position take eight of its ten operations."""
 
     def logits(self, positions):
         return 8.0 * positions
 
 
-@pytest.mark.parametrize('logits', ['labels', 'all'])
-def test_operations_of_logits_that_are_computed(logits, batch):
+@pytest.mark.parametrize(
+    ('logits', 'num_logits'),
+    [
+        ('labels', TOKENS + 1),  # the model shifts one more position away, see LabelledPositions
+        ('all', POSITIONS),
+    ],
+)
+def test_operations_of_logits_that_are_computed(logits, num_logits, batch):
     monitor = TokenMonitor(flops=FlopsOfLogits(), device_tflops=1.0)
     algorithm = TokenAccumulation(logits=logits)
+
     recorder = run(loader(batch), algorithms=[algorithm], callbacks=[monitor], max_duration='1ba', microbatch_size=ROWS)
-    positions = ROWS * WIDTH
-    num_logits = TOKENS + 1 if logits == 'labels' else positions  # see LabelledPositions
-    seconds = positions / figures(recorder, 'tokens_per_second')[0]
-    operations = 1e12 * seconds * figures(recorder, 'tflops_per_second')[0]
-    assert operations == pytest.approx(2 * positions + 8 * num_logits + 1000)
+
+    expected = 2 * POSITIONS + 8 * num_logits + 1000
+    assert operations_of_step(recorder, POSITIONS) == pytest.approx(expected)
 
 
 def test_hours_left_of_epochs(batch):
     """Composer's elapsed duration counts whole epochs, also in the middle of one."""
     recorder = run(loader(batch, batch, batch), max_duration='2ep')
-    hours = figures(recorder, 'hours_left')
-    medians = figures(recorder, 'seconds_p50')
-    expected = [steps_left * median / 3600 for steps_left, median in zip([5, 4, 3, 2, 1, 0], medians, strict=True)]
-    assert hours == pytest.approx(expected)
+
+    expected_hours = []
+    for step, median_seconds in enumerate(figures(recorder, 'seconds_p50')):
+        steps_left = 5 - step
+        expected_hours.append(steps_left * median_seconds / 3600)
+    assert len(expected_hours) == 6
+    assert figures(recorder, 'hours_left') == pytest.approx(expected_hours)
 
 
 @pytest.mark.parametrize('algorithms', [[], [GradientClipping('norm', 1e-3)]], ids=['plain', 'clipped'])
@@ -226,27 +268,27 @@ def test_gradient_norm_is_before_clipping(algorithms, batch):
     model = text_model()
     expected, _ = reference_gradients(model, batch)
     entries = torch.cat([gradient.flatten() for gradient in expected.values()])
-    norm = float(entries.double().norm())
-    recorder = fit(
-        model,
-        loader(batch),
-        algorithms=[*algorithms, TokenAccumulation()],
-        callbacks=[TokenMonitor()],
-        max_duration='1ba',
-    )
-    assert norm > 0.1
-    assert figures(recorder, 'gradient_norm') == pytest.approx([norm], rel=1e-5)
+    expected_norm = float(entries.double().norm())
+    assert expected_norm > 0.1, 'clipping to 0.001 changes it'
+
+    algorithms = [*algorithms, TokenAccumulation()]
+    recorder = fit(model, loader(batch), algorithms=algorithms, callbacks=[TokenMonitor()], max_duration='1ba')
+
+    assert figures(recorder, 'gradient_norm') == pytest.approx([expected_norm], rel=1e-5)
 
 
 def test_gradient_norm_of_sparse_gradients(batch):
     dense_model = text_model(tie_word_embeddings=False)
     sparse_model = copy.deepcopy(dense_model)
     sparse_model.get_input_embeddings().sparse = True
-    norms = []
-    for model in (dense_model, sparse_model):
+
+    def norm_of_step(model):
         recorder = fit(model, loader(batch), callbacks=[TokenMonitor()], max_duration='1ba')
-        norms += figures(recorder, 'gradient_norm')
-    assert norms[1] == pytest.approx(norms[0])
+        (norm,) = figures(recorder, 'gradient_norm')
+        return norm
+
+    expected_norm = norm_of_step(dense_model)
+    assert norm_of_step(sparse_model) == pytest.approx(expected_norm)
 
 
 @pytest.mark.slow
@@ -264,20 +306,24 @@ def test_gradient_norm_under_fsdp1():
 def test_all_figures_are_documented(batch):
     batch['source'] = ['a', 'b', 'a', 'b', 'a', 'b']
     data = token_data_spec(loader(batch, batch))
+
     recorder = run(data, algorithms=[TokenAccumulation()], microbatch_size=2)
+
     names = set()
     names_by_source = set()
     for key in recorder.memory.data:
+        _, _, last_part = key.rpartition('/')
         if key.startswith('token_monitor/source/'):
-            names_by_source.add(key.rpartition('/')[2])
+            names_by_source.add(last_part)
         elif key.startswith('token_monitor/'):
-            names.add(key.removeprefix('token_monitor/'))
+            names.add(last_part)
     assert {'padding_ratio', 'rank_imbalance'} < names
     assert 'loss' in names_by_source
+
     docstring = TokenMonitor.__doc__
     page = (ROOT / 'docs/watching.md').read_text()
     for name in names:
-        suffix = name.rpartition('_')[2]  # the docstring shortens a second name to `..._p99`
+        _, _, suffix = name.rpartition('_')  # the docstring shortens a second name to `..._p99`
         assert f'/{name}``' in docstring or f'..._{suffix}``' in docstring, name
         assert f'`{name}`' in page, name
     for name in names_by_source:
@@ -298,13 +344,11 @@ class BarReader(Callback):
 
 def test_progress_bar_has_three_figures(capfd, batch):
     reader = BarReader()
-    recorder = run(
-        loader(batch, batch, batch),
-        microbatch_size=ROWS,
-        progress_bar=True,
-        callbacks=[TokenMonitor(), reader],
-        max_duration='3ba',
-    )
+    data = loader(batch, batch, batch)
+    callbacks = [TokenMonitor(), reader]
+
+    recorder = run(data, microbatch_size=ROWS, progress_bar=True, callbacks=callbacks, max_duration='3ba')
+
     assert 'loss/train/total=' in capfd.readouterr().err
     assert len(reader.figures_of_steps) == 3
     rates = figures(recorder, 'tokens_per_second')
@@ -323,7 +367,10 @@ FOREIGN_NAMES = ['loss_generating_tokens', 'total_tokens', 'real_tokens', 'num_m
 
 @pytest.fixture
 def foreign_batch(batch):
-    return {**batch, **{name: [7] * ROWS for name in FOREIGN_NAMES}}
+    """A batch with entries of other programs, which have names as our own counts."""
+    for name in FOREIGN_NAMES:
+        batch[name] = [7] * ROWS
+    return batch
 
 
 def test_monitor_ignores_keys_of_others(foreign_batch):
@@ -337,7 +384,7 @@ def test_algorithm_ignores_keys_of_others(has_spec, foreign_batch):
     data = loader(foreign_batch)
     if has_spec:
         data = token_data_spec(data)
-    own_batch = collate(text_rows(SHAPE))
+    own_batch = ragged_batch(SHAPE)
     recorder = assert_exact(text_model(), data, batch=own_batch, callbacks=[TokenMonitor()])
     assert recorder.logged('token_accumulation/loss_generating_tokens') == [TOKENS]
     assert figures(recorder, 'loss_generating_share') == pytest.approx([TOKENS / REAL])

@@ -24,8 +24,10 @@ from tests.support.sampler_steps import sample_numbers
 
 
 def build(num_samples=20, dataset_class=LengthDataset, **options):
+    """Returns an exchanging loader on one rank."""
     options = {'batch_size': 8, 'collate_fn': collate_samples, 'max_tokens': 2 * LONGEST, **options}
-    return ExchangingDataLoader(dataset_class(num_samples), **options)
+    dataset = dataset_class(num_samples)
+    return ExchangingDataLoader(dataset, **options)
 
 
 def test_one_rank_cuts_its_own_samples():
@@ -38,9 +40,10 @@ def test_one_rank_cuts_its_own_samples():
         samples_of_microbatches = sample_numbers(batch.microbatches)
         assert len(samples_of_microbatches) > 1
         for microbatch, samples in zip(batch.microbatches, samples_of_microbatches, strict=True):
-            assert microbatch['input_ids'].shape[1] == loader.dataset.lengths[samples].max()
-        split = spec.split_batch(spec.batch_transforms(batch), 1)
-        assert sample_numbers(split) == samples_of_microbatches
+            longest_sample = loader.dataset.lengths[samples].max()
+            assert microbatch['input_ids'].shape[1] == longest_sample
+        split_microbatches = spec.split_batch(spec.batch_transforms(batch), 1)
+        assert sample_numbers(split_microbatches) == samples_of_microbatches
     assert len(loader) == 3
     assert loader.batch_size == 8
 
@@ -54,11 +57,18 @@ def test_patches_decide_the_encoder_cost(monkeypatch, patches_per_token):
         planned_rows.append(rows)
         return plan_checked_rows(rows, num_ranks)
 
+    def count_patches(sample):
+        return patches_per_token * sample['input_ids'].shape[1]
+
     monkeypatch.setattr(exchange, 'plan_checked_rows', record_rows)
     cost = CostModel(vision_per_image=2.0, vision_per_patch=0.5)
-    list(build(8, cost=cost, patches=lambda sample: patches_per_token * sample['input_ids'].shape[1]))
+    loader = build(8, cost=cost, patches=count_patches)
+    list(loader)
+
     (rows,) = planned_rows
-    assert rows.vision_cost.tolist() == [2.0 + 5.0 * length for length in rows.lengths]
+    # Ten patches of 0.5 for each token, and 2 for an image.
+    expected = [2.0 + 5.0 * length for length in rows.lengths]
+    assert rows.vision_cost.tolist() == expected
 
 
 def test_pinning_without_a_gpu(monkeypatch):
@@ -78,8 +88,9 @@ def test_workers_need_few_files():
         batches = sample_numbers(loader)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    for number, batch in enumerate(batches):
-        assert sorted(batch) == list(range(100 * number, 100 * number + 100))
+    for number, samples in enumerate(batches):
+        first_sample = 100 * number
+        assert sorted(samples) == list(range(first_sample, first_sample + 100))
     assert len(batches) == 6
 
 
@@ -88,20 +99,25 @@ def test_sampler_without_a_length():
         def __iter__(self):
             return iter(range(20))
 
-    assert len(list(build(20, sampler=Sampler()))) == 3
+    loader = build(20, sampler=Sampler())
+    assert len(list(loader)) == 3
 
 
 def test_samples_of_lists():
     """A dataset of Hugging Face gives them without `with_format('torch')`."""
-    samples = [{'input_ids': [1] * length, 'labels': [1] * length} for length in (2, 5, 3, 4)]
+    dataset = []
+    for length in (2, 5, 3, 4):
+        ones = [1] * length
+        dataset.append({'input_ids': ones, 'labels': ones})
 
     def collate(samples):
         rows = [torch.tensor(sample['input_ids']) for sample in samples]
         return {'input_ids': pad_sequence(rows, batch_first=True)}
 
-    loader = ExchangingDataLoader(samples, batch_size=4, collate_fn=collate, max_tokens=20, max_loss_tokens=7)
+    loader = ExchangingDataLoader(dataset, batch_size=4, collate_fn=collate, max_tokens=20, max_loss_tokens=7)
     (batch,) = loader
-    # Every token is 1 and has a label.
+
+    # Every token is 1 and has a label. Padding is 0.
     labels_of_microbatches = [int(microbatch['input_ids'].sum()) for microbatch in batch.microbatches]
     assert sum(labels_of_microbatches) == 14
     assert max(labels_of_microbatches) <= 7
@@ -110,11 +126,17 @@ def test_samples_of_lists():
 def test_views_are_sent_without_their_base():
     """Torch saves the whole storage of a view, here the ids of all samples."""
     ids = torch.arange(100_000)[None]
-    views = [{'input_ids': ids[:, 10 * number : 10 * number + 10]} for number in range(4)]
-    sent = exchange.to_bytes(views)
-    assert len(sent) < ids.nbytes / 100
-    for view, received in zip(views, exchange.from_bytes(sent), strict=True):
-        assert torch.equal(received['input_ids'], view['input_ids'])
+    samples = []
+    for start in (0, 10, 20, 30):
+        view = ids[:, start : start + 10]
+        samples.append({'input_ids': view})
+
+    sent_bytes = exchange.to_bytes(samples)
+    received_samples = exchange.from_bytes(sent_bytes)
+
+    assert len(sent_bytes) < ids.nbytes / 100
+    for sample, received_sample in zip(samples, received_samples, strict=True):
+        assert torch.equal(received_sample['input_ids'], sample['input_ids'])
 
 
 def test_state_counts_samples_of_all_ranks():
@@ -150,27 +172,33 @@ def test_missing_options_are_named(options, message):
 @pytest.mark.parametrize(('ranks', 'epochs'), [(2, ('sampler', 'workers', 'drop_last')), (4, ('sampler',))])
 def test_ranks_exchange_what_they_read(ranks, epochs):
     results = launch_json('tests/ranks/exchange.py', ranks=ranks)
-    read = samples_of_steps(READ[ranks])
-    check_steps(results['uneven'], read)
-    names_by_rank = [rank['names'] for rank in results['uneven'][0]]
-    assert list(chain.from_iterable(names_by_rank)) != read[0], 'samples should move between ranks'
+    samples_read = samples_of_steps(READ[ranks])
+
+    # Ranks that read unequal numbers of samples.
+    check_steps(results['uneven'], samples_read)
+    first_step = results['uneven'][0]
+    names_by_rank = [rank['names'] for rank in first_step]
+    assert list(chain.from_iterable(names_by_rank)) != samples_read[0], 'samples should move between ranks'
     if ranks == 2:
         assert results['amid training'] == names_by_rank
 
+    # Two epochs.
     for case in epochs:
         first_epoch, second_epoch = results[case]
         for epoch in (first_epoch, second_epoch):
             check_epoch(epoch, full_batch=ranks * BATCH, drop_last=case == 'drop_last')
         assert first_epoch['read'] != second_epoch['read']
-    read_in_epoch = results['sampler'][0]['read']
-    assert len(read_in_epoch[-1]) < BATCH * ranks, 'the last batch should be a smaller one'
-    assert sum(len(step) for step in read_in_epoch) == EPOCH
+    first_epoch, _ = results['sampler']
+    sizes_of_steps = [len(samples) for samples in first_epoch['read']]
+    assert sizes_of_steps[-1] < BATCH * ranks, 'the last batch should be a smaller one'
+    assert sum(sizes_of_steps) == EPOCH
 
+    # Gradients of training.
     for objective in ('ddp', 'fsdp'):
-        for case, indices in zip(results[objective], read, strict=True):
-            assert case['error'] < 1e-6, results[objective]
-            assert case['loss_error'] < 1e-6
-            assert case['num_samples'] == len(indices)
+        for step, samples in zip(results[objective], samples_read, strict=True):
+            assert step['error'] < 1e-6, results[objective]
+            assert step['loss_error'] < 1e-6
+            assert step['num_samples'] == len(samples)
 
 
 def samples_of_steps(counts):
@@ -186,6 +214,7 @@ def samples_of_steps(counts):
 
 
 def check_epoch(epoch, *, full_batch, drop_last):
+    """All steps that were read are computed. With ``drop_last``, only steps of a full batch."""
     expected = epoch['read']
     if drop_last:
         expected = [step for step in expected if len(step) == full_batch]
@@ -196,15 +225,15 @@ def check_epoch(epoch, *, full_batch, drop_last):
 def check_steps(steps, expected):
     """Each sample that was read is computed once and complete, and every rank computes something."""
     assert len(steps) == len(expected)
-    for step, read in zip(steps, expected, strict=True):
-        computed = []
+    for ranks, samples_read in zip(steps, expected, strict=True):
+        computed_samples = []
         num_copies = 0
-        for rank in step:
+        for rank in ranks:
             assert rank['whole']
             assert rank['names']
             if rank['num_samples']:
-                computed += rank['names']
+                computed_samples += rank['names']
             else:
                 num_copies += 1
-        assert sorted(computed) == sorted(read)
-        assert num_copies == max(len(step) - len(read), 0)
+        assert sorted(computed_samples) == sorted(samples_read)
+        assert num_copies == max(len(ranks) - len(samples_read), 0)

@@ -32,6 +32,7 @@ STEPS_PER_EPOCH = 6
 
 
 def build(num_samples=30, *, ranks=2, rank=1, num_workers=0, persistent_workers=False):
+    """Returns the loader of one rank. Global batches have 8 samples, so an epoch of 30 samples has 4 of them."""
     return regrouping_loader(
         LengthDataset(num_samples),
         global_batch_size=8,
@@ -55,13 +56,16 @@ def loader_over(dataset, loader_class=RegroupingDataLoader, collate_fn=collate_s
 def test_planned_microbatches_are_collated_separately(num_workers):
     loader = build(num_workers=num_workers)
     assignments = list(loader.batch_sampler)
+
     batches = list(loader)
-    assert sample_numbers(batches) == list(map(list, assignments))
+
+    assert sample_numbers(batches) == [list(assignment) for assignment in assignments]
     for batch, assignment in zip(batches, assignments, strict=True):
         assert batch.indices == assignment.microbatches
         assert sample_numbers(batch.microbatches) == assignment.microbatches
-        for microbatch, samples in zip(batch.microbatches, assignment.microbatches, strict=True):
-            expected = collate_samples([loader.dataset[sample] for sample in samples])
+        for microbatch, indices in zip(batch.microbatches, assignment.microbatches, strict=True):
+            samples = [loader.dataset[index] for index in indices]
+            expected = collate_samples(samples)
             assert microbatch.keys() == expected.keys()
             for key in ('input_ids', 'attention_mask', 'labels'):
                 assert torch.equal(microbatch[key], expected[key]), 'as wide as its longest row'
@@ -85,40 +89,47 @@ def test_widths_stay_within_the_budget():
     dataset = LengthDataset(30)
     longest = int(dataset.lengths.max())
     loader = regrouping_loader(dataset, global_batch_size=8, max_tokens=longest, width_multiple=longest - 1)
-    planned_widths = set()
+    all_widths = set()
     for batch_index, batch in enumerate(loader):
-        (planned,) = loader.batch_sampler.plan(batch_index).ranks
-        widths = [microbatch.width for microbatch in planned]
-        assert [microbatch['input_ids'].shape[1] for microbatch in batch.microbatches] == widths
-        planned_widths.update(widths)
-    assert planned_widths == {longest - 1, longest}
+        (planned_microbatches,) = loader.batch_sampler.plan(batch_index).ranks
+        planned_widths = [microbatch.width for microbatch in planned_microbatches]
+        widths = [microbatch['input_ids'].shape[1] for microbatch in batch.microbatches]
+        assert widths == planned_widths
+        all_widths.update(widths)
+    assert all_widths == {longest - 1, longest}
 
 
 def test_later_batches_tell_the_order_of_samples():
     """Without SkipReadBatches Composer discards the first batch of each epoch that a resumed run has behind it."""
-    checksums = []
-    for dataset in (LengthDataset(30), LengthDataset(30), Reversed(LengthDataset(30))):
-        options = {'global_batch_size': 8, 'num_replicas': 2, 'rank': 0}
-        loader = regrouping_loader(dataset, lengths=[LONGEST] * 30, **options)
+
+    def checksums_of_second_epoch(dataset):
+        """Returns the checksum of each batch. The plan has the same lengths for any order of samples."""
+        loader = regrouping_loader(dataset, lengths=[LONGEST] * 30, global_batch_size=8, num_replicas=2, rank=0)
         next(iter(loader))
         loader.set_epoch(1)
-        checksums.append([batch.plan.checksum for batch in loader])
-    first, same, reordered = checksums
-    assert first == same
-    for checksum, other in zip(first, reordered, strict=True):
-        assert checksum != other
+        return [batch.plan.checksum for batch in loader]
+
+    checksums = checksums_of_second_epoch(LengthDataset(30))
+    assert checksums_of_second_epoch(LengthDataset(30)) == checksums
+    checksums_of_reversed = checksums_of_second_epoch(Reversed(LengthDataset(30)))
+    for checksum, checksum_of_reversed in zip(checksums, checksums_of_reversed, strict=True):
+        assert checksum != checksum_of_reversed
 
 
 def test_split_makes_the_planned_microbatches():
     loader = build(ranks=1, rank=0)
     spec = token_data_spec(loader, slot_tokens=LONGEST)
     for step, batch in enumerate(loader):
-        microbatches = spec.split_batch(spec.batch_transforms(batch), 2)
         window = loader.batch_sampler.window(step)
-        planned = []
-        for microbatch in loader.batch_sampler.plan(step).ranks[0]:
-            planned.append([window[index] for index in microbatch.indices])
-        assert sample_numbers(microbatches) == planned
+        (planned_microbatches,) = loader.batch_sampler.plan(step).ranks
+        expected = []
+        for microbatch in planned_microbatches:
+            samples = [window[index] for index in microbatch.indices]
+            expected.append(samples)
+
+        microbatches = spec.split_batch(spec.batch_transforms(batch), 2)
+
+        assert sample_numbers(microbatches) == expected
 
 
 def test_plain_loaders_do_without_the_plan():
@@ -138,7 +149,8 @@ def test_batched_reads_happen_once_a_batch():
 
     dataset = Reader(30)
     loader = loader_over(dataset)
-    assert sample_numbers(loader) == list(map(list, loader.batch_sampler))
+    assignments = list(loader.batch_sampler)
+    assert sample_numbers(loader) == [list(assignment) for assignment in assignments]
     assert dataset.calls == 4
 
 
@@ -151,13 +163,16 @@ def test_stopped_iteration_ends_no_epoch(loader_class, is_read_at_once):
 
     class Reader(LengthDataset):
         def __getitem__(self, index):
-            return next(iter(())) if index == 11 else super().__getitem__(index)
+            if index == 11:
+                raise StopIteration
+            return super().__getitem__(index)
 
     dataset = Reader(30)
     if is_read_at_once:
         dataset.__getitems__ = lambda indices: [dataset[index] for index in indices]
+    loader = loader_over(dataset, loader_class)
     with pytest.raises(RuntimeError, match='StopIteration'):
-        list(loader_over(dataset, loader_class))
+        list(loader)
 
 
 def test_batched_reads_must_be_complete():
@@ -167,8 +182,9 @@ def test_batched_reads_must_be_complete():
         def __getitems__(self, indices):
             return [self[index] for index in indices if index != 11]
 
+    loader = loader_over(Reader(30), collate_fn=lambda samples: {})
     with pytest.raises(ValueError, match=r'7 samples for the indices \['):
-        list(loader_over(Reader(30), collate_fn=lambda samples: {}))
+        list(loader)
 
 
 @pytest.mark.parametrize('num_workers', [0, 2])
@@ -176,9 +192,9 @@ def test_batched_reads_must_be_complete():
 def test_iterating_takes_no_random_numbers(loader_class, num_workers):
     """A plain DataLoader draws the seed of its workers from the generator that also draws the model's dropout."""
     loader = loader_over(LengthDataset(30), loader_class, num_workers=num_workers)
-    before = torch.get_rng_state()
+    state_before = torch.get_rng_state()
     list(loader)
-    assert torch.equal(before, torch.get_rng_state())
+    assert torch.equal(torch.get_rng_state(), state_before)
 
 
 def test_worker_seeds_of_ranks_and_epochs():
@@ -198,29 +214,34 @@ def test_worker_seeds_of_ranks_and_epochs():
 
     seed = seed_of_worker(rank=0, epoch=0)
     assert seed_of_worker(rank=0, epoch=0) == seed
-    of_other_rank = seed_of_worker(rank=1, epoch=0)
-    of_other_epoch = seed_of_worker(rank=0, epoch=1)
-    assert len({seed, of_other_rank, of_other_epoch}) == 3
+    seed_of_other_rank = seed_of_worker(rank=1, epoch=0)
+    seed_of_other_epoch = seed_of_worker(rank=0, epoch=1)
+    assert len({seed, seed_of_other_rank, seed_of_other_epoch}) == 3
 
 
 @pytest.mark.parametrize('num_workers', [0, 2])
 def test_skipped_batches_are_not_read(num_workers):
+    """After a skip to batch 2 of epoch 1: epoch 0 is skipped, epoch 1 is read in part, and later ones completely."""
     loader = build(num_workers=num_workers, persistent_workers=num_workers > 0)
-    samples_of_epochs = {}
+    samples_of_epochs = []
     for epoch in range(3):
         loader.batch_sampler.set_epoch(epoch)
-        samples_of_epochs[epoch] = sample_numbers(loader)
+        samples_of_epochs.append(sample_numbers(loader))
     dataset = loader.dataset.dataset
     dataset.read.clear()
+
     loader.skip_to(1, 2)
+    read_batches = []
     for epoch, num_skipped in ((0, 4), (1, 2), (1, 0), (2, 0)):
         loader.batch_sampler.set_epoch(epoch)
         batches = list(loader)
         are_skipped = [isinstance(batch, SkippedBatch) for batch in batches]
         assert are_skipped == [True] * num_skipped + [False] * (4 - num_skipped)
-        assert sample_numbers(batches[num_skipped:]) == samples_of_epochs[epoch][num_skipped:]
+        expected = samples_of_epochs[epoch][num_skipped:]
+        assert sample_numbers(batches[num_skipped:]) == expected
+        read_batches += expected
+
     if num_workers == 0:  # workers read copies of the dataset
-        read_batches = samples_of_epochs[1][2:] + samples_of_epochs[1] + samples_of_epochs[2]
         assert dataset.read == list(itertools.chain(*read_batches))
 
 
@@ -271,9 +292,10 @@ def test_other_samplers_are_refused():
 
 def test_composer_reads_the_batch_size():
     """The default of `device_train_microbatch_size` is the batch size of the loader."""
+    loader = build(ranks=1, rank=0)
     trainer = Trainer(
         model=hugging_face(text_model()),
-        train_dataloader=token_data_spec(build(ranks=1, rank=0)),
+        train_dataloader=token_data_spec(loader),
         device='cpu',
         max_duration='1ba',
         progress_bar=False,
@@ -285,6 +307,7 @@ def test_composer_reads_the_batch_size():
 
 
 def runs(*arguments, ranks):
+    """Returns the results of several runs under the launcher, as ``tests/ranks/resume.py`` returns them."""
     return launch_json(SCRIPT, json.dumps(arguments), ranks=ranks)
 
 
@@ -292,8 +315,11 @@ def num_reads(first, last=NUM_STEPS):
     """Samples of the steps from `first` on. An epoch has 44 samples: five steps of eight, and one of four."""
     num_samples = 0
     for step in range(first, last):
-        is_end_of_epoch = step % STEPS_PER_EPOCH == STEPS_PER_EPOCH - 1
-        num_samples += 4 if is_end_of_epoch else 8
+        step_of_epoch = step % STEPS_PER_EPOCH
+        if step_of_epoch == STEPS_PER_EPOCH - 1:
+            num_samples += 4
+        else:
+            num_samples += 8
     return num_samples
 
 
@@ -303,6 +329,7 @@ def num_witness_reads(ranks):
 
 
 def steps_from(run, first):
+    """Returns the steps of a run from `first` on, by their number."""
     return {number: step for number, step in run['steps'].items() if int(number) >= first}
 
 
@@ -310,13 +337,12 @@ def steps_from(run, first):
 def test_resumed_runs_are_bitwise_equal(tmp_path):
     durations = [f'{NUM_STEPS}ba']
     first_steps = (1, 3, 5, 6, 7, 10)  # an epoch ends before step 6
+    unbroken = {'folder': str(tmp_path), 'durations': durations}
     resumed = [{'load_path': f'{tmp_path}/ba{step}.pt', 'durations': durations} for step in first_steps]
-    unbroken_result, *resumed_results, reading_result = runs(
-        {'folder': str(tmp_path), 'durations': durations},
-        *resumed,
-        {'load_path': f'{tmp_path}/ba8.pt', 'durations': durations, 'skip': False},
-        ranks=2,
-    )
+    reading = {'load_path': f'{tmp_path}/ba8.pt', 'durations': durations, 'skip': False}
+
+    unbroken_result, *resumed_results, reading_result = runs(unbroken, *resumed, reading, ranks=2)
+
     witness_reads = num_witness_reads(2)
     assert unbroken_result['reads'] == num_reads(0) + witness_reads
     states = {step['parameters'] for step in unbroken_result['steps'].values()}
@@ -337,7 +363,9 @@ def test_second_fit_continues_the_first_one(tmp_path):
         {'durations': ['2ba', '7ba'], 'num_workers': 2},
         ranks=2,
     )
-    assert [len(run['steps']) for run in (first, resumed, workers)] == [9, 6, 9]
+    assert len(first['steps']) == 9
+    assert len(resumed['steps']) == 6
+    assert len(workers['steps']) == 9
     for run in (resumed, workers):
         for number, step in run['steps'].items():
             assert step['samples'] == first['steps'][number]['samples']
@@ -377,17 +405,21 @@ def test_rank_without_samples_gets_a_copy():
     counts = []
     for rank in range(2):
         loader = build(25, rank=rank)
-        last = list(loader)[-1]
-        assert sample_numbers([last]) == [loader.batch_sampler.window(3)]
-        count = num_samples(last)
-        num_tokens = sum(row.loss_tokens for row in row_counts_of(with_counts(last)))
-        assert (num_tokens > 0) == (count > 0)
+        *_, last_batch = loader
+        assert sample_numbers([last_batch]) == [loader.batch_sampler.window(3)]
+
+        count = num_samples(last_batch)
+        counts.append(count)
+        is_counted = count > 0
+        rows = row_counts_of(with_counts(last_batch))
+        num_tokens = sum(row.loss_tokens for row in rows)
+        assert (num_tokens > 0) == is_counted
         # Metrics of an evaluation read the labels, too.
-        assert (last['labels'] != -100).any() == (count > 0)
+        has_labels = (last_batch['labels'] != -100).any()
+        assert has_labels == is_counted
         # Composer leaves out the last sample of some ranks if torch's sampler would repeat samples.
         assert loader.batch_sampler.total_size == 25
-        assert token_data_spec([last]).get_num_samples_in_batch(last) == count
-        counts.append(count)
+        assert token_data_spec([last_batch]).get_num_samples_in_batch(last_batch) == count
     assert sorted(counts) == [0, 1]
 
 
@@ -397,7 +429,7 @@ def test_last_steps_on_two_ranks():
     results = launch_json('tests/ranks/last_steps.py', ranks=2)
     assert len(results) == 4 * len(CASES)
     for name, run in results.items():
-        case = name.split(', ')[0]
+        case, *_ = name.split(', ')
         num_samples, global_batch = CASES[case]
         assert run['epochs'] == [num_samples, 2 * num_samples], name
         first_epoch = [*range(global_batch, num_samples, global_batch), num_samples]

@@ -19,10 +19,13 @@ from composer_tokacc import (
 from composer_tokacc.sampling import LossShares
 from tests.support.exactness import loss_tokens
 from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples
-from tests.support.text import text_model
+from tests.support.text import next_token_loss, text_model
 from tests.support.training import fit, gradients_of, relative_error
 
 SHARES = (0.15, 0.25, 0.6)
+"""The share of each of three datasets in the loss of a step."""
+SIZES = {'a': 20, 'b': 12, 'c': 8}
+"""Names and numbers of samples of the three datasets."""
 
 
 def test_weights_add_up_to_shares():
@@ -33,7 +36,8 @@ def test_weights_add_up_to_shares():
     dataset_of_sample = np.repeat([0, 1, 2], sizes)
     one_of_each_dataset = [2, 60, 232]
     for _ in range(50):
-        window = np.concatenate([rng.integers(0, 237, 40), one_of_each_dataset])
+        random_samples = rng.integers(0, 237, 40)
+        window = np.concatenate([random_samples, one_of_each_dataset])
         weights_of_samples = shares.weights(window) * tokens[window]
         weights_of_datasets = np.bincount(dataset_of_sample[window], weights=weights_of_samples)
         total = weights_of_datasets.sum()
@@ -45,8 +49,9 @@ def test_dataset_without_tokens_in_a_step(caplog):
     shares = LossShares([2, 1, 1], SHARES, [3, 5, 4, 0])
     # Datasets 0 and 1 divide the share of dataset 2: 0.15 / 0.4 and 0.25 / 0.4 of the seven tokens.
     expected = [0.375 * 7 / 3, 0.625 * 7 / 4, 0]
+    window = np.array([0, 2, 3])
     for _ in range(2):
-        weights = shares.weights(np.array([0, 2, 3]))
+        weights = shares.weights(window)
         assert weights.tolist() == pytest.approx(expected)
     (message,) = caplog.messages  # once, although two steps have no such tokens
     assert 'no loss tokens of dataset 2' in message
@@ -82,25 +87,29 @@ def collate_named(samples):
 
 
 def token_losses(model, sample):
-    """Loss of each loss token of a sample."""
-    logits = model(input_ids=sample['input_ids']).logits[0, :-1]
-    labels = sample['labels'][0, 1:]
-    losses = torch.nn.functional.cross_entropy(logits, labels, reduction='none')
-    return losses[labels != -100]
+    """Returns the loss of each loss token of a sample."""
+    logits = model(input_ids=sample['input_ids']).logits
+    labels = sample['labels']
+    losses = next_token_loss(logits, labels, reduction='none')
+    return losses[labels[0, 1:] != -100]
 
 
 def gradient_of_shared_means(model, samples):
     """Plain autograd: the mean loss of the tokens of each dataset, times its share."""
-    terms = []
-    for name, share in zip('abc', SHARES, strict=True):
+    total = 0.0
+    for name, share in zip(SIZES, SHARES, strict=True):
         losses = [token_losses(model, sample) for sample in samples if sample['source'] == [name]]
-        terms.append(share * torch.cat(losses).mean())
-    return gradients_of(model, torch.stack(terms).sum())
+        mean_loss = torch.cat(losses).mean()
+        total = total + share * mean_loss
+    return gradients_of(model, total)
 
 
 @pytest.mark.parametrize('packing', [False, True])
 def test_gradient_of_the_shared_means(packing):
-    dataset = ConcatDataset([NamedDataset('a', 20, 0), NamedDataset('b', 12, 1), NamedDataset('c', 8, 2)])
+    datasets = []
+    for seed, (name, num_samples) in enumerate(SIZES.items()):
+        datasets.append(NamedDataset(name, num_samples, seed))
+    dataset = ConcatDataset(datasets)
     samples = [dataset[index] for index in range(40)]
     tokens = [loss_tokens(sample) for sample in samples]
     sampler = RegroupingBatchSampler(
@@ -110,18 +119,16 @@ def test_gradient_of_the_shared_means(packing):
         max_tokens=2 * LONGEST,
         num_replicas=1,
         rank=0,
-        loss_shares=LossShares([20, 12, 8], SHARES, tokens),
+        loss_shares=LossShares(list(SIZES.values()), SHARES, tokens),
     )
     loader = RegroupingDataLoader(dataset, batch_sampler=sampler, collate_fn=collate_named)
+    data = token_data_spec(loader, slot_tokens=LONGEST, packing=packing)
     samples_of_step = [samples[index] for index in sampler.window(0)]
     expected = gradient_of_shared_means(text_model(), samples_of_step)
-    recorder = fit(
-        text_model(),
-        token_data_spec(loader, slot_tokens=LONGEST, packing=packing),
-        token_weights='column',
-        callbacks=[TokenMonitor()],
-        max_duration='1ba',
-    )
+
+    recorder = fit(text_model(), data, token_weights='column', callbacks=[TokenMonitor()], max_duration='1ba')
+
     assert relative_error(recorder.gradients, expected) < 1e-6
-    for name, share in zip('abc', SHARES, strict=True):
-        assert recorder.logged(f'token_monitor/source/{name}/weight') == pytest.approx([share], rel=1e-6)
+    for name, share in zip(SIZES, SHARES, strict=True):
+        logged_shares = recorder.logged(f'token_monitor/source/{name}/weight')
+        assert logged_shares == pytest.approx([share], rel=1e-6)

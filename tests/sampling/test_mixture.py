@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from fractions import Fraction
 
 import numpy as np
@@ -18,7 +17,10 @@ from composer_tokacc.sampling.global_batches import GlobalBatches
 from composer_tokacc.sampling.mixture import Mixture, counts_of_first, interleave
 from tests.support.sampler_steps import samplers_of_ranks, samples_of_steps
 
-sizes_lists = st.lists(st.integers(1, 40), min_size=1, max_size=4)
+
+def lists_of_sizes(smallest, largest, *, min_size=1, max_size=4):
+    """Returns a strategy of hypothesis: the numbers of samples of a few datasets."""
+    return st.lists(st.integers(smallest, largest), min_size=min_size, max_size=max_size)
 
 
 def batches_of_epochs(mixture, global_batch_size, epochs, *, seed=3, **options):
@@ -38,21 +40,29 @@ def batches(mixture, global_batch_size, epoch, **options):
     return batches_of_epoch
 
 
-def samples(batches_of_samples):
+def joined(batches_of_samples):
+    """Returns the samples of all batches in one list."""
     return list(itertools.chain(*batches_of_samples))
 
 
+def count_samples(batches_of_samples, num_samples):
+    """Returns how often the batches have each sample."""
+    return np.bincount(joined(batches_of_samples), minlength=num_samples)
+
+
 @pytest.mark.parametrize('name', ['epochs', 'weights'])
-@pytest.mark.parametrize('kind', [np.float64, np.float32, np.int64])
-def test_rates_may_be_arrays(name, kind):
-    mixture = Mixture([30, 40], **{name: np.array([1, 2], dtype=kind)})
-    assert mixture.quotas == Mixture([30, 40], **{name: [1, 2]}).quotas
+@pytest.mark.parametrize('dtype', [np.float64, np.float32, np.int64])
+def test_rates_may_be_arrays(name, dtype):
+    rates = [1, 2]
+    mixture = Mixture([30, 40], **{name: np.array(rates, dtype=dtype)})
+    mixture_of_list = Mixture([30, 40], **{name: rates})
+    assert mixture.quotas == mixture_of_list.quotas
     assert len(batches(mixture, 8, 0)) > 0
 
 
 @settings(deadline=None, max_examples=16)
 @given(
-    sizes=st.lists(st.integers(12, 40), min_size=2, max_size=4),
+    sizes=lists_of_sizes(12, 40, min_size=2),
     epochs=st.sampled_from([1, 2]),
     modality=st.sampled_from([None, 'media', 'image_tokens']),
     drop_last=st.booleans(),
@@ -60,6 +70,7 @@ def test_rates_may_be_arrays(name, kind):
 )
 def test_ranks_make_the_same_steps(sizes, epochs, modality, drop_last, epoch):
     num_samples = sum(sizes)
+    lengths = np.arange(num_samples) % 9 + 1
     mixture = Mixture(sizes, epochs=[epochs] * len(sizes))
     options = {'global_batch_size': 24, 'max_tokens': 30, 'mixture': mixture, 'drop_last': drop_last}
     media = None
@@ -69,17 +80,19 @@ def test_ranks_make_the_same_steps(sizes, epochs, modality, drop_last, epoch):
         options[modality] = media
     if modality == 'image_tokens':
         media = np.sign(media)  # with images, or without
-    expected = batches(mixture, 24, epoch, drop_last=drop_last, seed=0, media=media)
+
+    global_batches = batches(mixture, 24, epoch, drop_last=drop_last, seed=0, media=media)
     if not drop_last:
-        assert Counter(samples(expected)) == Counter(dict.fromkeys(range(num_samples), epochs))
-    lengths = np.arange(num_samples) % 9 + 1
+        counts = count_samples(global_batches, num_samples)
+        assert counts.tolist() == [epochs] * num_samples
+    expected_steps = [sorted(batch) for batch in global_batches]
     for ranks in (1, 3, 8):
         samplers = samplers_of_ranks(lengths, ranks, epoch=epoch, **options)
-        assert samples_of_steps(samplers) == [sorted(batch) for batch in expected]
+        assert samples_of_steps(samplers) == expected_steps
 
 
 @settings(deadline=None, max_examples=25)
-@given(sizes=st.lists(st.integers(5, 40), min_size=1, max_size=4), global_batch_size=st.integers(1, 20))
+@given(sizes=lists_of_sizes(5, 40), global_batch_size=st.integers(1, 20))
 def test_drop_last_loses_nothing_over_epochs(sizes, global_batch_size):
     num_samples = sum(sizes)
     if num_samples < global_batch_size:
@@ -89,54 +102,76 @@ def test_drop_last_loses_nothing_over_epochs(sizes, global_batch_size):
     for batches_of_epoch in batches_of_epochs(mixture, global_batch_size, range(40), drop_last=True):
         for batch in batches_of_epoch:
             assert len(batch) == global_batch_size
-            np.add.at(counts, batch, 1)
+        counts += count_samples(batches_of_epoch, num_samples)
+
     assert counts.min() > 0
-    for counts_of_dataset in np.split(counts, np.cumsum(sizes)[:-1]):
+    starts_of_datasets = np.cumsum(sizes)[:-1]
+    for counts_of_dataset in np.split(counts, starts_of_datasets):
         assert np.ptp(counts_of_dataset) <= 1, 'a pass ends before the next one begins'
     distances = np.abs(counts - counts.mean())
     assert distances.max() <= 1 + len(sizes) / min(sizes)
 
 
-@pytest.mark.parametrize('per_step', [False, True])
-def test_global_batches_hold_each_share(per_step):
-    sizes = [500, 80, 900]
-    dataset_of_sample = np.repeat([0, 1, 2], sizes)
-    media = np.repeat([0, 1, 0], sizes) if per_step else None
-    mixture = Mixture(sizes, weights=[1.0, 2.0, 1.0])
-    for batches_of_epoch in batches_of_epochs(mixture, 40, range(3), drop_last=True, media=media):
+SIZES_OF_THREE = [500, 80, 900]
+
+
+def counts_of_three_datasets(**options):
+    """Yields how many samples of each dataset a global batch has, for all batches of three epochs.
+
+    A batch has 40 samples, twice as many of the second dataset as of each other one.
+    """
+    dataset_of_sample = np.repeat([0, 1, 2], SIZES_OF_THREE)
+    mixture = Mixture(SIZES_OF_THREE, weights=[1.0, 2.0, 1.0])
+    for batches_of_epoch in batches_of_epochs(mixture, 40, range(3), drop_last=True, **options):
         for batch in batches_of_epoch:
-            counts = np.bincount(dataset_of_sample[batch], minlength=3)
-            if per_step and counts[1] > 0:
-                assert counts.tolist() == [0, 40, 0], 'only the second dataset has this modality'
-            else:
-                expected = [20, 0, 20] if per_step else [10, 20, 10]
-                assert np.abs(counts - expected).max() <= 1
+            yield np.bincount(dataset_of_sample[batch], minlength=3)
+
+
+def assert_differ_by_one(counts, expected):
+    """No count differs by more than one from the expected count."""
+    assert np.abs(counts - expected).max() <= 1
+
+
+def test_global_batches_hold_each_share():
+    for counts in counts_of_three_datasets():
+        assert_differ_by_one(counts, [10, 20, 10])
+
+
+def test_shares_with_one_modality_a_step():
+    """Only the second dataset has the second modality. The others share the steps of the first modality."""
+    media = np.repeat([0, 1, 0], SIZES_OF_THREE)
+    for counts in counts_of_three_datasets(media=media):
+        if counts[1] > 0:
+            assert counts.tolist() == [0, 40, 0]
+        else:
+            assert_differ_by_one(counts, [20, 0, 20])
 
 
 def test_fractions_of_a_pass_go_on():
+    """Two epochs of half a pass have each of the first 10 samples once. Each epoch has the other 8 samples twice."""
     mixture = Mixture([10, 8], epochs=[0.5, 2])
-    counts = np.zeros((4, 18), dtype=int)
+    counts_of_first_dataset = []
     for epoch in range(4):
-        for batch in batches(mixture, 7, epoch):
-            np.add.at(counts[epoch], batch, 1)  # a batch may have a sample of the second dataset twice
-    of_first_dataset = counts[:, :10]
-    of_second_dataset = counts[:, 10:]
-    assert (of_first_dataset[0] + of_first_dataset[1] == 1).all()
-    assert (of_first_dataset[2] + of_first_dataset[3] == 1).all()
-    assert (of_second_dataset == 2).all()
+        counts = count_samples(batches(mixture, 7, epoch), 18)
+        counts_of_first_dataset.append(counts[:10])
+        assert counts[10:].tolist() == [2] * 8
+
+    first, second, third, fourth = counts_of_first_dataset
+    assert (first + second == 1).all()
+    assert (third + fourth == 1).all()
 
 
 def test_epochs_and_seeds_give_other_orders():
     mixture = Mixture([30, 20])
-    first = batches(mixture, 10, 0)
-    assert first == batches(mixture, 10, 0)
-    assert first != batches(mixture, 10, 1)
-    assert first != batches(mixture, 10, 0, seed=4)
+    order = batches(mixture, 10, 0)
+    assert batches(mixture, 10, 0) == order
+    assert batches(mixture, 10, 1) != order
+    assert batches(mixture, 10, 0, seed=4) != order
 
 
 @settings(deadline=None, max_examples=60)
 @given(
-    sizes=sizes_lists,
+    sizes=lists_of_sizes(1, 40),
     global_batch_size=st.integers(1, 12),
     drop_last=st.booleans(),
     num_modalities=st.integers(1, 3),
@@ -150,25 +185,31 @@ def test_one_modality_a_step(sizes, global_batch_size, drop_last, num_modalities
     if drop_last and num_samples < global_batch_size:
         return
     mixture = Mixture(sizes)
-    options = {'drop_last': drop_last, 'seed': seed if shuffle else None}
+    options = {'drop_last': drop_last, 'seed': None}
+    if shuffle:
+        options['seed'] = seed
     if num_modalities > 1:
         options['media'] = media
+    num_epochs = 2
+    if drop_last:
+        num_epochs = 40
+
     counts = np.zeros(num_samples, dtype=int)
-    num_epochs = 40 if drop_last else 2
     for batches_of_epoch in batches_of_epochs(mixture, global_batch_size, range(num_epochs), **options):
         for batch in batches_of_epoch:
             assert len(np.unique(media[batch])) == 1
-            np.add.at(counts, batch, 1)
-    if drop_last:
-        # A rare modality waits until it fills a batch, but is not left out.
-        batches_an_epoch = num_samples // global_batch_size
-        passes = num_epochs * batches_an_epoch * global_batch_size / num_samples
-        for modality in np.unique(media):
-            counts_of_modality = counts[media == modality]
-            tolerance = global_batch_size / len(counts_of_modality) + 1
-            assert counts_of_modality.mean() == pytest.approx(passes, abs=tolerance)
-    else:
+        counts += count_samples(batches_of_epoch, num_samples)
+
+    if not drop_last:
         assert (counts == num_epochs).all()
+        return
+    # A rare modality waits until it fills a batch, but is not left out.
+    batches_an_epoch = num_samples // global_batch_size
+    passes = num_epochs * batches_an_epoch * global_batch_size / num_samples
+    for modality in np.unique(media):
+        counts_of_modality = counts[media == modality]
+        tolerance = global_batch_size / len(counts_of_modality) + 1
+        assert counts_of_modality.mean() == pytest.approx(passes, abs=tolerance)
 
 
 @pytest.mark.parametrize(
@@ -197,7 +238,8 @@ def test_modality_without_a_sample_is_refused():
 
 # Merged sequences, compared with plain merging one by one.
 
-quotas_lists = st.lists(st.fractions(Fraction(1, 50), 50, max_denominator=50), min_size=1, max_size=6)
+QUOTAS = st.fractions(Fraction(1, 50), 50, max_denominator=50)
+LISTS_OF_QUOTAS = st.lists(QUOTAS, min_size=1, max_size=6)
 
 
 def merge_one_by_one(num_items, quotas):
@@ -213,28 +255,35 @@ def merge_one_by_one(num_items, quotas):
 
 
 @settings(deadline=None, max_examples=100)
-@given(quotas=quotas_lists, num_items=st.integers(0, 120))
+@given(quotas=LISTS_OF_QUOTAS, num_items=st.integers(0, 120))
 def test_counts_of_the_divisor_method(quotas, num_items):
     merged = merge_one_by_one(num_items, quotas)
-    assert counts_of_first(num_items, quotas) == [merged.count(index) for index in range(len(quotas))]
+    expected = [merged.count(index) for index in range(len(quotas))]
+    assert counts_of_first(num_items, quotas) == expected
 
 
 @settings(deadline=None, max_examples=100)
-@given(quotas=quotas_lists, begin=st.integers(0, 60), length=st.integers(0, 60))
+@given(quotas=LISTS_OF_QUOTAS, begin=st.integers(0, 60), length=st.integers(0, 60))
 def test_stretch_of_the_merged_sequence(quotas, begin, length):
-    begins = counts_of_first(begin, quotas)
-    ends = counts_of_first(begin + length, quotas)
-    sources, items = interleave(begins, ends, quotas)
-    merged = merge_one_by_one(begin + length, quotas)
+    """The items of each source are numbered from the beginning of the sequence."""
+    end = begin + length
+    merged = merge_one_by_one(end, quotas)
     expected = []
-    for place in range(begin, begin + length):
+    for place in range(begin, end):
         source = merged[place]
-        expected.append((source, merged[:place].count(source)))
-    assert sorted(zip(sources.tolist(), items.tolist(), strict=True)) == sorted(expected)
+        num_earlier_items = merged[:place].count(source)
+        expected.append((source, num_earlier_items))
+
+    begins = counts_of_first(begin, quotas)
+    ends = counts_of_first(end, quotas)
+    sources, items = interleave(begins, ends, quotas)
+
+    pairs = zip(sources.tolist(), items.tolist(), strict=True)
+    assert sorted(pairs) == sorted(expected)
 
 
 @settings(deadline=None, max_examples=10)
-@given(sizes=st.lists(st.integers(30, 90), min_size=2, max_size=3), seed=st.integers(0, 9))
+@given(sizes=lists_of_sizes(30, 90, min_size=2, max_size=3), seed=st.integers(0, 9))
 def test_shares_of_loss_tokens(sizes, seed):
     """Counted sample by sample: short answers in one dataset, long ones in another, some without any."""
     rng = np.random.default_rng(seed)
@@ -246,14 +295,18 @@ def test_shares_of_loss_tokens(sizes, seed):
         tokens_of_datasets.append(dataset_tokens)
     tokens = np.concatenate(tokens_of_datasets)
     dataset_of_sample = np.repeat(np.arange(len(sizes)), sizes)
-    shares = (0.5, 0.3, 0.2) if len(sizes) == 3 else (0.7, 0.3)
+    shares = (0.7, 0.3)
+    if len(sizes) == 3:
+        shares = (0.5, 0.3, 0.2)
+
     mixture = Mixture.from_loss_shares(sizes, shares, tokens)
     assert float(sum(mixture.quotas)) == pytest.approx(sum(sizes))
     trained_tokens = np.zeros(len(sizes))
     for batches_of_epoch in batches_of_epochs(mixture, 20, range(40), seed=seed):
-        for sample in samples(batches_of_epoch):
+        for sample in joined(batches_of_epoch):
             dataset = dataset_of_sample[sample]
             trained_tokens[dataset] += tokens[sample]
+
     # Shares are exact over whole passes. So they are off by less than one pass of each dataset.
     tokens_of_pass = np.array([dataset_tokens.sum() for dataset_tokens in tokens_of_datasets])
     total = trained_tokens.sum()

@@ -41,15 +41,21 @@ class Run:
             persistent_workers=loop == 'persistent workers',
         )
         self.sampler: Any = loader.batch_sampler
-        self.loader = self.sampler if loop == 'sampler' else loader
+        self.loader: Any = loader
+        if loop == 'sampler':
+            self.loader = self.sampler
 
     def samples(self, batch):
+        """Returns the samples of a batch of the loop."""
         if self.loader is self.sampler:
             return list(batch)
-        return sample_numbers([batch])[0]
+        (samples,) = sample_numbers([batch])
+        return samples
 
     def look(self):
-        return self.samples(next(iter(self.loader)))
+        """Returns the samples of the first batch of another iterator."""
+        first_batch = next(iter(self.loader))
+        return self.samples(first_batch)
 
     def steps(self, first_epoch=0):
         """Yields epoch and samples of each step."""
@@ -60,14 +66,16 @@ class Run:
 
 
 def steps_after(loop, state):
-    """Steps of a new run that loads a saved state."""
+    """Returns the steps of a new run that loads a saved state."""
+    saved_state = pickle.dumps(state)
     run = Run(loop)
-    run.loader.load_state_dict(pickle.loads(pickle.dumps(state)))
+    run.loader.load_state_dict(pickle.loads(saved_state))
     assert run.loader.state_dict() == state
     return list(run.steps(first_epoch=state['epoch']))
 
 
 def places_to_look(loop):
+    """Returns the steps before which a test looks at the data, or resumes."""
     if loop in NUM_WORKERS:
         return AROUND_END_OF_EPOCH
     return range(NUM_EPOCHS * BATCHES)
@@ -75,7 +83,9 @@ def places_to_look(loop):
 
 @pytest.fixture(scope='module')
 def unbroken():
-    steps = list(Run('sampler').steps())
+    """Epoch and samples of each step of an unbroken run. No two batches are equal."""
+    run = Run('sampler')
+    steps = list(run.steps())
     assert len(steps) == NUM_EPOCHS * BATCHES
     different_batches = {tuple(samples) for _, samples in steps}
     assert len(different_batches) == len(steps)
@@ -88,19 +98,28 @@ def unbroken():
 )
 def test_looks_after_resumption_keep_the_place(loop, looks, unbroken):
     for position in places_to_look(loop):
+        epoch, batch = divmod(position, BATCHES)
+        _, next_samples = unbroken[position]
         run = Run(loop)
-        state = {**run.loader.state_dict(), 'epoch': position // BATCHES, 'batch': position % BATCHES}
+        state = run.loader.state_dict()
+        state.update(epoch=epoch, batch=batch)
         run.loader.load_state_dict(state)
+
         for _ in range(looks):
-            assert run.look() == unbroken[position][1]
-        assert list(run.steps(first_epoch=state['epoch'])) == unbroken[position:]
+            assert run.look() == next_samples
+
+        steps = list(run.steps(first_epoch=epoch))
+        assert steps == unbroken[position:]
 
 
 def test_other_epoch_than_the_saved_one(unbroken):
     """A user may load a state in the middle of an epoch, and begin the next epoch nevertheless."""
     run = Run('sampler')
-    run.loader.load_state_dict({**run.loader.state_dict(), 'epoch': 0, 'batch': 2})
-    assert list(run.steps(first_epoch=1)) == unbroken[BATCHES:]
+    state = run.loader.state_dict()
+    state.update(epoch=0, batch=2)
+    run.loader.load_state_dict(state)
+    steps = list(run.steps(first_epoch=1))
+    assert steps == unbroken[BATCHES:]
 
 
 @pytest.mark.parametrize('loop', LOOPS)
@@ -111,13 +130,16 @@ def test_looks_in_mid_epoch(stays_open, loop, unbroken):
     open_look = iter(run.loader)
     if stays_open:
         next(open_look)
-    for position, (step, expected) in enumerate(zip(run.steps(), unbroken, strict=True), start=1):
-        assert step == expected
+    position = 0
+    for step in run.steps():
+        assert step == unbroken[position]
+        position += 1
         if not stays_open and position in places_to_look(loop):
             run.look()
         state = run.loader.state_dict()
         assert steps_after('sampler', state) == unbroken[position:]
         assert state == run.loader.state_dict()
+    assert position == len(unbroken)
 
 
 @pytest.mark.parametrize('loop', ['sampler', 'loader', 'persistent workers'])
@@ -129,10 +151,12 @@ def test_epoch_set_too_early(loop, unbroken):
         for batch in run.loader:
             assert (epoch, run.samples(batch)) == unbroken[position]
             position += 1
-            run.sampler.set_epoch(epoch + 1)
+            next_epoch = epoch + 1
+            run.sampler.set_epoch(next_epoch)
             assert steps_after('sampler', run.loader.state_dict()) == unbroken[position:]
-            if epoch + 1 < NUM_EPOCHS and position in places_to_look(loop):
-                assert run.look() == unbroken[(epoch + 1) * BATCHES][1]
+            if next_epoch < NUM_EPOCHS and position in places_to_look(loop):
+                _, first_samples = unbroken[next_epoch * BATCHES]
+                assert run.look() == first_samples
             assert steps_after('sampler', run.loader.state_dict()) == unbroken[position:]
 
 
@@ -154,11 +178,12 @@ def test_epoch_that_is_left_early(loop, unbroken):
 def test_epoch_repeats_without_set_epoch(loop, unbroken):
     run = Run(loop)
     for _ in range(3):
-        for position, batch in enumerate(run.loader, start=1):
-            assert run.samples(batch) == unbroken[position - 1][1]
+        for position, batch in enumerate(run.loader):
+            _, expected_samples = unbroken[position]
+            assert run.samples(batch) == expected_samples
             state = run.loader.state_dict()
             assert state['epoch'] == 0
-            assert state['batch'] == position
+            assert state['batch'] == position + 1
 
 
 @settings(deadline=None, max_examples=40)
@@ -178,7 +203,8 @@ def test_any_order_of_steps_and_looks(unbroken, data):
         elif action == 'look' and steps is not None:  # before the first step a look cannot be told from a step
             run.look()
         elif action == 'early' and steps is not None:
-            run.sampler.set_epoch(trained[-1][0] + 1)
+            epoch, _ = trained[-1]
+            run.sampler.set_epoch(epoch + 1)
         elif action == 'step':
             if steps is None:
                 steps = run.steps(first_epoch=run.sampler.epoch)

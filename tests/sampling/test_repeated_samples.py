@@ -35,17 +35,19 @@ def test_repeated_samples_are_left_out(
     for rank in range(ranks):
         sampler = DistributedSampler(range(num_samples), ranks, rank, shuffle, drop_last=drop_last)
         sampler.set_epoch(epoch)
-        batches = {'batch_size': batch_size, 'sampler': sampler, 'drop_last': drop_last_batch}
         if has_batch_sampler:
-            batches = {'batch_sampler': BatchSampler(sampler, batch_size, drop_last_batch)}
-        loader = DataLoader(range(num_samples), collate_fn=list, **batches)
+            options = {'batch_sampler': BatchSampler(sampler, batch_size, drop_last_batch)}
+        else:
+            options = {'sampler': sampler, 'batch_size': batch_size, 'drop_last': drop_last_batch}
+        loader = DataLoader(range(num_samples), collate_fn=list, **options)
         for batch_index, batch in enumerate(loader):
-            copies = num_repeated(loader, batch_index, len(batch))
+            num_copies = num_repeated(loader, batch_index, len(batch))
             is_last = batch_index == len(loader) - 1
-            assert 0 <= copies <= is_last
-            num_trained = len(batch) - copies
+            assert 0 <= num_copies <= is_last
+            num_trained = len(batch) - num_copies
             trained.update(batch[:num_trained])
             left_out.update(batch[num_trained:])
+
     assert set(trained.values()) <= {1}, 'a sample is trained twice'
     if drop_last:
         assert not left_out
@@ -66,9 +68,11 @@ def test_sampler_of_a_part():
 @pytest.mark.parametrize('ranks', [1, 2, 3, 4])
 def test_ranks_without_a_sample(ranks):
     # Two samples are left for the last of three steps.
+    num_samples = 26
+    lengths = [5] * num_samples
     copies_of_steps = [0, 0, 0]
-    for sampler in samplers_of_ranks([5] * 26, ranks, global_batch_size=12, max_tokens=20):
-        loader = DataLoader(range(26), batch_sampler=sampler, collate_fn=list)
+    for sampler in samplers_of_ranks(lengths, ranks, global_batch_size=12, max_tokens=20):
+        loader = DataLoader(range(num_samples), batch_sampler=sampler, collate_fn=list)
         for step in range(3):
             copies_of_steps[step] += num_repeated(loader, step, num_rows=1)
     assert copies_of_steps == [0, 0, max(ranks - 2, 0)]
@@ -83,13 +87,16 @@ def test_other_samplers_repeat_nothing():
         def __iter__(self):
             return iter([0, 1])
 
+    dataset = range(5)
+    fixed_order = FixedOrder(dataset, 2, 1)
     loaders = [
-        DataLoader(range(5), batch_size=2),
-        DataLoader(range(5), batch_size=None),
-        DataLoader(range(5), batch_sampler=[[0, 1], [2]]),
-        DataLoader(range(5), batch_size=2, sampler=FixedOrder(range(5), 2, 1)),
+        DataLoader(dataset, batch_size=2),
+        DataLoader(dataset, batch_size=None),
+        DataLoader(dataset, batch_sampler=[[0, 1], [2]]),
+        DataLoader(dataset, batch_size=2, sampler=fixed_order),
         DataLoader(Stream(), batch_size=2),
         [[0, 1], [2]],
     ]
     for loader in loaders:
-        assert [num_repeated(loader, batch, num_rows=2) for batch in range(3)] == [0, 0, 0]
+        for batch_index in range(3):
+            assert num_repeated(loader, batch_index, num_rows=2) == 0

@@ -14,9 +14,11 @@ from composer_tokacc.sampling import RestoreRandomState
 
 
 def draw():
+    """Returns numbers of the three generators."""
     of_python = [random.random(), random.gauss(0, 1)]
     of_numpy = [np.random.rand(), np.random.normal()]
-    return of_python, of_numpy, torch.rand(3).tolist()
+    of_torch = torch.rand(3).tolist()
+    return of_python, of_numpy, of_torch
 
 
 def test_generators_go_on_after_resume():
@@ -24,15 +26,19 @@ def test_generators_go_on_after_resume():
     saved = RestoreRandomState().state_dict()
     assert all(isinstance(value, str) for value in saved.values())
     expected = draw()
+
     callback = RestoreRandomState()
     callback.load_state_dict(saved)
     callback.before_dataloader(None, None)
     assert draw() == expected
+
+    # Only the first batch after a resume restores them.
     callback.before_dataloader(None, None)
     assert draw() != expected
 
 
 def test_nothing_is_touched_without_a_checkpoint():
-    before = torch.get_rng_state()
-    RestoreRandomState().before_dataloader(None, None)
-    assert torch.equal(before, torch.get_rng_state())
+    state_before = torch.get_rng_state()
+    callback = RestoreRandomState()
+    callback.before_dataloader(None, None)
+    assert torch.equal(torch.get_rng_state(), state_before)

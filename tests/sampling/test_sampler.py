@@ -30,13 +30,23 @@ from tests.support.sampler_steps import (
 )
 
 
+def table_of(num_samples):
+    """Returns random lengths, the same ones in each call."""
+    return lognormal_lengths(np.random.default_rng(0), num_samples)
+
+
 def build(num_samples, global_batch_size, **options):
-    lengths = lognormal_lengths(np.random.default_rng(0), num_samples)
-    return build_sampler(lengths, global_batch_size=global_batch_size, **options)
+    """Returns a sampler over samples of random lengths."""
+    return build_sampler(table_of(num_samples), global_batch_size=global_batch_size, **options)
+
+
+def joined(lists):
+    """Returns the items of all lists in one list."""
+    return list(itertools.chain(*lists))
 
 
 def all_ranks(lengths, global_batch_size, ranks, **options):
-    """Batches of every rank: [rank][batch]."""
+    """Returns the batches of every rank: [rank][batch]."""
     batches_of_ranks = []
     for sampler in samplers_of_ranks(lengths, ranks, global_batch_size=global_batch_size, **options):
         batches = list(sampler)
@@ -46,7 +56,7 @@ def all_ranks(lengths, global_batch_size, ranks, **options):
 
 
 def stock_batches(num_samples, global_batch_size, ranks, *, epoch=0, seed=0, shuffle=True, drop_last=False):
-    """Samples of every global batch of DataLoaders on torch's sampler, sorted."""
+    """Returns the samples of every global batch of DataLoaders on torch's sampler, sorted."""
     loaders = []
     for rank in range(ranks):
         sampler = DistributedSampler(range(num_samples), ranks, rank, shuffle, seed, drop_last)
@@ -77,31 +87,32 @@ def test_global_batches_are_those_of_torch(num_samples, ranks, multiple, epoch, 
     global_batch_size = 12 * multiple
     order = {'epoch': epoch, 'seed': seed, 'shuffle': shuffle, 'drop_last': drop_last}
     expected = stock_batches(num_samples, global_batch_size, ranks, **order)
-    if not drop_last:
-        # Torch repeats some samples in the last global batch, to fill up the ranks. Our epoch has each sample once.
-        last_of_torch = expected[-1]
-        earlier_samples = set(itertools.chain(*expected[:-1]))
-        expected[-1] = sorted(set(range(num_samples)) - earlier_samples)
-        assert set(expected[-1]) <= set(last_of_torch)
-        assert len(last_of_torch) - len(expected[-1]) == -num_samples % ranks
     if not expected:
         with pytest.raises(ValueError, match='drop_last'):
             build(num_samples, global_batch_size, ranks=ranks, drop_last=True)
         return
-    lengths = lognormal_lengths(np.random.default_rng(0), num_samples)
-    batches = all_ranks(lengths, global_batch_size, ranks, objective=objective, **order)
-    assert samples_of_steps(batches) == expected
-    assert all(itertools.chain(*batches)), 'a rank without a row to compute'
+    if not drop_last:
+        # Torch repeats some samples in the last global batch, to fill up the ranks. Our epoch has each sample once.
+        *earlier_batches, last_of_torch = expected
+        remaining_samples = set(range(num_samples)) - set(joined(earlier_batches))
+        assert remaining_samples <= set(last_of_torch)
+        assert len(last_of_torch) - len(remaining_samples) == -num_samples % ranks
+        expected[-1] = sorted(remaining_samples)
+
+    batches_of_ranks = all_ranks(table_of(num_samples), global_batch_size, ranks, objective=objective, **order)
+
+    assert samples_of_steps(batches_of_ranks) == expected
+    assert all(joined(batches_of_ranks)), 'a rank without a row to compute'
     for step, samples in enumerate(expected):
-        num_copies = sum(batches_of_rank[step].is_copy for batches_of_rank in batches)
+        num_copies = sum(batches[step].is_copy for batches in batches_of_ranks)
         assert num_copies == max(ranks - len(samples), 0)
 
 
 def test_ranks_without_images_get_samples():
     """A single sample with an image cannot fill a step slot of two ranks. The other rank still gets samples."""
     batches_of_ranks = all_ranks([8] * 4, 4, 2, image_tokens=[4, 0, 0, 0], objective='fsdp', max_tokens=64)
-    assignments = list(itertools.chain(*batches_of_ranks))
-    assert sorted(itertools.chain(*assignments)) == [0, 1, 2, 3]
+    assignments = joined(batches_of_ranks)
+    assert sorted(joined(assignments)) == [0, 1, 2, 3]
     assert all(assignments)
 
 
@@ -109,12 +120,16 @@ def test_rank_with_only_dummies_gets_a_copy():
     """One sample with an image and one without fill a step slot each, both with a dummy of the other rank."""
     options = {'global_batch_size': 2, 'image_tokens': [4, 0], 'objective': 'fsdp', 'max_tokens': 64}
     samplers = samplers_of_ranks([8, 8], 2, **options)
-    assignments = [next(iter(sampler)) for sampler in samplers]
-    are_copies = [assignment.is_copy for assignment in assignments]
-    assert sorted(are_copies) == [False, True]
-    assert [sampler.has_only_copies(0) for sampler in samplers] == are_copies
-    samples = [sorted(assignment) for assignment in assignments if not assignment.is_copy]
-    assert samples == [[0, 1]]
+    assignments = []
+    for sampler in samplers:
+        (assignment,) = sampler
+        assert sampler.has_only_copies(0) == assignment.is_copy
+        assignments.append(assignment)
+
+    copies = [assignment for assignment in assignments if assignment.is_copy]
+    assert len(copies) == 1
+    (samples,) = [sorted(assignment) for assignment in assignments if not assignment.is_copy]
+    assert samples == [0, 1]
 
 
 def test_no_plan_tells_that_a_rank_has_samples():
@@ -126,8 +141,9 @@ def test_no_plan_tells_that_a_rank_has_samples():
         num_samples = int(rng.integers(4, 20))  # the last global batch may be smaller
         lengths = rng.integers(5, 60, num_samples)
         has_image = rng.random(num_samples) < 0.5
-        tables = {'image_tokens': 4 * has_image, 'vision_cost': rng.uniform(0, 2000, num_samples) * has_image}
-        for sampler in samplers_of_ranks(lengths, 4, **tables, **options):
+        vision_cost = rng.uniform(0, 2000, num_samples) * has_image
+        samplers = samplers_of_ranks(lengths, 4, image_tokens=4 * has_image, vision_cost=vision_cost, **options)
+        for sampler in samplers:
             (assignment,) = sampler
             assert sampler.has_only_copies(0) == assignment.is_copy
             num_copies += assignment.is_copy
@@ -136,19 +152,24 @@ def test_no_plan_tells_that_a_rank_has_samples():
 
 def test_ranks_finish_together():
     """Torch's sampler gives each rank as many samples as the others. Ours gives each as many tokens."""
-    lengths = lognormal_lengths(np.random.default_rng(3), 4096)
-    regrouped = all_ranks(lengths, 128, 8, cost=CostModel(launch=0.0))
-    stock = [list(DistributedSampler(range(4096), 8, rank)) for rank in range(8)]
-    slowest_regrouped = 0
-    slowest_stock = 0
-    for batch in range(32):
-        samples_of_ranks = [list(batches[batch]) for batches in regrouped]
-        slowest_regrouped += max(lengths[samples].sum() for samples in samples_of_ranks)
-        stock_samples_of_ranks = [order[16 * batch : 16 * batch + 16] for order in stock]
-        slowest_stock += max(lengths[samples].sum() for samples in stock_samples_of_ranks)
-    mean = lengths.sum() / 8
-    assert slowest_regrouped / mean < 1.05
-    assert slowest_stock / mean > 1.2
+    num_samples = 4096
+    lengths = lognormal_lengths(np.random.default_rng(3), num_samples)
+    batches_of_ranks = all_ranks(lengths, 128, 8, cost=CostModel(launch=0.0))
+    orders_of_stock = [list(DistributedSampler(range(num_samples), 8, rank)) for rank in range(8)]
+
+    # A step takes as long as the rank with the most tokens.
+    time_of_ours = 0
+    time_of_stock = 0
+    for step in range(32):
+        tokens = [lengths[list(batches[step])].sum() for batches in batches_of_ranks]
+        time_of_ours += max(tokens)
+        start = 16 * step
+        tokens_of_stock = [lengths[order[start : start + 16]].sum() for order in orders_of_stock]
+        time_of_stock += max(tokens_of_stock)
+
+    shortest_time = lengths.sum() / 8
+    assert time_of_ours / shortest_time < 1.05
+    assert time_of_stock / shortest_time > 1.2
 
 
 def test_batches_are_a_pure_function():
@@ -159,12 +180,15 @@ def test_batches_are_a_pure_function():
     list(second)
     second.set_epoch(0)
     assert list(first) == list(second) == list(first)
+
     first.set_epoch(4)
     assert list(first) != list(second)
-    copy = pickle.loads(pickle.dumps(first))
-    assert list(copy) == list(first)
+
+    pickled_sampler = pickle.dumps(first)
+    assert list(pickle.loads(pickled_sampler)) == list(first)
     assignment = next(iter(first))
-    assert pickle.loads(pickle.dumps(assignment)) == assignment
+    pickled_assignment = pickle.dumps(assignment)
+    assert pickle.loads(pickled_assignment) == assignment
 
 
 def test_plan_and_window_match_the_batches():
@@ -175,12 +199,14 @@ def test_plan_and_window_match_the_batches():
         is_last = batch == 4  # two samples are left for three ranks
         assert assignment.is_copy == is_last
         assert sampler.has_only_copies(batch) == is_last
-        planned = []
+        planned_samples = []
         for microbatch in sampler.plan(batch).ranks[2]:
             if not microbatch.filled:
-                planned += [window[place] for place in microbatch.indices]
-        expected = [] if is_last else list(assignment)
-        assert planned == expected
+                planned_samples += [window[place] for place in microbatch.indices]
+        if is_last:
+            assert planned_samples == []
+        else:
+            assert planned_samples == list(assignment)
 
 
 def test_epoch_order_is_made_once(monkeypatch):
@@ -207,17 +233,22 @@ def test_epoch_order_is_made_once(monkeypatch):
 def test_state_of_other_keys_is_refused():
     sampler = build(96, 12)
     state = sampler.state_dict()
-    for bad_state in (None, [1], {'x': 1}, {**state, 'epoch': 'two'}, {**state, 'batch': -1}):
+    state_with_word = {**state, 'epoch': 'two'}
+    state_below_zero = {**state, 'batch': -1}
+    for bad_state in (None, [1], {'x': 1}, state_with_word, state_below_zero):
         with pytest.raises(ValueError, match='must have the keys'):
             sampler.load_state_dict(bad_state)
+
+    state_with_more = {**state, 'more': 1}
     with pytest.raises(ValueError, match=r'`more` .*, got: None, saved: 1'):
-        sampler.load_state_dict({**state, 'more': 1})
+        sampler.load_state_dict(state_with_more)
 
 
 @pytest.mark.parametrize('options', [{}, {'mixture': Mixture([32, 64])}])
 def test_epochs_below_zero_are_refused(options):
+    sampler = build(96, 12, **options)
     with pytest.raises(ValueError, match=r'`epoch` must be an integer from 0 to \d+, got: -1'):
-        build(96, 12, **options).set_epoch(-1)
+        sampler.set_epoch(-1)
 
 
 def test_sampler_skips_only_within_an_epoch():
@@ -255,39 +286,44 @@ def test_sample_as_large_as_the_cap(name):
     options = {'global_batch_size': 4, 'image_tokens': [0, 9, 1, 2], 'max_tokens': 9, 'max_image_tokens': 9}
     (batch,) = build_sampler(lengths, **options)
     assert sorted(batch) == [0, 1, 2, 3]
+
+    options[name] = 8
     with pytest.raises(ValueError, match=rf'`{name}` .* got: 8 < 9 \(sample 1\)'):
-        build_sampler(lengths, **{**options, name: 8})
+        build_sampler(lengths, **options)
 
 
 def test_memory_grows_only_with_the_order():
     num_samples = 400_000
-    lengths = lognormal_lengths(np.random.default_rng(0), num_samples)
+    lengths = table_of(num_samples)
     tracemalloc.start()
     sampler = build_sampler(lengths, global_batch_size=256, ranks=8)
     for _ in itertools.islice(sampler, 20):
         pass
-    peak = tracemalloc.get_traced_memory()[1]
+    _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     # torch's own permutation, 8 bytes a sample, is not traced.
     assert peak / num_samples < 40
 
 
 def planning_threads():
+    """Returns the running threads that plan ahead."""
     return {thread for thread in threading.enumerate() if thread.name.startswith('prefetch')}
 
 
 def test_planning_thread_ends_with_the_iterator():
     """A thread that is left behind would keep its sampler and go on planning."""
-    before = planning_threads()  # a test that failed before may have left some
+    threads_before = planning_threads()  # a test that failed before may have left some
     sampler = build(600, 12)
     iterator = iter(sampler)
     next(iterator)
-    assert planning_threads() > before
+    assert planning_threads() > threads_before
+
     iterator.close()
-    assert planning_threads() <= before
+    assert planning_threads() <= threads_before
+
     for _ in sampler:
         pass
-    assert planning_threads() <= before
+    assert planning_threads() <= threads_before
 
 
 def test_prefetched_results_come_in_order():
@@ -304,9 +340,9 @@ def test_prefetched_results_come_in_order():
             yield item
 
     results = prefetch(square, items())
-    for expected in range(10):
-        assert next(results) == expected**2
-        assert len(drawn) <= expected + 3
+    for item in range(10):
+        assert next(results) == item**2
+        assert len(drawn) <= item + 3
     assert next(results, None) is None
     assert threading.current_thread() not in threads
 
@@ -315,23 +351,25 @@ def test_planning_errors_reach_the_loader():
     def divide(item):
         return 6 // item
 
-    before = planning_threads()
+    threads_before = planning_threads()
     results = prefetch(divide, [3, 2, 0, 1])
-    assert [next(results), next(results)] == [2, 3]
+    assert next(results) == 2
+    assert next(results) == 3
     with pytest.raises(ZeroDivisionError):
         next(results)
-    assert planning_threads() <= before
+    assert planning_threads() <= threads_before
 
 
 @pytest.mark.parametrize('objective', ['ddp', 'fsdp'])
 def test_plans_know_the_encoder_cost(objective):
-    lengths = lognormal_lengths(np.random.default_rng(0), 64)
+    lengths = table_of(64)
     vision_cost = np.random.default_rng(3).choice([10.0, 400.0], 64)
     options = {'max_tokens': 3 * LONGEST_SAMPLE, 'objective': objective}
     sampler = build_sampler(lengths, global_batch_size=32, ranks=4, vision_cost=vision_cost, **options)
     for batch in range(2):
         window = sampler.window(batch)
         plan_window = partial(plan_microbatches, lengths[window], num_ranks=4, **options)
-        plan = sampler.plan(batch)
-        assert plan == plan_window(vision_cost=vision_cost[window])
-        assert plan != plan_window()
+        expected = plan_window(vision_cost=vision_cost[window])
+        plan_without_cost = plan_window()
+        assert sampler.plan(batch) == expected
+        assert expected != plan_without_cost

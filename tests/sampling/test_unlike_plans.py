@@ -112,10 +112,14 @@ class Shards(IterableDataset):
 
 
 def test_batch_size_of_stream_is_compared():
-    records = [plan_record_of({}, DataLoader(Shards(size), batch_size=4), 0) for size in (4, 4, 2)]
-    first, second, other = records
-    assert first.checksum == second.checksum
-    assert first.checksum != other.checksum
+    records = []
+    for size in (4, 4, 2):
+        loader = DataLoader(Shards(size), batch_size=4)
+        records.append(plan_record_of({}, loader, 0))
+
+    of_four, also_of_four, of_two = records
+    assert of_four.checksum == also_of_four.checksum
+    assert of_four.checksum != of_two.checksum
     assert '`batch_size` must be the same' in find_difference(records)
 
 
@@ -131,13 +135,23 @@ def test_batch_size_of_stream_is_compared():
 )
 def test_random_datasets_are_not_compared(witnesses, are_refused):
     """If one dataset is random, the others are, too. A rank that cannot read its samples says nothing about others."""
-    records = [PlanRecord(1, rank, len(witnesses), witness) for rank, witness in enumerate(witnesses)]
-    assert (find_difference(records) is not None) == are_refused
+    records = []
+    for rank, witness in enumerate(witnesses):
+        records.append(PlanRecord(1, rank, len(witnesses), witness))
+    difference = find_difference(records)
+    if are_refused:
+        assert difference is not None
+    else:
+        assert difference is None
 
 
 def test_text_that_is_twice_the_same_by_chance():
     texts = iter(['one', 'one', 'two'])
-    assert witness_of(lambda indices: [{'text': next(texts)}], [0]) == RANDOM
+
+    def read(indices):
+        return [{'text': next(texts)}]
+
+    assert witness_of(read, [0]) == RANDOM
 
 
 def test_time_to_compare_grows_with_ranks():
@@ -149,37 +163,50 @@ def test_time_to_compare_grows_with_ranks():
             reads.append(self)
             return 'value'
 
-    find_difference([PlanRecord(1, rank, 20, facts={'value': Value()}) for rank in range(20)])
+    records = []
+    for rank in range(20):
+        facts = {'value': Value()}
+        records.append(PlanRecord(1, rank, 20, facts=facts))
+    find_difference(records)
     assert len(reads) == 20
 
 
 def test_entry_named_plan_is_no_record():
     """A batch of Hugging Face gives its entries as attributes, also one that the dataset calls ``plan``."""
-    assert plan_record_of(BatchEncoding({'plan': ['cut', 'sew']}), None, 0) is None
+    batch = BatchEncoding({'plan': ['cut', 'sew']})
+    assert plan_record_of(batch, None, 0) is None
 
 
 def test_samplers_of_batch_samplers_are_compared():
     checksums = set()
     for seed in (0, 1):
         sampler = DistributedSampler(range(8), num_replicas=2, rank=1, seed=seed)
-        loader = DataLoader(range(8), batch_sampler=BatchSampler(sampler, batch_size=2, drop_last=False))
+        batch_sampler = BatchSampler(sampler, batch_size=2, drop_last=False)
+        loader = DataLoader(range(8), batch_sampler=batch_sampler)
         record = plan_record_of({}, loader, 0)
-        assert (record.rank, record.num_ranks) == (1, 2)
+        assert record.rank == 1
+        assert record.num_ranks == 2
         checksums.add(record.checksum)
-    assert len(checksums) == 2
+    assert len(checksums) == 2, 'one for each seed'
 
 
 @settings(deadline=None, max_examples=200)
 @given(st.lists(st.integers(0, 2**20 - 1), min_size=2, max_size=40), st.booleans())
 def test_sums_tell_equal_checksums(checksums, are_equal):
+    """Ranks compare their plans in detail only if the sums show that their checksums differ."""
+    num_ranks = len(checksums)
     if are_equal:
-        checksums = [checksums[0]] * len(checksums)
-    records = [PlanRecord(checksum, rank, len(checksums)) for rank, checksum in enumerate(checksums)]
+        checksums = [checksums[0]] * num_ranks
+    records = [PlanRecord(checksum, rank, num_ranks) for rank, checksum in enumerate(checksums)]
     numbers_of_ranks = [numbers_to_sum(record) for record in records]
     sums = np.sum(numbers_of_ranks, axis=0, dtype=np.float64)  # float64, as if tokens had weights
-    compared = []
+
+    compared_records = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan_agreement, 'get_world_size', lambda: len(checksums))
-        patch.setattr(plan_agreement, 'compare_plans', compared.append)
+        patch.setattr(plan_agreement, 'get_world_size', lambda: num_ranks)
+        patch.setattr(plan_agreement, 'compare_plans', compared_records.append)
         check_plans(sums.tolist(), records[0])
-    assert bool(compared) == (len(set(checksums)) > 1)
+
+    have_compared = len(compared_records) > 0
+    checksums_differ = len(set(checksums)) > 1
+    assert have_compared == checksums_differ

@@ -9,6 +9,8 @@ import itertools
 import json
 import logging
 import math
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,19 +31,35 @@ from tests.support.sampler_steps import (
 
 NUMBERS_OF_RANKS = (1, 2, 8)
 RISING = [(0, 8), (5, 16), (9, 24)]
+"""A schedule: global batches of 8 samples, from step 5 on 16 samples, from step 9 on 24 samples."""
 BY_TOKENS = [(0, 8), ('250tok', 16), ('1_000tok', 24)]
+"""A schedule whose stages begin after 250 and after 1,000 trained tokens."""
 
 
 def random_table(rng, least=1):
-    return lognormal_lengths(rng, rng.integers(least, 80))
+    """Returns the lengths of ``least`` to 79 samples."""
+    num_samples = rng.integers(least, 80)
+    return lognormal_lengths(rng, num_samples)
 
 
 def windows_of(sampler, epoch):
+    """Returns the samples of each global batch of an epoch, in order."""
     sampler.set_epoch(epoch)
     return [sampler.window(batch) for batch in range(sampler.num_batches)]
 
 
+def sizes_of(windows):
+    """Returns the number of samples of each window."""
+    return [len(window) for window in windows]
+
+
+def joined(windows):
+    """Returns the samples of all windows in one list."""
+    return list(itertools.chain(*windows))
+
+
 def torchs_own_order(num_samples, epoch, seed=0):
+    """Returns the samples of an epoch, shuffled by torch's sampler for one rank."""
     sampler = DistributedSampler(range(num_samples), 1, 0, shuffle=True, seed=seed)
     sampler.set_epoch(epoch)
     return list(sampler)
@@ -66,11 +84,17 @@ def closed_by_tokens(order, lengths, tokens, drop_last=False):
 
 
 def size_of_step(schedule, steps, tokens):
-    """Size of the last stage of a schedule that has begun. A start is a number of steps, or of tokens: '250tok'."""
+    """Returns the size of the last stage that has begun. A start is in steps, such as 5 or '5ba', or in tokens: '5tok'.
+
+    ``steps`` and ``tokens`` are trained before the step.
+    """
     for start, size_of_stage in schedule:
-        number = int(str(start).removesuffix('tok').replace('_', ''))
-        trained = tokens if str(start).endswith('tok') else steps
-        if trained >= number:
+        text = str(start).replace('_', '')
+        if text.endswith('tok'):
+            has_begun = tokens >= int(text.removesuffix('tok'))
+        else:
+            has_begun = steps >= int(text.removesuffix('ba'))
+        if has_begun:
             size = size_of_stage
     return size
 
@@ -107,31 +131,34 @@ def test_windows_of_random_tables():
             continue
         order = torchs_own_order(len(lengths), epoch)
         expected = closed_by_tokens(order, lengths, tokens, drop_last)
+        expected_tokens = [lengths[window].sum() for window in expected]
+        expected_steps = [sorted(window) for window in expected]
         options = {'global_batch_tokens': tokens, 'drop_last': drop_last}
-        samples_of_windows = [sorted(window) for window in expected]
+
         for ranks in NUMBERS_OF_RANKS:
             sampler = build_sampler(lengths, ranks=ranks, **options)
             assert windows_of(sampler, epoch) == expected
             assert len(sampler) == len(expected), 'as many in every epoch'
-            assert sampler.window_tokens().tolist() == [lengths[window].sum() for window in expected]
-            if table % 10 == 0:
+            assert sampler.window_tokens().tolist() == expected_tokens
+            if table % 10 == 0:  # not for each table, because it takes long
                 samplers = samplers_of_ranks(lengths, ranks, epoch=epoch, **options)
-                assert samples_of_steps(samplers) == samples_of_windows
-        trained = list(itertools.chain(*expected))
-        assert trained == order[: len(trained)]
+                assert samples_of_steps(samplers) == expected_steps
+
+        # The reference itself keeps the order, and loses nothing.
+        trained_samples = joined(expected)
+        assert trained_samples == order[: len(trained_samples)]
         if not drop_last:
-            assert len(trained) == len(lengths), 'every sample once'
+            assert len(trained_samples) == len(lengths), 'every sample once'
             assert len(expected) == math.ceil(lengths.sum() / tokens)
 
 
 @pytest.mark.parametrize('schedule', [RISING, BY_TOKENS, [(0, 24), (3, 8)], [('0ba', 8)]])
 @pytest.mark.parametrize('drop_last', [False, True])
 def test_scheduled_windows_match_a_loop(schedule, drop_last):
-    without_unit = [(str(start).removesuffix('ba'), size) for start, size in schedule]
     for seed in range(40):
         rng = np.random.default_rng(seed)
         lengths = random_table(rng, least=24)
-        expected = closed_by_schedule(lengths, without_unit, 5, drop_last)
+        expected = closed_by_schedule(lengths, schedule, 5, drop_last)
         for ranks in NUMBERS_OF_RANKS:
             sampler = build_sampler(lengths, ranks=ranks, global_batch_size=schedule, drop_last=drop_last)
             # The last epoch first: its windows depend on all epochs before it.
@@ -157,14 +184,18 @@ def test_scheduled_windows_match_a_loop(schedule, drop_last):
     ],
 )
 def test_stages_begin_at_their_very_start(schedule, drop_last, expected):
+    """22 samples of 10 tokens. Expected: the sizes of the windows of two epochs."""
     sampler = build_sampler(np.full(22, 10), global_batch_size=schedule, drop_last=drop_last)
-    for epoch, sizes in enumerate(expected):
-        assert [len(window) for window in windows_of(sampler, epoch)] == sizes
+    for epoch, expected_sizes in enumerate(expected):
+        windows = windows_of(sampler, epoch)
+        assert sizes_of(windows) == expected_sizes
 
 
 def test_scheduled_epochs_have_no_length():
     sampler = build_sampler(np.full(48, 5), global_batch_size=RISING)
-    assert [len(windows_of(sampler, epoch)) for epoch in range(3)] == [6, 3, 2]
+    # 48 samples: 5 x 8 + 8, then 16 + 16 + 16, then 24 + 24.
+    epochs = [windows_of(sampler, epoch) for epoch in range(3)]
+    assert sizes_of(epochs) == [6, 3, 2]
     with pytest.raises(TypeError, match='unequal numbers of global batches'):
         len(sampler)
     assert sampler.global_batch_size == 24
@@ -191,111 +222,143 @@ WINDOWS = [
 @pytest.mark.parametrize('epoch', [0, 2])
 def test_state_continues_on_other_ranks(windows, epoch):
     lengths = lognormal_lengths(np.random.default_rng(5), 60)
-    windows_of_epoch = windows_of(build_sampler(lengths, **windows), epoch)
-    expected = [sorted(window) for window in windows_of_epoch]
+    unbroken = build_sampler(lengths, **windows)
+    expected = [sorted(window) for window in windows_of(unbroken, epoch)]
     for position in range(len(expected)):
-        ranks = NUMBERS_OF_RANKS[(position - 1) % 3]  # another number for the next position
-        sampler = build_sampler(lengths, ranks=2, rank=1, **windows)
-        sampler.set_epoch(epoch)
-        iterator = iter(sampler)
+        saved = build_sampler(lengths, ranks=2, rank=1, **windows)
+        saved.set_epoch(epoch)
+        iterator = iter(saved)
         for _ in range(position):
             next(iterator)
-        state = json.loads(json.dumps(sampler.state_dict()))
+        state = json.loads(json.dumps(saved.state_dict()))
+
+        ranks = NUMBERS_OF_RANKS[(position - 1) % 3]  # another number for the next position
         resumed = samplers_of_ranks(lengths, ranks, **windows)
         for sampler in resumed:
             sampler.load_state_dict(state)
         assert samples_of_steps(resumed) == expected[position:]
 
 
-def test_whole_passes_give_equal_epochs():
-    lengths = random_table(np.random.default_rng(2), least=60)[:60]
-    for windows, num_passes in ((TWO_PASSES_AND_ONE, [2, 1]), (ONE_MODALITY_A_STEP, [1, 1])):
-        sampler = build_sampler(lengths, **windows)
-        for epoch in range(4):
-            windows_of_epoch = windows_of(sampler, epoch)
-            assert len(windows_of_epoch) == len(sampler)
-            samples = list(itertools.chain(*windows_of_epoch))
-            expected_counts = np.repeat(num_passes, 30)
-            np.testing.assert_array_equal(np.bincount(samples, minlength=60), expected_counts)
-            # All but the last window of each modality.
-            full_windows = sorted(sampler.window_tokens())[2:]
-            assert abs(full_windows[0] - 120) < LONGEST_SAMPLE
-            assert abs(full_windows[-1] - 120) < LONGEST_SAMPLE
-    other_epochs = build_sampler(lengths, **THREE_TO_ONE)
+@pytest.fixture
+def sixty_lengths():
+    rng = np.random.default_rng(2)
+    return random_table(rng, least=60)[:60]
+
+
+@pytest.mark.parametrize(('windows', 'passes'), [(TWO_PASSES_AND_ONE, [2, 1]), (ONE_MODALITY_A_STEP, [1, 1])])
+def test_whole_passes_give_equal_epochs(sixty_lengths, windows, passes):
+    """``passes``: how often an epoch has each of the first 30 samples, and each of the others."""
+    sampler = build_sampler(sixty_lengths, **windows)
+    for epoch in range(4):
+        windows_of_epoch = windows_of(sampler, epoch)
+        assert len(windows_of_epoch) == len(sampler)
+        counts = np.bincount(joined(windows_of_epoch), minlength=60)
+        np.testing.assert_array_equal(counts, np.repeat(passes, 30))
+        # All but the last window of each modality.
+        full_windows = sorted(sampler.window_tokens())[2:]
+        assert abs(full_windows[0] - 120) < LONGEST_SAMPLE
+        assert abs(full_windows[-1] - 120) < LONGEST_SAMPLE
+
+
+def test_parts_of_passes_give_unequal_epochs(sixty_lengths):
+    sampler = build_sampler(sixty_lengths, **THREE_TO_ONE)
     with pytest.raises(TypeError, match='unequal numbers'):
-        len(other_epochs)
+        len(sampler)
 
 
-OF_EIGHT = {'global_batch_size': 8}
-EQUAL_SHARES = {'global_batch_size': 8, 'mixture': Mixture([20, 20])}
-OTHER_SHARES = {'global_batch_size': 8, 'mixture': Mixture([20, 20], weights=[1, 3])}
+FORTY_LENGTHS = np.arange(1, 41)
 OTHER_LENGTHS = np.arange(40, 0, -1)
 
 
-@pytest.mark.parametrize(
-    ('saved', 'resumed', 'message'),
-    [
-        (OF_EIGHT, {**OF_EIGHT, 'seed': 1}, '`seed` must be that of the saved run'),
-        (OF_EIGHT, {**OF_EIGHT, 'shuffle': False}, '`shuffle` must be that of the saved run'),
-        (OF_EIGHT, {**OF_EIGHT, 'drop_last': True}, '`drop_last` must be that of the saved run'),
-        (OF_EIGHT, {'global_batch_size': 24}, '`global_batch_size` .*, got: 24, saved: 8'),
-        ({'global_batch_tokens': 100}, {'global_batch_tokens': 101}, '`global_batch_tokens` must be that of the saved'),
-        (
-            {'global_batch_tokens': 100},
-            {'global_batch_tokens': 100, 'lengths': OTHER_LENGTHS},
-            '`checksum_of_lengths` must be that of the saved run',
-        ),
-        ({'global_batch_tokens': 100}, {'global_batch_size': 8}, '`checksum_of_lengths` .*, got: None, saved: '),
-        (EQUAL_SHARES, OTHER_SHARES, '`quotas` must be that of the saved run'),
-        (
-            {'global_batch_size': 8, 'mixture': Mixture([10, 30], weights=[1, 1])},
-            {'global_batch_size': 8, 'mixture': Mixture([30, 10], weights=[1, 1])},
-            '`sizes` must be that of the saved run',
-        ),
-        (
-            {'global_batch_size': 8, 'modality': 'per_step', 'media': [0, 1] * 20},
-            {'global_batch_size': 8, 'modality': 'per_step', 'media': [1, 0] * 20},
-            '`checksum_of_media` must be that of the saved run',
-        ),
-        (
-            {'global_batch_size': RISING},
-            {'global_batch_size': [*RISING, (20, 32)]},
-            '`global_batch_size` must be that of the saved run',
-        ),
-    ],
-)
-def test_state_of_other_windows_is_refused(saved, resumed, message):
-    options = {'lengths': np.arange(1, 41)}
-    state = build_sampler(**options, **saved).state_dict()
-    sampler = build_sampler(**{**options, **resumed})
-    with pytest.raises(ValueError, match=message):
-        sampler.load_state_dict(state)
+@dataclass
+class OtherWindows:
+    """A saved run, and a resumed run whose sampler has other options."""
+
+    saved: dict[str, Any]
+    changes: dict[str, Any]
+    """The options that differ."""
+    message: str
+
+
+BY_SIZE = {'global_batch_size': 8}
+BY_NUMBER_OF_TOKENS = {'global_batch_tokens': 100}
+MIXED = {'global_batch_size': 8, 'mixture': Mixture([20, 20])}
+MIXED_BY_WEIGHTS = {'global_batch_size': 8, 'mixture': Mixture([10, 30], weights=[1, 1])}
+ONE_MODALITY = {'global_batch_size': 8, 'modality': 'per_step', 'media': [0, 1] * 20}
+OTHER_WINDOWS = {
+    'seed': OtherWindows(BY_SIZE, {'seed': 1}, '`seed` must be that of the saved run'),
+    'shuffle': OtherWindows(BY_SIZE, {'shuffle': False}, '`shuffle` must be that of the saved run'),
+    'drop_last': OtherWindows(BY_SIZE, {'drop_last': True}, '`drop_last` must be that of the saved run'),
+    'size': OtherWindows(BY_SIZE, {'global_batch_size': 24}, '`global_batch_size` .*, got: 24, saved: 8'),
+    'tokens': OtherWindows(
+        BY_NUMBER_OF_TOKENS, {'global_batch_tokens': 101}, '`global_batch_tokens` must be that of the saved'
+    ),
+    'lengths': OtherWindows(
+        BY_NUMBER_OF_TOKENS, {'lengths': OTHER_LENGTHS}, '`checksum_of_lengths` must be that of the saved run'
+    ),
+    'size, not tokens': OtherWindows(
+        BY_NUMBER_OF_TOKENS,
+        {'global_batch_tokens': None, 'global_batch_size': 8},
+        '`checksum_of_lengths` .*, got: None, saved: ',
+    ),
+    'weights': OtherWindows(
+        MIXED, {'mixture': Mixture([20, 20], weights=[1, 3])}, '`quotas` must be that of the saved run'
+    ),
+    'sizes of datasets': OtherWindows(
+        MIXED_BY_WEIGHTS, {'mixture': Mixture([30, 10], weights=[1, 1])}, '`sizes` must be that of the saved run'
+    ),
+    'media': OtherWindows(ONE_MODALITY, {'media': [1, 0] * 20}, '`checksum_of_media` must be that of the saved run'),
+    'schedule': OtherWindows(
+        {'global_batch_size': RISING},
+        {'global_batch_size': [*RISING, (20, 32)]},
+        '`global_batch_size` must be that of the saved run',
+    ),
+}
+
+
+@pytest.mark.parametrize('name', OTHER_WINDOWS)
+def test_state_of_other_windows_is_refused(name):
+    case = OTHER_WINDOWS[name]
+    options = {'lengths': FORTY_LENGTHS, **case.saved}
+    state = build_sampler(**options).state_dict()
+    changed_options = {**options, **case.changes}
+    resumed = build_sampler(**changed_options)
+    with pytest.raises(ValueError, match=case.message):
+        resumed.load_state_dict(state)
 
 
 def test_state_of_earlier_version_continues():
     """Earlier versions saved neither the sizes of a mixture nor a checksum of the modalities."""
-    sampler = build_sampler(np.arange(1, 41), global_batch_size=8, modality='per_step', media=[0, 1] * 20)
-    state = {**sampler.state_dict(), 'batch': 3}
-    sampler.load_state_dict(
-        {name: value for name, value in state.items() if name not in ('sizes', 'checksum_of_media')}
-    )
+    sampler = build_sampler(FORTY_LENGTHS, **ONE_MODALITY)
+    state = sampler.state_dict()
+    state['batch'] = 3
+    earlier_state = dict(state)
+    del earlier_state['sizes']
+    del earlier_state['checksum_of_media']
+
+    sampler.load_state_dict(earlier_state)
+
     assert sampler.state_dict() == state
 
 
-def test_saved_schedule_of_one_stage():
+@pytest.mark.parametrize('stages', [8, [(0, 8)], [('0tok', 8)], OmegaConf.create([[0, 8]])])
+def test_saved_schedule_of_one_stage(stages):
     """Such a schedule is saved as its size. Earlier versions saved a list."""
-    lengths = np.arange(1, 41)
-    for stages in (8, [(0, 8)], [('0tok', 8)], OmegaConf.create([[0, 8]])):
-        sampler = build_sampler(lengths, global_batch_size=stages)
-        state = sampler.state_dict()
-        assert state['global_batch_size'] == 8
-        for saved_size in (8, [['0ba', 8]]):
-            # The lengths do not matter, because the global batches are not cut by tokens.
-            resumed = build_sampler(OTHER_LENGTHS, global_batch_size=stages)
-            resumed.load_state_dict({**state, 'global_batch_size': saved_size, 'batch': 3})
-            assert resumed.state_dict() == {**state, 'batch': 3}
-        with pytest.raises(ValueError, match=r"`global_batch_size` .*, got: 8, saved: \[\['0ba', 16\]\]"):
-            sampler.load_state_dict({**state, 'global_batch_size': [['0ba', 16]]})
+    sampler = build_sampler(FORTY_LENGTHS, global_batch_size=stages)
+    state = sampler.state_dict()
+    assert state['global_batch_size'] == 8
+
+    expected_state = {**state, 'batch': 3}
+    for saved_size in (8, [['0ba', 8]]):
+        # The lengths do not matter, because the global batches are not cut by tokens.
+        resumed = build_sampler(OTHER_LENGTHS, global_batch_size=stages)
+        saved_state = {**expected_state, 'global_batch_size': saved_size}
+        resumed.load_state_dict(saved_state)
+        assert resumed.state_dict() == expected_state
+
+    state['global_batch_size'] = [['0ba', 16]]
+    with pytest.raises(ValueError, match=r"`global_batch_size` .*, got: 8, saved: \[\['0ba', 16\]\]"):
+        sampler.load_state_dict(state)
 
 
 @pytest.mark.parametrize(
@@ -309,13 +372,6 @@ def test_saved_schedule_of_one_stage():
             r'`global_batch_tokens` must be at least the size of the largest sample, got: 19 < 20 ',
         ),
         ({'global_batch_tokens': 1000, 'drop_last': True}, 'at most the tokens of an epoch .* got: 1000 > 210'),
-        ({'global_batch_size': []}, r'list of \(start, size\)'),
-        ({'global_batch_size': [(1, 8)]}, r'list of \(start, size\)'),
-        ({'global_batch_size': [(0, 8), (4, 16), (4, 24)]}, r'list of \(start, size\)'),
-        ({'global_batch_size': [(0, 8), ('4ba', 16), ('90tok', 24)]}, r'list of \(start, size\)'),
-        ({'global_batch_size': [(0, 8), ('4ep', 16)]}, r'list of \(start, size\)'),
-        ({'global_batch_size': [(0, 8), ('10_ba', 16)]}, r'list of \(start, size\)'),
-        ({'global_batch_size': [0, 8]}, r'list of \(start, size\)'),
         ({'global_batch_size': [(0, 8), (4, 0)]}, '`global_batch_size` must be a positive integer'),
         ({'global_batch_size': [(0, 8), (4, 9)], 'ranks': 2}, 'multiple of the number of ranks, got: 9 on 2 ranks'),
         ({'global_batch_size': [(0, 8), (4, 24)], 'drop_last': True}, 'got: 24 > 20 samples'),
@@ -323,8 +379,29 @@ def test_saved_schedule_of_one_stage():
     ],
 )
 def test_bad_windows_are_refused(kwargs, message):
+    """20 samples of 1 to 20 tokens, 210 in total."""
+    lengths = np.arange(1, 21)
     with pytest.raises(ValueError, match=message) as caught:
-        build_sampler(np.arange(1, 21), **kwargs)
+        build_sampler(lengths, **kwargs)
+    assert '\n' not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    'schedule',
+    [
+        pytest.param([], id='empty'),
+        pytest.param([(1, 8)], id='does not start at 0'),
+        pytest.param([(0, 8), (4, 16), (4, 24)], id='does not rise'),
+        pytest.param([(0, 8), ('4ba', 16), ('90tok', 24)], id='steps and tokens'),
+        pytest.param([(0, 8), ('4ep', 16)], id='epochs'),
+        pytest.param([(0, 8), ('10_ba', 16)], id='underscore before the unit'),
+        pytest.param([0, 8], id='no pairs'),
+    ],
+)
+def test_bad_schedules_are_refused(schedule):
+    lengths = np.arange(1, 21)
+    with pytest.raises(ValueError, match=r'list of \(start, size\)') as caught:
+        build_sampler(lengths, global_batch_size=schedule)
     assert '\n' not in str(caught.value)
 
 
@@ -337,6 +414,7 @@ CASES = {'tokens': TOKENS, 'steps': STEPS, 'measured': MEASURED}
 
 
 def runs(*cases, ranks):
+    """Trains the cases under the launcher. Returns their results, as ``tests.ranks.windows.run`` does."""
     return launch_json('tests/ranks/windows.py', json.dumps(cases), ranks=ranks)
 
 
@@ -344,10 +422,12 @@ def check_run(result, num_epochs):
     """Every sample of an epoch is trained once, and every gradient is exact."""
     assert max(result['errors']) < 1e-6
     windows = list(result['windows'].values())
-    starts = [0, *result['ends_of_epochs']]
-    assert len(result['ends_of_epochs']) == num_epochs
-    for start, end in itertools.pairwise(starts):
-        assert sorted(itertools.chain(*windows[start:end])) == list(range(NUM_SAMPLES))
+    ends_of_epochs = result['ends_of_epochs']
+    assert len(ends_of_epochs) == num_epochs
+    every_sample = list(range(NUM_SAMPLES))
+    for start, end in itertools.pairwise([0, *ends_of_epochs]):
+        samples_of_epoch = joined(windows[start:end])
+        assert sorted(samples_of_epoch) == every_sample
 
 
 def check_resumed_run(resumed, unbroken, first_step):
@@ -358,25 +438,29 @@ def check_resumed_run(resumed, unbroken, first_step):
             remaining_windows[step] = window
     assert resumed['windows'] == remaining_windows
     # A checkpoint after the last step of an epoch is written before the epoch ends.
-    assert resumed['ends_of_epochs'] == [end for end in unbroken['ends_of_epochs'] if end >= first_step]
+    remaining_ends = [end for end in unbroken['ends_of_epochs'] if end >= first_step]
+    assert resumed['ends_of_epochs'] == remaining_ends
     assert max(resumed['errors']) < 1e-6
 
 
 def test_composer_ends_epochs_by_tokens():
+    tokens_of_epoch = LengthDataset(NUM_SAMPLES).lengths.sum()
+    num_batches = math.ceil(tokens_of_epoch / 100)
+
     result = run(**TOKENS)
+
     check_run(result, num_epochs=2)
-    lengths = LengthDataset(NUM_SAMPLES).lengths
-    num_batches = math.ceil(lengths.sum() / 100)
     assert result['ends_of_epochs'] == [num_batches, 2 * num_batches]
-    assert result['tokens'] == 2 * lengths.sum()
+    assert result['tokens'] == 2 * tokens_of_epoch
 
 
 def test_composer_ends_epochs_of_a_schedule(tmp_path):
     result = run(**STEPS, folder=str(tmp_path))
     check_run(result, num_epochs=1)
     assert result['ends_of_epochs'] == [9]
-    num_samples = [len(samples) for samples in result['windows'].values()]
-    assert num_samples == [4, 4, 4, 4, 4, 4, 8, 8, 4, 8, 8]
+    # 44 samples: six windows of 4, two windows of 8, and the last 4 samples of the epoch.
+    assert sizes_of(result['windows'].values()) == [4, 4, 4, 4, 4, 4, 8, 8, 4, 8, 8]
+
     for step in (3, 9, 10):
         resumed = run(**STEPS, load_path=f'{tmp_path}/ba{step}.pt')
         check_resumed_run(resumed, result, step)
@@ -400,15 +484,21 @@ def test_composer_resumes_windows_on_other_ranks(name, num_epochs, ranks, unbrok
     folder, unbroken = unbroken_runs[name]
     check_run(unbroken, num_epochs=num_epochs)
     first_steps = (2, len(unbroken['windows']) - 2)
-    resumed_cases = [{**CASES[name], 'load_path': f'{folder}/ba{step}.pt'} for step in first_steps]
+    resumed_cases = []
+    for step in first_steps:
+        resumed_case = {**CASES[name], 'load_path': f'{folder}/ba{step}.pt'}
+        resumed_cases.append(resumed_case)
+
     if ranks == 1:
         results = [run(**case) for case in resumed_cases]
     else:
         results = runs(*resumed_cases, ranks=ranks)
+
     for step, result in zip(first_steps, results, strict=True):
         check_resumed_run(result, unbroken, step)
 
 
 def test_composer_refuses_epochs_with_schedule(caplog):
-    with caplog.at_level(logging.ERROR), pytest.raises(ValueError, match='max_duration cannot be specified in epochs'):
+    message = 'max_duration cannot be specified in epochs'
+    with caplog.at_level(logging.ERROR), pytest.raises(ValueError, match=message):
         run(windows=STEPS['windows'], duration='1ep')

@@ -153,6 +153,15 @@ def ragged_batch(row_sizes: Sequence[tuple[int, int]] = RAGGED, **options: Any) 
     return collate(text_rows(row_sizes), **options)
 
 
+def single_rows(batch: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns each row of a batch as a batch. All entries must have one value per row."""
+    rows = []
+    for row in range(len(batch['labels'])):
+        entries = {key: value[row : row + 1] for key, value in batch.items()}
+        rows.append(entries)
+    return rows
+
+
 def positions_of(batch: dict[str, Any]) -> torch.Tensor:
     """Returns the ``position_ids`` of padded rows: each token has its place in the row, padding does not count."""
     return (batch['attention_mask'].cumsum(dim=1) - 1).clamp(min=0)
