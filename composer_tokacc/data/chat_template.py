@@ -426,21 +426,26 @@ def _find_endings(example: _TextsOfExample, tokenizer: Any) -> tuple[str, ...]:
     tokens = {token for token in added_tokens if token.strip()}
     tokens_after_last = _first_tokens(example.after_last, tokens)
     tokens_after_answer = _first_tokens(example.after_answer, tokens)
+    after_questions = _first_tokens(example.after_question, tokens)[:1]
+    before_questions = _first_tokens(example.before, tokens)
     # After an earlier answer, the tokens that begin the next question may follow. After the last one there are none.
     # So the tokens that both texts begin with are the ending.
     shared = []
     for token_after_last, token_after_answer in zip(tokens_after_last, tokens_after_answer, strict=False):
         if token_after_last != token_after_answer:
             break
+        # Some templates end every conversation with a generation prompt, also if none is asked for. Then a token that
+        # begins every turn may follow the ending in both texts (`<|start_header_id|>` in the first one of Llama 3).
+        if shared and token_after_last in before_questions:
+            break
         shared.append(token_after_last)
     if shared:
         return (''.join(shared),)
-    if tokens_after_last:
+    # A token that begins answers ends none. It is here if the template always writes a generation prompt.
+    if tokens_after_last and tokens_after_last[0] not in after_questions:
         # The last answer has its own ending. The first token after an earlier answer may end this answer, or begin the
         # next question. It is an ending if it also ends questions, and does not begin them.
         endings = tokens_after_last[:1]
-        after_questions = _first_tokens(example.after_question, tokens)[:1]
-        before_questions = _first_tokens(example.before, tokens)
         for token in tokens_after_answer[:1]:
             if token in after_questions and token not in before_questions:
                 endings.append(token)
