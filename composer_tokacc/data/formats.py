@@ -688,7 +688,10 @@ def _check_texts_of_other_formats(data: JsonObject, keys_read: Container[str], t
     repeat the whole sample there, with the tags of a template. Spaces and placeholders do not matter.
     """
     conversation = ''.join(_letters_of(turn.text) for turn in turns)
-    questions = [_letters_of(turn.text) for turn in turns if turn.role == 'user']
+    first_question = next(turn.text for turn in turns if turn.role == 'user')
+    # Only one line, because the template of Alpaca writes a heading between `instruction` and `input`.
+    first_lines = [_letters_of(line) for line in first_question.splitlines()]
+    first_line = next(filter(None, first_lines), None)
     for key in sorted(KEYS_OF_TEXTS.intersection(data)):
         if key in keys_read:
             continue
@@ -697,7 +700,7 @@ def _check_texts_of_other_formats(data: JsonObject, keys_read: Container[str], t
             if not isinstance(text, str) or text in ROLES or text in MODALITY_OF_PART:
                 continue
             letters = _letters_of(text)
-            is_tagged_copy = bool(questions[0]) and questions[0] in letters
+            is_tagged_copy = first_line is not None and first_line in letters
             if letters not in conversation and not is_tagged_copy:
                 raise InvalidInputError(
                     f'`{key}` must not hold a text that no turn has, because this record is not read from it, got: '

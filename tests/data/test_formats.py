@@ -502,13 +502,19 @@ def test_dropped_content_is_refused(record, message):
     'copy',
     [
         {'prompt': ' <image>Which  colour?\n'},  # UltraChat: the first question
-        {'prompt': '### Instruction:\nWhich colour?\n\n### Response:\nRed.'},  # tables of Alpaca
         {'instruction': 'Which colour?', 'response': 'Red.'},  # Magpie
         {'prompt': [QUESTION], 'input': '', 'query': None},
     ],
 )
 def test_copies_of_turns_are_ignored(copy):
     assert parse(about_red(**copy)).turns == parse(about_red()).turns
+
+
+def test_prompt_of_a_table_of_alpaca():
+    """It has the whole sample with headings, also between the instruction and the input."""
+    record = {'instruction': 'Which colour?', 'input': 'Blood.', 'output': 'Red.'}
+    prompt = '### Instruction:\nWhich colour?\n\n### Input:\nBlood.\n\n### Output:\nRed.'
+    assert parse({**record, 'prompt': prompt}).turns == parse(record).turns
 
 
 def test_weight_0_of_an_answer(folder):
