@@ -444,11 +444,14 @@ def _find_endings(example: _TextsOfExample, tokenizer: Any, tokens: set[str]) ->
     tokens_after_answer = _first_tokens(example.after_answer, tokens)
     after_questions = _first_tokens(example.after_question, tokens)[:1]
     before_questions = _first_tokens(example.before, tokens)
+    # A token that begins a conversation and answers begins all turns. It ends none, unless it is the `eos_token`, which
+    # some templates write between all turns.
+    begins_turns = set(after_questions).intersection(before_questions) - {tokenizer.eos_token}
     # After an earlier answer, the tokens that begin the next question may follow. After the last one there are none.
     # So the tokens that both texts begin with are the ending.
     shared = []
     for token_after_last, token_after_answer in zip(tokens_after_last, tokens_after_answer, strict=False):
-        if token_after_last != token_after_answer:
+        if token_after_last != token_after_answer or token_after_last in begins_turns:
             break
         # Some templates end every conversation with a generation prompt, also if none is asked for. Then a token that
         # begins every turn may follow the ending in both texts (`<|start_header_id|>` in the first one of Llama 3).

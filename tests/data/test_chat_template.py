@@ -240,12 +240,13 @@ def test_token_that_begins_turns_ends_none(warnings):
 
 
 @pytest.mark.parametrize('ending', ['<|end|>', ''])
-def test_prompt_that_is_always_written(ending):
+@pytest.mark.parametrize('turn', ['<|start|>{}:', '<|{}|>'])
+def test_prompt_that_is_always_written(turn, ending):
     """The template ends every conversation with a generation prompt (the first one of Llama 3). It is not learned."""
     words = tokenizer('<|start|>', '<|assistant|>', '<|end|>', eos_token='<|end|>')
-    turn = '<|start|>{{ m.role }}:' if ending else '<|{{ m.role }}|>'
-    prompt = '<|start|>assistant:' if ending else '<|assistant|>'
-    words.chat_template = f'{{% for m in messages %}}{turn}{{{{ m.content }}}}{ending}{{% endfor %}}{prompt}'
+    turn_of_message = turn.format('{{ m.role }}')
+    prompt = turn.format('assistant')
+    words.chat_template = f'{{% for m in messages %}}{turn_of_message}{{{{ m.content }}}}{ending}{{% endfor %}}{prompt}'
     sample = ConversationEncoder(words)(PLAIN)
     assert learned_text(sample, words) == 'Red.<|end|>Red.<|end|>'
     assert words.decode(sample['input_ids'][0]).endswith(f'Red.<|end|>{prompt}')
