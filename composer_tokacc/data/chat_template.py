@@ -102,10 +102,19 @@ class ChatTemplate:
         """Shapes of conversations whose turns are all written, as a rendering with markers has shown. A shape is the
         role and the number of texts of each turn. See `_check_all_written`."""
         example = self._texts_of_example()
-        self._endings = _find_endings(example, tokenizer)
+        added_tokens = _added_tokens_of(tokenizer)
+        self._endings = _find_endings(example, tokenizer, added_tokens)
         """The texts that may end an answer, see `_find_endings`."""
         self.end_token = self._endings[0]
         """The ending token: it is added to answers that the template leaves open. Several tokens in Aya Vision."""
+        after_questions = _first_tokens(example.after_question, added_tokens)[:1]
+        self.control_tokens = {
+            self.end_token,
+            *after_questions,
+            *_first_tokens(example.before, added_tokens),
+        }
+        """The tokens that end answers, end questions and begin a conversation. They may be plain ones, which are not
+        special."""
         has_ending = example.after_answer.lstrip().startswith(self._endings)
         last_has_ending = example.after_last.lstrip().startswith(self._endings)
         if add_end_token and not (has_ending and last_has_ending):
@@ -406,7 +415,20 @@ def only_last_learned(messages: Sequence[Message]) -> list[Message]:
     return changed
 
 
-def _find_endings(example: _TextsOfExample, tokenizer: Any) -> tuple[str, ...]:
+def _added_tokens_of(tokenizer: Any) -> set[str]:
+    """Returns the special and added tokens of a tokenizer, without tokens of white space.
+
+    Some tokenizers add ChatML's tokens as plain ones. Gemma's tokenizer has added tokens of line breaks, which neither
+    begin nor end anything.
+    """
+    tokens = {
+        *map(str, tokenizer.added_tokens_decoder.values()),
+        *tokenizer.all_special_tokens,
+    }
+    return {token for token in tokens if token.strip()}
+
+
+def _find_endings(example: _TextsOfExample, tokenizer: Any, tokens: set[str]) -> tuple[str, ...]:
     """Returns the texts that may end an answer. The first one is added to answers that the template leaves open.
 
     Each is a token, or several without space between them (Aya Vision). Most templates have one ending. gpt-oss
@@ -415,32 +437,34 @@ def _find_endings(example: _TextsOfExample, tokenizer: Any) -> tuple[str, ...]:
 
     Args:
         example: The texts around questions and answers.
-        tokenizer: The tokenizer. An ending is one of its special and added tokens.
+        tokenizer: The tokenizer. Has the ``eos_token``.
+        tokens: Its special and added tokens. An ending is one of them.
     """
-    # Also added tokens that are not special, because some tokenizers add ChatML's tokens as plain ones.
-    added_tokens = {
-        *map(str, tokenizer.added_tokens_decoder.values()),
-        *tokenizer.all_special_tokens,
-    }
-    # Gemma's tokenizer has added tokens of line breaks. Such a token ends nothing.
-    tokens = {token for token in added_tokens if token.strip()}
     tokens_after_last = _first_tokens(example.after_last, tokens)
     tokens_after_answer = _first_tokens(example.after_answer, tokens)
+    after_questions = _first_tokens(example.after_question, tokens)[:1]
+    before_questions = _first_tokens(example.before, tokens)
+    # A token that begins a conversation and answers begins all turns. It ends none, unless it is the `eos_token`, which
+    # some templates write between all turns.
+    begins_turns = set(after_questions).intersection(before_questions) - {tokenizer.eos_token}
     # After an earlier answer, the tokens that begin the next question may follow. After the last one there are none.
     # So the tokens that both texts begin with are the ending.
     shared = []
     for token_after_last, token_after_answer in zip(tokens_after_last, tokens_after_answer, strict=False):
-        if token_after_last != token_after_answer:
+        if token_after_last != token_after_answer or token_after_last in begins_turns:
+            break
+        # Some templates end every conversation with a generation prompt, also if none is asked for. Then a token that
+        # begins every turn may follow the ending in both texts (`<|start_header_id|>` in the first one of Llama 3).
+        if shared and token_after_last in before_questions:
             break
         shared.append(token_after_last)
     if shared:
         return (''.join(shared),)
-    if tokens_after_last:
+    # A token that begins answers ends none. It is here if the template always writes a generation prompt.
+    if tokens_after_last and tokens_after_last[0] not in after_questions:
         # The last answer has its own ending. The first token after an earlier answer may end this answer, or begin the
         # next question. It is an ending if it also ends questions, and does not begin them.
         endings = tokens_after_last[:1]
-        after_questions = _first_tokens(example.after_question, tokens)[:1]
-        before_questions = _first_tokens(example.before, tokens)
         for token in tokens_after_answer[:1]:
             if token in after_questions and token not in before_questions:
                 endings.append(token)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from typing import Any, Literal, get_args
 
@@ -39,10 +39,10 @@ class ControlTokenPolicy:
     Args:
         option: One of ``ControlTokens``.
         processor: The processor, or a tokenizer.
-        end_token: The token that ends an answer. It may be a plain one, not a special token.
+        template_tokens: Tokens of the chat template that begin or end turns. They may be plain ones, not special.
     """
 
-    def __init__(self, option: ControlTokens, processor: Any, *, end_token: str) -> None:
+    def __init__(self, option: ControlTokens, processor: Any, template_tokens: Iterable[str]) -> None:
         check_choice('control_tokens', option, get_args(ControlTokens))
         self.option = option
         self.processor = processor
@@ -50,7 +50,7 @@ class ControlTokenPolicy:
         if option == 'text':
             self.processor = deepcopy(processor)  # the caller's tokenizer must not get the stand-ins as tokens
         self.tokenizer = getattr(self.processor, 'tokenizer', self.processor)
-        self._pattern = _pattern_of_control_tokens(self.tokenizer, end_token)
+        self._pattern = _pattern_of_control_tokens(self.tokenizer, template_tokens)
         self._has_warned = False
         self._stand_ins: dict[str, str] = {}
         """The stand-ins of each control token that was met, as one text."""
@@ -140,9 +140,9 @@ class ControlTokenPolicy:
         return self._stand_ins[token]
 
 
-def _pattern_of_control_tokens(tokenizer: Any, end_token: str) -> re.Pattern[str]:
-    """Returns a pattern that finds every special token, and the ending token."""
-    tokens = {end_token, *tokenizer.all_special_tokens}
+def _pattern_of_control_tokens(tokenizer: Any, template_tokens: Iterable[str]) -> re.Pattern[str]:
+    """Returns a pattern that finds every special token, and every token of the chat template."""
+    tokens = {*template_tokens, *tokenizer.all_special_tokens}
     for token in tokenizer.added_tokens_decoder.values():
         if token.special:
             tokens.add(str(token))

@@ -130,7 +130,7 @@ class ConversationEncoder:
             takes_media=bool(self.parts),
             add_end_token=add_end_token,
         )
-        self.control = ControlTokenPolicy(control_tokens, processor, end_token=self.template.end_token)
+        self.control = ControlTokenPolicy(control_tokens, processor, self.template.control_tokens)
         vocabulary = tokenizer.get_vocab()
         self._tags_that_are_tokens = [tag for tag in PLACEHOLDERS if tag in vocabulary]
         """The tags ``<image>``, ``<video>`` and ``<audio>``, if they are in the vocabulary."""

@@ -5,7 +5,8 @@
 
 Reads the formats of LLaVA, VILA, LLaMA-Factory, TRL, OpenAI, ms-swift, Monkey, The Cauldron and VideoChat2. Every key
 of a format is used as its own project means it, or the record is refused. A record is also refused if it has one of
-``REFUSED_KEYS``, or if another key seems to hold a medium. All other keys, such as ``category``, are ignored.
+``REFUSED_KEYS``, if another key seems to hold a medium, or if a key of another format holds a text that no turn has.
+All other keys, such as ``category``, are ignored.
 
 :func:`parse_record` is the entry. The errors of the other functions describe only the fault. It adds the sample.
 
@@ -37,6 +38,7 @@ from composer_tokacc.data.records import (
     Record,
     Turn,
     is_given,
+    leaves_of,
     short_repr,
 )
 from composer_tokacc.data.unread_media import (
@@ -130,7 +132,10 @@ REFUSED_KEYS = {
     'kto_tag': _NO_PREFERENCES,
     'weight': _WEIGHT_OF_SAMPLE,
     'loss_weight': _WEIGHT_OF_SAMPLE,
+    'sample_weight': _WEIGHT_OF_SAMPLE,
+    'loss_mask': 'because it would be dropped. Give each answer without loss `weight` 0',
     'system_prompt': 'because it would be dropped. Call it `system`, or take it out',
+    'system_message': 'because it would be dropped. Call it `system`, or take it out',
     'chat_template_kwargs': "because it changes the template's text of this sample (TRL). Take it out",
 }
 """Keys that are not supported but would change the training, and the reason for the message."""
@@ -244,6 +249,7 @@ def _parse_data(data: object, record: Record) -> Record:
         slots = [Medium('video')] * len(slots)
     media = _fill_slots(slots, listed)
     _check_turns(turns)
+    _check_texts_of_other_formats(data, keys_read, turns)
     texts = [turn.text for turn in turns]
     if is_given(data.get('objects')) and SWIFT_TAG.search('\n'.join(texts)):
         raise InvalidInputError(
@@ -380,6 +386,12 @@ FORMATS = (
     RecordFormat(('QA',), _read_videochat2, keys_of_entry=('q', 'a'), media_first=True),
 )
 """All formats that are read. A record must have the keys of exactly one."""
+
+KEYS_OF_TEXTS: set[str] = set()
+"""Keys that hold texts of the conversation in some format. Not ``texts`` and ``QA``, which other projects use, too."""
+for _format in FORMATS:
+    if not _format.keys_of_entry:
+        KEYS_OF_TEXTS.update(_format.keys, _format.further_keys)
 
 
 def _format_of(data: JsonObject) -> RecordFormat:
@@ -667,6 +679,38 @@ def _check_turns(turns: Sequence[Turn]) -> None:
             raise InvalidInputError(
                 f'an answer must say something, got: {short_repr(answer)}. Take it out, or give it `weight` 0'
             )
+
+
+def _check_texts_of_other_formats(data: JsonObject, keys_read: Container[str], turns: Sequence[Turn]) -> None:
+    """Raises ValueError if a key of another format has a text that no turn has, such as an answer beside ``messages``.
+
+    It would be lost. A copy is allowed: UltraChat repeats the first question as the ``prompt``, and tables of Alpaca
+    repeat the whole sample there, with the tags of a template. Spaces and placeholders do not matter.
+    """
+    conversation = ''.join(_letters_of(turn.text) for turn in turns)
+    first_question = next(turn.text for turn in turns if turn.role == 'user')
+    # Only one line, because the template of Alpaca writes a heading between `instruction` and `input`.
+    first_lines = [_letters_of(line) for line in first_question.splitlines()]
+    first_line = next(filter(None, first_lines), None)
+    for key in sorted(KEYS_OF_TEXTS.intersection(data)):
+        if key in keys_read:
+            continue
+        for text in leaves_of(data[key]):
+            # In a list of turns, the names of speakers and types of parts are strings, too.
+            if not isinstance(text, str) or text in ROLES or text in MODALITY_OF_PART:
+                continue
+            letters = _letters_of(text)
+            is_tagged_copy = first_line is not None and first_line in letters
+            if letters not in conversation and not is_tagged_copy:
+                raise InvalidInputError(
+                    f'`{key}` must not hold a text that no turn has, because this record is not read from it, got: '
+                    f'{short_repr(text)}. Write it into the turns, or take it out'
+                )
+
+
+def _letters_of(text: str) -> str:
+    """Returns a text without spaces, line breaks and placeholders of media."""
+    return ''.join(MEDIUM_IN_TEXT.sub('', text).split())
 
 
 def _check_characters(text: str) -> None:

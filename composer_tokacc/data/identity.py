@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
@@ -89,6 +90,23 @@ def identify_vocabulary(processor: Any) -> str:
         tokens = sorted(tokenizer.get_vocab().items())
     special_tokens = getattr(tokenizer, 'special_tokens_map', {})
     return fingerprint([tokens, special_tokens])
+
+
+def identify_tokenization(processor: Any) -> str:
+    """Returns a fingerprint of everything that decides how a fast tokenizer cuts a text into tokens.
+
+    :func:`identify_vocabulary` does not see the merges, the normalizer or which tokens are matched first. It stays as
+    it is, because checkpoints hold it.
+    """
+    tokenizer = getattr(processor, 'tokenizer', processor)
+    backend: Any = getattr(tokenizer, 'backend_tokenizer', None)
+    if not hasattr(backend, 'to_str'):
+        return ''
+    settings = json.loads(backend.to_str())
+    for key in ('padding', 'truncation'):  # each call of the tokenizer sets them
+        settings.pop(key, None)
+    splits_special_tokens = getattr(tokenizer, 'split_special_tokens', False)
+    return fingerprint([settings, splits_special_tokens])
 
 
 def class_name(instance: object) -> str:

@@ -33,6 +33,7 @@ from composer_tokacc.data.identity import (
     class_name,
     identify_data,
     identify_processor,
+    identify_tokenization,
     identify_vocabulary,
 )
 from composer_tokacc.data.records import BadSampleError
@@ -300,6 +301,7 @@ def table_name(dataset: Any, processor: Any, *, patch_size: int | None = None) -
         patch_size_of(patch_size, processor),
         identify_processor(processor),
         identify_vocabulary(processor),
+        identify_tokenization(processor),
         identity,
     ]
     return fingerprint(parts)

@@ -239,6 +239,19 @@ def test_token_that_begins_turns_ends_none(warnings):
     assert len(warnings.messages) == 1
 
 
+@pytest.mark.parametrize('ending', ['<|end|>', ''])
+@pytest.mark.parametrize('turn', ['<|start|>{}:', '<|{}|>'])
+def test_prompt_that_is_always_written(turn, ending):
+    """The template ends every conversation with a generation prompt (the first one of Llama 3). It is not learned."""
+    words = tokenizer('<|start|>', '<|assistant|>', '<|end|>', eos_token='<|end|>')
+    turn_of_message = turn.format('{{ m.role }}')
+    prompt = turn.format('assistant')
+    words.chat_template = f'{{% for m in messages %}}{turn_of_message}{{{{ m.content }}}}{ending}{{% endfor %}}{prompt}'
+    sample = ConversationEncoder(words)(PLAIN)
+    assert learned_text(sample, words) == 'Red.<|end|>Red.<|end|>'
+    assert words.decode(sample['input_ids'][0]).endswith(f'Red.<|end|>{prompt}')
+
+
 @pytest.mark.parametrize('make', [small, qwen2_vl])
 def test_template_with_ends_says_nothing(make, warnings):
     ConversationEncoder(make())

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -298,6 +300,22 @@ def test_first_control_token_is_named_once(caplog):
         encoder.encode_record(record, [])
     (line,) = [message for message in caplog.messages if 'control token' in message]
     assert line.startswith('sample "a" (data.json, line 3): has the control token <|end|>')
+
+
+@pytest.mark.parametrize('token', ['<|im_start|>', '<|im_end|>'])
+def test_token_of_the_template_that_is_not_special(token):
+    """Plain tokens that begin or end turns are control tokens, too. Such a tokenizer cannot spell them."""
+    processor = llava()
+    for added in ('<|im_start|>', '<|im_end|>', '<think>'):
+        processor.tokenizer.add_tokens([AddedToken(added, special=False, normalized=False)])
+    processor.chat_template = QWEN
+    record = parse({'conversations': turns(f'What is {token}?', '<think>Hm.')})
+    with pytest.raises(ValueError, match=f'the control token {re.escape(token)} '):
+        ConversationEncoder(processor, control_tokens='refuse').encode_record(record, [])
+    with pytest.raises(ValueError, match='cannot write the control token'):
+        ConversationEncoder(processor, control_tokens='text').encode_record(record, [])
+    thought = parse({'conversations': turns('What?', '<think>Hm.')})
+    ConversationEncoder(processor, control_tokens='refuse').encode_record(thought, [])
 
 
 def test_missing_part_of_processor_is_named():

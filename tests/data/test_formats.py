@@ -462,6 +462,19 @@ REFUSED = {
     ),
     'img without end': (ask_text('<img>red.png What is this?'), '`<img>` in a text'),
     'two conversations': (about_red(conversations=[{'from': 'human', 'value': 'x'}]), 'must hold one conversation'),
+    'answer elsewhere': (
+        about_red(messages=[QUESTION, ANSWER, QUESTION], images=['red.png'] * 2, image=None, response='Blue.'),
+        "`response` must not hold a text that no turn has.*got: 'Blue.'",
+    ),
+    'earlier turns elsewhere': (
+        {**ask_text('What?'), 'history': [['Hello?', 'Hi.']]},
+        r"`history` must not hold .*, got: 'Hello\?'",
+    ),
+    'further input': (
+        {'query': 'What?', 'input': 'A text.', 'response': 'Red.'},
+        "`input` must not hold .*, got: 'A text.'",
+    ),
+    'mask of a sample': (about_red(loss_mask=[0, 1]), 'Give each answer without loss `weight` 0'),
     'no conversation': ({'text': 'x', 'label': 3}, r"got the keys: \['id', 'label', 'text'\]"),
     'prompt as text': ({'prompt': 'Hello?', 'completion': 'Hi.'}, 'must be lists of turns'),
     'history': ({'instruction': 'a', 'output': 'b', 'history': [['a']]}, '`history` must hold pairs'),
@@ -483,6 +496,25 @@ def test_dropped_content_is_refused(record, message):
     assert '\n' not in line
     assert len(line) < 500
     line.encode()
+
+
+@pytest.mark.parametrize(
+    'copy',
+    [
+        {'prompt': ' <image>Which  colour?\n'},  # UltraChat: the first question
+        {'instruction': 'Which colour?', 'response': 'Red.'},  # Magpie
+        {'prompt': [QUESTION], 'input': '', 'query': None},
+    ],
+)
+def test_copies_of_turns_are_ignored(copy):
+    assert parse(about_red(**copy)).turns == parse(about_red()).turns
+
+
+def test_prompt_of_a_table_of_alpaca():
+    """It has the whole sample with headings, also between the instruction and the input."""
+    record = {'instruction': 'Which colour?', 'input': 'Blood.', 'output': 'Red.'}
+    prompt = '### Instruction:\nWhich colour?\n\n### Input:\nBlood.\n\n### Output:\nRed.'
+    assert parse({**record, 'prompt': prompt}).turns == parse(record).turns
 
 
 def test_weight_0_of_an_answer(folder):

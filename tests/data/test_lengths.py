@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from tokenizers.normalizers import Lowercase
 
 from composer_tokacc.cache import cache_folder
 from composer_tokacc.data import LengthTable, count_patches, lengths, patch_size_of, sizes
@@ -192,6 +193,9 @@ def test_name_changes_with_data_and_processor():
     with_new_token.tokenizer.add_tokens(['new'])
     with_other_end = build_digits_processor()
     with_other_end.tokenizer.eos_token = '<unk>'
+    with_other_words = build_digits_processor()
+    with_other_words.tokenizer.backend_tokenizer.normalizer = Lowercase()
+    processor.tokenizer(['a', 'b c'], padding=True, truncation=True, max_length=1)  # changes no later call
     names = [
         name,
         table_name(dataset, processor, patch_size=4),
@@ -201,6 +205,7 @@ def test_name_changes_with_data_and_processor():
         table_name(dataset, with_other_template),
         table_name(dataset, with_new_token),
         table_name(dataset, with_other_end),
+        table_name(dataset, with_other_words),
     ]
     assert len(set(names)) == len(names)
 
