@@ -25,8 +25,8 @@ from benchmarks.length_sets import lognormal
 from benchmarks.machine import machine
 from benchmarks.record import RESULTS, ROOT, Row, fill_page, parser_of, table, write
 from benchmarks.rivals.data import collate
-from benchmarks.timed_steps import StepClock, data_of, fit
-from composer_tokacc import BatchLayout, TokenAccumulation
+from benchmarks.timed_steps import StepClock, time_steps
+from composer_tokacc import TokenAccumulation
 
 PAGE = ROOT / 'docs' / 'encoders.md'
 RESULTS_FILE = RESULTS / 'encoders.json'
@@ -79,14 +79,11 @@ def measure(method: str, model: ModernBertForMaskedLM, batches: list[Row]) -> St
     TokenAccumulation checks rows that are wider than any before. These checks are made in warm-up steps, which do not
     count.
     """
-    clock = StepClock()
-    warmup = batches[:1] if method == 'stock' else batches
-    data = data_of(method, [*warmup, *batches], BatchLayout.for_model(model))
-    algorithms = [] if method == 'stock' else [TokenAccumulation()]
-    num_steps = len(warmup) + len(batches)
-    fit(model, data, MICROBATCH, f'{num_steps}ba', algorithms=algorithms, callbacks=[clock])
-    clock.forget_first(len(warmup))
-    return clock
+    if method == 'stock':
+        return time_steps(method, model, [batches[0], *batches], MICROBATCH, algorithms=[])
+    algorithms = [TokenAccumulation()]
+    num_warmup = len(batches)
+    return time_steps(method, model, batches * 2, MICROBATCH, algorithms=algorithms, num_warmup=num_warmup)
 
 
 def draw_lengths() -> np.ndarray:

@@ -55,7 +55,7 @@ from benchmarks.models import (
     text_batch,
 )
 from benchmarks.record import RESULTS, Row, parser_of, write
-from benchmarks.timed_steps import StepClock, chunks, data_of, fit, timed
+from benchmarks.timed_steps import chunks, data_of, fit, time_steps
 from composer_tokacc import BatchLayout, TokenAccumulation
 from composer_tokacc.invariance import relative_error
 from composer_tokacc.layout import describe
@@ -308,12 +308,29 @@ def measure_out_of_memory(scale: Scale) -> Row:
 
 
 def measure_method(method: str, model: Any, batches: list[Row], scale: Scale) -> Row:
-    """Times one way to cut the batches, twice. The speed is that of the second pass: see :func:`timed`."""
+    """Times one way to cut the batches. TokenAccumulation is on for all of them, so that only the cut differs.
+
+    All batches are trained on once, then once more. In the first pass the allocator of a GPU asks the driver for memory
+    at each new shape, as in the first steps of a run. The second pass shows the speed of a long run.
+    """
     layout = BatchLayout.for_model(model)
-    width = max(batch['input_ids'].shape[1] for batch in batches)
-    clock = timed(method, model, batches, scale.microbatch, device=scale.device, slot_tokens=width)
+    lengths = [describe(layout, batch).lengths for batch in batches]
+    # A step that does not count comes first, in which TokenAccumulation checks its batch. That batch has the two
+    # shortest and the two longest rows of the first of the batches.
+    rows_by_length = np.argsort(lengths[0], kind='stable').tolist()
+    checked_rows = {*rows_by_length[:2], *rows_by_length[-2:]}
+    checked_batch = layout.select(batches[0], sorted(checked_rows))
+    clock = time_steps(
+        method,
+        model,
+        [checked_batch, *batches, *batches],
+        scale.microbatch,
+        algorithms=[TokenAccumulation(loss_tokens='causal', check_loss=False)],
+        device=scale.device,
+        slot_tokens=max(batch['input_ids'].shape[1] for batch in batches),
+    )
     first_pass, second_pass = chunks(clock.seconds, len(batches))
-    real_tokens = [sum(describe(layout, batch).lengths) for batch in batches]
+    real_tokens = [sum(lengths_of_batch) for lengths_of_batch in lengths]
     speeds = []
     for tokens, seconds in zip(real_tokens, second_pass, strict=True):
         speeds.append(tokens / seconds)
@@ -378,18 +395,10 @@ def measure_logits(scale: Scale) -> Row:
 
 def time_logits(logits: str, model: Any, batch: Row, device: ComputeDevice) -> dict[str, float]:
     """Returns the median time and the largest peak of the steps. The first does not count: it includes a check."""
-    clock = StepClock(device)
-    num_steps = 1 + LOGITS_STEPS
-    fit(
-        model,
-        data_of('ours', [batch] * num_steps, BatchLayout.for_model(model)),
-        len(batch['input_ids']),
-        f'{num_steps}ba',
-        device=device,
-        algorithms=[TokenAccumulation(logits=logits)],
-        callbacks=[clock],
-    )
-    clock.forget_first(1)
+    batches = [batch] * (1 + LOGITS_STEPS)
+    num_rows = len(batch['input_ids'])
+    algorithms = [TokenAccumulation(logits=logits)]
+    clock = time_steps('ours', model, batches, num_rows, algorithms=algorithms, device=device)
     return {'seconds': statistics.median(clock.seconds), 'peak_gib': max(clock.peak_bytes) / GIB}
 
 

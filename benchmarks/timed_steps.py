@@ -7,20 +7,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from composer import DataSpec, Trainer
-from composer.core import Callback, State
+from composer.core import Algorithm, Callback, State
 from composer.loggers import Logger
 from composer.models import HuggingFaceModel
 from torch.utils.data import DataLoader, IterableDataset
 
 from benchmarks.device import CPU, ComputeDevice
 from benchmarks.record import Row
-from composer_tokacc import BatchLayout, TokenAccumulation, token_data_spec
-from composer_tokacc.layout import describe
+from composer_tokacc import BatchLayout, token_data_spec
 
 
 class Batches(IterableDataset):
@@ -45,11 +44,6 @@ class StepClock(Callback):
         self.seconds: list[float] = []
         self.positions: list[int] = []
         self.peak_bytes: list[int] = []
-
-    def forget_first(self, num_steps: int) -> None:
-        """Drops the first steps, which pay for checks that a run makes once."""
-        for figures in (self.seconds, self.positions, self.peak_bytes):
-            del figures[:num_steps]
 
     def fit_start(self, state: State, logger: Logger) -> None:
         self.device.reset_peak()
@@ -78,29 +72,19 @@ def chunks(items: Sequence[Any], size: int) -> list[Any]:
     return parts
 
 
-@dataclass(frozen=True)
-class StockSplit:
+def stock_split(layout: BatchLayout, batch: Row, size: int | float) -> list[Row]:
     """Slices the rows in order, as Composer does. Unlike Composer's own split it keeps images with their rows."""
-
-    layout: BatchLayout
-
-    def __call__(self, batch: Row, size: int | float) -> list[Row]:
-        rows = range(self.layout.num_rows(batch))
-        return [self.layout.select(batch, part) for part in chunks(rows, int(size))]
+    rows = range(layout.num_rows(batch))
+    return [layout.select(batch, part) for part in chunks(rows, int(size))]
 
 
-@dataclass(frozen=True)
-class CollateSplit:
+def collate_split(layout: BatchLayout, batch: Row, size: int | float) -> list[Row]:
     """Pads each microbatch by itself, like Hugging Face's Trainer: its loader makes batches of `size` rows."""
-
-    layout: BatchLayout
-
-    def __call__(self, batch: Row, size: int | float) -> list[Row]:
-        rows = []
-        for index in range(self.layout.num_rows(batch)):
-            row = self.layout.select(batch, [index])
-            rows.append(self.layout.trim(row))
-        return [self.layout.concat(part) for part in chunks(rows, int(size))]
+    rows = []
+    for index in range(layout.num_rows(batch)):
+        row = layout.select(batch, [index])
+        rows.append(layout.trim(row))
+    return [layout.concat(part) for part in chunks(rows, int(size))]
 
 
 def data_of(
@@ -112,7 +96,7 @@ def data_of(
     """Returns the data of a run.
 
     Args:
-        method: How batches are cut: `stock`, `collate` (see :class:`CollateSplit`), `ours` or `packing`.
+        method: How batches are cut: `stock`, `collate` (see :func:`collate_split`), `ours` or `packing`.
         batches: Batches, or a loader.
         layout: The layout of the model.
         slot_tokens: For `ours` and `packing`; see `token_data_spec`.
@@ -123,10 +107,10 @@ def data_of(
         loader = DataLoader(Batches(batches), batch_size=None)
     if method in ('ours', 'packing'):
         return token_data_spec(loader, layout=layout, packing=method == 'packing', slot_tokens=slot_tokens)
-    split = StockSplit(layout) if method == 'stock' else CollateSplit(layout)
+    split = stock_split if method == 'stock' else collate_split
     return DataSpec(
         loader,
-        split_batch=split,
+        split_batch=partial(split, layout),
         get_num_samples_in_batch=lambda batch: len(batch['input_ids']),
     )
 
@@ -181,48 +165,39 @@ def fit(
         device.empty_cache()
 
 
-def timed(
+def time_steps(
     method: str,
     model: Any,
     batches: Sequence[Row],
     microbatch: int,
     *,
+    algorithms: Sequence[Algorithm],
+    num_warmup: int = 1,
     device: ComputeDevice = CPU,
     slot_tokens: int | None = None,
 ) -> StepClock:
-    """Times two steps of each batch. TokenAccumulation is on for all methods, so that only the cut differs.
-
-    All batches are trained on once, then once more. In the first pass the allocator of a GPU asks the driver for memory
-    at each new shape, as in the first steps of a run. The second pass shows the speed of a long run.
-
-    The run begins with a step that is not timed, in which TokenAccumulation checks the first batch. This step has the
-    two shortest and the two longest rows of the first of the batches.
+    """Times a step of each batch.
 
     Args:
         method: How batches are cut; see :func:`data_of`.
         model: The model.
-        batches: The batches, one for each step of a pass.
+        batches: The batches of the run.
         microbatch: The number of rows that a microbatch may hold at the width of the device batch.
+        algorithms: Algorithms of Composer.
+        num_warmup: The number of steps at the start that do not count, because they pay for checks.
         device: The device of the model.
         slot_tokens: See :func:`data_of`.
     """
     clock = StepClock(device)
-    layout = BatchLayout.for_model(model)
-    lengths = describe(layout, batches[0]).lengths
-    rows_by_length = sorted(range(len(lengths)), key=lengths.__getitem__)
-    shortest = rows_by_length[:2]
-    longest = rows_by_length[-2:]
-    first_rows = sorted({*shortest, *longest})
-    first_batch = layout.select(batches[0], first_rows)
-    all_batches = [first_batch, *batches, *batches]
     fit(
         model,
-        data_of(method, all_batches, layout, slot_tokens),
+        data_of(method, batches, BatchLayout.for_model(model), slot_tokens),
         microbatch,
-        f'{len(all_batches)}ba',
+        f'{len(batches)}ba',
         device=device,
-        algorithms=[TokenAccumulation(loss_tokens='causal', check_loss=False)],
+        algorithms=algorithms,
         callbacks=[clock],
     )
-    clock.forget_first(1)
+    for figures in (clock.seconds, clock.positions, clock.peak_bytes):
+        del figures[:num_warmup]
     return clock
