@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Tests the benchmark of the planner: its processes, its table, and the pages with its results."""
+"""Tests the benchmark of the planner: its processes, its medians, and the pages with its results."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from benchmarks.record import ROOT, read
 
 TRAINER_PAGE = ROOT / 'docs' / 'trainer.md'
 DOCSTRING_FILE = ROOT / 'composer_tokacc' / 'planning' / 'compiled.py'
+SMALL = '64 samples, 2 ranks'
+LARGE = '512 samples, 8 ranks'
 
 
 def text_of(path):
@@ -21,35 +23,36 @@ def text_of(path):
 
 @pytest.mark.skipif(not planning.RESULTS_FILE.exists(), reason='python -m benchmarks.planning was not run yet')
 def test_pages_show_the_results():
-    small, large = read(planning.RESULTS_FILE)['cases']
-    small_text = f'{1000 * small["without_numba_seconds"]:.0f} ms'
-    large_text = f'{large["without_numba_seconds"]:.1f} s'
-    assert f'{small_text} a step for 64 samples on 2 ranks, {large_text} for 512 on 8' in text_of(TRAINER_PAGE)
+    results = read(planning.RESULTS_FILE)
+    with_numba = results['from_cache']
+    without_numba = results['without_numba']
+    small = f'{1000 * without_numba[SMALL]:.0f} ms'
+    large = f'{without_numba[LARGE]:.1f} s'
+    assert f'{small} a step for 64 samples on 2 ranks, {large} for 512 on 8' in text_of(TRAINER_PAGE)
+    small_with_numba = f'{1000 * with_numba[SMALL]:.1f}'
+    large_with_numba = f'{1000 * with_numba[LARGE]:.0f} ms'
     docstring = text_of(DOCSTRING_FILE)
-    assert f'{small_text} for 64 samples on 2 ranks and {large_text} for 512 on 8' in docstring
-    small_with_numba = 1000 * small['with_numba_seconds']
-    large_with_numba = 1000 * large['with_numba_seconds']
-    assert f'instead of {small_with_numba:.1f} and {large_with_numba:.0f} ms' in docstring
+    assert f'{small} for 64 samples on 2 ranks and {large} for 512 on 8' in docstring
+    assert f'instead of {small_with_numba} and {large_with_numba}' in docstring
 
 
 @pytest.mark.slow
 def test_processes_have_their_settings():
-    """The first process compiles, the second one loads machine code, and the third one has no machine code."""
-    results = planning.measure(rounds=1, num_batches=1)
-    assert results['compile_seconds'] > results['load_seconds']
-    assert [(case['samples'], case['ranks']) for case in results['cases']] == list(planning.CASES)
-    for case in results['cases']:
-        assert case['times_as_long'] > 1
+    seconds = planning.measure(num_rounds=1, num_plans=1)
+    assert seconds['compiling']['first_plan'] > seconds['from_cache']['first_plan']
+    for case in (SMALL, LARGE):
+        assert seconds['without_numba'][case] > seconds['from_cache'][case]
 
 
 def test_first_plan_is_left_out(monkeypatch):
-    seconds = iter([9.0, 1.0, 2.0, 6.0] * len(planning.CASES))
+    seconds = iter([9.0, 1.0, 2.0, 6.0, 8.0, 3.0, 4.0, 7.0])
     monkeypatch.setattr(planning, 'time_plan', lambda lengths, num_ranks: next(seconds))
-    for row in planning.time_cases(num_batches=3):
-        assert row == {'first_seconds': 9.0, 'seconds': 2.0}
+    assert planning.time_cases(num_plans=3) == {'first_plan': 9.0, SMALL: 2.0, LARGE: 4.0}
 
 
-def test_table_has_a_row_for_each_case():
-    case = {'samples': 64, 'ranks': 2, 'with_numba_seconds': 0.0005, 'without_numba_seconds': 0.01, 'times_as_long': 20}
-    lines = planning.table_of({'cases': [case]}).splitlines()
-    assert lines[-1] == '| 64 | 2 | 0.5 ms | 10.0 ms | 20 |'
+def test_medians_over_the_rounds(monkeypatch):
+    seconds = iter(range(9))
+    monkeypatch.setattr(planning, 'in_new_process', lambda *args, **kwargs: {SMALL: next(seconds)})
+    medians = planning.measure(num_rounds=3)
+    # The processes take turns.
+    assert medians == {'compiling': {SMALL: 3}, 'from_cache': {SMALL: 4}, 'without_numba': {SMALL: 5}}
