@@ -331,11 +331,8 @@ def measure_method(method: str, model: Any, batches: list[Row], scale: Scale) ->
     )
     first_pass, second_pass = chunks(clock.seconds, len(batches))
     real_tokens = [sum(lengths_of_batch) for lengths_of_batch in lengths]
-    speeds = []
-    for tokens, seconds in zip(real_tokens, second_pass, strict=True):
-        speeds.append(tokens / seconds)
     return {
-        'tokens_per_second': statistics.median(speeds),
+        'tokens_per_second': float(np.median(np.divide(real_tokens, second_pass))),
         'seconds': second_pass,
         'first_pass_seconds': first_pass,
         'padding': 1 - 2 * sum(real_tokens) / sum(clock.positions),  # the positions of both passes

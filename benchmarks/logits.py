@@ -24,6 +24,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from transformers import LlamaForCausalLM
@@ -229,13 +230,11 @@ def draw(results: Row, memory: Row, path: Path) -> None:
 
 def stack(axes: Any, bars: dict[str, Parts], colors: dict[str, str]) -> None:
     """Draws horizontal bars of stacked parts by label, the first bar on top."""
-    for place, parts in enumerate(bars.values()):
-        left = 0.0
-        for name, color in colors.items():
-            label = name if place == 0 else None
-            axes.barh(place, parts[name], left=left, color=color, label=label)
-            left += parts[name]
-    axes.set_yticks(range(len(bars)), list(bars))
+    left = np.zeros(len(bars))
+    for name, color in colors.items():
+        widths = [parts[name] for parts in bars.values()]
+        axes.barh(list(bars), widths, left=left, color=color, label=name)
+        left += widths
     axes.invert_yaxis()
     axes.legend(frameon=False, loc='upper center', bbox_to_anchor=(0.5, -0.08), ncols=len(colors))
 
