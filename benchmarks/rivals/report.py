@@ -120,8 +120,8 @@ def first_gradient(cells: Sequence[Row]) -> str:
     for name in TITLES:
         spans = []
         for group in groups.values():
-            cells_of_rival = [cell for cell in group if cell['rival'] == name]
-            spans.append(span([cell['gradient_error'] for cell in cells_of_rival]))
+            errors = [cell['gradient_error'] for cell in group if cell['rival'] == name]
+            spans.append(span(errors))
         if any(spans):
             rows.append([TITLES[name], *spans])
     return table(['', *groups], rows)
