@@ -123,8 +123,8 @@ def measure_on_ranks(steps: int) -> list[Row]:
                 'whole_batch_loss': expected_loss,
                 'seconds': round(time.monotonic() - start, 1),
             }
-            if dist.get_global_rank() == 0:
-                print(row, flush=True)
+            # Composer's launcher shows only the output of rank 0.
+            print(row, flush=True)
             rows.append({**row, 'losses': losses})
     return rows
 
@@ -159,9 +159,7 @@ def main() -> None:
     parser.add_argument('--steps', type=int, default=100)
     parser.add_argument('--ranks', type=int, nargs='+', default=[1, 2, 4])
     arguments = parser.parse_args()
-    rows: list[Row] = []
-    for ranks in arguments.ranks:
-        rows += on_ranks(ranks, 'benchmarks.invariance', steps=arguments.steps)
+    rows = on_ranks(arguments.ranks, 'benchmarks.invariance', steps=arguments.steps)
     rows.sort(key=lambda row: list(METHODS).index(row['method']))
     results = {
         'machine': machine(),
