@@ -36,7 +36,7 @@ from benchmarks.models import qwen_config, smolvlm_config, text_batch
 from benchmarks.record import RESULTS, ROOT, Row, fill_page, new_figure, parser_of, read, table, write_rows
 from benchmarks.rivals.__main__ import keep, launch
 from benchmarks.rivals.data import Sizes, new_model
-from benchmarks.rivals.report import MODEL_TITLES, TITLES, by_rival, grouped, ratio_of_rounds, worst_error
+from benchmarks.rivals.report import MODEL_TITLES, TITLES, by_rival, grouped, median_text, ratio_of_rounds, worst_error
 from composer_tokacc.labelled import LabelSelector
 
 PAGE = ROOT / 'docs' / 'logits.md'
@@ -72,9 +72,7 @@ def sizes_of(model: str) -> Row:
 def time_microbatch(model: LlamaForCausalLM, rounds: int) -> dict[str, float]:
     """Returns the seconds of forward and backward of a microbatch: for the layers only, and with head and loss.
 
-    Args:
-        model: A model on the CPU.
-        rounds: How often each forward is timed, after a first time that does not count. The forwards take turns.
+    The forwards take turns in each round. A first round does not count.
     """
     rows, width = MICROBATCH
     answer = sum(ANSWER) // 2
@@ -102,10 +100,7 @@ def time_microbatch(model: LlamaForCausalLM, rounds: int) -> dict[str, float]:
             forward().backward()
             seconds[name].append(time.perf_counter() - start)
     selector.remove()
-    medians = {}
-    for name, times in seconds.items():
-        medians[name] = statistics.median(times[1:])
-    return medians
+    return {name: statistics.median(times[1:]) for name, times in seconds.items()}
 
 
 def microbatch_rows(rounds: int) -> list[Row]:
@@ -166,12 +161,12 @@ def speed_text(case: dict[str, Row], rival: str) -> str:
     """Returns a speed. In parentheses: how many times as fast ours is, by time and by processor time."""
     if rival not in case:
         return ''
-    _, median, _ = case[rival]['tokens_per_second']
+    median = median_text(case[rival])
     if rival == OURS:
-        return f'{median:,.0f}'
+        return median
     by_time = ratio_of_rounds(case[OURS], case[rival])
     by_processor_time = ratio_of_rounds(case[OURS], case[rival], 'tokens_per_processor_second')
-    return f'{median:,.0f} ({by_time:.2f}; {by_processor_time:.2f})'
+    return f'{median} ({by_time:.2f}; {by_processor_time:.2f})'
 
 
 def share_table(results: Row) -> str:

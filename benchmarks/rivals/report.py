@@ -66,16 +66,8 @@ def overview(cells: Sequence[Row], names: Sequence[str]) -> str:
     groups = grouped(cells_of_set(cells, SHOWN_SET))
     rows = []
     for name in names:
-        measured = []
-        speeds = []
-        for group in groups.values():
-            cell = by_rival(group).get(name)
-            if cell is None:
-                speeds.append('')
-                continue
-            measured.append(cell)
-            _, median, _ = cell['tokens_per_second']
-            speeds.append(f'{median:,.0f}')
+        cells_of_groups = [by_rival(group).get(name) for group in groups.values()]
+        measured = [cell for cell in cells_of_groups if cell]
         if not measured:
             continue
         membership = ''
@@ -83,8 +75,13 @@ def overview(cells: Sequence[Row], names: Sequence[str]) -> str:
         if name != BOUND:
             membership = ', '.join(dict.fromkeys(cell['global_batches'] for cell in measured))
             error = worst_error(measured)
-        rows.append([TITLES[name], membership, error, *speeds])
+        rows.append([TITLES[name], membership, error, *map(median_text, cells_of_groups)])
     return table(['', 'samples of a step', 'first gradient', *groups], rows)
+
+
+def median_text(cell: Row | None) -> str:
+    """Returns the median of real tokens a second. Empty if the cell was not measured."""
+    return f'{cell["tokens_per_second"][1]:,.0f}' if cell else ''
 
 
 def worst_error(cells: Sequence[Row]) -> str:
@@ -160,9 +157,9 @@ def speed(cells: Sequence[Row]) -> str:
 def speed_text(cell: Row | None) -> str:
     if cell is None:
         return ''
-    low, median, high = cell['tokens_per_second']
+    low, _, high = cell['tokens_per_second']
     quartiles = f' ({low:,.0f}-{high:,.0f})' if len(cell['rounds']) > 1 else ''
-    return f'{median:,.0f}{quartiles}; {cell["tokens_per_processor_second"][1]:,.0f}'
+    return f'{median_text(cell)}{quartiles}; {cell["tokens_per_processor_second"][1]:,.0f}'
 
 
 def ratios(cells: Sequence[Row]) -> str:
