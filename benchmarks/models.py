@@ -165,12 +165,9 @@ def text_batch(vocabulary: int, rows: int, width: int, num_labels: int) -> Row:
 
 
 def make_rows(lengths: Sequence[int], seed: int, config: Any) -> list[Row]:
-    """Returns batches of one row with random tokens. Every other row begins with an image, if it is long enough.
+    """Returns batches of one row with random tokens, for a LLaVA of this config.
 
-    Args:
-        lengths: The number of tokens of each row, with its image tokens.
-        seed: The seed of tokens and images.
-        config: The config of the LLaVA that reads the rows.
+    Every other row begins with an image, if it is long enough. The lengths include image tokens.
     """
     side = config.vision_config.image_size
     image_length = patches_of(config.vision_config)

@@ -26,10 +26,7 @@ MADE_PART = re.compile(r'(<!-- made: (\w+) -->\n).*?(<!-- end -->)', re.DOTALL)
 def parser_of(doc: str | None, *, results: Path | None = RESULTS, report: bool = False) -> argparse.ArgumentParser:
     """Returns a parser whose help is the docstring of the benchmark.
 
-    Args:
-        doc: The docstring.
-        results: The default of ``--results``. None: the benchmark does not have this argument.
-        report: Whether the benchmark has ``--report``.
+    `results` is the default of ``--results``. None: the benchmark has no such argument. `report` adds ``--report``.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     if results is not None:

@@ -132,7 +132,7 @@ def fit(
     Args:
         model: A model of Transformers.
         data: See :func:`data_of`.
-        microbatch: Rows of a microbatch.
+        microbatch: The number of rows that a microbatch may hold at the width of the device batch.
         duration: Composer's `max_duration`.
         optimizer: None: the learning rate is 0, so that the weights do not change.
         device: Where to train.
@@ -176,17 +176,9 @@ def time_steps(
     device: ComputeDevice = CPU,
     slot_tokens: int | None = None,
 ) -> StepClock:
-    """Times a step of each batch.
+    """Trains a step on each batch and times it. Drops the first `num_warmup` steps, because they pay for checks.
 
-    Args:
-        method: How batches are cut; see :func:`data_of`.
-        model: The model.
-        batches: The batches of the run.
-        microbatch: The number of rows that a microbatch may hold at the width of the device batch.
-        algorithms: Algorithms of Composer.
-        num_warmup: The number of steps at the start that do not count, because they pay for checks.
-        device: The device of the model.
-        slot_tokens: See :func:`data_of`.
+    The other arguments are those of :func:`data_of` and :func:`fit`.
     """
     clock = StepClock(device)
     fit(
