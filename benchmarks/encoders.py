@@ -86,13 +86,6 @@ def measure(method: str, model: ModernBertForMaskedLM, batches: list[Row]) -> St
     return time_steps(method, model, batches * 2, MICROBATCH, algorithms=algorithms, num_warmup=num_warmup)
 
 
-def draw_lengths() -> np.ndarray:
-    """Returns the lengths of the rows of each step, (2, 32)."""
-    length_set = lognormal(0.92, mean=128, longest=1024)
-    lengths = np.maximum(length_set.lengths, 12)
-    return np.random.default_rng(SEED).choice(lengths, (2, 32))
-
-
 def figures_of(clocks: dict[str, list[StepClock]], real_tokens: int) -> list[Row]:
     """Returns the figures of each method: medians over the rounds."""
     stock_seconds = [sum(clock.seconds) for clock in clocks['stock']]
@@ -117,8 +110,7 @@ def table_of(results: Row) -> str:
     for row in results['methods']:
         speed = f'{row["tokens_per_second"]:,.0f}'
         ratio = f'{row["against_stock"]:.1f}'
-        padding = f'{row["padding"]:.0%}'.replace('%', ' %')
-        rows.append((row['method'], speed, ratio, padding))
+        rows.append((row['method'], speed, ratio, f'{100 * row["padding"]:.0f} %'))
     return table(('', 'real tokens a second', 'times stock', 'padding'), rows)
 
 
@@ -128,7 +120,10 @@ def main() -> None:
     parser.add_argument('--rounds', type=int, default=5)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    lengths = draw_lengths()
+    length_set = lognormal(0.92, mean=128, longest=1024)
+    all_lengths = np.maximum(length_set.lengths, 12)
+    # Two steps of 32 rows.
+    lengths = np.random.default_rng(SEED).choice(all_lengths, (2, 32))
     batches = []
     for step, lengths_of_step in enumerate(lengths):
         batches.append(make_batch(lengths_of_step.tolist(), seed=step))

@@ -399,15 +399,6 @@ def time_logits(logits: str, model: Any, batch: Row, device: ComputeDevice) -> d
     return {'seconds': statistics.median(clock.seconds), 'peak_gib': max(clock.peak_bytes) / GIB}
 
 
-def shape_batch(config: LlavaConfig, rows: int, width: int) -> Row:
-    """Returns a batch in which two of three rows have an image."""
-    samples = []
-    for row in range(rows):
-        num_images = 0 if row % 3 == 2 else 1
-        samples.append(made_up_sample(config, 40, num_images=num_images))
-    return batch_of_width(BatchLayout.for_model(config), samples, width)
-
-
 def measured_peak(model: Any, batch: Row, device: ComputeDevice) -> int:
     """Returns the peak memory of two steps. Each step computes the batch twice, in two microbatches.
 
@@ -434,11 +425,17 @@ def measure_memory(checkpointing: bool, scale: Scale) -> Row:
         make_optimizer=partial(torch.optim.SGD, lr=0.0),
     )
     model = build_llava(config, device, checkpointing=checkpointing)
+    layout = BatchLayout.for_model(config)
+    with_image = made_up_sample(config, 40, num_images=1)
+    without_image = made_up_sample(config, 40)
     rows = []
-    for num_rows, width in MEMORY_SHAPES:
-        batch = shape_batch(config, num_rows, width // scale.shrink)
-        predicted_bytes = memory.peak(BatchShape.from_batch(batch, BatchLayout.for_model(config)))
-        row = {'rows': num_rows, 'width': width // scale.shrink, 'predicted_gib': predicted_bytes / GIB}
+    for num_rows, full_width in MEMORY_SHAPES:
+        width = full_width // scale.shrink
+        # Two of three rows have an image.
+        samples = [with_image, with_image, without_image] * num_rows
+        batch = batch_of_width(layout, samples[:num_rows], width)
+        predicted_bytes = memory.peak(BatchShape.from_batch(batch, layout))
+        row = {'rows': num_rows, 'width': width, 'predicted_gib': predicted_bytes / GIB}
         if device.is_gpu:
             row['measured_gib'] = measured_peak(model, batch, device) / GIB
             row['error'] = row['predicted_gib'] / row['measured_gib'] - 1
