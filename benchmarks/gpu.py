@@ -42,7 +42,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlavaConfig
 
 from benchmarks import logits_memory
 from benchmarks.adapters import FirstGradient, Gradients, gradients_of, inputs_of
-from benchmarks.device import CPU, GIB, GPU, ComputeDevice
 from benchmarks.length_sets import lognormal, read_tables
 from benchmarks.models import (
     QWEN_TEXT,
@@ -55,7 +54,7 @@ from benchmarks.models import (
     text_batch,
 )
 from benchmarks.record import RESULTS, Row, parser_of, write
-from benchmarks.timed_steps import chunks, data_of, fit, time_steps
+from benchmarks.timed_steps import CPU, GIB, GPU, ComputeDevice, chunks, data_of, fit, time_steps
 from composer_tokacc import BatchLayout, TokenAccumulation
 from composer_tokacc.invariance import relative_error
 from composer_tokacc.layout import describe
@@ -77,7 +76,16 @@ EXACT_IN_FP32 = 1e-5
 BF16_NOISE_FACTOR = 2.0
 
 # Rows and width of the batches whose memory is predicted and measured. The prediction is calibrated with other shapes.
-MEMORY_SHAPES = ((1, 1536), (2, 900), (2, 1700), (3, 1100), (4, 1300), (5, 700), (6, 1000), (8, 800))
+MEMORY_SHAPES = (
+    (1, 1536),
+    (2, 900),
+    (2, 1700),
+    (3, 1100),
+    (4, 1300),
+    (5, 700),
+    (6, 1000),
+    (8, 800),
+)
 # Largest relative error of a prediction. It is the part of the memory that `safety` keeps free for everything that is
 # not predicted, such as the buffers of cuBLAS.
 MEMORY_LIMIT = 0.08
@@ -433,7 +441,7 @@ def measure_memory(checkpointing: bool, scale: Scale) -> Row:
         width = full_width // scale.shrink
         # Two of three rows have an image.
         samples = [with_image, with_image, without_image] * num_rows
-        batch = batch_of_width(layout, samples[:num_rows], width)
+        batch = dict(batch_of_width(layout, samples[:num_rows], width))
         predicted_bytes = memory.peak(BatchShape.from_batch(batch, layout))
         row = {'rows': num_rows, 'width': width, 'predicted_gib': predicted_bytes / GIB}
         if device.is_gpu:

@@ -1,25 +1,85 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Timed steps of the real Trainer with several ways to cut a batch."""
+"""Timed steps of the real Trainer with several ways to cut a batch, on a GPU or, as a rehearsal, on the CPU."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from composer import DataSpec, Trainer
 from composer.core import Algorithm, Callback, State
+from composer.devices import Device, DeviceCPU, DeviceGPU
 from composer.loggers import Logger
 from composer.models import HuggingFaceModel
 from torch.utils.data import DataLoader, IterableDataset
 
-from benchmarks.device import CPU, ComputeDevice
+from benchmarks.machine import machine
 from benchmarks.record import Row
 from composer_tokacc import BatchLayout, token_data_spec
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class ComputeDevice:
+    """``cuda`` or ``cpu``. The methods hide what differs between them."""
+
+    name: Literal['cpu', 'cuda']
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.name == 'cuda'
+
+    @property
+    def precision(self) -> str:
+        """Returns the precision of a run. Composer trains only in fp32 on a CPU."""
+        return 'amp_bf16' if self.is_gpu else 'fp32'
+
+    def composer(self, *, allow_tf32: bool = True) -> Device:
+        """Returns the device for ``Trainer(device=...)``."""
+        return DeviceGPU(allow_tf32=allow_tf32) if self.is_gpu else DeviceCPU()
+
+    def synchronize(self) -> None:
+        if self.is_gpu:
+            torch.cuda.synchronize()
+
+    def empty_cache(self) -> None:
+        """Gives unused memory of torch's allocator back to the GPU."""
+        if self.is_gpu:
+            torch.cuda.empty_cache()
+
+    def reset_peak(self) -> None:
+        if self.is_gpu:
+            torch.cuda.reset_peak_memory_stats()
+
+    def peak_bytes(self) -> int:
+        """Returns the most bytes that were allocated since :meth:`reset_peak`, or 0 on the CPU."""
+        return torch.cuda.max_memory_allocated() if self.is_gpu else 0
+
+    def allocated_bytes(self) -> int:
+        return torch.cuda.memory_allocated() if self.is_gpu else 0
+
+    def total_bytes(self) -> int:
+        return torch.cuda.get_device_properties(0).total_memory if self.is_gpu else 0
+
+    def report(self) -> Row:
+        """Returns the machine and the GPU for a results file."""
+        report = machine()
+        if self.is_gpu:
+            report['gpu'] = torch.cuda.get_device_name()
+            report['gpu_gib'] = round(self.total_bytes() / GIB, 1)
+            report['cuda'] = torch.version.cuda
+        return report
+
+
+CPU = ComputeDevice('cpu')
+GPU = ComputeDevice('cuda')
 
 
 class Batches(IterableDataset):
@@ -97,8 +157,7 @@ def data_of(
 
     Args:
         method: How batches are cut: `stock`, `collate` (see :func:`collate_split`), `ours` or `packing`.
-        batches: Batches, or a loader.
-        layout: The layout of the model.
+        batches: Batches, or a loader of them.
         slot_tokens: For `ours` and `packing`; see `token_data_spec`.
     """
     if isinstance(batches, DataLoader):
@@ -127,16 +186,11 @@ def fit(
     precision: str | None = None,
     **settings: Any,
 ) -> None:
-    """Trains with Composer.
+    """Trains a model of Transformers with Composer.
 
     Args:
-        model: A model of Transformers.
-        data: See :func:`data_of`.
         microbatch: The number of rows that a microbatch may hold at the width of the device batch.
-        duration: Composer's `max_duration`.
         optimizer: None: the learning rate is 0, so that the weights do not change.
-        device: Where to train.
-        allow_tf32: Whether a GPU may multiply in TF32.
         precision: None: the usual one of the device.
         settings: Other arguments of Composer's Trainer.
     """
