@@ -40,7 +40,13 @@ from tests.support.text import next_token_loss
 HELD_OUT = 64
 
 
-def train(name: str, sizes: Sizes, samples: Samples, *, inspect: bool = False) -> tuple[Trace, Any, Row]:
+def train(
+    name: str,
+    sizes: Sizes,
+    samples: Samples,
+    *,
+    inspect: bool = False,
+) -> tuple[Trace, Any, Row]:
     """Trains one epoch from the first weights. Returns the trace, the trained model and the settings."""
     model = new_model(sizes)
     task = Task(model, samples, sizes)
@@ -69,16 +75,14 @@ def inspected(
     traces: list[Trace] = dist.all_gather_object(replace(trace, gradient={}))
     ids = []
     imbalances = []
-    num_tokens = 0
-    num_positions = 0
     for step in range(max(len(rank.ids) for rank in traces)):
         # A rank may have fewer steps than others.
         ranks_in_step = [rank for rank in traces if step < len(rank.ids)]
         ids.append(sorted(chain.from_iterable(rank.ids[step] for rank in ranks_in_step)))
         positions = [rank.positions[step] for rank in ranks_in_step]
-        imbalances.append(max(positions) * len(positions) / sum(positions))
-        num_positions += sum(positions)
-        num_tokens += sum(rank.tokens[step] for rank in ranks_in_step)
+        imbalances.append(max(positions) / statistics.mean(positions))
+    num_tokens = sum(sum(rank.tokens) for rank in traces)
+    num_positions = sum(sum(rank.positions) for rank in traces)
     largest = max(rank.largest for rank in traces)
     cap = sizes.microbatch * int(samples.lengths.max())
     all_ids = sorted(chain.from_iterable(ids))
@@ -109,19 +113,17 @@ def inspected(
 def membership(ids: Sequence[Sequence[int]], num_samples: int, size: int) -> str:
     """Says which samples the steps have: the global batches in order, those of a shuffle, or others."""
     steps = [sorted(step) for step in ids]
-    in_order = list(range(num_samples))
-    if steps == global_batches(in_order, size):
-        return 'the same'
     # BatchRebalanceSampler of Transformers starts from this shuffle. No argument turns it off.
     generator = torch.Generator().manual_seed(42)
     shuffled = torch.randperm(num_samples, generator=generator).tolist()
-    if steps == global_batches(shuffled, size):
-        return 'of a shuffle of its own'
+    orders = {
+        'the same': range(num_samples),
+        'of a shuffle of its own': shuffled,
+    }
+    for name, order in orders.items():
+        if steps == [sorted(part) for part in chunks(order, size)]:
+            return name
     return 'by length'
-
-
-def global_batches(order: list[int], size: int) -> list[list[int]]:
-    return [sorted(part) for part in chunks(order, size)]
 
 
 def whole_gradient(model: Any, samples: Samples, ids: Sequence[int]) -> Gradients:
