@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import statistics
 import warnings
+from collections import defaultdict
 
 import numpy as np
 import torch
@@ -128,7 +129,7 @@ def main() -> None:
     for step, lengths_of_step in enumerate(lengths):
         batches.append(make_batch(lengths_of_step.tolist(), seed=step))
     model = build_model()
-    clocks: dict[str, list[StepClock]] = {method: [] for method in METHODS}
+    clocks = defaultdict(list)
     for _ in range(arguments.rounds):
         for method in METHODS:
             clocks[method].append(measure(method, model, batches))

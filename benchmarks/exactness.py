@@ -27,7 +27,6 @@ from tests.support.text import next_token_loss, text_model, text_rows
 
 RESULTS_FILE = RESULTS / 'exactness.json'
 PAGE = ROOT / 'docs' / 'rivals.md'
-# The models.
 SUBJECTS = ('Llama', 'LLaVA', 'Qwen2.5-VL')
 # On each rank. Microbatches of 16, 4 and 1 rows are accumulations of 1, 4 and 16.
 ROWS = 16
@@ -61,9 +60,7 @@ def gradients_of_token_mean(model: Any, batch: Batch) -> Gradients:
     model.train().zero_grad(set_to_none=True)
     outputs = model(**inputs_of(model, batch))
     next_token_loss(outputs.logits, batch['labels']).backward()
-    gradients = gradients_of(model)
-    model.zero_grad(set_to_none=True)
-    return gradients
+    return gradients_of(model)
 
 
 def check(subject: str, trainer: str) -> Row:

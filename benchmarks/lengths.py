@@ -76,11 +76,6 @@ def qwen2_5_vl() -> Any:
 FAMILIES = {'LLaVA-1.5': llava, 'Qwen2.5-VL': qwen2_5_vl}
 
 
-def repeated_sizes(num_images: int) -> np.ndarray:
-    """Returns widths and heights, (N, 2), drawn from SIDES."""
-    return np.random.default_rng(0).choice(SIDES, (num_images, 2))
-
-
 def unequal_sizes(num_images: int) -> np.ndarray:
     """Returns widths and heights, (N, 2). No two images have the same size."""
     shortest, longest = SIDES[0], SIDES[-1]
@@ -147,8 +142,9 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     results: Row = {'machine': machine()}
+    # Width and height of each image.
     sets = {
-        f'{len(SIDES) ** 2} sizes': repeated_sizes(arguments.images),
+        f'{len(SIDES) ** 2} sizes': np.random.default_rng(0).choice(SIDES, (arguments.images, 2)),
         'every size another': unequal_sizes(arguments.images // 5),
     }
     with tempfile.TemporaryDirectory() as folder:

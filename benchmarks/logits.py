@@ -20,6 +20,7 @@ from __future__ import annotations
 import statistics
 import time
 import warnings
+from collections import defaultdict
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -92,7 +93,7 @@ def time_microbatch(model: LlamaForCausalLM, rounds: int) -> dict[str, float]:
         return model(input_ids=ids, labels=labels).loss
 
     forwards = {'layers_seconds': layers, 'all_seconds': all_logits, 'labels_seconds': logits_at_labels}
-    seconds: dict[str, list[float]] = {name: [] for name in forwards}
+    seconds = defaultdict(list)
     for _ in range(rounds + 1):
         for name, forward in forwards.items():
             model.zero_grad()

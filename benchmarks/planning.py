@@ -23,6 +23,7 @@ import os
 import statistics
 import tempfile
 import time
+from collections import defaultdict
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from unittest import mock
@@ -76,7 +77,7 @@ def in_new_process(num_plans: int, cache: str, *, disable_numba: bool) -> Second
 
 def measure(num_rounds: int, num_plans: int = NUM_PLANS) -> dict[str, Seconds]:
     """Returns the seconds of each process, as medians over the rounds."""
-    rounds: dict[str, list[Seconds]] = {process: [] for process in DISABLE_NUMBA}
+    rounds = defaultdict(list)
     for _ in range(num_rounds):
         with tempfile.TemporaryDirectory() as cache:
             for process, disable_numba in DISABLE_NUMBA.items():

@@ -23,7 +23,12 @@ RESULTS = ROOT / 'benchmarks' / 'results'
 MADE_PART = re.compile(r'(<!-- made: (\w+) -->\n).*?(<!-- end -->)', re.DOTALL)
 
 
-def parser_of(doc: str | None, *, results: Path | None = RESULTS, report: bool = False) -> argparse.ArgumentParser:
+def parser_of(
+    doc: str | None,
+    *,
+    results: Path | None = RESULTS,
+    report: bool = False,
+) -> argparse.ArgumentParser:
     """Returns a parser whose help is the docstring of the benchmark.
 
     `results` is the default of ``--results``. None: the benchmark has no such argument. `report` adds ``--report``.
@@ -42,7 +47,6 @@ def read(path: Path) -> Row:
 
 
 def write(path: Path, results: Any) -> None:
-    """Writes results as JSON."""
     write_at_once(path, json.dumps(results, indent=1) + '\n')
 
 

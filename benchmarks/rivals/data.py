@@ -121,14 +121,16 @@ class Samples(Dataset):
     Tokens follow a random chain, so that there is something to learn. Long and short samples have different chains, so
     that a trainer that gives short samples a wrong weight learns something else.
 
-    Args:
-        sizes: The sizes of the run.
-        lengths: Lengths to draw from.
-        seed: The seed of lengths, tokens and images.
-        count: The number of samples. None: an epoch of the run.
+    The lengths are drawn from `lengths`. Without `count` there are as many samples as an epoch of the run has.
     """
 
-    def __init__(self, sizes: Sizes, lengths: np.ndarray, seed: int = 0, count: int | None = None) -> None:
+    def __init__(
+        self,
+        sizes: Sizes,
+        lengths: np.ndarray,
+        seed: int = 0,
+        count: int | None = None,
+    ) -> None:
         rng = np.random.default_rng(seed)
         self.lengths = rng.choice(lengths, count or sizes.samples)
         if sizes.extremes_first:
@@ -174,7 +176,13 @@ class Samples(Dataset):
         return self._indices.get(tuple(ids), UNKNOWN)
 
 
-def _draw_row(rng: np.random.Generator, length: int, chain: np.ndarray, *, has_images: bool) -> Row:
+def _draw_row(
+    rng: np.random.Generator,
+    length: int,
+    chain: np.ndarray,
+    *,
+    has_images: bool,
+) -> Row:
     """Draws a sample of this length. About half of it, at most, are image tokens."""
     most_images = min((length - 4) // (2 * IMAGE_LENGTH), MAX_IMAGES)
     num_images = 0

@@ -112,7 +112,7 @@ def measured_on(cells: Sequence[Row]) -> str:
 
 def first_gradient(cells: Sequence[Row]) -> str:
     """Returns a table of the errors of the first step's gradient: smallest and largest of all sets of lengths."""
-    groups = grouped(without_bound(cells))
+    groups = grouped([cell for cell in cells if cell['rival'] != BOUND])
     rows = []
     for name in TITLES:
         spans = []
@@ -209,7 +209,7 @@ def ratio_of_rounds(our_cell: Row, other: Row, figure: str = 'tokens_per_second'
 
 def reached_the_model(cells: Sequence[Row]) -> str:
     """Returns a table of the measurements of the hooks, for each model and number of ranks."""
-    cells = without_bound(cells)
+    cells = [cell for cell in cells if cell['rival'] != BOUND]
     columns = (
         '',
         'padding',
@@ -249,10 +249,6 @@ def reached_row(cell: Row) -> list[object]:
         error_text(cell['gradient_error']),
         f'{cell["held_out_loss"]:.4f}',
     ]
-
-
-def without_bound(cells: Sequence[Row]) -> list[Row]:
-    return [cell for cell in cells if cell['rival'] != BOUND]
 
 
 def cells_of_set(cells: Sequence[Row], set_name: str) -> list[Row]:
