@@ -12,8 +12,9 @@ compiling      numba compiles during the first plan, because its cache is empty
 from_cache     numba loads the machine code that the first process saved
 without_numba  the planner runs as plain Python
 
-Figures are medians over plans, then over rounds. The first plan of a size counts only as `first_plan`. All are seconds
-of processor time. The planner has one thread, so an idle machine takes as long. Writes results/planning.json.
+`first_plan` is the first plan of a process. The figure of a case is a median that leaves out its first plan. Then come
+medians over the rounds. All are seconds of processor time: with its one thread, the planner takes as long on an idle
+machine. Writes results/planning.json.
 """
 
 from __future__ import annotations
@@ -43,7 +44,6 @@ CASES = ((64, 2), (512, 8))
 MICROBATCH = 4
 # Plans of a case in each process, after the first one.
 NUM_PLANS = 20
-# Seconds by name.
 Seconds = dict[str, float]
 
 
