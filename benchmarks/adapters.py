@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from composer import Callback, DataSpec, Logger, State
@@ -45,7 +46,8 @@ def hugging_face(model: Any) -> Step:
         samples = []
         for batch in microbatches:
             samples += [batch] * dist.get_world_size()
-        with tempfile.TemporaryDirectory() as folder:
+        # Restores the environment afterwards, because accelerate sets variables and leaves them.
+        with mock.patch.dict('os.environ'), tempfile.TemporaryDirectory() as folder:
             arguments = TrainingArguments(
                 output_dir=folder,
                 per_device_train_batch_size=1,
@@ -77,10 +79,7 @@ def hugging_face(model: Any) -> Step:
 def composer(model: Any, *, flag: bool = False, exact: bool = False) -> Step:
     """Returns a function that makes a step with Composer.
 
-    Args:
-        model: The model.
-        flag: Whether to set Composer's ``accumulate_train_batch_on_tokens``.
-        exact: Whether to use TokenAccumulation. If not, it is stock Composer.
+    ``flag`` sets Composer's ``accumulate_train_batch_on_tokens``. ``exact`` adds TokenAccumulation.
     """
     layout = BatchLayout.for_model(model)
 

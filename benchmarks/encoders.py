@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import statistics
 import warnings
+from collections import defaultdict
 
 import numpy as np
 import torch
@@ -25,8 +26,8 @@ from benchmarks.length_sets import lognormal
 from benchmarks.machine import machine
 from benchmarks.record import RESULTS, ROOT, Row, fill_page, parser_of, table, write
 from benchmarks.rivals.data import collate
-from benchmarks.timed_steps import StepClock, data_of, fit
-from composer_tokacc import BatchLayout, TokenAccumulation
+from benchmarks.timed_steps import StepClock, time_steps
+from composer_tokacc import TokenAccumulation
 
 PAGE = ROOT / 'docs' / 'encoders.md'
 RESULTS_FILE = RESULTS / 'encoders.json'
@@ -79,21 +80,11 @@ def measure(method: str, model: ModernBertForMaskedLM, batches: list[Row]) -> St
     TokenAccumulation checks rows that are wider than any before. These checks are made in warm-up steps, which do not
     count.
     """
-    clock = StepClock()
-    warmup = batches[:1] if method == 'stock' else batches
-    data = data_of(method, [*warmup, *batches], BatchLayout.for_model(model))
-    algorithms = [] if method == 'stock' else [TokenAccumulation()]
-    num_steps = len(warmup) + len(batches)
-    fit(model, data, MICROBATCH, f'{num_steps}ba', algorithms=algorithms, callbacks=[clock])
-    clock.forget_first(len(warmup))
-    return clock
-
-
-def draw_lengths() -> np.ndarray:
-    """Returns the lengths of the rows of each step, (2, 32)."""
-    length_set = lognormal(0.92, mean=128, longest=1024)
-    lengths = np.maximum(length_set.lengths, 12)
-    return np.random.default_rng(SEED).choice(lengths, (2, 32))
+    if method == 'stock':
+        return time_steps(method, model, [batches[0], *batches], MICROBATCH, algorithms=[])
+    algorithms = [TokenAccumulation()]
+    num_warmup = len(batches)
+    return time_steps(method, model, batches * 2, MICROBATCH, algorithms=algorithms, num_warmup=num_warmup)
 
 
 def figures_of(clocks: dict[str, list[StepClock]], real_tokens: int) -> list[Row]:
@@ -102,14 +93,11 @@ def figures_of(clocks: dict[str, list[StepClock]], real_tokens: int) -> list[Row
     rows = []
     for method, clocks_of_method in clocks.items():
         seconds = [sum(clock.seconds) for clock in clocks_of_method]
-        ratios = []
-        for seconds_of_stock, seconds_of_method in zip(stock_seconds, seconds, strict=True):
-            ratios.append(seconds_of_stock / seconds_of_method)
         rows.append(
             {
                 'method': METHODS[method],
                 'tokens_per_second': real_tokens / statistics.median(seconds),
-                'against_stock': statistics.median(ratios),
+                'against_stock': float(np.median(np.divide(stock_seconds, seconds))),
                 'padding': 1 - real_tokens / sum(clocks_of_method[0].positions),
                 'seconds': seconds,
             }
@@ -123,8 +111,7 @@ def table_of(results: Row) -> str:
     for row in results['methods']:
         speed = f'{row["tokens_per_second"]:,.0f}'
         ratio = f'{row["against_stock"]:.1f}'
-        padding = f'{row["padding"]:.0%}'.replace('%', ' %')
-        rows.append((row['method'], speed, ratio, padding))
+        rows.append((row['method'], speed, ratio, f'{100 * row["padding"]:.0f} %'))
     return table(('', 'real tokens a second', 'times stock', 'padding'), rows)
 
 
@@ -134,12 +121,15 @@ def main() -> None:
     parser.add_argument('--rounds', type=int, default=5)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    lengths = draw_lengths()
+    length_set = lognormal(0.92, mean=128, longest=1024)
+    all_lengths = np.maximum(length_set.lengths, 12)
+    # Two steps of 32 rows.
+    lengths = np.random.default_rng(SEED).choice(all_lengths, (2, 32))
     batches = []
     for step, lengths_of_step in enumerate(lengths):
         batches.append(make_batch(lengths_of_step.tolist(), seed=step))
     model = build_model()
-    clocks: dict[str, list[StepClock]] = {method: [] for method in METHODS}
+    clocks = defaultdict(list)
     for _ in range(arguments.rounds):
         for method in METHODS:
             clocks[method].append(measure(method, model, batches))

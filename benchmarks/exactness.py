@@ -14,7 +14,6 @@ from __future__ import annotations
 from dataclasses import asdict
 from itertools import product
 from typing import Any
-from unittest import mock
 
 import numpy as np
 from composer.utils import dist
@@ -28,7 +27,6 @@ from tests.support.text import next_token_loss, text_model, text_rows
 
 RESULTS_FILE = RESULTS / 'exactness.json'
 PAGE = ROOT / 'docs' / 'rivals.md'
-# The models.
 SUBJECTS = ('Llama', 'LLaVA', 'Qwen2.5-VL')
 # On each rank. Microbatches of 16, 4 and 1 rows are accumulations of 1, 4 and 16.
 ROWS = 16
@@ -62,9 +60,7 @@ def gradients_of_token_mean(model: Any, batch: Batch) -> Gradients:
     model.train().zero_grad(set_to_none=True)
     outputs = model(**inputs_of(model, batch))
     next_token_loss(outputs.logits, batch['labels']).backward()
-    gradients = gradients_of(model)
-    model.zero_grad(set_to_none=True)
-    return gradients
+    return gradients_of(model)
 
 
 def check(subject: str, trainer: str) -> Row:
@@ -76,9 +72,7 @@ def check(subject: str, trainer: str) -> Row:
 
     def step(microbatches: list[Batch]) -> Gradients:
         model.train().zero_grad(set_to_none=True)
-        # Restores the environment afterwards, because accelerate sets variables and leaves them.
-        with mock.patch.dict('os.environ'):
-            return train_step(microbatches)
+        return train_step(microbatches)
 
     report = verify_invariance(
         step,
@@ -102,17 +96,14 @@ def tables_of(rows: list[Row]) -> str:
     """Returns a table for each model: trainers by ranks and accumulation."""
     cases = list(product((1, 2), ACCUMULATIONS))
     columns = [f'{ranks_text(ranks)}, x{accumulation}' for ranks, accumulation in cases]
+    rows_by_launch = {(row['subject'], row['trainer'], row['ranks']): row for row in rows}
     parts = []
     for subject in SUBJECTS:
-        rows_of_subject = {}
-        for row in rows:
-            if row['subject'] == subject:
-                rows_of_subject[row['trainer'], row['ranks']] = row
         lines = []
         for trainer, title in TITLES.items():
             texts = []
             for ranks, accumulation in cases:
-                row = rows_of_subject[trainer, ranks]
+                row = rows_by_launch[subject, trainer, ranks]
                 texts.append(cell_text(row, accumulation))
             lines.append([title, *texts])
         parts.append(f'### {subject}\n\n{table(["", *columns], lines)}')
@@ -138,17 +129,14 @@ def measure_on_ranks() -> list[Row]:
         for trainer in ADAPTERS:
             row = check(subject, trainer)
             rows.append(row)
-            if dist.get_global_rank() == 0:
-                text = cell_text(row, ACCUMULATIONS[-1])
-                print(f'{subject}, {ranks_text(row["ranks"])}, {trainer}: {text}', flush=True)
+            # Composer's launcher shows only the output of rank 0.
+            print(subject, row['ranks'], trainer, cell_text(row, ACCUMULATIONS[-1]), flush=True)
     return rows
 
 
 def main() -> None:
     arguments = parser_of(__doc__, results=RESULTS_FILE).parse_args()
-    rows = []
-    for ranks in (1, 2):
-        rows += on_ranks(ranks, 'benchmarks.exactness')
+    rows = on_ranks((1, 2), 'benchmarks.exactness')
     write_rows(arguments.results, {'rows': rows})
     if arguments.results == RESULTS_FILE:
         fill_page(PAGE, {'exactness': tables_of(rows)})

@@ -42,7 +42,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlavaConfig
 
 from benchmarks import logits_memory
 from benchmarks.adapters import FirstGradient, Gradients, gradients_of, inputs_of
-from benchmarks.device import CPU, GIB, GPU, ComputeDevice
 from benchmarks.length_sets import lognormal, read_tables
 from benchmarks.models import (
     QWEN_TEXT,
@@ -55,7 +54,7 @@ from benchmarks.models import (
     text_batch,
 )
 from benchmarks.record import RESULTS, Row, parser_of, write
-from benchmarks.timed_steps import StepClock, chunks, data_of, fit, timed
+from benchmarks.timed_steps import CPU, GIB, GPU, ComputeDevice, chunks, data_of, fit, time_steps
 from composer_tokacc import BatchLayout, TokenAccumulation
 from composer_tokacc.invariance import relative_error
 from composer_tokacc.layout import describe
@@ -77,7 +76,16 @@ EXACT_IN_FP32 = 1e-5
 BF16_NOISE_FACTOR = 2.0
 
 # Rows and width of the batches whose memory is predicted and measured. The prediction is calibrated with other shapes.
-MEMORY_SHAPES = ((1, 1536), (2, 900), (2, 1700), (3, 1100), (4, 1300), (5, 700), (6, 1000), (8, 800))
+MEMORY_SHAPES = (
+    (1, 1536),
+    (2, 900),
+    (2, 1700),
+    (3, 1100),
+    (4, 1300),
+    (5, 700),
+    (6, 1000),
+    (8, 800),
+)
 # Largest relative error of a prediction. It is the part of the memory that `safety` keeps free for everything that is
 # not predicted, such as the buffers of cuBLAS.
 MEMORY_LIMIT = 0.08
@@ -308,17 +316,31 @@ def measure_out_of_memory(scale: Scale) -> Row:
 
 
 def measure_method(method: str, model: Any, batches: list[Row], scale: Scale) -> Row:
-    """Times one way to cut the batches, twice. The speed is that of the second pass: see :func:`timed`."""
+    """Times one way to cut the batches. TokenAccumulation is on for all of them, so that only the cut differs.
+
+    All batches are trained on once, then once more. In the first pass the allocator of a GPU asks the driver for memory
+    at each new shape, as in the first steps of a run. The second pass shows the speed of a long run.
+    """
     layout = BatchLayout.for_model(model)
-    width = max(batch['input_ids'].shape[1] for batch in batches)
-    clock = timed(method, model, batches, scale.microbatch, device=scale.device, slot_tokens=width)
+    lengths = [describe(layout, batch).lengths for batch in batches]
+    # A step that does not count comes first, in which TokenAccumulation checks its batch. That batch has the two
+    # shortest and the two longest rows of the first of the batches.
+    rows_by_length = np.argsort(lengths[0], kind='stable').tolist()
+    checked_rows = {*rows_by_length[:2], *rows_by_length[-2:]}
+    checked_batch = layout.select(batches[0], sorted(checked_rows))
+    clock = time_steps(
+        method,
+        model,
+        [checked_batch, *batches, *batches],
+        scale.microbatch,
+        algorithms=[TokenAccumulation(loss_tokens='causal', check_loss=False)],
+        device=scale.device,
+        slot_tokens=max(batch['input_ids'].shape[1] for batch in batches),
+    )
     first_pass, second_pass = chunks(clock.seconds, len(batches))
-    real_tokens = [sum(describe(layout, batch).lengths) for batch in batches]
-    speeds = []
-    for tokens, seconds in zip(real_tokens, second_pass, strict=True):
-        speeds.append(tokens / seconds)
+    real_tokens = [sum(lengths_of_batch) for lengths_of_batch in lengths]
     return {
-        'tokens_per_second': statistics.median(speeds),
+        'tokens_per_second': float(np.median(np.divide(real_tokens, second_pass))),
         'seconds': second_pass,
         'first_pass_seconds': first_pass,
         'padding': 1 - 2 * sum(real_tokens) / sum(clock.positions),  # the positions of both passes
@@ -378,28 +400,11 @@ def measure_logits(scale: Scale) -> Row:
 
 def time_logits(logits: str, model: Any, batch: Row, device: ComputeDevice) -> dict[str, float]:
     """Returns the median time and the largest peak of the steps. The first does not count: it includes a check."""
-    clock = StepClock(device)
-    num_steps = 1 + LOGITS_STEPS
-    fit(
-        model,
-        data_of('ours', [batch] * num_steps, BatchLayout.for_model(model)),
-        len(batch['input_ids']),
-        f'{num_steps}ba',
-        device=device,
-        algorithms=[TokenAccumulation(logits=logits)],
-        callbacks=[clock],
-    )
-    clock.forget_first(1)
+    batches = [batch] * (1 + LOGITS_STEPS)
+    num_rows = len(batch['input_ids'])
+    algorithms = [TokenAccumulation(logits=logits)]
+    clock = time_steps('ours', model, batches, num_rows, algorithms=algorithms, device=device)
     return {'seconds': statistics.median(clock.seconds), 'peak_gib': max(clock.peak_bytes) / GIB}
-
-
-def shape_batch(config: LlavaConfig, rows: int, width: int) -> Row:
-    """Returns a batch in which two of three rows have an image."""
-    samples = []
-    for row in range(rows):
-        num_images = 0 if row % 3 == 2 else 1
-        samples.append(made_up_sample(config, 40, num_images=num_images))
-    return batch_of_width(BatchLayout.for_model(config), samples, width)
 
 
 def measured_peak(model: Any, batch: Row, device: ComputeDevice) -> int:
@@ -428,11 +433,17 @@ def measure_memory(checkpointing: bool, scale: Scale) -> Row:
         make_optimizer=partial(torch.optim.SGD, lr=0.0),
     )
     model = build_llava(config, device, checkpointing=checkpointing)
+    layout = BatchLayout.for_model(config)
+    with_image = made_up_sample(config, 40, num_images=1)
+    without_image = made_up_sample(config, 40)
     rows = []
-    for num_rows, width in MEMORY_SHAPES:
-        batch = shape_batch(config, num_rows, width // scale.shrink)
-        predicted_bytes = memory.peak(BatchShape.from_batch(batch, BatchLayout.for_model(config)))
-        row = {'rows': num_rows, 'width': width // scale.shrink, 'predicted_gib': predicted_bytes / GIB}
+    for num_rows, full_width in MEMORY_SHAPES:
+        width = full_width // scale.shrink
+        # Two of three rows have an image.
+        samples = [with_image, with_image, without_image] * num_rows
+        batch = dict(batch_of_width(layout, samples[:num_rows], width))
+        predicted_bytes = memory.peak(BatchShape.from_batch(batch, layout))
+        row = {'rows': num_rows, 'width': width, 'predicted_gib': predicted_bytes / GIB}
         if device.is_gpu:
             row['measured_gib'] = measured_peak(model, batch, device) / GIB
             row['error'] = row['predicted_gib'] / row['measured_gib'] - 1

@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from composer.loggers import InMemoryLogger
 from composer.utils import dist
@@ -28,7 +29,7 @@ from transformers import AutoModelForImageTextToText
 from benchmarks.adapters import FirstGradient, Gradients, gradients_of, inputs_of
 from benchmarks.machine import machine, on_ranks
 from benchmarks.models import freeze_unused
-from benchmarks.record import Row, parser_of, write
+from benchmarks.record import Row, new_figure, parser_of, write
 from benchmarks.timed_steps import data_of, fit
 from composer_tokacc import BatchLayout, TokenAccumulation
 from composer_tokacc.data import VisionLanguageCollator
@@ -123,29 +124,27 @@ def measure_on_ranks(steps: int) -> list[Row]:
                 'whole_batch_loss': expected_loss,
                 'seconds': round(time.monotonic() - start, 1),
             }
-            if dist.get_global_rank() == 0:
-                print(row, flush=True)
+            # Composer's launcher shows only the output of rank 0.
+            print(row, flush=True)
             rows.append({**row, 'losses': losses})
     return rows
 
 
 def draw(rows: list[Row], path: Path) -> None:
     """Draws the losses of all runs, with a panel for each method."""
-    import matplotlib
-    from matplotlib.figure import Figure
+    from matplotlib import colormaps
 
-    figure = Figure(figsize=(13, 4), layout='constrained')
+    figure = new_figure(13, 4, font_size=10)
     axes = figure.subplots(1, len(METHODS), sharey=True)
-    colors = matplotlib.colormaps['viridis']
     for axis, (method, title) in zip(axes, METHODS.items(), strict=True):
         runs = [row for row in rows if row['method'] == method]
-        for number, row in enumerate(runs):
+        colors = colormaps['viridis'](np.linspace(0.25, 0.85, len(runs)))
+        for row, color in zip(runs, colors, strict=True):
             steps = range(1, len(row['losses']) + 1)
             label = f'{row["microbatch"]} x {row["ranks"]} ranks'
-            color = colors(0.25 + 0.6 * number / max(len(runs) - 1, 1))
             axis.plot(steps, row['losses'], color=color, lw=1.2, label=label)
         error = max(row['gradient_error'] for row in runs)
-        axis.set_title(f'{title}\ngradient error up to {error:.0e}', fontsize=10)
+        axis.set_title(f'{title}\ngradient error up to {error:.0e}')
         axis.set_xlabel('step')
     axes[0].set_ylabel('logged training loss')
     axes[0].set_yscale('log')
@@ -159,9 +158,7 @@ def main() -> None:
     parser.add_argument('--steps', type=int, default=100)
     parser.add_argument('--ranks', type=int, nargs='+', default=[1, 2, 4])
     arguments = parser.parse_args()
-    rows: list[Row] = []
-    for ranks in arguments.ranks:
-        rows += on_ranks(ranks, 'benchmarks.invariance', steps=arguments.steps)
+    rows = on_ranks(arguments.ranks, 'benchmarks.invariance', steps=arguments.steps)
     rows.sort(key=lambda row: list(METHODS).index(row['method']))
     results = {
         'machine': machine(),

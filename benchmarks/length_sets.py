@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import gzip
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,8 +60,7 @@ def read_tables(folder: Path | None = None) -> tuple[LengthSet, str]:
         raise FileNotFoundError(f'{folder} has no tables *.csv.gz.')
     tables = []
     for file in files:
-        with gzip.open(file, 'rt') as lines:
-            tables.append(np.loadtxt(lines, delimiter=',', skiprows=1, dtype=np.int64, ndmin=2))
+        tables.append(np.loadtxt(file, delimiter=',', skiprows=1, dtype=np.int64, ndmin=2))
     tokens, image_tiles = np.concatenate(tables).T
     length_set = LengthSet('tables mixed', tokens, image_tiles * TOKENS_PER_TILE)
     names = ', '.join(file.name.removesuffix('.csv.gz') for file in files)

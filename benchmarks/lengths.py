@@ -30,7 +30,7 @@ from PIL import Image
 from benchmarks.machine import machine
 from benchmarks.record import Row, parser_of, write
 from composer_tokacc.data import LlavaDataset, lengths
-from composer_tokacc.data.processor import train_tokenizer
+from composer_tokacc.data.processor import CHAT_TEMPLATE, train_tokenizer
 
 ROUNDS = 3
 SIDES = (200, 256, 336, 375, 480, 512, 640, 768, 800, 1024, 1280, 1600)
@@ -40,11 +40,6 @@ QUESTIONS = (
     'How many objects are there, and which?',
 )
 WORDS = 'a the red small house stands lies beside above table street dog car'
-TEMPLATE = (
-    "{% for message in messages %}{{ '<|' + message['role'] + '|>' }}{% for part in message['content'] %}"
-    "{% if part['type'] == 'image' %}IMAGE{% else %}{{ part['text'] }}{% endif %}{% endfor %}"
-    "{% if message['role'] == 'assistant' %}{{ '<|end|>' }}{% endif %}{% endfor %}"
-)
 
 
 def tokenizer(*special: str) -> Any:
@@ -61,7 +56,7 @@ def llava() -> Any:
     return transformers.LlavaProcessor(
         images,
         tokenizer(),
-        chat_template=TEMPLATE.replace('IMAGE', '<image>'),
+        chat_template=CHAT_TEMPLATE,
         patch_size=14,
         num_additional_image_tokens=1,
         vision_feature_select_strategy='default',
@@ -74,16 +69,11 @@ def qwen2_5_vl() -> Any:
         image_processor=transformers.Qwen2VLImageProcessor(min_pixels=56 * 56, max_pixels=28 * 28 * 1280),
         tokenizer=tokenizer('<|image_pad|>', '<|video_pad|>', '<|vision_start|>', '<|vision_end|>'),
         video_processor=transformers.Qwen2VLVideoProcessor(),
-        chat_template=TEMPLATE.replace('IMAGE', '<|vision_start|><|image_pad|><|vision_end|>'),
+        chat_template=CHAT_TEMPLATE.replace('<image>', '<|vision_start|><|image_pad|><|vision_end|>'),
     )
 
 
 FAMILIES = {'LLaVA-1.5': llava, 'Qwen2.5-VL': qwen2_5_vl}
-
-
-def repeated_sizes(num_images: int) -> np.ndarray:
-    """Returns widths and heights, (N, 2), drawn from SIDES."""
-    return np.random.default_rng(0).choice(SIDES, (num_images, 2))
 
 
 def unequal_sizes(num_images: int) -> np.ndarray:
@@ -152,8 +142,9 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     results: Row = {'machine': machine()}
+    # Width and height of each image.
     sets = {
-        f'{len(SIDES) ** 2} sizes': repeated_sizes(arguments.images),
+        f'{len(SIDES) ** 2} sizes': np.random.default_rng(0).choice(SIDES, (arguments.images, 2)),
         'every size another': unequal_sizes(arguments.images // 5),
     }
     with tempfile.TemporaryDirectory() as folder:

@@ -20,10 +20,12 @@ from __future__ import annotations
 import statistics
 import time
 import warnings
+from collections import defaultdict
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from transformers import LlamaForCausalLM
@@ -35,7 +37,7 @@ from benchmarks.models import qwen_config, smolvlm_config, text_batch
 from benchmarks.record import RESULTS, ROOT, Row, fill_page, new_figure, parser_of, read, table, write_rows
 from benchmarks.rivals.__main__ import keep, launch
 from benchmarks.rivals.data import Sizes, new_model
-from benchmarks.rivals.report import MODEL_TITLES, TITLES, by_rival, grouped, ratio_of_rounds, worst_error
+from benchmarks.rivals.report import MODEL_TITLES, TITLES, by_rival, grouped, median_text, ratio_of_rounds, worst_error
 from composer_tokacc.labelled import LabelSelector
 
 PAGE = ROOT / 'docs' / 'logits.md'
@@ -71,9 +73,7 @@ def sizes_of(model: str) -> Row:
 def time_microbatch(model: LlamaForCausalLM, rounds: int) -> dict[str, float]:
     """Returns the seconds of forward and backward of a microbatch: for the layers only, and with head and loss.
 
-    Args:
-        model: A model on the CPU.
-        rounds: How often each forward is timed, after a first time that does not count. The forwards take turns.
+    The forwards take turns in each round. A first round does not count.
     """
     rows, width = MICROBATCH
     answer = sum(ANSWER) // 2
@@ -93,7 +93,7 @@ def time_microbatch(model: LlamaForCausalLM, rounds: int) -> dict[str, float]:
         return model(input_ids=ids, labels=labels).loss
 
     forwards = {'layers_seconds': layers, 'all_seconds': all_logits, 'labels_seconds': logits_at_labels}
-    seconds: dict[str, list[float]] = {name: [] for name in forwards}
+    seconds = defaultdict(list)
     for _ in range(rounds + 1):
         for name, forward in forwards.items():
             model.zero_grad()
@@ -101,10 +101,7 @@ def time_microbatch(model: LlamaForCausalLM, rounds: int) -> dict[str, float]:
             forward().backward()
             seconds[name].append(time.perf_counter() - start)
     selector.remove()
-    medians = {}
-    for name, times in seconds.items():
-        medians[name] = statistics.median(times[1:])
-    return medians
+    return {name: statistics.median(times[1:]) for name, times in seconds.items()}
 
 
 def microbatch_rows(rounds: int) -> list[Row]:
@@ -165,12 +162,12 @@ def speed_text(case: dict[str, Row], rival: str) -> str:
     """Returns a speed. In parentheses: how many times as fast ours is, by time and by processor time."""
     if rival not in case:
         return ''
-    _, median, _ = case[rival]['tokens_per_second']
+    median = median_text(case[rival])
     if rival == OURS:
-        return f'{median:,.0f}'
+        return median
     by_time = ratio_of_rounds(case[OURS], case[rival])
     by_processor_time = ratio_of_rounds(case[OURS], case[rival], 'tokens_per_processor_second')
-    return f'{median:,.0f} ({by_time:.2f}; {by_processor_time:.2f})'
+    return f'{median} ({by_time:.2f}; {by_processor_time:.2f})'
 
 
 def share_table(results: Row) -> str:
@@ -229,13 +226,11 @@ def draw(results: Row, memory: Row, path: Path) -> None:
 
 def stack(axes: Any, bars: dict[str, Parts], colors: dict[str, str]) -> None:
     """Draws horizontal bars of stacked parts by label, the first bar on top."""
-    for place, parts in enumerate(bars.values()):
-        left = 0.0
-        for name, color in colors.items():
-            label = name if place == 0 else None
-            axes.barh(place, parts[name], left=left, color=color, label=label)
-            left += parts[name]
-    axes.set_yticks(range(len(bars)), list(bars))
+    left = np.zeros(len(bars))
+    for name, color in colors.items():
+        widths = [parts[name] for parts in bars.values()]
+        axes.barh(list(bars), widths, left=left, color=color, label=name)
+        left += widths
     axes.invert_yaxis()
     axes.legend(frameon=False, loc='upper center', bbox_to_anchor=(0.5, -0.08), ncols=len(colors))
 

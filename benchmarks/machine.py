@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.metadata
 import json
@@ -14,10 +15,12 @@ import subprocess
 import sys
 import tempfile
 import warnings
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import cpuinfo
 import torch
 from composer.utils import dist, get_device
 
@@ -47,6 +50,12 @@ def machine() -> Row:
     }
 
 
+@functools.cache
+def _processor() -> str:
+    """Returns the name of the processor. Cached, because looking it up takes half a second."""
+    return cpuinfo.get_cpu_info().get('brand_raw', platform.machine())
+
+
 def versions(packages: tuple[str, ...]) -> dict[str, str]:
     """Returns the versions of those packages that are installed."""
     installed = {}
@@ -71,26 +80,29 @@ def environment(**variables: str) -> dict[str, str]:
     }
 
 
-def on_ranks(ranks: int, module: str, **arguments: Any) -> Any:
-    """Calls `measure_on_ranks` of a module on several ranks, and returns the results of rank 0.
+def on_ranks(numbers_of_ranks: Sequence[int], module: str, **arguments: Any) -> list[Row]:
+    """Calls `measure_on_ranks` of a module on each of these numbers of ranks. Returns all rows of rank 0.
 
-    Arguments and results travel as JSON. Composer's launcher starts :func:`main` in a process for each rank.
+    Arguments and rows travel as JSON. Composer's launcher starts :func:`main` in a process for each rank.
     """
+    rows = []
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / 'results.json'
-        launcher = [COMPOSER, '-n', str(ranks), '-m', 'benchmarks.machine']
-        command = [*launcher, module, json.dumps(arguments), str(path)]
-        subprocess.run(command, check=True, cwd=ROOT, env=environment())
-        return json.loads(path.read_text())
+        path = Path(folder) / 'rows.json'
+        for ranks in numbers_of_ranks:
+            launcher = [COMPOSER, '-n', str(ranks), '-m', 'benchmarks.machine']
+            command = [*launcher, module, json.dumps(arguments), str(path)]
+            subprocess.run(command, check=True, cwd=ROOT, env=environment())
+            rows += json.loads(path.read_text())
+    return rows
 
 
 def main() -> None:
     """Runs on each rank for :func:`on_ranks`."""
     module, arguments, path = sys.argv[1:]
     join_ranks()
-    results = importlib.import_module(module).measure_on_ranks(**json.loads(arguments))
+    rows = importlib.import_module(module).measure_on_ranks(**json.loads(arguments))
     if dist.get_global_rank() == 0:
-        Path(path).write_text(json.dumps(results))
+        Path(path).write_text(json.dumps(rows))
 
 
 def join_ranks() -> None:
@@ -98,17 +110,6 @@ def join_ranks() -> None:
     warnings.simplefilter('ignore')
     torch.set_num_threads(1)
     dist.initialize_dist(get_device('cpu'))
-
-
-def _processor() -> str:
-    try:
-        lines = Path('/proc/cpuinfo').read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    for line in lines:
-        if line.startswith('model name'):
-            return line.split(':', 1)[1].strip()
-    return platform.machine()
 
 
 if __name__ == '__main__':

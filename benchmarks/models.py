@@ -100,12 +100,17 @@ def llava_config(text: LlamaConfig, vision: CLIPVisionConfig) -> LlavaConfig:
         vision_config=vision,
         text_config=text,
         image_token_index=IMAGE_TOKEN,
-        image_seq_length=(vision.image_size // vision.patch_size) ** 2,
+        image_seq_length=patches_of(vision),
         vision_feature_layer=-1,
         vision_feature_select_strategy='default',
     )
     config.use_cache = False
     return config
+
+
+def patches_of(vision: Any) -> int:
+    """Returns the number of patches of an image. Each becomes one image token."""
+    return (vision.image_size // vision.patch_size) ** 2
 
 
 def small_llava_config(*, hidden_size: int = 512, num_layers: int = 4) -> LlavaConfig:
@@ -160,15 +165,12 @@ def text_batch(vocabulary: int, rows: int, width: int, num_labels: int) -> Row:
 
 
 def make_rows(lengths: Sequence[int], seed: int, config: Any) -> list[Row]:
-    """Returns batches of one row with random tokens. Every other row begins with an image, if it is long enough.
+    """Returns batches of one row with random tokens, for a LLaVA of this config.
 
-    Args:
-        lengths: The number of tokens of each row, with its image tokens.
-        seed: The seed of tokens and images.
-        config: The config of the LLaVA that reads the rows.
+    Every other row begins with an image, if it is long enough. The lengths include image tokens.
     """
     side = config.vision_config.image_size
-    image_length = (side // config.vision_config.patch_size) ** 2
+    image_length = patches_of(config.vision_config)
     generator = torch.Generator().manual_seed(seed)
     rows = []
     for index, length in enumerate(lengths):
@@ -189,25 +191,19 @@ def make_rows(lengths: Sequence[int], seed: int, config: Any) -> list[Row]:
     return rows
 
 
-def image_token_of(config: Any) -> int:
-    """Returns the id of the image placeholder. Its key differs between versions of Transformers."""
-    token = getattr(config, 'image_token_id', None)
-    return config.image_token_index if token is None else token
-
-
 def made_up_sample(config: Any, num_text_tokens: int, *, num_images: int = 0) -> Row:
     """Returns a batch of one row that begins with white images, for text models and LLaVA-1.5."""
     ids = [WORD_ID] * num_text_tokens
     row: Row = {}
     num_image_tokens = 0
     if num_images:
-        vision = config.vision_config
-        tokens_per_image = (vision.image_size // vision.patch_size) ** 2
+        side = config.vision_config.image_size
+        tokens_per_image = patches_of(config.vision_config)
         if config.vision_feature_select_strategy == 'full':
             tokens_per_image += 1  # the class token
         num_image_tokens = num_images * tokens_per_image
-        ids = [image_token_of(config)] * num_image_tokens + ids
-        row['pixel_values'] = torch.ones(num_images, 3, vision.image_size, vision.image_size)
+        ids = [config.image_token_index] * num_image_tokens + ids
+        row['pixel_values'] = torch.ones(num_images, 3, side, side)
     row['input_ids'] = torch.tensor([ids])
     row['attention_mask'] = torch.ones_like(row['input_ids'])
     row['labels'] = row['input_ids'].clone()

@@ -62,13 +62,8 @@ def row_of(output: str) -> list[str]:
 
 def table_of(rows: dict[str, list[str]]) -> str:
     """Returns the table of the page, exact trainers first."""
-
-    def place(row: list[str]) -> tuple[bool, str]:
-        trainer = row[0].strip('*')
-        is_exact = row[-1] == 'exact'
-        return not is_exact, trainer
-
-    return table(COLUMNS, sorted(rows.values(), key=place))
+    by_name = sorted(rows.values(), key=lambda row: row[0].strip('*'))
+    return table(COLUMNS, sorted(by_name, key=lambda row: row[-1] != 'exact'))
 
 
 def main() -> None:

@@ -23,13 +23,15 @@ RESULTS = ROOT / 'benchmarks' / 'results'
 MADE_PART = re.compile(r'(<!-- made: (\w+) -->\n).*?(<!-- end -->)', re.DOTALL)
 
 
-def parser_of(doc: str | None, *, results: Path | None = RESULTS, report: bool = False) -> argparse.ArgumentParser:
+def parser_of(
+    doc: str | None,
+    *,
+    results: Path | None = RESULTS,
+    report: bool = False,
+) -> argparse.ArgumentParser:
     """Returns a parser whose help is the docstring of the benchmark.
 
-    Args:
-        doc: The docstring.
-        results: The default of ``--results``. None: the benchmark does not have this argument.
-        report: Whether the benchmark has ``--report``.
+    `results` is the default of ``--results``. None: the benchmark has no such argument. `report` adds ``--report``.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     if results is not None:
@@ -45,7 +47,6 @@ def read(path: Path) -> Row:
 
 
 def write(path: Path, results: Any) -> None:
-    """Writes results as JSON."""
     write_at_once(path, json.dumps(results, indent=1) + '\n')
 
 

@@ -1,26 +1,85 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Timed steps of the real Trainer with several ways to cut a batch."""
+"""Timed steps of the real Trainer with several ways to cut a batch, on a GPU or, as a rehearsal, on the CPU."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from composer import DataSpec, Trainer
-from composer.core import Callback, State
+from composer.core import Algorithm, Callback, State
+from composer.devices import Device, DeviceCPU, DeviceGPU
 from composer.loggers import Logger
 from composer.models import HuggingFaceModel
 from torch.utils.data import DataLoader, IterableDataset
 
-from benchmarks.device import CPU, ComputeDevice
+from benchmarks.machine import machine
 from benchmarks.record import Row
-from composer_tokacc import BatchLayout, TokenAccumulation, token_data_spec
-from composer_tokacc.layout import describe
+from composer_tokacc import BatchLayout, token_data_spec
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class ComputeDevice:
+    """``cuda`` or ``cpu``. The methods hide what differs between them."""
+
+    name: Literal['cpu', 'cuda']
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.name == 'cuda'
+
+    @property
+    def precision(self) -> str:
+        """Returns the precision of a run. Composer trains only in fp32 on a CPU."""
+        return 'amp_bf16' if self.is_gpu else 'fp32'
+
+    def composer(self, *, allow_tf32: bool = True) -> Device:
+        """Returns the device for ``Trainer(device=...)``."""
+        return DeviceGPU(allow_tf32=allow_tf32) if self.is_gpu else DeviceCPU()
+
+    def synchronize(self) -> None:
+        if self.is_gpu:
+            torch.cuda.synchronize()
+
+    def empty_cache(self) -> None:
+        """Gives unused memory of torch's allocator back to the GPU."""
+        if self.is_gpu:
+            torch.cuda.empty_cache()
+
+    def reset_peak(self) -> None:
+        if self.is_gpu:
+            torch.cuda.reset_peak_memory_stats()
+
+    def peak_bytes(self) -> int:
+        """Returns the most bytes that were allocated since :meth:`reset_peak`, or 0 on the CPU."""
+        return torch.cuda.max_memory_allocated() if self.is_gpu else 0
+
+    def allocated_bytes(self) -> int:
+        return torch.cuda.memory_allocated() if self.is_gpu else 0
+
+    def total_bytes(self) -> int:
+        return torch.cuda.get_device_properties(0).total_memory if self.is_gpu else 0
+
+    def report(self) -> Row:
+        """Returns the machine and the GPU for a results file."""
+        report = machine()
+        if self.is_gpu:
+            report['gpu'] = torch.cuda.get_device_name()
+            report['gpu_gib'] = round(self.total_bytes() / GIB, 1)
+            report['cuda'] = torch.version.cuda
+        return report
+
+
+CPU = ComputeDevice('cpu')
+GPU = ComputeDevice('cuda')
 
 
 class Batches(IterableDataset):
@@ -45,11 +104,6 @@ class StepClock(Callback):
         self.seconds: list[float] = []
         self.positions: list[int] = []
         self.peak_bytes: list[int] = []
-
-    def forget_first(self, num_steps: int) -> None:
-        """Drops the first steps, which pay for checks that a run makes once."""
-        for figures in (self.seconds, self.positions, self.peak_bytes):
-            del figures[:num_steps]
 
     def fit_start(self, state: State, logger: Logger) -> None:
         self.device.reset_peak()
@@ -78,29 +132,19 @@ def chunks(items: Sequence[Any], size: int) -> list[Any]:
     return parts
 
 
-@dataclass(frozen=True)
-class StockSplit:
+def stock_split(layout: BatchLayout, batch: Row, size: int | float) -> list[Row]:
     """Slices the rows in order, as Composer does. Unlike Composer's own split it keeps images with their rows."""
-
-    layout: BatchLayout
-
-    def __call__(self, batch: Row, size: int | float) -> list[Row]:
-        rows = range(self.layout.num_rows(batch))
-        return [self.layout.select(batch, part) for part in chunks(rows, int(size))]
+    rows = range(layout.num_rows(batch))
+    return [layout.select(batch, part) for part in chunks(rows, int(size))]
 
 
-@dataclass(frozen=True)
-class CollateSplit:
+def collate_split(layout: BatchLayout, batch: Row, size: int | float) -> list[Row]:
     """Pads each microbatch by itself, like Hugging Face's Trainer: its loader makes batches of `size` rows."""
-
-    layout: BatchLayout
-
-    def __call__(self, batch: Row, size: int | float) -> list[Row]:
-        rows = []
-        for index in range(self.layout.num_rows(batch)):
-            row = self.layout.select(batch, [index])
-            rows.append(self.layout.trim(row))
-        return [self.layout.concat(part) for part in chunks(rows, int(size))]
+    rows = []
+    for index in range(layout.num_rows(batch)):
+        row = layout.select(batch, [index])
+        rows.append(layout.trim(row))
+    return [layout.concat(part) for part in chunks(rows, int(size))]
 
 
 def data_of(
@@ -112,9 +156,8 @@ def data_of(
     """Returns the data of a run.
 
     Args:
-        method: How batches are cut: `stock`, `collate` (see :class:`CollateSplit`), `ours` or `packing`.
-        batches: Batches, or a loader.
-        layout: The layout of the model.
+        method: How batches are cut: `stock`, `collate` (see :func:`collate_split`), `ours` or `packing`.
+        batches: Batches, or a loader of them.
         slot_tokens: For `ours` and `packing`; see `token_data_spec`.
     """
     if isinstance(batches, DataLoader):
@@ -123,10 +166,10 @@ def data_of(
         loader = DataLoader(Batches(batches), batch_size=None)
     if method in ('ours', 'packing'):
         return token_data_spec(loader, layout=layout, packing=method == 'packing', slot_tokens=slot_tokens)
-    split = StockSplit(layout) if method == 'stock' else CollateSplit(layout)
+    split = stock_split if method == 'stock' else collate_split
     return DataSpec(
         loader,
-        split_batch=split,
+        split_batch=partial(split, layout),
         get_num_samples_in_batch=lambda batch: len(batch['input_ids']),
     )
 
@@ -143,16 +186,11 @@ def fit(
     precision: str | None = None,
     **settings: Any,
 ) -> None:
-    """Trains with Composer.
+    """Trains a model of Transformers with Composer.
 
     Args:
-        model: A model of Transformers.
-        data: See :func:`data_of`.
-        microbatch: Rows of a microbatch.
-        duration: Composer's `max_duration`.
+        microbatch: The number of rows that a microbatch may hold at the width of the device batch.
         optimizer: None: the learning rate is 0, so that the weights do not change.
-        device: Where to train.
-        allow_tf32: Whether a GPU may multiply in TF32.
         precision: None: the usual one of the device.
         settings: Other arguments of Composer's Trainer.
     """
@@ -181,48 +219,31 @@ def fit(
         device.empty_cache()
 
 
-def timed(
+def time_steps(
     method: str,
     model: Any,
     batches: Sequence[Row],
     microbatch: int,
     *,
+    algorithms: Sequence[Algorithm],
+    num_warmup: int = 1,
     device: ComputeDevice = CPU,
     slot_tokens: int | None = None,
 ) -> StepClock:
-    """Times two steps of each batch. TokenAccumulation is on for all methods, so that only the cut differs.
+    """Trains a step on each batch and times it. Drops the first `num_warmup` steps, because they pay for checks.
 
-    All batches are trained on once, then once more. In the first pass the allocator of a GPU asks the driver for memory
-    at each new shape, as in the first steps of a run. The second pass shows the speed of a long run.
-
-    The run begins with a step that is not timed, in which TokenAccumulation checks the first batch. This step has the
-    two shortest and the two longest rows of the first of the batches.
-
-    Args:
-        method: How batches are cut; see :func:`data_of`.
-        model: The model.
-        batches: The batches, one for each step of a pass.
-        microbatch: The number of rows that a microbatch may hold at the width of the device batch.
-        device: The device of the model.
-        slot_tokens: See :func:`data_of`.
+    The other arguments are those of :func:`data_of` and :func:`fit`.
     """
     clock = StepClock(device)
-    layout = BatchLayout.for_model(model)
-    lengths = describe(layout, batches[0]).lengths
-    rows_by_length = sorted(range(len(lengths)), key=lengths.__getitem__)
-    shortest = rows_by_length[:2]
-    longest = rows_by_length[-2:]
-    first_rows = sorted({*shortest, *longest})
-    first_batch = layout.select(batches[0], first_rows)
-    all_batches = [first_batch, *batches, *batches]
     fit(
         model,
-        data_of(method, all_batches, layout, slot_tokens),
+        data_of(method, batches, BatchLayout.for_model(model), slot_tokens),
         microbatch,
-        f'{len(all_batches)}ba',
+        f'{len(batches)}ba',
         device=device,
-        algorithms=[TokenAccumulation(loss_tokens='causal', check_loss=False)],
+        algorithms=algorithms,
         callbacks=[clock],
     )
-    clock.forget_first(1)
+    for figures in (clock.seconds, clock.positions, clock.peak_bytes):
+        del figures[:num_warmup]
     return clock

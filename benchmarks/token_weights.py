@@ -19,18 +19,17 @@ from __future__ import annotations
 from itertools import chain
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
+import numpy as np
 import torch
 from composer.utils import dist
-from torch.utils.data import DataLoader
 
 from benchmarks.adapters import ADAPTERS, Batch
 from benchmarks.length_sets import read_tables
 from benchmarks.machine import machine, on_ranks
 from benchmarks.record import RESULTS, ROOT, Row, fill_page, new_figure, parser_of, ranks_text, read, table, write_rows
-from benchmarks.timed_steps import Batches, chunks, fit
-from composer_tokacc import BatchLayout, TokenAccumulation, measure_token_weights, token_data_spec
+from benchmarks.timed_steps import chunks, data_of, fit
+from composer_tokacc import BatchLayout, TokenAccumulation, measure_token_weights
 from tests.support.text import text_model, text_rows
 
 RESULTS_FILE = RESULTS / 'token_weights.json'
@@ -74,10 +73,10 @@ def train_three_lines(model: Any, microbatches: list[Batch]) -> None:
     The adapter of TokenAccumulation would train on these microbatches as they are. The device batch is padded as a
     loader pads it.
     """
-    device_batch = dict(BatchLayout.for_model(model).concat(microbatches))
-    loader = DataLoader(Batches([device_batch]), batch_size=None)
+    layout = BatchLayout.for_model(model)
+    device_batch = dict(layout.concat(microbatches))
     microbatch = len(microbatches[0]['input_ids'])
-    fit(model, token_data_spec(loader), microbatch, algorithms=[TokenAccumulation()])
+    fit(model, data_of('ours', [device_batch], layout), microbatch, algorithms=[TokenAccumulation()])
 
 
 def measure(subject: str, host: str) -> Row:
@@ -89,18 +88,15 @@ def measure(subject: str, host: str) -> Row:
     rows = rows_of(lengths, image_tokens)
     rows_of_rank = rows[dist.get_global_rank() :: dist.get_world_size()]
     microbatches = [dict(layout.concat(part)) for part in chunks(rows_of_rank, size)]
-    # Restores the environment afterwards, because accelerate sets variables and leaves them.
-    with mock.patch.dict('os.environ'), measure_token_weights(model) as report:
+    with measure_token_weights(model) as report:
         if host == 'ours':
             train_three_lines(model, microbatches)
         else:
             ADAPTERS[host](model)(microbatches)
     weights_of_ranks = dist.all_gather_object(report.weights)
     weights = torch.cat(list(chain.from_iterable(weights_of_ranks)))
-    expected = 0
-    for length, num_image_tokens in zip(lengths, image_tokens, strict=True):
-        # The first label of a row is not trained, because no token comes before it.
-        expected += length - max(num_image_tokens, 1)
+    # The first label of a row is not trained, because no token comes before it.
+    expected = sum(int((row['labels'][:, 1:] != -100).sum()) for row in rows)
     if len(weights) != expected:
         raise SystemExit(f'{host} repeated or dropped samples: it trained {len(weights)} of {expected} tokens.')
     mean = weights.mean()
@@ -182,13 +178,12 @@ def draw(rows: list[Row], path: Path) -> None:
 
 def draw_panel(axes: Any, row: Row, name: str, color: str) -> None:
     """Draws a block for each microbatch. Its width is its number of tokens, its height their weight."""
-    left = 0
-    for tokens, smallest, largest in row['microbatches'][0]:
-        height = (smallest + largest) / 2
-        axes.bar(left, height, width=tokens, align='edge', color=color, ec='white', lw=1)
-        left += tokens
+    tokens, smallest, largest = np.transpose(row['microbatches'][0])
+    ends = tokens.cumsum()
+    heights = (smallest + largest) / 2
+    axes.bar(ends - tokens, heights, width=tokens, align='edge', color=color, ec='white', lw=1)
     axes.axhline(1, color='black', lw=0.8, ls='--')
-    axes.set_xlim(0, left)
+    axes.set_xlim(0, ends[-1])
     axes.set_title(f'{name}, {span_text(row)}')
     axes.set_xlabel(f'{row["tokens"]:,} tokens, a block a microbatch')
 
@@ -196,9 +191,7 @@ def draw_panel(axes: Any, row: Row, name: str, color: str) -> None:
 def main() -> None:
     arguments = parser_of(__doc__, results=RESULTS_FILE, report=True).parse_args()
     if not arguments.report:
-        measured = []
-        for ranks in (1, 2):
-            measured += on_ranks(ranks, 'benchmarks.token_weights')
+        measured = on_ranks((1, 2), 'benchmarks.token_weights')
         write_rows(arguments.results, {'rows': measured})
     rows = read(arguments.results)['rows']
     print(table_of(rows))

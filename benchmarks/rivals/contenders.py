@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from benchmarks.rivals.data import Samples, Sizes, collate
 from benchmarks.rivals.report import BOUND
-from benchmarks.timed_steps import StockSplit, fit
+from benchmarks.timed_steps import fit, stock_split
 from composer_tokacc import (
     BatchLayout,
     RegroupingBatchSampler,
@@ -292,7 +292,7 @@ def stock_composer(task: Task) -> Settings:
     """Trains with stock Composer. Its own split loses images of LLaVA's batches, so it gets one that keeps them."""
     spec_arguments: dict[str, Any] = {}
     if task.sizes.model == 'llava':
-        spec_arguments['split_batch'] = StockSplit(BatchLayout.for_model(task.model))
+        spec_arguments['split_batch'] = partial(stock_split, BatchLayout.for_model(task.model))
     data = DataSpec(
         task.device_batches(),
         get_num_samples_in_batch=lambda batch: len(batch['input_ids']),

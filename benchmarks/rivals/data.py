@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -57,6 +56,8 @@ SETS = (
     'tables',
     'no padding',
 )
+# The index of a row that is no sample.
+UNKNOWN = -1
 # The first token id that texts use.
 FIRST_WORD = 4
 # Images of a sample, at most.
@@ -120,14 +121,16 @@ class Samples(Dataset):
     Tokens follow a random chain, so that there is something to learn. Long and short samples have different chains, so
     that a trainer that gives short samples a wrong weight learns something else.
 
-    Args:
-        sizes: The sizes of the run.
-        lengths: Lengths to draw from.
-        seed: The seed of lengths, tokens and images.
-        count: The number of samples. None: an epoch of the run.
+    The lengths are drawn from `lengths`. Without `count` there are as many samples as an epoch of the run has.
     """
 
-    def __init__(self, sizes: Sizes, lengths: np.ndarray, seed: int = 0, count: int | None = None) -> None:
+    def __init__(
+        self,
+        sizes: Sizes,
+        lengths: np.ndarray,
+        seed: int = 0,
+        count: int | None = None,
+    ) -> None:
         rng = np.random.default_rng(seed)
         self.lengths = rng.choice(lengths, count or sizes.samples)
         if sizes.extremes_first:
@@ -141,13 +144,15 @@ class Samples(Dataset):
         words = sizes.vocabulary
         chains_rng = np.random.default_rng(17)
         chains = chains_rng.integers(FIRST_WORD, words, (2, words, SUCCESSORS))
-        for length in self.lengths.tolist():
+        self._indices: dict[tuple[int, ...], int] = {}
+        for index, length in enumerate(self.lengths.tolist()):
             chain = chains[int(length > median_length)]
             row = _draw_row(rng, length, chain, has_images=sizes.model == 'llava')
             if sizes.longest_answer:
                 answer = int(rng.integers(sizes.least_answer, sizes.longest_answer + 1))
                 row['prompt'] = max(length - answer, 0)
             self.rows.append(row)
+            self._indices[tuple(row['ids'])] = index
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -166,16 +171,18 @@ class Samples(Dataset):
             sample['pixel_values'] = row['pixel_values']
         return sample
 
-    @cached_property
-    def index_by_tokens(self) -> dict[tuple[int, ...], int]:
-        """Returns the index of each sample by its tokens."""
-        indices = {}
-        for index, row in enumerate(self.rows):
-            indices[tuple(row['ids'])] = index
-        return indices
+    def index_of(self, ids: list[int]) -> int:
+        """Returns the index of the sample with these tokens, or UNKNOWN."""
+        return self._indices.get(tuple(ids), UNKNOWN)
 
 
-def _draw_row(rng: np.random.Generator, length: int, chain: np.ndarray, *, has_images: bool) -> Row:
+def _draw_row(
+    rng: np.random.Generator,
+    length: int,
+    chain: np.ndarray,
+    *,
+    has_images: bool,
+) -> Row:
     """Draws a sample of this length. About half of it, at most, are image tokens."""
     most_images = min((length - 4) // (2 * IMAGE_LENGTH), MAX_IMAGES)
     num_images = 0

@@ -17,9 +17,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from benchmarks.adapters import Gradients, gradients_of
 from benchmarks.record import Row
-from benchmarks.rivals.data import Samples
+from benchmarks.rivals.data import UNKNOWN, Samples
 
-UNKNOWN = -1
 INPUTS = ('input_ids', 'attention_mask', 'labels', 'position_ids')
 
 
@@ -45,13 +44,7 @@ class Trace:
 
 @contextmanager
 def watched(model: Any, samples: Samples, *, inspect: bool = False) -> Iterator[Trace]:
-    """Watches a training run.
-
-    Args:
-        model: The model before the trainer wraps it.
-        samples: The samples of the run.
-        inspect: Whether to record the first gradient.
-    """
+    """Watches a training run of a model, which the trainer may wrap. `inspect` also records the first gradient."""
     trace = Trace()
     # The inputs of the microbatches of each step. The last step has not ended.
     steps: list[list[Row]] = [[]]
@@ -92,7 +85,7 @@ def recognize(trace: Trace, microbatches: list[Row], samples: Samples) -> None:
             if is_dummy_row(samples, row_ids, row_labels):
                 trace.num_dummy_rows += 1
             else:
-                ids.append(index_of(samples, row_ids))
+                ids.append(samples.index_of(row_ids))
                 num_tokens += len(row_ids)
     trace.ids.append(ids)
     trace.tokens.append(num_tokens)
@@ -108,24 +101,15 @@ def split_rows(inputs: Row) -> list[tuple[list[int], list[int]]]:
     rows = []
     if mask is not None and mask.shape == ids.shape:
         for row, is_real in enumerate(mask.bool()):
-            real_ids = ids[row, is_real].tolist()
-            real_labels = labels[row, is_real].tolist()
-            rows.append((real_ids, real_labels))
+            rows.append((ids[row, is_real].tolist(), labels[row, is_real].tolist()))
         return rows
     # Packed: the positions of each document begin at 0.
     width = ids.shape[-1]
     positions = inputs['position_ids'].reshape(-1, width)[0]
     starts = torch.nonzero(positions == 0).flatten().tolist()
     for start, end in pairwise([*starts, width]):
-        document_ids = ids[0, start:end].tolist()
-        document_labels = labels[0, start:end].tolist()
-        rows.append((document_ids, document_labels))
+        rows.append((ids[0, start:end].tolist(), labels[0, start:end].tolist()))
     return rows
-
-
-def index_of(samples: Samples, ids: list[int]) -> int:
-    """Returns the index of the sample with these tokens, or UNKNOWN."""
-    return samples.index_by_tokens.get(tuple(ids), UNKNOWN)
 
 
 def is_dummy_row(samples: Samples, ids: list[int], labels: list[int]) -> bool:
@@ -136,7 +120,7 @@ def is_dummy_row(samples: Samples, ids: list[int], labels: list[int]) -> bool:
     """
     # The first label of a row is not trained, because no token comes before it.
     trained_labels = labels[1:]
-    index = index_of(samples, ids)
+    index = samples.index_of(ids)
     if index != UNKNOWN:
         return trained_labels != samples[index]['labels'][1:].tolist()
     return [label for label in trained_labels if label != -100] in ([], [0])

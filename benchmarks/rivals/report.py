@@ -66,16 +66,8 @@ def overview(cells: Sequence[Row], names: Sequence[str]) -> str:
     groups = grouped(cells_of_set(cells, SHOWN_SET))
     rows = []
     for name in names:
-        measured = []
-        speeds = []
-        for group in groups.values():
-            cell = by_rival(group).get(name)
-            if cell is None:
-                speeds.append('')
-                continue
-            measured.append(cell)
-            _, median, _ = cell['tokens_per_second']
-            speeds.append(f'{median:,.0f}')
+        cells_of_groups = [by_rival(group).get(name) for group in groups.values()]
+        measured = [cell for cell in cells_of_groups if cell]
         if not measured:
             continue
         membership = ''
@@ -83,8 +75,13 @@ def overview(cells: Sequence[Row], names: Sequence[str]) -> str:
         if name != BOUND:
             membership = ', '.join(dict.fromkeys(cell['global_batches'] for cell in measured))
             error = worst_error(measured)
-        rows.append([TITLES[name], membership, error, *speeds])
+        rows.append([TITLES[name], membership, error, *map(median_text, cells_of_groups)])
     return table(['', 'samples of a step', 'first gradient', *groups], rows)
+
+
+def median_text(cell: Row | None) -> str:
+    """Returns the median of real tokens a second. Empty if the cell was not measured."""
+    return f'{cell["tokens_per_second"][1]:,.0f}' if cell else ''
 
 
 def worst_error(cells: Sequence[Row]) -> str:
@@ -115,13 +112,13 @@ def measured_on(cells: Sequence[Row]) -> str:
 
 def first_gradient(cells: Sequence[Row]) -> str:
     """Returns a table of the errors of the first step's gradient: smallest and largest of all sets of lengths."""
-    groups = grouped(without_bound(cells))
+    groups = grouped([cell for cell in cells if cell['rival'] != BOUND])
     rows = []
     for name in TITLES:
         spans = []
         for group in groups.values():
-            cells_of_rival = [cell for cell in group if cell['rival'] == name]
-            spans.append(span([cell['gradient_error'] for cell in cells_of_rival]))
+            errors = [cell['gradient_error'] for cell in group if cell['rival'] == name]
+            spans.append(span(errors))
         if any(spans):
             rows.append([TITLES[name], *spans])
     return table(['', *groups], rows)
@@ -160,9 +157,9 @@ def speed(cells: Sequence[Row]) -> str:
 def speed_text(cell: Row | None) -> str:
     if cell is None:
         return ''
-    low, median, high = cell['tokens_per_second']
+    low, _, high = cell['tokens_per_second']
     quartiles = f' ({low:,.0f}-{high:,.0f})' if len(cell['rounds']) > 1 else ''
-    return f'{median:,.0f}{quartiles}; {cell["tokens_per_processor_second"][1]:,.0f}'
+    return f'{median_text(cell)}{quartiles}; {cell["tokens_per_processor_second"][1]:,.0f}'
 
 
 def ratios(cells: Sequence[Row]) -> str:
@@ -212,7 +209,7 @@ def ratio_of_rounds(our_cell: Row, other: Row, figure: str = 'tokens_per_second'
 
 def reached_the_model(cells: Sequence[Row]) -> str:
     """Returns a table of the measurements of the hooks, for each model and number of ranks."""
-    cells = without_bound(cells)
+    cells = [cell for cell in cells if cell['rival'] != BOUND]
     columns = (
         '',
         'padding',
@@ -252,10 +249,6 @@ def reached_row(cell: Row) -> list[object]:
         error_text(cell['gradient_error']),
         f'{cell["held_out_loss"]:.4f}',
     ]
-
-
-def without_bound(cells: Sequence[Row]) -> list[Row]:
-    return [cell for cell in cells if cell['rival'] != BOUND]
 
 
 def cells_of_set(cells: Sequence[Row], set_name: str) -> list[Row]:

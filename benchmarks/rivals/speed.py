@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 from composer.utils import dist
 
@@ -29,8 +30,8 @@ from benchmarks.adapters import Gradients, gradients_of
 from benchmarks.machine import join_ranks
 from benchmarks.record import Row
 from benchmarks.rivals.contenders import CONTENDERS, Task
-from benchmarks.rivals.data import Samples, Sizes, collate, lengths_of, new_model
-from benchmarks.rivals.probe import UNKNOWN, Trace, watched
+from benchmarks.rivals.data import UNKNOWN, Samples, Sizes, collate, lengths_of, new_model
+from benchmarks.rivals.probe import Trace, watched
 from benchmarks.rivals.report import BOUND
 from benchmarks.timed_steps import chunks
 from composer_tokacc.invariance import relative_error
@@ -39,7 +40,13 @@ from tests.support.text import next_token_loss
 HELD_OUT = 64
 
 
-def train(name: str, sizes: Sizes, samples: Samples, *, inspect: bool = False) -> tuple[Trace, Any, Row]:
+def train(
+    name: str,
+    sizes: Sizes,
+    samples: Samples,
+    *,
+    inspect: bool = False,
+) -> tuple[Trace, Any, Row]:
     """Trains one epoch from the first weights. Returns the trace, the trained model and the settings."""
     model = new_model(sizes)
     task = Task(model, samples, sizes)
@@ -61,28 +68,21 @@ def inspected(
 ) -> Row:
     """Trains one epoch and returns all figures of it except times.
 
-    Args:
-        name: The contender.
-        sizes: The sizes of the run.
-        samples: The samples of the epoch.
-        held_out: Samples for the eval loss.
-        references: Right gradients of a first step, by the indices of its samples. Contenders share this cache.
+    `references` has right gradients of a first step, by the indices of its samples. Contenders share this cache.
     """
     trace, model, settings = train(name, sizes, samples, inspect=True)
     # Without the gradient: the ranks have the same one.
     traces: list[Trace] = dist.all_gather_object(replace(trace, gradient={}))
     ids = []
     imbalances = []
-    num_tokens = 0
-    num_positions = 0
     for step in range(max(len(rank.ids) for rank in traces)):
         # A rank may have fewer steps than others.
         ranks_in_step = [rank for rank in traces if step < len(rank.ids)]
         ids.append(sorted(chain.from_iterable(rank.ids[step] for rank in ranks_in_step)))
         positions = [rank.positions[step] for rank in ranks_in_step]
-        imbalances.append(max(positions) * len(positions) / sum(positions))
-        num_positions += sum(positions)
-        num_tokens += sum(rank.tokens[step] for rank in ranks_in_step)
+        imbalances.append(max(positions) / statistics.mean(positions))
+    num_tokens = sum(sum(rank.tokens) for rank in traces)
+    num_positions = sum(sum(rank.positions) for rank in traces)
     largest = max(rank.largest for rank in traces)
     cap = sizes.microbatch * int(samples.lengths.max())
     all_ids = sorted(chain.from_iterable(ids))
@@ -113,49 +113,43 @@ def inspected(
 def membership(ids: Sequence[Sequence[int]], num_samples: int, size: int) -> str:
     """Says which samples the steps have: the global batches in order, those of a shuffle, or others."""
     steps = [sorted(step) for step in ids]
-    in_order = list(range(num_samples))
-    if steps == global_batches(in_order, size):
-        return 'the same'
     # BatchRebalanceSampler of Transformers starts from this shuffle. No argument turns it off.
     generator = torch.Generator().manual_seed(42)
     shuffled = torch.randperm(num_samples, generator=generator).tolist()
-    if steps == global_batches(shuffled, size):
-        return 'of a shuffle of its own'
+    orders = {
+        'the same': range(num_samples),
+        'of a shuffle of its own': shuffled,
+    }
+    for name, order in orders.items():
+        if steps == [sorted(part) for part in chunks(order, size)]:
+            return name
     return 'by length'
-
-
-def global_batches(order: list[int], size: int) -> list[list[int]]:
-    return [sorted(part) for part in chunks(order, size)]
 
 
 def whole_gradient(model: Any, samples: Samples, ids: Sequence[int]) -> Gradients:
     """Returns the gradient of the mean over all tokens. Computed row by row, because one forward needs more memory."""
     model.train().zero_grad()
-    rows = [samples[index] for index in ids]
-    num_labels = sum(num_targets(row) for row in rows)
-    for row in rows:
-        (summed_loss(model, row) / num_labels).backward()
-    return gradients_of(model)
+    num_labels = 0
+    for index in ids:
+        losses = token_losses(model, samples[index])
+        losses.sum().backward()
+        num_labels += len(losses)
+    return {name: gradient / num_labels for name, gradient in gradients_of(model).items()}
 
 
 def held_out_loss(model: Any, held_out: Samples) -> float:
     """Returns the mean loss over the tokens of samples that were not trained on."""
     model.eval()
-    rows = [held_out[index] for index in range(len(held_out))]
     with torch.no_grad():
-        total = sum(summed_loss(model, row).item() for row in rows)
-    return total / sum(num_targets(row) for row in rows)
+        losses = [token_losses(model, held_out[index]) for index in range(len(held_out))]
+    return torch.cat(losses).mean().item()
 
 
-def num_targets(sample: Row) -> int:
-    """Returns the number of labels that are trained. The first is not, because no token comes before it."""
-    has_label = sample['labels'][1:] != -100
-    return int(has_label.sum())
-
-
-def summed_loss(model: Any, sample: Row) -> torch.Tensor:
+def token_losses(model: Any, sample: Row) -> torch.Tensor:
+    """Returns the loss of each label. The first token has none, because no token comes before it."""
     batch = collate([sample])
-    return next_token_loss(model(**batch).logits, batch['labels'], reduction='sum')
+    losses = next_token_loss(model(**batch).logits, batch['labels'], reduction='none')
+    return losses[batch['labels'][0, 1:] != -100]
 
 
 def timed(name: str, sizes: Sizes, samples: Samples) -> Row:
@@ -175,9 +169,7 @@ def timed(name: str, sizes: Sizes, samples: Samples) -> Row:
 
 def quartiles(values: Sequence[float]) -> list[float]:
     """Returns the lower quartile, the median and the upper quartile."""
-    if len(values) < 2:
-        return [values[0]] * 3
-    return statistics.quantiles(values, n=4, method='inclusive')
+    return np.quantile(values, (0.25, 0.5, 0.75)).tolist()
 
 
 def measure(sizes: Sizes, set_name: str, names: Sequence[str], rounds: int) -> Iterator[list[Row]]:
@@ -208,7 +200,8 @@ def measure(sizes: Sizes, set_name: str, names: Sequence[str], rounds: int) -> I
                 raise
             cell['error'] = traceback.format_exc()
         cells[name] = cell
-        say(f'{sizes.model}, {set_name}, {name}: inspected')
+        # Composer's launcher shows only the output of rank 0.
+        print(f'{sizes.model}, {set_name}, {name}: inspected', flush=True)
         yield list(cells.values())
     for number in range(rounds):
         for name, cell in cells.items():
@@ -218,14 +211,8 @@ def measure(sizes: Sizes, set_name: str, names: Sequence[str], rounds: int) -> I
             cell.setdefault('rounds', []).append(epoch)
             for figure in ('tokens_per_second', 'tokens_per_processor_second'):
                 cell[figure] = quartiles([each_round[figure] for each_round in cell['rounds']])
-            say(f'round {number + 1}, {name}: {epoch["tokens_per_second"]:,.0f} tokens/s')
+            print(f'round {number + 1}, {name}: {epoch["tokens_per_second"]:,.0f} tokens/s', flush=True)
             yield list(cells.values())
-
-
-def say(line: str) -> None:
-    """Prints on rank 0 only."""
-    if dist.get_global_rank() == 0:
-        print(line, flush=True)
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ import json
 import pytest
 
 from benchmarks import gpu
-from benchmarks.device import CPU
+from benchmarks.timed_steps import CPU
 
 
 @pytest.mark.slow

@@ -17,8 +17,8 @@ from benchmarks.record import filled, read
 from benchmarks.rivals import __main__ as program
 from benchmarks.rivals import report, speed
 from benchmarks.rivals.contenders import CONTENDERS
-from benchmarks.rivals.data import Samples, Sizes, collate, lengths_of, new_model
-from benchmarks.rivals.probe import UNKNOWN, watched
+from benchmarks.rivals.data import UNKNOWN, Samples, Sizes, collate, lengths_of, new_model
+from benchmarks.rivals.probe import watched
 from composer_tokacc.invariance import relative_error
 from composer_tokacc.planning import pack_lengths
 

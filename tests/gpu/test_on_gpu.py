@@ -17,9 +17,9 @@ from packaging import version
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.device import GPU
 from benchmarks.gpu import REHEARSAL, build_llava
 from benchmarks.models import make_rows
+from benchmarks.timed_steps import GPU
 from composer_tokacc import BatchLayout, TokenAccumulation, token_data_spec
 from composer_tokacc.data import VisionLanguageCollator
 from composer_tokacc.data_spec.pieces import add_rows, zero_weight
