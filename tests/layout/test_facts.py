@@ -95,8 +95,9 @@ def walked_facts(masks: list[list[int]], labels: list[list[int]]) -> tuple[str, 
         attended = [column for column in range(width) if mask[column]]
         has_hole.append(any(later - column > 1 for column, later in pairwise(attended)))
         columns_of_rows.append([column for column in range(width) if mask[column] or row_labels[column] != -100])
-    end_last = all(width - 1 in columns for columns in columns_of_rows)
-    begin_first = all(0 in columns for columns in columns_of_rows)
+    # An empty row says nothing about the side.
+    end_last = all(width - 1 in columns for columns in columns_of_rows if columns)
+    begin_first = all(0 in columns for columns in columns_of_rows if columns)
     side = 'left' if end_last and not begin_first else 'right'
     lengths = []
     for columns in columns_of_rows:
