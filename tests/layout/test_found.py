@@ -35,8 +35,10 @@ LAYOUT = layout_of_model(
 TEXT_LAYOUT = layout_of_model('new_text')
 ENCODER_LAYOUT = layout_of_model('new', vision_config=SimpleNamespace())
 
-THREE_ROWS = ('1ii2ii', '12', 'ii3')
-"""Two images, no image, and one. Each image has two placeholders."""
+
+def three_rows(**entries):
+    """Returns rows with two images, no image, and one. Each image has two placeholders."""
+    return drawn_batch('1ii2ii', '12', 'ii3', **entries)
 
 
 def parts_of_rows(batch, layout=LAYOUT):
@@ -73,7 +75,7 @@ def trimmed_last_row(layout, batch):
 )
 def test_entries_follow_their_placeholders(key, entries_per_image, entry_shape):
     num_entries = 3 * entries_per_image
-    batch = drawn_batch(*THREE_ROWS, **{key: numbered(num_entries, *entry_shape)})
+    batch = three_rows(**{key: numbered(num_entries, *entry_shape)})
     entries = list(range(num_entries))
     entries_of_first = entries[: 2 * entries_per_image]
     entries_of_third = entries[2 * entries_per_image :]
@@ -124,15 +126,16 @@ def test_tiles_are_told_by_their_number():
 def test_videos_are_told_by_their_frames():
     """Each frame has a run of placeholders, and the runs have unequal lengths."""
     frames_of_videos = torch.tensor([3, 2])
-    videos = numbered(2, 3, 2)
+    videos = numbered(2, 3, 2)  # the second is padded to three frames
     batch = drawn_batch('vv1vv1vv', '1', 'v1v', pixel_values_videos=videos, num_frames_per_video=frames_of_videos)
 
     assert numbers_of_rows(batch, 'pixel_values_videos') == [[0], None, [1]]
 
 
 def test_tiles_that_some_images_lack():
+    """The first of two images of the first row has four tiles. The two other images of the batch have none."""
     tiles_of_images = torch.tensor([4, 0, 0])
-    batch = drawn_batch(*THREE_ROWS, pixel_values_local=numbered_images(4), num_local_patches=tiles_of_images)
+    batch = three_rows(pixel_values_local=numbered_images(4), num_local_patches=tiles_of_images)
 
     assert numbers_of_rows(batch, 'pixel_values_local') == [[0, 1, 2, 3], None, None]
 
@@ -140,7 +143,7 @@ def test_tiles_that_some_images_lack():
 def test_mask_is_no_grid():
     """It has three columns, as a grid of patches, but a grid has no 0."""
     mask = torch.tensor([[1, 1, 0], [1, 1, 1], [1, 0, 0]])
-    batch = drawn_batch(*THREE_ROWS, pixel_values=numbered(3, 3, 4), pixel_mask=mask)
+    batch = three_rows(pixel_values=numbered(3, 3, 4), pixel_mask=mask)
 
     last_row = LAYOUT.select(batch, [2])
 
@@ -150,7 +153,7 @@ def test_mask_is_no_grid():
 def test_mask_of_images_is_no_size():
     """The last image is masked, but it has two tiles as the others."""
     mask = torch.tensor([True, True, False])
-    batch = drawn_batch(*THREE_ROWS, pixel_values=numbered_images(6), image_mask=mask)
+    batch = three_rows(pixel_values=numbered_images(6), image_mask=mask)
 
     last_row = LAYOUT.select(batch, [2])
 
@@ -196,7 +199,7 @@ def test_patch_indices_of_selected_rows():
     Each image has two tokens, so two rows of indices, and four patches. An index of -1 is padding.
     """
     pooling = torch.tensor([[0, 1], [2, -1], [4, 5], [6, 7], [8, 9], [10, -1]])
-    batch = drawn_batch(*THREE_ROWS, pixel_values=numbered(3, 4, 5), image_token_pooling=pooling)
+    batch = three_rows(pixel_values=numbered(3, 4, 5), image_token_pooling=pooling)
 
     parts = parts_of_rows(batch)
     third_and_first = LAYOUT.select(batch, [2, 0])
@@ -228,6 +231,7 @@ def test_runs_count_images_unless_carried():
 
 @pytest.mark.parametrize('counts', [[2, 0, 1], torch.tensor([0, 3, 0])], ids=['list', 'tensor'])
 def test_carried_counts_come_first(counts):
+    """Three images in three rows would be one a row if the batch did not carry their numbers."""
     batch = text_batch([3, 2, 4], pixel_values=numbered_images(3), num_images=counts)
 
     assert ENCODER_LAYOUT.images_per_row(batch) == list(counts)
@@ -255,7 +259,7 @@ def test_rows_without_ids():
 
 
 @pytest.mark.parametrize(
-    ('key', 'value', 'expected'),
+    ('key', 'value', 'expected_of_last_row'),
     [
         ('sample_weight', torch.tensor([1.0, 2.0, 3.0]), torch.tensor([3.0])),
         ('teacher_logits', numbered(3, 6, 5).float(), torch.full((1, 3, 5), 2.0)),
@@ -265,12 +269,13 @@ def test_rows_without_ids():
         ('position_ids', torch.arange(6)[None], torch.arange(3)[None]),
     ],
 )
-def test_unregistered_tensors_of_rows(key, value, expected):
+def test_unregistered_tensors_of_rows(key, value, expected_of_last_row):
+    """The batch is 6 wide, and its last row has 3 tokens. Shared values stay whole, except along the text."""
     batch = text_batch([6, 2, 3], **{key: value})
 
     last_row = trimmed_last_row(TEXT_LAYOUT, batch)
 
-    torch.testing.assert_close(last_row[key], expected)
+    torch.testing.assert_close(last_row[key], expected_of_last_row)
 
 
 AUDIO_LAYOUT = layout_of_model('asr', audio_token_id=IMAGE)
@@ -287,7 +292,7 @@ def test_media_mask_as_wide_as_text(layout, key, shape, mask_key):
     """Three items in three rows, with as many patches or frames as the text has columns."""
     media = torch.rand(shape)
     mask = torch.arange(18).view(3, 6)
-    batch = drawn_batch(*THREE_ROWS, **{key: media, mask_key: mask})
+    batch = three_rows(**{key: media, mask_key: mask})
 
     last_row = trimmed_last_row(layout, batch)
 
@@ -300,14 +305,17 @@ def test_media_mask_as_wide_as_text(layout, key, shape, mask_key):
 def test_text_integers_named_after_a_modality(shape):
     """They are no mask of the images, because only one of the two sizes fits."""
     marks = torch.arange(18).view(3, 6)
-    batch = drawn_batch(*THREE_ROWS, pixel_values=torch.rand(shape), image_marks=marks)
+    batch = three_rows(pixel_values=torch.rand(shape), image_marks=marks)
 
     last_row = trimmed_last_row(LAYOUT, batch)
 
     assert torch.equal(last_row['image_marks'], marks[2:, :3])
 
 
-@pytest.mark.parametrize('layout', [ENCODER_LAYOUT, BatchLayout.infer(text_batch([3]))], ids=['model', 'inferred'])
+INFERRED_LAYOUT = BatchLayout.infer(text_batch([3]))
+
+
+@pytest.mark.parametrize('layout', [ENCODER_LAYOUT, INFERRED_LAYOUT], ids=['model', 'inferred'])
 def test_audio_codes_keep_the_width(layout):
     """Without placeholders each token has its audio codes, as in Moshi. These are not trimmed, so the text is not."""
     row = text_batch([2], width=4, user_audio_codes=torch.zeros(1, 8, 12))
@@ -372,7 +380,7 @@ def test_words_that_end_in_a_modality(key):
 def test_value_of_each_image():
     """In a batch with images, one value a row is taken for one value an image, until the data shows otherwise."""
     scale = torch.tensor([0.5, 2.0, 3.0])
-    batch = drawn_batch(*THREE_ROWS, pixel_values=numbered(3, 3, 4, 4), image_scale=scale)
+    batch = three_rows(pixel_values=numbered(3, 3, 4, 4), image_scale=scale)
 
     assert numbers_of_rows(batch, 'image_scale') == [[0.5, 2.0], None, [3.0]]
 
