@@ -102,19 +102,12 @@ def test_facts_without_rows():
     assert facts.media == []
 
 
-def drawn_rows(rng: random.Random) -> tuple[list[list[int]], list[list[int]]]:
-    """Returns random masks and labels of a few narrow rows. They have padding, holes and labels on padding."""
-    num_rows = rng.randint(1, 3)
-    width = rng.randint(1, 5)
-    masks = [rng.choices([0, 1, 1], k=width) for _ in range(num_rows)]
-    labels = [rng.choices([-100, -100, 7], k=width) for _ in range(num_rows)]
-    return masks, labels
-
-
 class WalkedRow:
     """A row, looked at position by position."""
 
     def __init__(self, mask: list[int], labels: list[int]):
+        self.mask = mask
+        self.labels = labels
         self.width = len(mask)
         self.attended = []
         self.used = []  # attended or labelled: these columns may not be trimmed
@@ -138,6 +131,18 @@ class WalkedRow:
         return self.used[-1] + 1
 
 
+def drawn_rows(rng: random.Random) -> list[WalkedRow]:
+    """Returns a few narrow rows with random padding, holes and labels on padding."""
+    num_rows = rng.randint(1, 3)
+    width = rng.randint(1, 5)
+    rows = []
+    for _ in range(num_rows):
+        mask = rng.choices([0, 1, 1], k=width)
+        labels = rng.choices([-100, -100, 7], k=width)
+        rows.append(WalkedRow(mask, labels))
+    return rows
+
+
 def side_of_padding(rows: list[WalkedRow]) -> str:
     """Returns ``'left'`` only if all rows use the last column, and not all rows use the first one.
 
@@ -154,12 +159,11 @@ def side_of_padding(rows: list[WalkedRow]) -> str:
 def test_facts_of_random_rows():
     layout = BatchLayout(family=QWEN)
     for seed in range(200):
-        rng = random.Random(seed)
-        masks, labels = drawn_rows(rng)
-        mask = torch.tensor(masks)
-        batch = {'input_ids': torch.ones_like(mask), 'attention_mask': mask, 'labels': torch.tensor(labels)}
-        rows = [WalkedRow(*mask_and_labels) for mask_and_labels in zip(masks, labels, strict=True)]
+        rows = drawn_rows(random.Random(seed))
         side = side_of_padding(rows)
+        mask = torch.tensor([row.mask for row in rows])
+        labels = torch.tensor([row.labels for row in rows])
+        batch = {'input_ids': torch.ones_like(mask), 'attention_mask': mask, 'labels': labels}
 
         facts = describe(layout, batch)
 
