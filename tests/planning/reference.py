@@ -162,8 +162,8 @@ def partitions(rows: list[int]) -> Iterator[list[list[int]]]:
     if not rows:
         yield []
         return
-    first, *others = rows
-    for partition in partitions(others):
+    first, *later_rows = rows
+    for partition in partitions(later_rows):
         yield [[first], *partition]  # in a microbatch by itself
         for place, microbatch in enumerate(partition):
             before = partition[:place]
