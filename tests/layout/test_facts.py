@@ -132,13 +132,16 @@ class WalkedRow:
 
 
 def drawn_rows(rng: random.Random) -> list[WalkedRow]:
-    """Returns a few narrow rows with random padding, holes and labels on padding."""
+    """Returns a few narrow rows with random padding, holes and labels on padding. One row in eight is empty."""
     num_rows = rng.randint(1, 3)
     width = rng.randint(1, 5)
     rows = []
     for _ in range(num_rows):
         mask = rng.choices([0, 1, 1], k=width)
         labels = rng.choices([-100, -100, 7], k=width)
+        if rng.random() < 1 / 8:
+            mask = [0] * width
+            labels = [-100] * width
         rows.append(WalkedRow(mask, labels))
     return rows
 
