@@ -126,7 +126,7 @@ def test_tiles_are_told_by_their_number():
 def test_videos_are_told_by_their_frames():
     """Each frame has a run of placeholders, and the runs have unequal lengths."""
     frames_of_videos = torch.tensor([3, 2])
-    videos = numbered(2, 3, 2)  # the second is padded to three frames
+    videos = numbered(2, 3, 2)
     batch = drawn_batch('vv1vv1vv', '1', 'v1v', pixel_values_videos=videos, num_frames_per_video=frames_of_videos)
 
     assert numbers_of_rows(batch, 'pixel_values_videos') == [[0], None, [1]]
