@@ -167,7 +167,7 @@ def test_cap_of_encoder_and_decoder_texts(multiple, has_decoder_ids):
             assert num_tokens <= size * (encoder_width + decoder_width)
 
 
-def test_row_over_the_cap_with_both_texts():
+def test_row_with_both_texts_over_cap():
     """The encoder's text of the longest row has 24 tokens. The decoder's text is 12 wide in every row."""
     batch = seq2seq_batch(24, 12)
 

@@ -208,7 +208,7 @@ def test_planned_microbatches_keep_the_cap(capped_rows, objective, sizes_are_rig
 
 
 @for_each_cap
-def test_sampler_refuses_a_row_over_the_cap(capped_rows):
+def test_sampler_refuses_row_over_cap(capped_rows):
     with pytest.raises(ValueError, match=rf'`{capped_rows.option}` must be at least the size of the largest sample'):
         capped_rows.sampler(capped_rows.sizes, capped_rows.cap - 1)
 

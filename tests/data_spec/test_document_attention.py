@@ -697,7 +697,7 @@ class NeverPacked(transformers.LlamaForCausalLM):
         return super().forward(input_ids, attention_mask, labels=labels)
 
 
-def test_packing_that_failed_is_not_tried_again():
+def test_failed_packing_is_not_tried_again():
     """The third row has a hole, so it cannot be packed. It is not among the rows that the check takes next."""
     batch = ragged_batch([(30, 6), (2, 1), (12, 4), (13, 3), (5, 3), (6, 3), (16, 3), (7, 3)])
     batch['attention_mask'][2, 5] = 0
@@ -707,7 +707,7 @@ def test_packing_that_failed_is_not_tried_again():
     assert_exact(model, batch, packing='auto', microbatch_size=4)
 
 
-def test_auto_pads_from_rows_that_cannot_be_packed():
+def test_auto_pads_once_packing_is_impossible():
     """The second batch has a row with a hole."""
     packable = ragged_batch(SHAPE)
     with_hole = ragged_batch(SHAPE)

@@ -311,7 +311,7 @@ def test_glm_gets_no_video_beside_image(modality, some_rank_has_videos, monkeypa
         assert has_image != has_video
 
 
-def test_text_rank_takes_the_layout_of_another(other_rank_has_images, monkeypatch):
+def test_text_rank_takes_layout_of_another(other_rank_has_images, monkeypatch):
     """Without a model each rank infers a layout from its own batch. Text does not show the entries of Mllama."""
     case, layout = case_of('mllama')
     batch = family_batch(case)
@@ -350,7 +350,7 @@ def test_text_rank_knows_unregistered_media(other_rank_has_images, monkeypatch):
         assert 'pixel_values' in microbatch
 
 
-def test_check_takes_the_layout_of_another_rank(monkeypatch):
+def test_check_takes_layout_of_another_rank(monkeypatch):
     """With Composer's flag and a model without a config. Text does not show the entries of Mllama."""
     case, _ = case_of('mllama')
     inferred_with_media = BatchLayout.infer(family_batch(case))
@@ -431,7 +431,7 @@ def test_row_that_leaves_no_room(two_ranks, caplog):
 
 
 @pytest.mark.parametrize('gap', ['hole', 'labelled padding', None])
-def test_text_rows_depend_on_media_of_ranks(gap, other_rank_has_images, monkeypatch):
+def test_gaps_depend_on_media_of_ranks(gap, other_rank_has_images, monkeypatch):
     """With media in the batch Qwen2-VL does not count a hole. On one rank the check compares such rows with others.
 
     So text rows with a gap get a dummy image, as if they were in a batch with the other rank's image.
@@ -480,7 +480,7 @@ def test_no_media_rows_if_reduced_once(two_ranks, monkeypatch):
 
 
 @pytest.mark.parametrize(('length', 'fits'), [(16, True), (17, False)])
-def test_dummies_beyond_the_rotary_limit_are_refused(length, fits):
+def test_dummies_beyond_rotary_limit_are_refused(length, fits):
     """Beyond 16 tokens the widest row of a batch changes the embedding of all."""
     dynamic = {'rope_type': 'dynamic', 'factor': 4.0}
     model = in_double(one_layer_model(rope_scaling=dynamic, max_position_embeddings=16))

@@ -362,7 +362,7 @@ def test_padding_without_masks_is_not_attended(width_multiple):
     assert_exact(masked_model('bert'), data, batch=batch, microbatch_size=4)
 
 
-def test_positions_that_cannot_be_kept_are_refused():
+def test_positions_that_padding_moves_are_refused():
     """The check keeps the padding of such a model, but joined microbatches would have more of it."""
     rows = text_rows([(9, 3), (8, 4), (5, 2), (4, 2), (4, 1), (3, 2)])
     data = left_padded_loader(rows)
@@ -508,7 +508,7 @@ def test_images_go_with_their_rows(name):
 
 
 @pytest.mark.parametrize(('side', 'width_multiple'), [('left', 8), ('right', 1)])
-def test_masks_of_images_as_wide_as_text(side, width_multiple):
+def test_image_masks_as_wide_as_text(side, width_multiple):
     """Mllama's mask says which token sees which image. It gets wider with the text, and has a slot for each image."""
     case = FAMILIES['mllama']()
     layout = BatchLayout.for_model(case.model)

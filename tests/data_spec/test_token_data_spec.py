@@ -268,7 +268,7 @@ def test_evaluation_has_the_rule_of_training():
     assert torch.equal(model.labels[-1], batch['labels'])
 
 
-def test_evaluation_before_training_has_the_named_rule():
+def test_evaluation_before_training_uses_named_rule():
     batch = two_documents()
     model = EvaluatedLabels()
     algorithm = TokenAccumulation(loss_tokens='unshifted')
@@ -280,7 +280,7 @@ def test_evaluation_before_training_has_the_named_rule():
     assert torch.equal(labels, batch['labels'])
 
 
-def test_evaluation_has_the_layout_of_the_model():
+def test_evaluation_has_layout_of_the_model():
     """Without a model, an integer for each row whose name speaks of images could belong to images."""
     model = one_layer_model()
     batch = ragged_batch()
@@ -476,7 +476,7 @@ def test_entry_that_only_another_rank_has(monkeypatch):
     assert layout_of(state, None) is None
 
 
-def test_unknown_entry_with_and_without_our_split():
+def test_unknown_entry_under_either_split():
     """If the user's own split cuts the batch, an entry that nothing tells by row only means that rows stay unknown."""
     batch = {**ragged_batch(), 'notes': ['one', 'two']}  # of six rows
     state: Any = SimpleNamespace(model=hugging_face(one_layer_model()), batch=batch)

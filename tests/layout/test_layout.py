@@ -497,7 +497,7 @@ def test_list_is_joined_with_plain_value():
 
 
 @pytest.mark.parametrize('values', [(torch.ones(1), [1.0]), ([1.0], torch.ones(1)), (1.0, torch.ones(1))])
-def test_tensor_is_not_joined_with_other_types(values):
+def test_tensor_joins_no_other_type(values):
     first, second = values
 
     with pytest.raises(ValueError, match=r'`scores` must be a tensor .* and a (list|float)'):

@@ -90,7 +90,7 @@ def test_padding_is_no_hidden_placeholder():
     assert int(layout.is_placeholder(wider).sum()) == 1
 
 
-def test_reads_numbers_of_patches_of_all_microbatches():
+def test_reads_patch_numbers_of_all_microbatches():
     """Molmo 2 counts patches over the batch, so numbers of the second microbatch go on after those of the first."""
     one_image = text_batch(
         [4],
@@ -108,7 +108,7 @@ def test_reads_numbers_of_patches_of_all_microbatches():
     assert batch['image_token_pooling'].flatten().tolist() == list(range(9))
 
 
-def test_reads_patches_that_lie_side_by_side():
+def test_reads_patches_side_by_side():
     """MiniCPM-V has the patches of all images in one row of patches, and a tensor with the size of each image."""
 
     def image_of(num_patches):
