@@ -188,7 +188,7 @@ def test_sequence_length_warmup_is_exact():
     recorder = fit(one_layer_model(), token_data_spec(data), algorithms=algorithms, max_duration='4ba')
 
     model = hugging_face(one_layer_model())
-    width_of_steps = []  # the width to which a batch must be cut to have the gradient of the step
+    width_of_steps = []  # a batch that is cut to this width has the gradient of the step
     for gradients, batch in zip(recorder.steps, data, strict=True):
         for width in (4, 8, 12, 16):
             cut_batch = {key: value[:, :width] for key, value in batch.items()}

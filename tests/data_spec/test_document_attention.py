@@ -104,7 +104,7 @@ def logits_of_rows(model, batch):
 
 
 def without_attention(batch, row):
-    """Returns a copy of a batch in which no position of a row has attention or a label."""
+    """Returns a copy of a batch without the attention and the labels of one row."""
     changed = {key: value.clone() for key, value in batch.items()}
     changed['attention_mask'][row] = 0
     changed['labels'][row] = -100

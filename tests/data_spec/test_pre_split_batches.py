@@ -374,7 +374,7 @@ def test_positions_that_padding_moves_are_refused():
 @pytest.mark.parametrize('width_multiple', [1, 4])
 @pytest.mark.parametrize('side', ['left', 'right'])
 def test_microbatches_stay_after_the_check(side, width_multiple):
-    """The check shows only what trimming does on the side on which the loader pads. One microbatch has no padding."""
+    """The check trims only the side that the loader pads. One microbatch has no padding."""
     rows = text_rows([(9, 3), (8, 4), (3, 2), (3, 2), (3, 1), (3, 2)])
     collate_on_side = partial(collate, side=side)
     planned = planned_loader(rows, collate_on_side, max_tokens=24, width_multiple=width_multiple)
@@ -401,7 +401,7 @@ def test_label_preceded_by_pad_counts():
 
 @pytest.mark.parametrize(('max_tokens', 'sizes', 'most_rows'), [(49, [3], 4), (sys.maxsize, [1, 2], 6)])
 def test_joined_rows_keep_the_budget(max_tokens, sizes, most_rows):
-    """The budget of 49 tokens is no multiple of the microbatch size, and the other one is no number of a float."""
+    """The budget of 49 tokens is not a multiple of the microbatch size. The other budget has no exact float."""
     rows = text_rows([(10, 9)] * 6)
     planned = planned_loader(rows, collate, max_tokens=max_tokens)
     spec = token_data_spec(planned, regroup=False)

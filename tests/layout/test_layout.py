@@ -181,7 +181,7 @@ MASK_FORMS = {
 @pytest.mark.parametrize('form', MASK_FORMS)
 @for_each_side
 def test_square_masks_are_trimmed_twice(form, side):
-    """The last two dimensions of the mask lie along the text. Nothing but the mask tells where the padding is."""
+    """The last two dimensions of the mask lie along the text. Only the mask tells where the padding is."""
     batch = three_rows(side=side, width=8)
     in_form = MASK_FORMS[form]
     mask = in_form(square_mask(batch))
@@ -558,7 +558,7 @@ def test_shared_positions_must_agree(side, agreeing_start, other_start):
 
 
 def test_shared_positions_and_own_ones():
-    """A row shares nothing, so its positions join with those of several rows. Shared ones of several rows do not."""
+    """Positions of one row can be joined with positions of each row. Positions that several rows share cannot."""
     positions_of_each_row = torch.tensor([[0, 1, 2], [5, 6, 0]])
     two_rows = text_batch([3, 2], position_ids=positions_of_each_row)
     one_row = text_batch([4], position_ids=torch.arange(4)[None])
