@@ -707,7 +707,7 @@ def test_failed_packing_is_not_tried_again():
     assert_exact(model, batch, packing='auto', microbatch_size=4)
 
 
-def test_auto_pads_once_packing_is_impossible():
+def test_auto_pads_after_unpackable_rows():
     """The second batch has a row with a hole."""
     packable = ragged_batch(SHAPE)
     with_hole = ragged_batch(SHAPE)

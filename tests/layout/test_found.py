@@ -327,7 +327,7 @@ def test_audio_codes_keep_the_width(layout):
 
 
 @pytest.mark.parametrize('values', [[11, 12, 13], [True, False, True], [0.5, 0.25, 1.0]])
-def test_row_column_named_after_a_modality(values):
+def test_column_named_after_a_modality(values):
     """A dataset's own column, such as `image_id`, has one value a row. A batch without images shows it."""
     column = torch.tensor(values)
     text_only = text_batch([3, 2, 3], image_id=column)
