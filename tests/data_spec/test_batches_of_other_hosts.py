@@ -44,23 +44,38 @@ def whisper_batch(seed: int):
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, 13, (6,), generator=generator).tolist()
     features = torch.randn(6, 8, 16, generator=generator)  # (rows, mel bins, frames)
-    return {'input_features': features, 'labels': padded_labels(lengths, max(lengths))}
+    labels = padded_labels(lengths, max(lengths))
+    return {'input_features': features, 'labels': labels}
 
 
 @pytest.mark.parametrize(
-    ('options', 'kinds'),
-    [({}, ['exact', 'exact']), ({'regroup': False}, ['exact', 'exact']), ({'packing': True}, ['refused'])],
-    ids=['regrouped', 'in order', 'packed'],
+    ('options', 'expected_kinds'),
+    [
+        pytest.param({}, ['exact', 'exact'], id='regrouped'),
+        pytest.param({'regroup': False}, ['exact', 'exact'], id='in order'),
+        pytest.param({'packing': True}, ['refused'], id='packed'),
+    ],
 )
-def test_batch_without_input_ids(whisper, options, kinds):
-    assert kinds_of_steps(whisper, [whisper_batch(0), whisper_batch(1)], **options) == kinds
+def test_batch_without_input_ids(whisper, options, expected_kinds):
+    batches = [whisper_batch(0), whisper_batch(1)]
+
+    kinds = kinds_of_steps(whisper, batches, **options)
+
+    assert kinds == expected_kinds
 
 
 @pytest.mark.parametrize('size', [1, 3])
 def test_rows_without_input_ids(size):
-    """Rows are not trimmed: an encoder makes as many states of audio with a short text as with a long one."""
-    microbatches = split(whisper_batch(0), size)
-    assert [len(microbatch['labels']) for microbatch in microbatches] == [size] * (6 // size)
+    """Rows are not trimmed: an encoder makes as many states of audio with a short text as with a long one.
+
+    So six rows always need the memory of six rows.
+    """
+    batch = whisper_batch(0)
+
+    microbatches = split(batch, size)
+
+    rows_of_microbatches = [len(microbatch['labels']) for microbatch in microbatches]
+    assert rows_of_microbatches == [size] * (6 // size)
 
 
 SEQ2SEQ_LENGTHS = [(5, 12), (24, 1), (3, 3), (4, 2), (9, 7), (2, 1)]
@@ -69,8 +84,10 @@ SEQ2SEQ_LENGTHS = [(5, 12), (24, 1), (3, 3), (4, 2), (9, 7), (2, 1)]
 
 def seq2seq_batch(encoder_width, decoder_width, *, lengths=SEQ2SEQ_LENGTHS, has_decoder_ids=False):
     """Returns rows for T5, as llm-foundry's collator makes them (equal widths), or Hugging Face's (unequal widths)."""
-    batch = text_batch([encoder_length for encoder_length, _ in lengths], width=encoder_width)
-    labels = padded_labels([decoder_length for _, decoder_length in lengths], decoder_width)
+    encoder_lengths = [encoder_length for encoder_length, _ in lengths]
+    decoder_lengths = [decoder_length for _, decoder_length in lengths]
+    batch = text_batch(encoder_lengths, width=encoder_width)
+    labels = padded_labels(decoder_lengths, decoder_width)
     batch['labels'] = labels
     if has_decoder_ids:
         shifted = labels.roll(1, dims=1)
@@ -83,27 +100,31 @@ def seq2seq_batch(encoder_width, decoder_width, *, lengths=SEQ2SEQ_LENGTHS, has_
 @pytest.fixture(scope='module')
 def t5():
     """A T5 of one layer, which is enough to have two texts."""
-    layers = {'num_layers': 1, 'num_decoder_layers': 1}
-    return text_subject('t5', decoder_start_token_id=0, **layers).model('fresh')
+    subject = text_subject('t5', decoder_start_token_id=0, num_layers=1, num_decoder_layers=1)
+    return subject.model('fresh')
 
 
 @pytest.mark.parametrize('decoder_width', [24, 30])
 @for_each_decoder_input
 def test_decoder_with_its_own_text(t5, decoder_width, has_decoder_ids):
     batch = seq2seq_batch(24, decoder_width, has_decoder_ids=has_decoder_ids)
+
     assert kinds_of_steps(t5, [batch]) == ['exact']
 
 
 @for_each_decoder_input
 def test_padding_of_encoder_is_trimmed(t5, has_decoder_ids):
     """The decoder's text keeps its width, so only the ids show that rows were trimmed."""
+    longest_row = 24
     batch = seq2seq_batch(32, 12, has_decoder_ids=has_decoder_ids)
-    expected = plain_gradients(t5, batch)
-    encoder_width = On(Event.BEFORE_FORWARD, lambda state: state.batch['input_ids'].shape[1])
-    recorder = fit(t5, batch, callbacks=[encoder_width])
-    assert max(encoder_width.values) == 24
-    assert min(encoder_width.values) < 24
-    assert relative_error(recorder.gradients, expected) < 1e-6
+    expected_gradients = plain_gradients(t5, batch)
+    encoder_widths = On(Event.BEFORE_FORWARD, lambda state: state.batch['input_ids'].shape[1])
+
+    recorder = fit(t5, batch, callbacks=[encoder_widths])
+
+    assert max(encoder_widths.values) == longest_row
+    assert min(encoder_widths.values) < longest_row
+    assert relative_error(recorder.gradients, expected_gradients) < 1e-6
 
 
 @for_each_decoder_input
@@ -111,11 +132,14 @@ def test_padding_of_encoder_is_trimmed(t5, has_decoder_ids):
 def test_decoder_on_a_stock_loader(t5, microbatch_size, has_decoder_ids):
     """Composer's own split cuts the batch, without ``token_data_spec``."""
     batch = seq2seq_batch(24, 12, has_decoder_ids=has_decoder_ids)
-    expected = plain_gradients(t5, batch)
+    expected_gradients = plain_gradients(t5, batch)
+
     recorder = fit(t5, loader(batch), microbatch_size=microbatch_size)
-    assert relative_error(recorder.gradients, expected) < 1e-6
+
+    assert relative_error(recorder.gradients, expected_gradients) < 1e-6
+    # Stock Composer is off, so the test can fail.
     stock, _, _ = train(t5, loader(batch), microbatch_size=microbatch_size)
-    assert relative_error(stock.gradients, expected) > 1e-2  # so the test can fail
+    assert relative_error(stock.gradients, expected_gradients) > 1e-2
 
 
 @for_each_decoder_input
@@ -123,24 +147,30 @@ def test_decoder_on_a_stock_loader(t5, microbatch_size, has_decoder_ids):
 def test_cap_of_encoder_and_decoder_texts(multiple, has_decoder_ids):
     """A microbatch size of k means the memory of k rows with both texts."""
     rng = random.Random(0)
+    num_rows = 16
     for _ in range(100):
         size = rng.randint(1, 4)
         encoder_width = rng.randint(8, 40)
         decoder_width = rng.randint(8, 40)
         lengths = []
-        for _ in range(16):
-            lengths.append((rng.randint(1, encoder_width), rng.randint(1, decoder_width)))
+        for _ in range(num_rows):
+            encoder_length = rng.randint(1, encoder_width)
+            decoder_length = rng.randint(1, decoder_width)
+            lengths.append((encoder_length, decoder_length))
         batch = seq2seq_batch(encoder_width, decoder_width, lengths=lengths, has_decoder_ids=has_decoder_ids)
+
         microbatches = split(batch, size, width_multiple=multiple)
-        assert sum(len(microbatch['labels']) for microbatch in microbatches) == 16
+
+        assert sum(len(microbatch['labels']) for microbatch in microbatches) == num_rows
         for microbatch in microbatches:
             num_tokens = microbatch['input_ids'].numel() + microbatch['labels'].numel()
             assert num_tokens <= size * (encoder_width + decoder_width)
 
 
-def test_row_over_the_cap_with_both_texts():
+def test_row_with_both_texts_over_cap():
     """The encoder's text of the longest row has 24 tokens. The decoder's text is 12 wide in every row."""
     batch = seq2seq_batch(24, 12)
+
     assert split(batch, 1, slot_tokens=24)
     with pytest.raises(ValueError, match=rf'{24 + 12} tokens.* cap of {23 + 12} '):
         split(batch, 1, slot_tokens=23)
@@ -153,28 +183,34 @@ def test_sequence_length_warmup_is_exact():
     rows = text_rows([(length, rng.randint(1, length)) for length in lengths])
     data = DataLoader(rows, batch_size=8, collate_fn=collate)  # pyright: ignore[reportArgumentType]
     warmup = SeqLengthWarmup(duration=0.75, min_seq_length=4, max_seq_length=16, step_size=4)
-    recorder = fit(
-        one_layer_model(), token_data_spec(data), algorithms=[warmup, TokenAccumulation()], max_duration='4ba'
-    )
+    algorithms = [warmup, TokenAccumulation()]
+
+    recorder = fit(one_layer_model(), token_data_spec(data), algorithms=algorithms, max_duration='4ba')
+
     model = hugging_face(one_layer_model())
-    exact_widths = []  # of each step: the width that gives its gradient
+    width_of_steps = []  # a batch that is cut to this width has the gradient of the step
     for gradients, batch in zip(recorder.steps, data, strict=True):
         for width in (4, 8, 12, 16):
             cut_batch = {key: value[:, :width] for key, value in batch.items()}
-            if relative_error(gradients, plain_gradients(model, cut_batch)) < 1e-6:
-                exact_widths.append(width)
+            expected_gradients = plain_gradients(model, cut_batch)
+            if relative_error(gradients, expected_gradients) < 1e-6:
+                width_of_steps.append(width)
     # The warmup cuts the rows to a few columns at first, and less and less later.
-    assert len(exact_widths) == 4
-    assert exact_widths[0] < 16
-    assert exact_widths == sorted(exact_widths)
+    assert len(width_of_steps) == 4
+    assert width_of_steps[0] < 16
+    assert width_of_steps == sorted(width_of_steps)
 
 
 @pytest.mark.parametrize('side', ['left', 'right'])
 def test_embeddings_with_ids_of_none(side):
+    """A collator may compute the embeddings itself, and leave the key of the ids in the batch."""
     model = one_layer_model()
     batch = text_batch([9, 3, 5, 2], side=side)
-    embeddings = model.get_input_embeddings()(batch['input_ids']).detach()
-    assert_exact(model, {**batch, 'input_ids': None, 'inputs_embeds': embeddings}, microbatch_size=1)
+    embed = model.get_input_embeddings()
+    embeddings = embed(batch['input_ids']).detach()
+    batch_without_ids = {**batch, 'input_ids': None, 'inputs_embeds': embeddings}
+
+    assert_exact(model, batch_without_ids, microbatch_size=1)
 
 
 @pytest.mark.parametrize('is_additive', [True, False])
@@ -182,5 +218,8 @@ def test_mask_shared_by_all_rows(is_additive):
     """Transformers takes one causal mask for all rows, ``(1, 1, width, width)``."""
     batch = text_batch([9, 3, 5, 2])
     mask = torch.ones(1, 1, 9, 9).tril().bool()
-    batch['attention_mask'] = additive(mask) if is_additive else mask
+    if is_additive:
+        mask = additive(mask)
+    batch['attention_mask'] = mask
+
     assert_exact(one_layer_model(), batch, microbatch_size=1)

@@ -45,11 +45,13 @@ from tests.support.training import (
 )
 
 TEXT_ROWS = [0, 4]
+"""The rows of a case that have no image."""
 for_each_family = pytest.mark.parametrize('name', IMAGE_FAMILIES)
 
 
 @functools.cache
 def case_of(name: str) -> tuple[Case, BatchLayout]:
+    """Returns a case of a family with rows of images, and the layout of its model."""
     case = FAMILIES[name]()
     return case, BatchLayout.for_model(case.model)
 
@@ -61,11 +63,18 @@ def media_case_of(name: str) -> tuple[Any, BatchLayout]:
     return case, BatchLayout.for_model(case.model)
 
 
+def row_of(case: Any, kind: str) -> dict[str, Any]:
+    """Returns the first row of a kind, such as ``'video'``, of a case of :func:`media_case_of`."""
+    number = case.kinds.index(kind)
+    return case.rows[number]
+
+
 def batch_of(case: Case, rows, side: str = 'right'):
     """Returns rows of the case's batch, trimmed as a split trims them."""
     layout = BatchLayout.for_model(case.model)
     batch = with_counts(family_batch(case, side=side))
-    return layout.trim(layout.select(batch, rows))
+    selected = layout.select(batch, rows)
+    return layout.trim(selected)
 
 
 def loss_and_gradients(case: Case, batch):
@@ -86,11 +95,16 @@ def expected_loss_and_gradients(case: Case, side: str):
     Mllama's loss of a text row depends on whether the batch has any image. So for Mllama an image row without labels is
     added.
     """
-    if case.name != 'mllama':
-        return loss_and_gradients(case, batch_of(case, TEXT_ROWS, side))
-    batch = batch_of(case, [*TEXT_ROWS, 3], side)
-    batch['labels'][2] = -100
+    if case.name == 'mllama':
+        batch = batch_of(case, [*TEXT_ROWS, 3], side)
+        batch['labels'][2] = -100
+    else:
+        batch = batch_of(case, TEXT_ROWS, side)
     return loss_and_gradients(case, batch)
+
+
+def num_placeholders(layout, batch):
+    return int((batch['input_ids'] == layout.image_token_id).sum())
 
 
 # Dummy rows with an image, in every family.
@@ -100,47 +114,56 @@ def expected_loss_and_gradients(case: Case, side: str):
 @for_each_family
 def test_dummy_image_row_changes_no_gradient(name, spare, side):
     case, layout = case_of(name)
-    loss, gradients = expected_loss_and_gradients(case, side)
-    microbatch = batch_of(case, TEXT_ROWS, side)
-    _, gradients_of_text = loss_and_gradients(case, microbatch)
+    expected_loss, expected_gradients = expected_loss_and_gradients(case, side)
+    text = batch_of(case, TEXT_ROWS, side)
+    _, gradients_of_text = loss_and_gradients(case, text)
     dummy = zero_weight(batch_of(case, [spare], side))
-    padded = add_rows(layout, microbatch, [dummy], side)
-    num_placeholders = int((dummy['input_ids'] == layout.image_token_id).sum())
-    assert num_placeholders > 0
-    assert int((padded['input_ids'] == layout.image_token_id).sum()) == num_placeholders, 'pads are none'
-    padded_loss, padded_gradients = loss_and_gradients(case, padded)
-    torch.testing.assert_close(padded_loss, loss, rtol=1e-6, atol=0)
-    assert relative_error(padded_gradients, gradients) < 1e-6
+
+    with_dummy = add_rows(layout, text, [dummy], side)
+    loss, gradients = loss_and_gradients(case, with_dummy)
+
+    assert num_placeholders(layout, dummy) > 0
+    assert num_placeholders(layout, with_dummy) == num_placeholders(layout, dummy), 'pads are no placeholders'
+    torch.testing.assert_close(loss, expected_loss, rtol=1e-6, atol=0)
+    assert relative_error(gradients, expected_gradients) < 1e-6
     # The purpose of the row: every parameter gets a gradient, so that no rank waits for another.
     trained = [parameter for parameter in case.model.parameters() if parameter.requires_grad]
-    assert len(padded_gradients) == len(trained)
+    assert len(gradients) == len(trained)
     assert len(gradients_of_text) < len(trained)
 
 
 def test_dummy_rows_are_no_samples():
     case, layout = case_of('llava')
-    microbatch = batch_of(case, TEXT_ROWS)
-    row = batch_of(case, [1])
-    padded = add_rows(layout, microbatch, [zero_weight(row)], 'right')
-    assert (row['labels'] != -100).any()  # the original keeps its labels
-    assert layout.num_rows(padded) == 3
-    assert num_samples(padded) == num_samples(microbatch) == 2
-    assert row_counts_of(padded) == [*row_counts_of(microbatch), RowCounts(samples=0, rule='causal')]
-    spec = token_data_spec(loader(microbatch))
-    assert spec.get_num_samples_in_batch(padded) == 2
-    assert spec.get_num_tokens_in_batch(padded) == spec.get_num_tokens_in_batch(microbatch)
+    text = batch_of(case, TEXT_ROWS)
+    image_row = batch_of(case, [1])
+    dummy = zero_weight(image_row)
+
+    with_dummy = add_rows(layout, text, [dummy], 'right')
+
+    assert (image_row['labels'] != -100).any(), 'the original keeps its labels'
+    assert layout.num_rows(with_dummy) == 3
+    assert num_samples(text) == 2
+    assert num_samples(with_dummy) == 2
+    counts_of_dummy = RowCounts(samples=0, rule='causal')
+    assert row_counts_of(with_dummy) == [*row_counts_of(text), counts_of_dummy]
+    spec = token_data_spec(loader(text))
+    assert spec.get_num_samples_in_batch(with_dummy) == 2
+    assert spec.get_num_tokens_in_batch(with_dummy) == spec.get_num_tokens_in_batch(text)
 
 
 @for_each_family
 def test_dummy_row_is_the_smallest(name):
     case, layout = case_of(name)
     batch = batch_of(case, range(6), 'left')
-    row = smallest_row([describe(layout, batch)], 'image')
-    fewest_images = min(num_images for num_images in layout.images_per_row(batch) if num_images > 0)
-    assert layout.images_per_row(row) == [fewest_images]
-    assert row['sample_ids'][0] in ('sample-1', 'sample-2')
-    assert describe(layout, row).lengths == [row['input_ids'].shape[1]]
-    assert num_samples(row) == 0
+    image_counts = [num_images for num_images in layout.images_per_row(batch) if num_images > 0]
+
+    dummy = smallest_row([describe(layout, batch)], 'image')
+
+    assert layout.images_per_row(dummy) == [min(image_counts)]
+    assert dummy['sample_ids'][0] in ('sample-1', 'sample-2')
+    width = dummy['input_ids'].shape[1]
+    assert describe(layout, dummy).lengths == [width], 'no padding'
+    assert num_samples(dummy) == 0
 
 
 # Dummy rows of some families.
@@ -148,33 +171,46 @@ def test_dummy_row_is_the_smallest(name):
 
 def test_dummy_row_brings_no_new_lists():
     case, layout = case_of('llava')
-    microbatch = batch_of(case, TEXT_ROWS)
-    del microbatch['sample_ids']
-    padded = add_rows(layout, microbatch, [zero_weight(batch_of(case, [1]))], 'right')
-    assert 'sample_ids' not in padded
-    assert padded['num_images'] == [0, 0, 1]
+    text = batch_of(case, TEXT_ROWS)
+    del text['sample_ids']
+    dummy = zero_weight(batch_of(case, [1]))
+
+    with_dummy = add_rows(layout, text, [dummy], 'right')
+
+    assert 'sample_ids' not in with_dummy
+    assert with_dummy['num_images'] == [0, 0, 1]
 
 
 def test_padding_of_row_beginning_with_placeholder():
+    """The padding must not take the id of the placeholder."""
     case, layout = media_case_of('video_llava')
-    row = case.rows[case.truth.index({'image': 2, 'video': 0})]
-    spare = case.rows[case.kinds.index('video')]
-    assert row['input_ids'][0, 0] == case.model.config.image_token_id
-    batch = add_rows(layout, row, [zero_weight(spare)], 'right')
-    assert layout.images_per_row(batch) == [2, 0]
-    torch.testing.assert_close(case.loss_sum(batch), case.loss_sum(row), rtol=1e-5, atol=0)
+    number_of_row = case.truth.index({'image': 2, 'video': 0})
+    row_of_images = case.rows[number_of_row]
+    assert row_of_images['input_ids'][0, 0] == case.model.config.image_token_id
+    dummy = zero_weight(row_of(case, 'video'))
+
+    with_dummy = add_rows(layout, row_of_images, [dummy], 'right')
+
+    assert layout.images_per_row(with_dummy) == [2, 0]
+    loss = case.loss_sum(with_dummy)
+    expected_loss = case.loss_sum(row_of_images)
+    torch.testing.assert_close(loss, expected_loss, rtol=1e-5, atol=0)
 
 
 def test_dummy_row_is_padded_as_batch():
+    """A row of text is shorter than the dummy row. It is padded on the left, as it was in the batch."""
     case, layout = case_of('llava')
     facts = describe(layout, batch_of(case, range(6), 'left'))
     shorter_text = min(TEXT_ROWS, key=facts.lengths.__getitem__)
-    dummies = {'image': describe(layout, smallest_row([facts], 'image'))}
-    piece = Piece.from_facts(facts, CutRules(left=sys.maxsize), CutOptions()).take([shorter_text])
-    missing = missing_dummies(dummies, facts, [shorter_text])
-    (microbatch,) = build([replace(piece, dummies=missing)])
-    mask = microbatch['attention_mask'][0]
     length = facts.lengths[shorter_text]
+    dummies = {'image': describe(layout, smallest_row([facts], 'image'))}
+    missing = missing_dummies(dummies, facts, [shorter_text])
+    piece_of_all_rows = Piece.from_facts(facts, CutRules(left=sys.maxsize), CutOptions())
+    piece = piece_of_all_rows.take([shorter_text])
+
+    [microbatch] = build([replace(piece, dummies=missing)])
+
+    mask = microbatch['attention_mask'][0]
     assert len(mask) > length
     assert mask[-length:].all()
 
@@ -182,29 +218,50 @@ def test_dummy_row_is_padded_as_batch():
 # Dummy rows that a rank adds because of another rank.
 
 
+def is_count(values):
+    """Returns whether ranks compare the number of their microbatches, and not which modalities they have."""
+    return len(values) != 6
+
+
 @pytest.fixture
 def some_rank_has_videos(two_ranks, monkeypatch):
     """Both ranks have an image and lack it in some row; some rank has a video, and some rank lacks one."""
 
     def max_over_ranks(values):
-        if len(values) != 6:  # a count
+        if is_count(values):
             return list(values)
-        # Whether a rank has image, video and audio, and whether a rank lacks them.
-        return [1, 1, 0, *values[3:]]
+        # Some rank has an image and some rank has a video, but none has audio.
+        is_lacked = values[3:]
+        return [1, 1, 0, *is_lacked]
+
+    monkeypatch.setattr(split, 'max_over_ranks', max_over_ranks)
+
+
+@pytest.fixture
+def other_rank_has_images(two_ranks, monkeypatch):
+    """This rank has only text. The other rank has images."""
+
+    def max_over_ranks(values):
+        if is_count(values):
+            return values
+        # Some rank has an image, none has a video or audio, and some rank lacks each of them.
+        return [1, 0, 0, 1, 1, 1]
 
     monkeypatch.setattr(split, 'max_over_ranks', max_over_ranks)
 
 
 def receive(monkeypatch, row):
     """Lets the other rank send this row as its dummy row."""
-    monkeypatch.setattr(split, 'from_any_rank', lambda own_row: own_row or zero_weight(row))
+    dummy = zero_weight(row)
+    monkeypatch.setattr(split, 'from_any_rank', lambda row_of_this_rank: row_of_this_rank or dummy)
 
 
 def packed_microbatches(batch, layout, slot_tokens):
+    """Returns the microbatches of one slot each into which a batch is cut after the check has found that it packs."""
     spec = token_data_spec(loader(batch), layout=layout, packing=True, slot_tokens=slot_tokens)
-    split_of_loader = split.split_of(spec.dataloader)
-    split_of_loader.start(one_layer_model(), batch, 1, layout)
-    split_of_loader.adopt(CutRules(packing='documents'))
+    microbatch_split = split.split_of(spec.dataloader)
+    microbatch_split.start(one_layer_model(), batch, 1, layout)
+    microbatch_split.adopt(CutRules(packing='documents'))
     return spec.split_batch(batch, 1)
 
 
@@ -214,13 +271,17 @@ def glm_row(config, modality):
     end = getattr(config, f'{modality}_end_token_id')
     vision = config.vision_config
     merge = vision.spatial_merge_size
-    patch_size = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-    pixels_key = {'image': 'pixel_values', 'video': 'pixel_values_videos'}[modality]
-    type_id = {'image': 1, 'video': 2}[modality]
+    numbers_of_patch = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    if modality == 'image':
+        pixels_key = 'pixel_values'
+        type_id = 1
+    else:
+        pixels_key = 'pixel_values_videos'
+        type_id = 2
     row = text_batch([5])
     row['input_ids'] = torch.tensor([[10, start, config.image_token_id, end, 11]])
     row['mm_token_type_ids'] = torch.tensor([[0, 0, type_id, 0, 0]])
-    row[pixels_key] = torch.rand(merge**2, patch_size)
+    row[pixels_key] = torch.rand(merge**2, numbers_of_patch)
     row[f'{modality}_grid_thw'] = torch.tensor([[1, merge, merge]])
     return row
 
@@ -229,55 +290,71 @@ def glm_row(config, modality):
 def test_glm_gets_no_video_beside_image(modality, some_rank_has_videos, monkeypatch):
     """Its forward has the same placeholders for both, and refuses a batch with both."""
     special = ('<image>', '<video>', '<image_start>', '<image_end>', '<video_start>', '<video_end>')
-    model = float32_model(tiny_config('glm4v', tokenizer=word_tokenizer(*special)))
+    config = tiny_config('glm4v', tokenizer=word_tokenizer(*special))
+    model = float32_model(config)
     layout = BatchLayout.for_model(model)
     text = text_batch([5, 3], mm_token_type_ids=torch.zeros(2, 5).long())
     text['input_ids'] += 10
-    batch = layout.concat([text, glm_row(model.config, modality)])
+    media_row = glm_row(model.config, modality)
+    batch = layout.concat([text, media_row])
+    spec = token_data_spec(loader(batch), layout=layout)
     receive(monkeypatch, glm_row(model.config, 'image'))
-    microbatches = token_data_spec(loader(batch), layout=layout).split_batch(batch, 1)
+
+    microbatches = spec.split_batch(batch, 1)
+
     assert len(microbatches) == 3
     for microbatch in microbatches:
-        model(**tensors_in(microbatch, torch.float32)).loss.backward()
-        assert ('pixel_values' in microbatch) != ('pixel_values_videos' in microbatch)
+        output = model(**tensors_in(microbatch, torch.float32))
+        output.loss.backward()
+        has_image = 'pixel_values' in microbatch
+        has_video = 'pixel_values_videos' in microbatch
+        assert has_image != has_video
 
 
-def test_text_rank_takes_the_layout_of_another(two_ranks, monkeypatch):
+def test_text_rank_takes_layout_of_another(other_rank_has_images, monkeypatch):
     """Without a model each rank infers a layout from its own batch. Text does not show the entries of Mllama."""
     case, layout = case_of('mllama')
     batch = family_batch(case)
-    counts = layout.images_per_row(batch)
-    media_row = layout.select(batch, [counts.index(1)])
+    row_with_one_image = layout.images_per_row(batch).index(1)
     text_keys = {'input_ids', 'attention_mask', 'labels', 'token_type_ids'}  # old processors add the last one
     text = {key: batch[key][TEXT_ROWS] for key in text_keys & batch.keys()}
-    monkeypatch.setattr(split, 'max_over_ranks', lambda values: [1, 0, 0, 1, 1, 1] if len(values) == 6 else values)
-    monkeypatch.setattr(split, 'all_gather_object', lambda inferred: [inferred, BatchLayout.infer(batch)])
-    receive(monkeypatch, media_row)
-    for microbatch in token_data_spec(loader(text)).split_batch(text, 1):
-        assert num_samples(microbatch) < len(microbatch['input_ids']) == len(microbatch['cross_attention_mask'])
+    layout_of_other_rank = BatchLayout.infer(batch)
+    monkeypatch.setattr(split, 'all_gather_object', lambda inferred: [inferred, layout_of_other_rank])
+    receive(monkeypatch, layout.select(batch, [row_with_one_image]))
+    spec = token_data_spec(loader(text))
+
+    microbatches = spec.split_batch(text, 1)
+
+    for microbatch in microbatches:
+        num_rows = len(microbatch['input_ids'])
+        assert num_samples(microbatch) < num_rows
+        assert len(microbatch['cross_attention_mask']) == num_rows
 
 
-def test_text_rank_knows_unregistered_media(two_ranks, monkeypatch):
+def test_text_rank_knows_unregistered_media(other_rank_has_images, monkeypatch):
     """The family of this layout has no media. The check has found the images of another rank by their key."""
     text = with_counts(text_batch([5, 3]))
-    images = {'pixel_values': torch.rand(1, 3, 4, 4), 'num_images': torch.tensor([1, 0])}
-    with_image = text_batch([5, 3], **images)
-    layout = BatchLayout.infer(text)
-    layout = layout.with_readings(layout.readings_of(with_image))
-    monkeypatch.setattr(split, 'max_over_ranks', lambda values: [1, 0, 0, 1, 1, 1] if len(values) == 6 else values)
+    image = {'pixel_values': torch.rand(1, 3, 4, 4), 'num_images': torch.tensor([1, 0])}
+    with_image = text_batch([5, 3], **image)
+    layout_of_text = BatchLayout.infer(text)
+    layout = layout_of_text.with_readings(layout_of_text.readings_of(with_image))
     receive(monkeypatch, layout.select(with_image, [0]))
     spec = token_data_spec(loader(text))
     microbatch_split = split.split_of(spec.dataloader)
     microbatch_split.layout = layout
     microbatch_split.adopt(CutRules())
-    for microbatch in spec.split_batch(text, 1):
+
+    microbatches = spec.split_batch(text, 1)
+
+    for microbatch in microbatches:
         assert 'pixel_values' in microbatch
 
 
-def test_check_takes_the_layout_of_another_rank(monkeypatch):
+def test_check_takes_layout_of_another_rank(monkeypatch):
     """With Composer's flag and a model without a config. Text does not show the entries of Mllama."""
     case, _ = case_of('mllama')
     inferred_with_media = BatchLayout.infer(family_batch(case))
+    text = text_batch([5, 3])
     checked_layouts = []
 
     def prove(check, batch):
@@ -286,9 +363,11 @@ def test_check_takes_the_layout_of_another_rank(monkeypatch):
 
     monkeypatch.setattr(FirstBatchCheck, 'prove', prove)
     monkeypatch.setattr(split, 'all_gather_object', lambda inferred: [inferred, inferred_with_media])
-    text = text_batch([5, 3])
-    token_data_spec(loader(text), model=NativeModel('unshifted')).split_batch(text, 1)
-    (layout,) = checked_layouts
+    spec = token_data_spec(loader(text), model=NativeModel('unshifted'))
+
+    spec.split_batch(text, 1)
+
+    [layout] = checked_layouts
     assert layout.family == inferred_with_media.family
 
 
@@ -300,13 +379,18 @@ def test_packed_rows_are_not_halved_needlessly(two_ranks):
     batch = layout.concat([image_row] + [text_row] * 8)
     image_length, text_length, *_ = describe(layout, batch).lengths
     budget = image_length + 5 * text_length
+    # The image row, row 0, is in one of two microbatches. The other one has only text.
     groups = pack_lengths([image_length] + [text_length] * 8, budget)
-    [texts] = [group for group in groups if 0 not in group]
-    assert len(texts) * text_length + image_length <= budget
-    padded = (len(texts) + 1) * max(image_length, text_length)
-    assert padded > budget
+    [text_group] = [group for group in groups if 0 not in group]
+    num_texts = len(text_group)
+    packed_with_dummy = num_texts * text_length + image_length
+    padded_with_dummy = (num_texts + 1) * max(image_length, text_length)
+    assert packed_with_dummy <= budget < padded_with_dummy
+
     microbatches = packed_microbatches(batch, layout, slot_tokens=budget)
-    assert len(microbatches) == len(groups) == 2
+
+    assert len(groups) == 2
+    assert len(microbatches) == 2
     for microbatch in microbatches:
         assert 'pixel_values' in microbatch
         assert microbatch['input_ids'].numel() <= budget
@@ -315,13 +399,15 @@ def test_packed_rows_are_not_halved_needlessly(two_ranks):
 def test_packed_rows_are_halved_if_needed(some_rank_has_videos, monkeypatch):
     """Two rows with an image fit into a microbatch, but not with the video of another rank."""
     case, layout = media_case_of('qwen2_5_vl')
-    image_row = case.rows[case.kinds.index('image')]
-    video_row = case.rows[case.kinds.index('video')]
+    image_row = row_of(case, 'image')
+    video_row = row_of(case, 'video')
     batch = with_counts(layout.concat([image_row] * 4))
     budget = 2 * layout.width(image_row)
     assert layout.width(video_row) < layout.width(image_row)
     receive(monkeypatch, video_row)
+
     microbatches = packed_microbatches(batch, layout, slot_tokens=budget)
+
     assert len(microbatches) == 4
     for microbatch in microbatches:
         assert 'pixel_values_videos' in microbatch
@@ -330,18 +416,26 @@ def test_packed_rows_are_halved_if_needed(some_rank_has_videos, monkeypatch):
 
 def test_row_that_leaves_no_room(two_ranks, caplog):
     case, layout = case_of('llava')
-    batch = layout.concat([batch_of(case, [row]) for row in (1, *TEXT_ROWS)])
+    image_row = batch_of(case, [1])
+    short_text = batch_of(case, [0])
+    long_text = batch_of(case, [4])
+    batch = layout.concat([image_row, short_text, long_text])
     lengths = describe(layout, batch).lengths
     budget = lengths[2]
     assert budget == max(lengths)
+
     packed_microbatches(batch, layout, slot_tokens=budget)
+
     assert "sample 'sample-4' must fit into a microbatch together with its dummy rows" in caplog.text
     assert f'over the caps of {budget} and None' in caplog.text
 
 
 @pytest.mark.parametrize('gap', ['hole', 'labelled padding', None])
-def test_text_rows_depend_on_media_of_ranks(gap, two_ranks, monkeypatch):
-    """With media in the batch Qwen2-VL does not count a hole. On one rank the check compares such rows with others."""
+def test_gaps_depend_on_media_of_ranks(gap, other_rank_has_images, monkeypatch):
+    """With media in the batch Qwen2-VL does not count a hole. On one rank the check compares such rows with others.
+
+    So text rows with a gap get a dummy image, as if they were in a batch with the other rank's image.
+    """
     case, layout = case_of('qwen2_vl')
     text = batch_of(case, TEXT_ROWS)
     if gap == 'hole':
@@ -349,50 +443,59 @@ def test_text_rows_depend_on_media_of_ranks(gap, two_ranks, monkeypatch):
     if gap == 'labelled padding':
         text['attention_mask'][:, -3:] = 0
     image = zero_weight(batch_of(case, [1]))
-    monkeypatch.setattr(split, 'max_over_ranks', lambda values: [1, 0, 0, 1, 1, 1] if len(values) == 6 else values)
     receive(monkeypatch, image)
     spec = token_data_spec(loader(text), layout=layout)
     microbatch_split = split.split_of(spec.dataloader)
-    rules = next(microbatch_split.candidates(describe(layout, text), CutRules()))
-    microbatch_split.adopt(rules)
+    first_rules = next(microbatch_split.candidates(describe(layout, text), CutRules()))
+    microbatch_split.adopt(first_rules)
     microbatch_split.reduces_once = True
+
     microbatches = spec.split_batch(text, 1)
-    assert ['pixel_values' in microbatch for microbatch in microbatches] == [gap is not None] * 2
+
+    has_gap = gap is not None
+    assert ['pixel_values' in microbatch for microbatch in microbatches] == [has_gap, has_gap]
     loss = sum(float(case.loss_sum(microbatch)) for microbatch in microbatches)
-    expected = float(case.loss_sum(layout.concat([text, image])))
-    assert loss == pytest.approx(expected, rel=1e-6)
+    text_beside_image = layout.concat([text, image])
+    expected_loss = float(case.loss_sum(text_beside_image))
+    assert loss == pytest.approx(expected_loss, rel=1e-6)
 
 
 def test_no_media_rows_if_reduced_once(two_ranks, monkeypatch):
     case, layout = case_of('llava')
     text = layout.concat([batch_of(case, TEXT_ROWS)] * 4)
+    longest_row = max(describe(layout, text).lengths)
     monkeypatch.setattr(split, 'max_over_ranks', None)  # nothing is agreed upon
-    spec = token_data_spec(loader(text), layout=layout, slot_tokens=max(describe(layout, text).lengths))
+    spec = token_data_spec(loader(text), layout=layout, slot_tokens=longest_row)
     microbatch_split = split.split_of(spec.dataloader)
     microbatch_split.adopt(microbatch_split.rules)
     microbatch_split.reduces_once = True
+
     microbatches = spec.split_batch(text, 1)
+
     assert len(microbatches) > 1
     for microbatch in microbatches:
         assert 'pixel_values' not in microbatch
         assert layout.num_rows(microbatch) == num_samples(microbatch)
-    assert sum(map(num_samples, microbatches)) == 8
+    assert sum(num_samples(microbatch) for microbatch in microbatches) == 8
 
 
 @pytest.mark.parametrize(('length', 'fits'), [(16, True), (17, False)])
-def test_dummies_beyond_the_rotary_limit_are_refused(length, fits):
+def test_dummies_beyond_rotary_limit_are_refused(length, fits):
     """Beyond 16 tokens the widest row of a batch changes the embedding of all."""
-    model = in_double(one_layer_model(rope_scaling={'rope_type': 'dynamic', 'factor': 4.0}, max_position_embeddings=16))
+    dynamic = {'rope_type': 'dynamic', 'factor': 4.0}
+    model = in_double(one_layer_model(rope_scaling=dynamic, max_position_embeddings=16))
     layout = BatchLayout.for_model(model)
     batch = with_counts(ragged_batch([(4, 2), (9, 7)]))
-    facts = describe(layout, batch)
-    dummy = describe(layout, zero_weight(with_counts(ragged_batch([(length, 1)]))))
-    piece = Piece.from_facts(facts, CutRules(right=sys.maxsize), CutOptions())
-    expected, _ = reference_gradients(model, batch)
+    piece = Piece.from_facts(describe(layout, batch), CutRules(right=sys.maxsize), CutOptions())
+    dummy_row = zero_weight(with_counts(ragged_batch([(length, 1)])))
+    dummy = describe(layout, dummy_row)
+    expected_gradients, _ = reference_gradients(model, batch)
 
-    (with_dummy,) = build([replace(piece, dummies=[dummy])])
+    [with_dummy] = build([replace(piece, dummies=[dummy])])
     gradients, _ = reference_gradients(model, with_dummy)
-    assert (relative_error(gradients, expected) < 1e-12) is fits
+
+    is_exact = relative_error(gradients, expected_gradients) < 1e-12
+    assert is_exact is fits
     if fits:
         split.with_dummies([piece], {'image': dummy})
     else:
@@ -402,7 +505,10 @@ def test_dummies_beyond_the_rotary_limit_are_refused(length, fits):
 
 # Empty microbatches, if another rank makes more microbatches.
 
-NUM_ROWS, NUM_OF_OTHER_RANK = 3, 5
+NUM_ROWS = 3
+"""This rank makes a microbatch of each of its rows."""
+NUM_OF_OTHER_RANK = 5
+"""The other rank makes more microbatches."""
 
 
 @pytest.mark.parametrize(
@@ -420,8 +526,10 @@ def test_counts_are_equal_if_needed(equal_counts, reduces_once, expected, two_ra
     """``'auto'``: ranks need equal counts unless DDP reduces in the last microbatch only."""
 
     def max_over_ranks(values):
-        is_count = len(values) == 1
-        return [max(*values, NUM_OF_OTHER_RANK)] if is_count else values
+        if len(values) == 1:
+            [num_of_this_rank] = values
+            return [max(num_of_this_rank, NUM_OF_OTHER_RANK)]
+        return values
 
     monkeypatch.setattr(split, 'max_over_ranks', max_over_ranks)
     batch = ragged_batch([(6, 3)] * NUM_ROWS)
@@ -429,8 +537,11 @@ def test_counts_are_equal_if_needed(equal_counts, reduces_once, expected, two_ra
     microbatch_split = split.split_of(spec.dataloader)
     microbatch_split.adopt(microbatch_split.rules)
     microbatch_split.reduces_once = reduces_once
+
     microbatches = spec.split_batch(batch, 1)
-    samples = [num_samples(microbatch) for microbatch in microbatches]
-    assert samples == [1] * NUM_ROWS + [0] * (expected - NUM_ROWS)
+
+    num_empty = expected - NUM_ROWS
+    samples_of_microbatches = [num_samples(microbatch) for microbatch in microbatches]
+    assert samples_of_microbatches == [1] * NUM_ROWS + [0] * num_empty
     for empty in microbatches[NUM_ROWS:]:
         assert (empty['labels'] == -100).all()

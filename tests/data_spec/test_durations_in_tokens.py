@@ -18,31 +18,43 @@ from tests.support.text import ONE_UNLABELLED, RAGGED, collate, one_layer_model,
 from tests.support.training import On, fit, hugging_face, loader
 
 SHAPE = RAGGED + ONE_UNLABELLED
+"""Length and number of labels of each of twelve rows."""
 ROWS_PER_STEP = 3
 WARMUP = 40
+"""Tokens until the learning rate has risen to its full value."""
 DURATION = 80
+"""Tokens of a run."""
 
 
 def batches() -> list[dict[str, torch.Tensor]]:
+    """Returns the batch of each step."""
     rows = text_rows(SHAPE)
-    return [collate(rows[start : start + ROWS_PER_STEP]) for start in range(0, len(rows), ROWS_PER_STEP)]
+    batches = []
+    for start in range(0, len(rows), ROWS_PER_STEP):
+        rows_of_step = rows[start : start + ROWS_PER_STEP]
+        batches.append(collate(rows_of_step))
+    return batches
 
 
 def padded():
+    """Returns a spec that cuts batches into padded microbatches."""
     return token_data_spec(loader(*batches()))
 
 
 def packed():
+    """Returns a spec that cuts batches into packed microbatches."""
     return token_data_spec(loader(*batches()), packing=True)
 
 
 def planned():
+    """Returns a spec of a loader that makes the microbatches itself, by the plan of a sampler."""
     rows = text_rows(SHAPE)
     lengths = [length for length, _ in SHAPE]
     sampler = RegroupingBatchSampler(
         rows, lengths=lengths, global_batch_size=ROWS_PER_STEP, max_tokens=32, shuffle=False
     )
-    return token_data_spec(RegroupingDataLoader(rows, batch_sampler=sampler, collate_fn=collate), slot_tokens=16)
+    planned_loader = RegroupingDataLoader(rows, batch_sampler=sampler, collate_fn=collate)
+    return token_data_spec(planned_loader, slot_tokens=16)
 
 
 def train(data: Any) -> tuple[list[int], list[float]]:
@@ -61,12 +73,16 @@ def train(data: Any) -> tuple[list[int], list[float]]:
     return tokens.values, rates.values
 
 
-@pytest.mark.parametrize('data', [padded, packed, planned])
-def test_real_tokens_count(data):
-    tokens_at_start, rates = train(data())
+@pytest.mark.parametrize('make_data', [padded, packed, planned])
+def test_real_tokens_count(make_data):
+    """A step begins when fewer tokens than the duration are trained."""
     tokens_of_steps = [int(batch['attention_mask'].sum()) for batch in batches()]
     starts = accumulate(tokens_of_steps, initial=0)
-    assert tokens_at_start == [start for start in starts if start < DURATION]
+    expected_starts = [start for start in starts if start < DURATION]
+
+    tokens_at_start, rates = train(make_data())
+
+    assert tokens_at_start == expected_starts
     # Composer's schedulers step before its clock does: a step has the rate of the time at which the last one began.
     times_of_rates = [0, *tokens_at_start[:-1]]
     expected_rates = []
@@ -78,5 +94,9 @@ def test_real_tokens_count(data):
 
 
 def test_composers_own_counter_counts_padding():
+    first_batch = batches()[0]
+    num_positions = first_batch['attention_mask'].numel()
+
     tokens_at_start, _ = train(loader(*batches()))
-    assert tokens_at_start[1] == batches()[0]['attention_mask'].numel()
+
+    assert tokens_at_start[1] == num_positions

@@ -12,8 +12,14 @@ from transformers import MptConfig, MptForCausalLM
 from composer_tokacc import BatchLayout, TokenMonitor, token_data_spec
 from composer_tokacc.data_spec.packing import pack_rows
 from composer_tokacc.row_counts import RowCounts, attach_row_counts, row_counts_of, with_counts
-from tests.support.text import ONE_UNLABELLED, VOCABULARY, one_layer_model, ragged_batch, text_attention
+from tests.support.text import ONE_UNLABELLED, VOCABULARY, one_layer_model, positions_of, ragged_batch, text_attention
 from tests.support.training import COMPOSERS_FLAG, assert_exact, fit, hugging_face, loader, relative_error
+
+
+def packed_text(batch):
+    """Returns the one row into which the rows of a batch of text are packed."""
+    layout = BatchLayout.infer(batch)
+    return pack_rows(layout, batch, text_attention())
 
 
 @pytest.mark.parametrize(
@@ -21,14 +27,17 @@ from tests.support.training import COMPOSERS_FLAG, assert_exact, fit, hugging_fa
     [('left', 'sdpa', 1), ('left', 'eager', 2), ('right', 'sdpa', 2), ('right', 'sdpa', 6), ('right', 'eager', 1)],
 )
 def test_packed_text_is_exact(side, attention, microbatch_size):
+    reference_dtype = torch.float32 if attention == 'eager' else torch.float64
+
     recorder = assert_exact(
         one_layer_model(attn_implementation=attention),
         ragged_batch(ONE_UNLABELLED, side=side),
-        reference_dtype=torch.float32 if attention == 'eager' else torch.float64,
+        reference_dtype=reference_dtype,
         packing=True,
         microbatch_size=microbatch_size,
         callbacks=[TokenMonitor()],
     )
+
     assert recorder.logged('token_monitor/padding_ratio') == [0.0]
 
 
@@ -41,9 +50,11 @@ def test_leak_between_documents_is_refused(monkeypatch):
     forward = type(model).forward
 
     def forward_without_bounds(self, batch):
-        return forward(self, {'input_ids': batch['input_ids'], 'labels': batch['labels']})
+        without_bounds = {'input_ids': batch['input_ids'], 'labels': batch['labels']}
+        return forward(self, without_bounds)
 
     monkeypatch.setattr(type(model), 'forward', forward_without_bounds)
+
     with pytest.raises(RuntimeError, match=r'leak from one document to the next'):
         fit(model, ragged_batch(ONE_UNLABELLED), packing=True)
 
@@ -51,9 +62,9 @@ def test_leak_between_documents_is_refused(monkeypatch):
 def test_leak_is_refused_in_half_precision():
     """It changes the gradient by the logits of this fresh model by 5e-3, less than the round-off of bfloat16."""
     torch.manual_seed(0)
-    sizes = {'vocab_size': VOCABULARY, 'd_model': 32, 'n_layers': 2, 'n_heads': 2, 'max_seq_len': 64}
-    config = MptConfig(initializer_range=0.01, **sizes)
+    config = MptConfig(vocab_size=VOCABULARY, d_model=32, n_layers=2, n_heads=2, max_seq_len=64, initializer_range=0.01)
     model = MptForCausalLM(config).bfloat16()
+
     with pytest.raises(RuntimeError, match=r'leak from one document to the next'):
         fit(model, ragged_batch(ONE_UNLABELLED), packing=True)
 
@@ -64,34 +75,43 @@ def test_packing_without_the_algorithm_is_refused(packing, options):
     """With Composer's flag the DataSpec knows the model. It must not change the model's attention, nor its cache."""
     model = hugging_face(one_layer_model())
     config_before = model.config.to_dict()
-    data = token_data_spec(loader(ragged_batch(ONE_UNLABELLED)), model=model if options else None, packing=packing)
+    model_of_spec = model if options == COMPOSERS_FLAG else None
+    batches = loader(ragged_batch(ONE_UNLABELLED))
+    data = token_data_spec(batches, model=model_of_spec, packing=packing)
+
     with pytest.raises(RuntimeError, match=f'`packing={packing!r}` needs TokenAccumulation.*without .accumulate'):
         fit(model, data, algorithms=[], **options)
+
     assert model.config.to_dict() == config_before
 
 
 def test_positions_without_padding_are_packed():
     batch = ragged_batch([(4, 2), (9, 7), (5, 3), (14, 11)], side='left')
-    batch['position_ids'] = (batch['attention_mask'].cumsum(dim=1) - 1).clamp(min=0)
+    batch['position_ids'] = positions_of(batch)
+
     assert_exact(one_layer_model(), batch, packing=True)
 
 
 def test_positions_of_the_batch_are_refused():
     batch = ragged_batch(ONE_UNLABELLED)
     batch['position_ids'] = torch.zeros_like(batch['input_ids'])
+
     with pytest.raises(ValueError, match='`position_ids` must be absent'):
-        pack_rows(BatchLayout.infer(batch), batch, text_attention())
+        packed_text(batch)
 
 
 def test_rows_without_ids_are_refused():
     batch = ragged_batch(ONE_UNLABELLED)
-    embeddings = one_layer_model().get_input_embeddings()(batch['input_ids']).detach()
-    batch = {**batch, 'input_ids': None, 'inputs_embeds': embeddings}
+    embed = one_layer_model().get_input_embeddings()
+    embeddings = embed(batch['input_ids']).detach()
+    batch_without_ids = {**batch, 'input_ids': None, 'inputs_embeds': embeddings}
+
     with pytest.raises(ValueError, match='`input_ids` must be in the batch'):
-        pack_rows(BatchLayout.infer(batch), batch, text_attention())
+        packed_text(batch_without_ids)
 
 
 def batch_with_hole():
+    """Returns a batch whose longest row has two tokens without attention in its middle."""
     batch = ragged_batch(ONE_UNLABELLED)
     batch['attention_mask'][3, 5:7] = 0
     batch['labels'][3, :8] = -100
@@ -108,14 +128,17 @@ def test_interrupted_rows_are_refused(make, is_first_batch):
     batches = [make()]
     if not is_first_batch:
         batches.insert(0, ragged_batch(ONE_UNLABELLED))
+
     with pytest.raises((ValueError, RuntimeError), match='Rows must be one run of tokens'):
         fit(one_layer_model(), *batches, packing=True)
 
 
 def test_one_label_behind_the_tokens():
+    """The first pad of a row has a label, which the last token predicts. The longest row has no pad."""
     batch = ragged_batch(ONE_UNLABELLED)
     for row, (length, _) in enumerate(ONE_UNLABELLED):
         batch['labels'][row, length : length + 1] = 7
+
     assert_exact(one_layer_model(), batch, packing=True)
 
 
@@ -126,7 +149,9 @@ def test_empty_rows_are_packed(side):
     empty = ragged_batch(ONE_UNLABELLED, side=side)
     empty['attention_mask'][:] = 0
     empty['labels'][:] = -100
+
     recorder = fit(one_layer_model(), full, empty, full, packing=True)
+
     gradients_before, gradients_of_empty, gradients_after = recorder.steps
     for gradient in gradients_of_empty.values():
         assert not gradient.any()
@@ -139,31 +164,43 @@ def test_row_without_tokens_is_no_document():
     batch = ragged_batch([(4, 4), (9, 9), (5, 5), (7, 7)])  # so few rows that the check computes all of them
     batch['attention_mask'][2] = 0
     batch['labels'][2] = -100
+
     assert_exact(one_layer_model(), batch, packing=True)
 
 
 @pytest.mark.parametrize('count', [list, torch.tensor], ids=['list', 'tensor'])
 def test_packed_row_has_all_images(count):
     batch = {**ragged_batch([(4, 2), (5, 3), (3, 2)]), 'num_images': count([1, 0, 2])}
-    packed = pack_rows(BatchLayout.infer(batch), with_counts(batch), text_attention())
+
+    packed = packed_text(with_counts(batch))
+
     assert list(packed['num_images']) == [3]
 
 
 def test_packed_row_keeps_numbers_of_samples():
     """Their sum would name another sample."""
     batch = {**ragged_batch([(4, 2), (5, 3)]), 'sample_ids': [3, 7]}
-    packed = pack_rows(BatchLayout.infer(batch), batch, text_attention())
+
+    packed = packed_text(batch)
+
     assert packed['sample_ids'] == [[3, 7]]
 
 
 def test_packed_row_keeps_counts_of_documents():
+    """The third row is a dummy row, so it adds nothing to the counts of the packed row.
+
+    By the rule 'sqrt' the loss tokens of a row weigh as much as the square root of their number.
+    """
     batch = {**ragged_batch([(4, 2), (5, 3), (3, 2)]), 'source': ['a', 'b', 'c']}
-    with_dummy = attach_row_counts(batch, [RowCounts(), RowCounts(), RowCounts(samples=0)])
-    counted = with_counts(with_dummy, token_weights='sqrt')
-    (packed,) = row_counts_of(pack_rows(BatchLayout.infer(counted), counted, text_attention()))
-    assert packed.documents == tuple(row_counts_of(counted))
-    assert [document.source for document in packed.documents] == ['a', 'b', None]
-    assert packed.samples == 2
-    assert packed.real_tokens == 9
-    assert packed.loss_tokens == 5
-    assert packed.loss_weight == pytest.approx(2**0.5 + 3**0.5)
+    counts = [RowCounts(), RowCounts(), RowCounts(samples=0)]
+    counted = with_counts(attach_row_counts(batch, counts), token_weights='sqrt')
+
+    packed = packed_text(counted)
+
+    [counts_of_packed] = row_counts_of(packed)
+    assert counts_of_packed.documents == tuple(row_counts_of(counted))
+    assert [document.source for document in counts_of_packed.documents] == ['a', 'b', None]
+    assert counts_of_packed.samples == 2
+    assert counts_of_packed.real_tokens == 4 + 5
+    assert counts_of_packed.loss_tokens == 2 + 3
+    assert counts_of_packed.loss_weight == pytest.approx(2**0.5 + 3**0.5)

@@ -20,6 +20,7 @@ from tests.support.training import assert_exact, composer_gradients, fit, refere
 LENGTHS = [4, 5, 9, 14, 6, 3, 2, 9]
 NUM_ROWS = len(LENGTHS)
 PACKABLE = [name for name in MODELS if name != 'deberta']
+"""DeBERTa's attention cannot be told the documents."""
 
 pytestmark = pytest.mark.skipif(
     transformers.__version__.startswith('4.'),
@@ -30,19 +31,25 @@ pytestmark = pytest.mark.skipif(
 @pytest.mark.parametrize(('packing', 'microbatch_size'), [(False, 3), (True, NUM_ROWS)])
 @pytest.mark.parametrize('name', PACKABLE)
 def test_masked_models_are_exact(name, packing, microbatch_size):
-    assert_exact(masked_model(name), masked_batch(LENGTHS), packing=packing, microbatch_size=microbatch_size)
+    model = masked_model(name)
+    batch = masked_batch(LENGTHS)
+
+    assert_exact(model, batch, packing=packing, microbatch_size=microbatch_size)
 
 
 @pytest.mark.parametrize('name', PACKABLE)
 def test_eager_attention_to_few_documents(name):
-    options = {'packing': True, 'microbatch_size': 1, 'reference_dtype': torch.float32}
-    assert_exact(masked_model(name, 'eager'), masked_batch(LENGTHS), **options)
+    model = masked_model(name, 'eager')
+    batch = masked_batch(LENGTHS)
+
+    assert_exact(model, batch, packing=True, microbatch_size=1, reference_dtype=torch.float32)
 
 
 @pytest.mark.parametrize('name', PACKABLE)
 def test_left_padding_is_exact_or_refused(name):
     model = masked_model(name)
     batch = masked_batch(LENGTHS, side='left')
+
     if name == 'bert':  # it counts positions from column 0, padding included
         with pytest.raises(RuntimeError, match='positions'):
             fit(model, batch, packing=True)
@@ -51,8 +58,10 @@ def test_left_padding_is_exact_or_refused(name):
 
 
 def test_attention_outside_the_interface_is_named():
+    model = masked_model('deberta')
+
     with pytest.raises(RuntimeError, match='AttentionInterface'):
-        fit(masked_model('deberta'), masked_batch(LENGTHS), packing=True)
+        fit(model, masked_batch(LENGTHS), packing=True)
 
 
 def test_ids_of_padding_inside_a_row():
@@ -60,28 +69,36 @@ def test_ids_of_padding_inside_a_row():
     batch = masked_batch(LENGTHS)
     batch['input_ids'][2, 4] = PAD
     batch['input_ids'][3, [0, 7]] = PAD
-    assert_exact(masked_model('roberta'), batch, packing=True, microbatch_size=3)
+    model = masked_model('roberta')
+
+    assert_exact(model, batch, packing=True, microbatch_size=3)
 
 
 def test_labels_stay_where_they_are():
+    """If labels are shifted, the label of a first token would be predicted from the document before it."""
     batch = masked_batch(LENGTHS)
     layout = BatchLayout.infer(batch)
-    labels_of_tokens = batch['labels'][batch['attention_mask'].bool()]
-    packed = pack_rows(layout, with_counts(batch, 'unshifted'), text_attention())
-    assert torch.equal(packed['labels'][0], labels_of_tokens)
-    assert packed['attention_mask'].sum(dim=1).tolist() == LENGTHS
-    # If labels are shifted, the label of a first token would be predicted from the document before it.
+    is_token = batch['attention_mask'].bool()
+    labels_of_tokens = batch['labels'][is_token]
+
+    unshifted = pack_rows(layout, with_counts(batch, 'unshifted'), text_attention())
     shifted = pack_rows(layout, with_counts(batch, 'causal'), text_attention())
-    is_start = packed['position_ids'][0] == 0
-    assert torch.equal(shifted['labels'][0], labels_of_tokens.masked_fill(is_start, -100))
+
+    assert unshifted['attention_mask'].sum(dim=1).tolist() == LENGTHS
+    assert torch.equal(unshifted['labels'][0], labels_of_tokens)
+    is_first_token = unshifted['position_ids'][0] == 0
+    labels_without_first = labels_of_tokens.masked_fill(is_first_token, -100)
+    assert torch.equal(shifted['labels'][0], labels_without_first)
 
 
 @pytest.mark.parametrize('pad', [0, 1])
 def test_labels_on_padding_are_refused(pad):
     batch = masked_batch(LENGTHS)
     batch['labels'][0, LENGTHS[0] + pad] = 7
+    model = masked_model('modernbert')
+
     with pytest.raises((ValueError, RuntimeError), match='labels on padding'):
-        fit(masked_model('modernbert'), batch, packing=True)
+        fit(model, batch, packing=True)
 
 
 class Wrapper(torch.nn.Module):
@@ -101,11 +118,13 @@ def test_wrappers_are_called_once(name):
     model = masked_model(name)
     wrapper = Wrapper(model)
     batch = masked_batch(LENGTHS)
-    attention = DocumentAttention(wrapper)
-    packed = pack_rows(BatchLayout.infer(batch), with_counts(batch, 'unshifted'), attention)
+    expected_gradients, expected_loss = reference_gradients(masked_model(name), batch)
+    layout = BatchLayout.infer(batch)
+    packed = pack_rows(layout, with_counts(batch, 'unshifted'), DocumentAttention(wrapper))
     inputs = {key: packed[key] for key in ('input_ids', 'attention_mask', 'position_ids', 'labels')}
+
     outputs = wrapper(**inputs)
     outputs.loss.backward()
-    expected, loss = reference_gradients(masked_model(name), batch)
-    assert outputs.loss.item() == pytest.approx(loss, rel=1e-6)
-    assert relative_error(composer_gradients(model), expected) < 1e-6
+
+    assert outputs.loss.item() == pytest.approx(expected_loss, rel=1e-6)
+    assert relative_error(composer_gradients(model), expected_gradients) < 1e-6

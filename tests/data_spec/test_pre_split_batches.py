@@ -31,28 +31,33 @@ from tests.support.text import collate, column_counter, one_layer_model, text_ro
 from tests.support.training import On, assert_exact, fit
 
 LENGTHS = [[9, 8], [5, 4, 4, 3], [10]]
+"""Lengths of the rows of each microbatch."""
 CAP = 20
+"""Most positions, rows times width, of a microbatch that the loader has planned."""
 TRIM = CutRules(left=sys.maxsize, right=sys.maxsize)
+"""Padding of any width may be cut off on both sides."""
+TEXT_LAYOUT = BatchLayout(family=TEXT)
 
 
 def pre_split(lengths_of_microbatches=LENGTHS, *, side='right'):
     """Returns microbatches of rows of these lengths. Row 1 of microbatch 2 is named ``2.1``."""
     microbatches = []
     indices = []
-    num_rows = 0
+    next_index = 0
     for number, lengths in enumerate(lengths_of_microbatches):
-        names = [f'{number}.{row}' for row in range(len(lengths))]
+        num_rows = len(lengths)
+        names = [f'{number}.{row}' for row in range(num_rows)]
         microbatches.append(text_batch(lengths, side=side, names=names))
-        indices.append(list(range(num_rows, num_rows + len(lengths))))
-        num_rows += len(lengths)
+        indices.append(list(range(next_index, next_index + num_rows)))
+        next_index += num_rows
     return PreSplitBatch(microbatches, max_tokens=CAP, indices=indices)
 
 
-def with_pictures(batch, microbatches):
-    """Adds a picture to the first row of some of the microbatches."""
+def with_images(batch, numbers):
+    """Adds an image to the first row of the microbatches with these numbers."""
     for number, microbatch in enumerate(batch.microbatches):
         microbatch['num_images'] = [0] * len(microbatch['names'])
-        if number in microbatches:
+        if number in numbers:
             microbatch['num_images'][0] = 1
             microbatch['pixel_values'] = torch.full((1, 3, 4, 4), float(number))
     return batch
@@ -79,7 +84,14 @@ def spec_for(*, family=TEXT, rules=TRIM, **options):
 
 
 def names(microbatches):
+    """Returns the names of the rows of each microbatch."""
     return [microbatch['names'] for microbatch in microbatches]
+
+
+def assert_same_rows(microbatches, batch):
+    """Checks that the microbatches have all rows of a batch, in any order."""
+    rows = list(chain.from_iterable(names(microbatches)))
+    assert sorted(rows) == sorted(batch['names'])
 
 
 def assert_handed_on(microbatches, batch):
@@ -100,25 +112,42 @@ def assert_handed_on(microbatches, batch):
 def test_microbatches_are_not_copied(side):
     batch = without_first_labels(pre_split(side=side))
     spec = spec_for()
-    assert_handed_on(spec.split_batch(spec.batch_transforms(batch), 2), batch)
+
+    counted = spec.batch_transforms(batch)
+    microbatches = spec.split_batch(counted, 2)
+
+    assert_handed_on(microbatches, batch)
 
 
 def test_planned_microbatches_stay_as_they_are():
     """Even if a plain batch would be cut into more microbatches, which cost less."""
     batch = pre_split([[10, 1]])
+    plain_batch = batch.joined(TEXT_LAYOUT)
     spec = spec_for(cost=CostModel(launch=1.0))
-    assert len(spec.split_batch(batch.joined(BatchLayout(family=TEXT)), 2)) == 2
-    assert_handed_on(spec.split_batch(batch, 2), batch)
+
+    microbatches = spec.split_batch(batch, 2)
+    microbatches_of_plain_batch = spec.split_batch(plain_batch, 2)
+
+    assert_handed_on(microbatches, batch)
+    assert len(microbatches_of_plain_batch) == 2
 
 
 def test_ranks_in_step_copy_nothing(two_ranks):
-    batch = with_pictures(pre_split([[9, 8], [5, 4, 4]]), [0, 1])
-    assert_handed_on(spec_for(family=LLAVA).split_batch(batch, 2), batch)
+    batch = with_images(pre_split([[9, 8], [5, 4, 4]]), [0, 1])
+    spec = spec_for(family=LLAVA)
+
+    microbatches = spec.split_batch(batch, 2)
+
+    assert_handed_on(microbatches, batch)
 
 
-def test_ranks_in_step_add_a_picture(two_ranks):
-    batch = with_pictures(pre_split([[9, 8], [5, 4], [10]]), [0, 1])
-    microbatches = spec_for(family=LLAVA).split_batch(batch, 4)
+def test_ranks_in_step_add_an_image(two_ranks):
+    """The last microbatch has no image, so it gets a dummy row, which is no sample."""
+    batch = with_images(pre_split([[9, 8], [5, 4], [10]]), [0, 1])
+    spec = spec_for(family=LLAVA)
+
+    microbatches = spec.split_batch(batch, 4)
+
     first, _, last = microbatches
     for microbatch in microbatches:
         assert len(microbatch['input_ids']) == 2
@@ -129,13 +158,17 @@ def test_ranks_in_step_add_a_picture(two_ranks):
 
 @pytest.mark.parametrize('size', [1, 1.5])
 def test_too_large_microbatches_are_cut(size):
+    """A slot has 10 tokens. The last microbatch has 10 positions, so it is not copied."""
     batch = pre_split()
-    microbatches = spec_for().split_batch(batch, size)
+    spec = spec_for()
+
+    microbatches = spec.split_batch(batch, size)
+
     for microbatch in microbatches:
         assert microbatch['input_ids'].numel() <= 10 * size
-    assert sorted(chain.from_iterable(names(microbatches))) == sorted(batch['names'])
-    small_enough = microbatches[names(microbatches).index(['2.0'])]
-    assert small_enough['input_ids'] is batch.microbatches[2]['input_ids']
+    assert_same_rows(microbatches, batch)
+    place_of_last = names(microbatches).index(['2.0'])
+    assert microbatches[place_of_last]['input_ids'] is batch.microbatches[2]['input_ids']
 
 
 @pytest.mark.parametrize('size', [2, 8])
@@ -144,47 +177,63 @@ def test_loader_gives_the_budget(size):
 
     Composer halves the size if memory runs out, and each half must need less.
     """
-    spec = token_data_spec([], layout=BatchLayout(family=TEXT))
+    spec = token_data_spec([], layout=TEXT_LAYOUT)
     split_of(spec.dataloader).adopt(TRIM)
     batch = pre_split([[5, 4, 4, 3], [3, 2, 1, 1]])
-    assert_handed_on(spec.split_batch(batch, size), batch)
+    row_over_the_cap = pre_split([[CAP + 1]])
+
+    microbatches = spec.split_batch(batch, size)
     halves = spec.split_batch(batch, size / 2)
+    undivided = spec.split_batch(row_over_the_cap, size / 2)
+
+    assert_handed_on(microbatches, batch)
     for microbatch in halves:
         assert microbatch['input_ids'].numel() <= 12  # half of the budget, in whole tokens a slot
-    assert sorted(chain.from_iterable(names(halves))) == sorted(batch['names'])
-    wider = pre_split([[CAP + 1]])
-    assert_handed_on(spec.split_batch(wider, size / 2), wider)
+    assert_same_rows(halves, batch)
+    assert_handed_on(undivided, row_over_the_cap)
 
 
 def test_longer_lengths_keep_the_cap():
+    """The loader has planned with lengths that are too short: three rows of 9 tokens are over the cap of 20."""
     spec = spec_for()
-    microbatches = spec.split_batch(pre_split([[9, 9, 9], [4, 4]]), 2)
-    assert sorted(len(microbatch['names']) for microbatch in microbatches) == [1, 2, 2]
+    too_many_rows = pre_split([[9, 9, 9], [4, 4]])
+    too_long_row = pre_split([[9, 8], [21]])
+
+    microbatches = spec.split_batch(too_many_rows, 2)
+
+    rows_of_microbatches = [len(microbatch['names']) for microbatch in microbatches]
+    assert sorted(rows_of_microbatches) == [1, 2, 2]
     with pytest.raises(ValueError, match='got: sample number 2 of the dataset of 21 tokens, over the cap of 20'):
-        spec.split_batch(pre_split([[9, 8], [21]]), 2)
+        spec.split_batch(too_long_row, 2)
 
 
 def test_unneeded_columns_are_cut_off():
-    batch = PreSplitBatch([text_batch([4, 3], width=9, names=['a', 'b'])], max_tokens=CAP)
-    (microbatch,) = spec_for().split_batch(batch, 2)
+    too_wide = text_batch([4, 3], width=9, names=['a', 'b'])
+    batch = PreSplitBatch([too_wide], max_tokens=CAP)
+    spec = spec_for()
+
+    [microbatch] = spec.split_batch(batch, 2)
+
     assert microbatch['input_ids'].shape == (2, 4)
 
 
 @pytest.mark.parametrize(
     ('options', 'side'),
     [
-        ({'regroup': False}, 'right'),
-        ({'packing': True, 'rules': CutRules(packing='documents')}, 'right'),
-        ({'rules': CutRules()}, 'right'),
-        ({'rules': CutRules()}, 'left'),
+        pytest.param({'regroup': False}, 'right', id='rows in order'),
+        pytest.param({'packing': True, 'rules': CutRules(packing='documents')}, 'right', id='packed'),
+        pytest.param({'rules': CutRules()}, 'right', id='padding stays, right'),
+        pytest.param({'rules': CutRules()}, 'left', id='padding stays, left'),
     ],
 )
 def test_rows_are_joined_if_needed(options, side):
     """If the planned microbatches cannot stay, the batch is split as one that came joined."""
     batch = without_first_labels(pre_split(side=side))
-    joined = batch.joined(BatchLayout(family=TEXT))
+    joined = batch.joined(TEXT_LAYOUT)
     spec = spec_for(**options)
+
     microbatches = spec.split_batch(batch, 5)
+
     expected_microbatches = spec.split_batch(joined, 5)
     for microbatch, expected in zip(microbatches, expected_microbatches, strict=True):
         assert microbatch.keys() == expected.keys()
@@ -195,8 +244,11 @@ def test_rows_are_joined_if_needed(options, side):
 
 def test_evaluation_keeps_rows_in_order():
     batch = pre_split()
+    spec = spec_for()
+
     with torch.no_grad():
-        microbatches = spec_for().split_batch(batch, 3)
+        microbatches = spec.split_batch(batch, 3)
+
     assert names(microbatches) == [['0.0', '0.1'], ['1.0', '1.1', '1.2'], ['1.3'], ['2.0']]
 
 
@@ -205,19 +257,27 @@ def test_layout_of_all_microbatches():
     without_image = text_batch([4], pixel_values=None)
     with_image = text_batch([5], pixel_values=torch.zeros(1, 3, 4, 4))
     batch = PreSplitBatch([without_image, with_image], max_tokens=CAP)
-    assert inferred_layout(batch.microbatches).family.name == 'LLaVA'
+
+    layout = inferred_layout(batch.microbatches)
+
+    assert layout.family.name == 'LLaVA'
 
 
 def test_evaluation_cuts_each_microbatch_by_itself():
     """Each keeps its width and its plain values. Microbatches without images may lack lists about images."""
-    with_images = text_batch([4, 3, 2], width=6, paths=['a.png', 'b.png', 'c.png'], scale=1.0)
-    batch = PreSplitBatch([with_images, text_batch([5], width=8, scale=2.0)], max_tokens=CAP)
+    rows_with_paths = text_batch([4, 3, 2], width=6, paths=['a.png', 'b.png', 'c.png'], scale=1.0)
+    row_without_path = text_batch([5], width=8, scale=2.0)
+    batch = PreSplitBatch([rows_with_paths, row_without_path], max_tokens=CAP)
+    spec = token_data_spec([])
+
     with torch.no_grad():
-        parts = token_data_spec([]).split_batch(batch, 2)
+        parts = spec.split_batch(batch, 2)
+
     assert [part.get('paths') for part in parts] == [['a.png', 'b.png'], ['c.png'], None]
     assert [part['scale'] for part in parts] == [1.0, 1.0, 2.0]
     for part, lengths in zip(parts, [[4, 3], [2], [5]], strict=True):
-        assert torch.equal(part['input_ids'], text_batch(lengths)['input_ids'])
+        trimmed = text_batch(lengths)
+        assert torch.equal(part['input_ids'], trimmed['input_ids'])
 
 
 def test_users_transforms_see_plain_mappings():
@@ -226,7 +286,9 @@ def test_users_transforms_see_plain_mappings():
         return {key: value for key, value in batch.items() if key != 'names'}
 
     spec = token_data_spec([], batch_transforms=drop_names)
+
     changed = spec.batch_transforms(pre_split())
+
     assert isinstance(changed, PreSplitBatch)
     assert 'names' not in changed
     assert spec.get_num_samples_in_batch(changed) == 7
@@ -235,9 +297,11 @@ def test_users_transforms_see_plain_mappings():
 
 def test_repeated_microbatch_adds_no_tokens():
     """Composer counts a run in samples and in tokens. Other ranks count those of a repeated microbatch."""
+    two_samples = text_batch([4, 3])
     repeated = attach_row_counts(text_batch([9]), [RowCounts(samples=0)])
-    batch = PreSplitBatch([text_batch([4, 3]), repeated], max_tokens=CAP)
+    batch = PreSplitBatch([two_samples, repeated], max_tokens=CAP)
     spec = token_data_spec([])
+
     assert spec.get_num_samples_in_batch(batch) == 2
     assert spec.get_num_tokens_in_batch(batch) == 7
 
@@ -255,22 +319,28 @@ def planned_loader(rows, collate_rows, *, max_tokens, **options):
 
 
 def left_padded_loader(rows):
-    return token_data_spec(planned_loader(rows, partial(collate, side='left'), max_tokens=24))
+    """Returns the spec of a loader that pads on the left. Its microbatches have at most 24 positions."""
+    collate_left = partial(collate, side='left')
+    planned = planned_loader(rows, collate_left, max_tokens=24)
+    return token_data_spec(planned)
 
 
 def rows_without_padding(batch, lengths):
     """Returns the rows of a batch that is padded on the right, each as a batch."""
     rows = []
-    for row, length in enumerate(lengths):
-        rows.append({key: value[row : row + 1, :length] for key, value in batch.items()})
+    for number, length in enumerate(lengths):
+        row = {key: value[number : number + 1, :length] for key, value in batch.items()}
+        rows.append(row)
     return rows
 
 
 def test_label_predicted_by_pad_is_refused():
     """Such a label counts only if its row is padded in its microbatch, so it would depend on the cut."""
-    rows = text_rows([(length, length) for length in (9, 8, 5, 4, 4, 3)])
+    all_tokens_labelled = text_rows([(length, length) for length in (9, 8, 5, 4, 4, 3)])
+    data = left_padded_loader(all_tokens_labelled)
+
     with pytest.raises(ValueError, match='first token of a row must have no label'):
-        fit(one_layer_model(), left_padded_loader(rows))
+        fit(one_layer_model(), data)
 
 
 @pytest.mark.parametrize('width_multiple', [1, 8])
@@ -280,53 +350,66 @@ def test_padding_without_masks_is_not_attended(width_multiple):
     batch = masked_batch(lengths)
     rows = rows_without_padding(batch, lengths)
 
-    def collate_rows(rows):
-        return {key: torch.cat([row[key] for row in rows]) for key in ('input_ids', 'labels')}
+    def collate_without_masks(rows):
+        return {
+            'input_ids': torch.cat([row['input_ids'] for row in rows]),
+            'labels': torch.cat([row['labels'] for row in rows]),
+        }
 
-    dataloader = planned_loader(rows, collate_rows, max_tokens=32, width_multiple=width_multiple)
-    data = token_data_spec(dataloader, width_multiple=width_multiple)
+    planned = planned_loader(rows, collate_without_masks, max_tokens=32, width_multiple=width_multiple)
+    data = token_data_spec(planned, width_multiple=width_multiple)
+
     assert_exact(masked_model('bert'), data, batch=batch, microbatch_size=4)
 
 
-def test_positions_that_cannot_be_kept_are_refused():
+def test_positions_that_padding_moves_are_refused():
     """The check keeps the padding of such a model, but joined microbatches would have more of it."""
     rows = text_rows([(9, 3), (8, 4), (5, 2), (4, 2), (4, 1), (3, 2)])
+    data = left_padded_loader(rows)
+
     with pytest.raises(ValueError, match='padded on the right'):
-        fit(column_counter(), left_padded_loader(rows))
+        fit(column_counter(), data)
 
 
 @pytest.mark.parametrize('width_multiple', [1, 4])
 @pytest.mark.parametrize('side', ['left', 'right'])
 def test_microbatches_stay_after_the_check(side, width_multiple):
-    """The check shows only what trimming does on the side on which the loader pads. One microbatch has no padding."""
+    """The check trims only the side that the loader pads. One microbatch has no padding."""
     rows = text_rows([(9, 3), (8, 4), (3, 2), (3, 2), (3, 1), (3, 2)])
-    options = {'width_multiple': width_multiple}
-    dataloader = planned_loader(rows, partial(collate, side=side), max_tokens=24, **options)
-    (planned,) = dataloader
-    planned_shapes = [microbatch['input_ids'].shape for microbatch in planned.microbatches]
+    collate_on_side = partial(collate, side=side)
+    planned = planned_loader(rows, collate_on_side, max_tokens=24, width_multiple=width_multiple)
+    [planned_batch] = planned
+    planned_shapes = [microbatch['input_ids'].shape for microbatch in planned_batch.microbatches]
     assert len(planned_shapes) > 1
-    shapes = On(Event.AFTER_LOSS, lambda state: state.batch['input_ids'].shape)
-    data = token_data_spec(dataloader, **options)
-    assert_exact(one_layer_model(), data, batch=collate(rows), microbatch_size=6, callbacks=[shapes])
-    assert shapes.values == planned_shapes
+    data = token_data_spec(planned, width_multiple=width_multiple)
+    trained_shapes = On(Event.AFTER_LOSS, lambda state: state.batch['input_ids'].shape)
+
+    assert_exact(one_layer_model(), data, batch=collate(rows), microbatch_size=6, callbacks=[trained_shapes])
+
+    assert trained_shapes.values == planned_shapes
 
 
 def test_label_preceded_by_pad_counts():
     """A masked language model predicts each label from its own position, so padding on the left changes nothing."""
     lengths = [9, 8, 5, 4, 4, 3]
     batch = masked_batch(lengths)
-    data = left_padded_loader(rows_without_padding(batch, lengths))
+    rows = rows_without_padding(batch, lengths)
+    data = left_padded_loader(rows)
+
     assert_exact(masked_model('esm'), data, batch=batch)
 
 
 @pytest.mark.parametrize(('max_tokens', 'sizes', 'most_rows'), [(49, [3], 4), (sys.maxsize, [1, 2], 6)])
 def test_joined_rows_keep_the_budget(max_tokens, sizes, most_rows):
-    """The budget of 49 tokens is no multiple of the microbatch size, and the other one is no number of a float."""
-    dataloader = planned_loader(text_rows([(10, 9)] * 6), collate, max_tokens=max_tokens)
-    spec = token_data_spec(dataloader, regroup=False)
-    (batch,) = dataloader
+    """The budget of 49 tokens is not a multiple of the microbatch size. The other budget has no exact float."""
+    rows = text_rows([(10, 9)] * 6)
+    planned = planned_loader(rows, collate, max_tokens=max_tokens)
+    spec = token_data_spec(planned, regroup=False)
+    [batch] = planned
+
     for size in sizes:
-        for microbatch in spec.split_batch(batch, size):
+        microbatches = spec.split_batch(batch, size)
+        for microbatch in microbatches:
             assert len(microbatch['labels']) <= most_rows
 
 
@@ -347,29 +430,38 @@ def test_gradient_of_each_global_batch(width_multiple):
         for microbatch in batch.microbatches:
             assert microbatch['input_ids'].shape[1] % width_multiple == 0
     spec = token_data_spec(loader, slot_tokens=LONGEST, width_multiple=width_multiple)
+
     recorder = assert_exact(one_layer_model(), spec, batch=global_batches(dataset, loader), max_duration='1ep')
-    assert int(recorder.trainer.state.timestamp.sample) == 20
+
+    num_trained = int(recorder.trainer.state.timestamp.sample)
+    assert num_trained == 20
 
 
-def loader_with_a_stale_table(dataset):
-    """Returns a loader whose table says that all samples have half their tokens, and the longest one only two.
+class StaleTable:
+    """A loader whose table says that all samples have half their tokens, and the longest one only two.
 
-    Also returns the number of the longest sample, and the cap, which is the length of the second longest.
+    The cap is the length of the second longest sample. So only the longest one does not fit.
     """
-    changed = int(dataset.lengths.argmax())
-    cap = int(np.sort(dataset.lengths)[-2])
-    assert dataset.lengths[changed] > cap
-    lengths = dataset.lengths // 2
-    lengths[changed] = 2
-    return regrouping_loader(dataset, global_batch_size=8, lengths=lengths, max_tokens=cap), changed, cap
+
+    def __init__(self):
+        self.dataset = LengthDataset(20)
+        lengths = self.dataset.lengths
+        longest = int(lengths.argmax())
+        self.name_of_longest = str(longest)
+        self.longest_in_messages = f"sample '{longest}' of {lengths[longest]} tokens"
+        self.cap = int(np.sort(lengths)[-2])
+        assert lengths[longest] > self.cap
+        stale_lengths = lengths // 2
+        stale_lengths[longest] = 2
+        self.loader = regrouping_loader(self.dataset, global_batch_size=8, lengths=stale_lengths, max_tokens=self.cap)
 
 
 def test_stale_lengths_stop_the_run():
-    dataset = LengthDataset(20)
-    loader, changed, cap = loader_with_a_stale_table(dataset)
-    spec = token_data_spec(loader, slot_tokens=cap)
-    sample = f"sample '{changed}' of {dataset.lengths[changed]} tokens"
-    with pytest.raises(ValueError, match=f'got: {sample}, over the cap of {cap} .* measure the lengths'):
+    table = StaleTable()
+    spec = token_data_spec(table.loader, slot_tokens=table.cap)
+
+    message = f'got: {table.longest_in_messages}, over the cap of {table.cap} .* measure the lengths'
+    with pytest.raises(ValueError, match=message):
         fit(one_layer_model(), spec, microbatch_size=1, max_duration='1ep')
 
 
@@ -379,42 +471,50 @@ def samples_over(microbatches, cap):
 
 
 def test_stale_lengths_may_only_warn(caplog):
-    dataset = LengthDataset(20)
-    loader, changed, cap = loader_with_a_stale_table(dataset)
-    spec = token_data_spec(loader, slot_tokens=cap, on_oversize='warn')
-    planned_over = []
-    cut_over = []
-    for batch in loader:
-        planned_over += samples_over(batch.microbatches, cap)
-        cut_over += samples_over(spec.split_batch(batch, 1), cap)
-    assert len(planned_over) > 1
-    assert cut_over == [[str(changed)]]  # by itself, because it is over the cap
-    batches = global_batches(dataset, loader)
+    table = StaleTable()
+    spec = token_data_spec(table.loader, slot_tokens=table.cap, on_oversize='warn')
+
+    over_as_planned = []
+    over_as_cut = []
+    for batch in table.loader:
+        microbatches = spec.split_batch(batch, 1)
+        over_as_planned += samples_over(batch.microbatches, table.cap)
+        over_as_cut += samples_over(microbatches, table.cap)
+
+    assert len(over_as_planned) > 1
+    assert over_as_cut == [[table.name_of_longest]]  # by itself, because it is over the cap
+
+    batches = global_batches(table.dataset, table.loader)
     with caplog.at_level(logging.WARNING, logger='composer_tokacc'):
         assert_exact(one_layer_model(), spec, batch=batches, microbatch_size=1, max_duration='1ep')
-    assert f"sample '{changed}' of {dataset.lengths[changed]} tokens" in caplog.text
+    assert table.longest_in_messages in caplog.text
 
 
 @pytest.mark.parametrize('name', ['llava', 'qwen2_5_vl'])
-def test_pictures_go_with_their_rows(name):
+def test_images_go_with_their_rows(name):
     case = FAMILIES[name]()
     layout = BatchLayout.for_model(case.model)
     longest = max(layout.width(row) for row in case.rows)
     collate_rows = partial(layout.concat, pad_token_id=case.pad_token_id)
-    loader = planned_loader(case.rows, collate_rows, max_tokens=2 * longest)
-    assert len(next(iter(loader)).microbatches) > 1
-    checked = On(Event.BATCH_END, lambda state: split_of(loader).checked)
-    data = token_data_spec(loader, slot_tokens=longest)
-    assert_exact(case.model, data, batch=family_batch(case), callbacks=[checked])
-    assert checked.values == [True]
+    planned = planned_loader(case.rows, collate_rows, max_tokens=2 * longest)
+    first_batch = next(iter(planned))
+    assert len(first_batch.microbatches) > 1
+    data = token_data_spec(planned, slot_tokens=longest)
+    is_checked = On(Event.BATCH_END, lambda state: split_of(planned).checked)
+
+    assert_exact(case.model, data, batch=family_batch(case), callbacks=[is_checked])
+
+    assert is_checked.values == [True]
 
 
 @pytest.mark.parametrize(('side', 'width_multiple'), [('left', 8), ('right', 1)])
-def test_masks_of_images_as_wide_as_text(side, width_multiple):
+def test_image_masks_as_wide_as_text(side, width_multiple):
     """Mllama's mask says which token sees which image. It gets wider with the text, and has a slot for each image."""
     case = FAMILIES['mllama']()
     layout = BatchLayout.for_model(case.model)
     collate_rows = partial(layout.concat, padding_side=side, pad_token_id=case.pad_token_id)
-    loader = planned_loader(case.rows, collate_rows, max_tokens=72, width_multiple=width_multiple)
-    data = token_data_spec(loader, width_multiple=width_multiple)
-    assert_exact(case.model, data, batch=collate_rows(case.rows), microbatch_size=2)
+    planned = planned_loader(case.rows, collate_rows, max_tokens=72, width_multiple=width_multiple)
+    data = token_data_spec(planned, width_multiple=width_multiple)
+    whole_batch = collate_rows(case.rows)
+
+    assert_exact(case.model, data, batch=whole_batch, microbatch_size=2)

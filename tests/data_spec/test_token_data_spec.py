@@ -29,7 +29,20 @@ from tests.support.small_batches import TEXT, text_batch
 from tests.support.text import RAGGED, named_batch, one_layer_model, ragged_batch
 from tests.support.training import On, fit, hugging_face, loader, reference_gradients, relative_error, train
 
+NUM_TOKENS = sum(length for length, _ in RAGGED)
 for_each_side = pytest.mark.parametrize('side', ['left', 'right'])
+
+
+def mean_of_evaluation(trainer):
+    """Returns the mean loss of the last evaluation, as Composer's metric has it."""
+    metric = trainer.state.eval_metrics['eval']['LanguageCrossEntropy']
+    return metric.compute().item()
+
+
+def two_documents(num_rows: int = 1) -> dict[str, Any]:
+    """Returns packed rows of two documents, of 5 and 7 tokens. All tokens have a label."""
+    positions = [*range(5), *range(7)]
+    return {**ragged_batch([(12, 12)] * num_rows), 'position_ids': torch.tensor([positions] * num_rows)}
 
 
 @for_each_side
@@ -39,28 +52,37 @@ def test_cap_is_hard_and_rows_complete(side, regroup):
     for _ in range(100):
         num_rows = rng.randint(1, 24)
         lengths = [rng.randint(1, 40) for _ in range(num_rows)]
+        longest_of_batch = max(lengths)
         batch = text_batch(lengths, side=side)
         size = rng.choice([1, 1.5, 2, 3, 5, 8])
         multiple = rng.choice([1, 1, 8])
-        slot_tokens = max(lengths) + rng.choice([0, 0, 7])
+        slot_tokens = longest_of_batch + rng.choice([0, 0, 7])
+
         microbatches = split(batch, size, slot_tokens=slot_tokens, regroup=regroup, width_multiple=multiple)
+
         assert rows_of(microbatches) == rows_of([batch])
         for microbatch in microbatches:
             num_rows, width = microbatch['input_ids'].shape
             assert num_rows * width <= size * slot_tokens
             if side == 'left':
-                assert width == max(lengths)  # nothing is trimmed before the check has seen the model
+                assert width == longest_of_batch  # nothing is trimmed before the check has seen the model
             else:
                 longest = int(microbatch['attention_mask'].sum(dim=1).max())
                 rounded_up = math.ceil(longest / multiple) * multiple
-                assert width == min(rounded_up, max(lengths))
+                assert width == min(rounded_up, longest_of_batch)
 
 
 def test_rounded_widths_stay_within_the_cap():
-    """A collator may pad to a fixed width, which is over the cap."""
+    """A collator may pad to a fixed width, which is over the cap.
+
+    The row of 33 tokens would get 48 columns, so it gets as many as the cap allows.
+    """
     batch = text_batch([33, 20, 7], width=48)
+
     microbatches = split(batch, 1, slot_tokens=34, width_multiple=16)
-    assert [microbatch['input_ids'].shape for microbatch in microbatches] == [(1, 34), (1, 32), (1, 16)]
+
+    shapes = [microbatch['input_ids'].shape for microbatch in microbatches]
+    assert shapes == [(1, 34), (1, 32), (1, 16)]
 
 
 @for_each_side
@@ -69,22 +91,32 @@ def test_bfloat16_rows_of_either_side(side, regroup):
     """The error against double precision must be about as small as for one bfloat16 forward over the batch."""
     model = one_layer_model().bfloat16()
     batch = ragged_batch(side=side)
-    expected, _ = reference_gradients(model, batch)
-    gradients = plain_gradients(hugging_face(model), batch)
-    round_off = relative_error(gradients, expected)
+    expected_gradients, _ = reference_gradients(model, batch)
+    gradients_of_one_forward = plain_gradients(hugging_face(model), batch)
+    round_off = relative_error(gradients_of_one_forward, expected_gradients)
+
     for microbatch_size in (1, 3):
         recorder = fit(model, batch, regroup=regroup, microbatch_size=microbatch_size)
-        assert relative_error(recorder.gradients, expected) < 2 * round_off
+        assert relative_error(recorder.gradients, expected_gradients) < 2 * round_off
+
+    # Stock Composer is off by more, so the test can fail.
     stock, _, _ = train(model, loader(batch))
-    assert relative_error(stock.gradients, expected) > 10 * round_off  # so the test can fail
+    assert relative_error(stock.gradients, expected_gradients) > 10 * round_off
 
 
 @for_each_side
 @pytest.mark.parametrize('loss', ['per row', 'all positions'])
 def test_bfloat16_refusals_of_either_side(side, loss):
+    """A mean over rows or over all positions is refused, also in bfloat16. A mean over tokens is trained."""
     batch = ragged_batch(side=side)
-    assert measure(NativeModel(loss).bfloat16(), batch, 2).kind == 'refused'
-    assert fit(NativeModel('causal').bfloat16(), batch).gradients  # a mean over tokens is trained
+    refused_model = NativeModel(loss).bfloat16()
+    mean_over_tokens = NativeModel('causal').bfloat16()
+
+    outcome = measure(refused_model, batch, 2)
+    recorder = fit(mean_over_tokens, batch)
+
+    assert outcome.kind == 'refused'
+    assert recorder.gradients
 
 
 @for_each_side
@@ -93,38 +125,53 @@ def test_rows_without_padding_prove_no_trimming(side):
     layout = BatchLayout(family=TEXT)
     rules = CutRules()
     equal_rows = describe(layout, text_batch([5, 5], side=side))
-    assert list(padded_candidates(equal_rows, rules)) == [rules]
     padded_rows = describe(layout, text_batch([5, 3], side=side))
-    assert len(list(padded_candidates(padded_rows, rules))) > 1
+
+    rules_for_equal_rows = list(padded_candidates(equal_rows, rules))
+    rules_for_padded_rows = list(padded_candidates(padded_rows, rules))
+
+    assert rules_for_equal_rows == [rules]
+    assert len(rules_for_padded_rows) > 1
 
 
 @for_each_side
-@pytest.mark.parametrize(('width', 'widths'), [(5, [5, 3]), (6, [6, 6])])
-def test_wider_batches_keep_their_padding(side, width, widths):
+@pytest.mark.parametrize(('width', 'expected_widths'), [(5, [5, 3]), (6, [6, 6])])
+def test_wider_batches_keep_their_padding(side, width, expected_widths):
     """The check has looked at batches of up to 5 tokens."""
+    rules_of_the_check = CutRules(left=5, right=5)
     batch = text_batch([width, 3], side=side)
     batch['labels'].fill_(-100)
     facts = describe(BatchLayout(family=TEXT), batch)
-    assert CutRules(left=5, right=5).widths(facts) == widths
+
+    widths = rules_of_the_check.widths(facts)
+
+    assert widths == expected_widths
 
 
 def test_same_batch_is_cut_alike():
+    """A split changes nothing in the batch, so a second split gives the same microbatches."""
     batch = ragged_batch()
+    unchanged = ragged_batch()
     spec = token_data_spec(loader(batch))
-    first = spec.split_batch(batch, 2)
-    second = spec.split_batch(batch, 2)
-    original = ragged_batch()
-    for key, value in original.items():
+
+    first_split = spec.split_batch(batch, 2)
+    second_split = spec.split_batch(batch, 2)
+
+    for key, value in unchanged.items():
         assert torch.equal(batch[key], value)
-        for first_part, second_part in zip(first, second, strict=True):
-            assert torch.equal(first_part[key], second_part[key])
+        for first, second in zip(first_split, second_split, strict=True):
+            assert torch.equal(first[key], second[key])
 
 
 def test_order_is_kept_without_regrouping():
+    expected_lengths = [length for length, _ in RAGGED]
+
+    microbatches = split(ragged_batch(), 2, regroup=False)
+
     lengths = []
-    for microbatch in split(ragged_batch(), 2, regroup=False):
+    for microbatch in microbatches:
         lengths += [row.real_tokens for row in row_counts.row_counts_of(microbatch)]
-    assert lengths == [length for length, _ in RAGGED]
+    assert lengths == expected_lengths
 
 
 def test_microbatch_without_room_is_refused():
@@ -139,7 +186,7 @@ def test_counters_are_exact_ints():
     spec = token_data_spec(loader(batch))
     for counted in (batch, spec.batch_transforms(batch)):
         assert spec.get_num_tokens_in_batch(counted, token_type='loss_generating') == 26
-        assert spec.get_num_tokens_in_batch(counted) == sum(length for length, _ in RAGGED)
+        assert spec.get_num_tokens_in_batch(counted) == NUM_TOKENS
         assert spec.get_num_samples_in_batch(counted) == 6
 
 
@@ -149,7 +196,9 @@ def test_config_without_a_model_type():
     model.config = {'width': 8}
     batch = ragged_batch()
     data = token_data_spec(loader(batch), model=model)
+
     recorder = fit(model, data)
+
     assert relative_error(recorder.gradients, plain_gradients(model, batch)) < 1e-6
 
 
@@ -157,6 +206,7 @@ def test_config_without_a_model_type():
 
 
 def evaluator_of(*batches: Any, microbatch_size: int | None = 2, **options: Any) -> Evaluator:
+    """Returns an evaluator of these batches. Takes the options of ``token_data_spec``."""
     data = token_data_spec(loader(*batches), **options)
     return Evaluator(label='eval', dataloader=data, device_eval_microbatch_size=microbatch_size)
 
@@ -166,20 +216,17 @@ def test_evaluation_gives_the_true_mean(microbatch_size):
     """The collator of an eval loader may leave out all rows of a batch, and the loader may have no batch size."""
     model = one_layer_model()
     batch = ragged_batch()
-    parts = []
-    for rows in (slice(0, 4), slice(0, 0), slice(4, 6)):
-        parts.append({key: value[rows] for key, value in batch.items()})
-    _, loss = reference_gradients(model, batch)
+    four_rows = {key: value[:4] for key, value in batch.items()}
+    no_rows = {key: value[:0] for key, value in batch.items()}
+    last_rows = {key: value[4:] for key, value in batch.items()}
+    evaluator = evaluator_of(four_rows, no_rows, last_rows, microbatch_size=microbatch_size)
+    _, expected_loss = reference_gradients(model, batch)
     composer_model = hugging_face(model, eval_metrics=[LanguageCrossEntropy()])
+
     trainer = fit(composer_model, batch).trainer
-    trainer.eval(evaluator_of(*parts, microbatch_size=microbatch_size))
-    metric = trainer.state.eval_metrics['eval']['LanguageCrossEntropy']
-    assert metric.compute().item() == pytest.approx(loss, rel=1e-6)
+    trainer.eval(evaluator)
 
-
-def two_documents() -> dict[str, Any]:
-    """Returns a packed row of two documents. All tokens have a label."""
-    return {**ragged_batch([(12, 12)]), 'position_ids': torch.tensor([[*range(5), *range(7)]])}
+    assert mean_of_evaluation(trainer) == pytest.approx(expected_loss, rel=1e-6)
 
 
 class EvaluatedLabels(NativeModel):
@@ -196,71 +243,97 @@ class EvaluatedLabels(NativeModel):
 
 @pytest.mark.parametrize(('rule', 'is_masked'), [('auto', True), ('causal', True), ('unshifted', False)])
 def test_document_starts_in_evaluation(rule, is_masked):
-    """A label that no other document predicts stays."""
+    """If labels are shifted, another document would predict the first label of the second document, token 5."""
     batch = two_documents()
+    expected_labels = batch['labels'].clone()
+    if is_masked:
+        expected_labels[0, 5] = -100
     model = EvaluatedLabels()
     evaluator = evaluator_of(batch, loss_tokens=rule)
-    Trainer(model=model, eval_dataloader=evaluator, progress_bar=False).eval()
-    (labels,) = model.labels
-    expected = batch['labels'].clone()
-    if is_masked:
-        expected[0, 5] = -100
-    assert torch.equal(labels, expected)
+    trainer = Trainer(model=model, eval_dataloader=evaluator, progress_bar=False)
+
+    trainer.eval()
+
+    [labels] = model.labels
+    assert torch.equal(labels, expected_labels)
 
 
 def test_evaluation_has_the_rule_of_training():
     """Labels that no other token predicts stay in packed rows, because the check of the first batch has shown it."""
     batch = two_documents()
     model = EvaluatedLabels()
+
     fit(model, batch, eval_dataloader=evaluator_of(batch), eval_interval='1ba')
+
     assert torch.equal(model.labels[-1], batch['labels'])
 
 
-def test_evaluation_before_training_has_the_named_rule():
+def test_evaluation_before_training_uses_named_rule():
     batch = two_documents()
     model = EvaluatedLabels()
     algorithm = TokenAccumulation(loss_tokens='unshifted')
-    Trainer(model=model, eval_dataloader=evaluator_of(batch), algorithms=[algorithm], progress_bar=False).eval()
-    (labels,) = model.labels
+    trainer = Trainer(model=model, eval_dataloader=evaluator_of(batch), algorithms=[algorithm], progress_bar=False)
+
+    trainer.eval()
+
+    [labels] = model.labels
     assert torch.equal(labels, batch['labels'])
 
 
-def test_evaluation_has_the_layout_of_the_model():
+def test_evaluation_has_layout_of_the_model():
     """Without a model, an integer for each row whose name speaks of images could belong to images."""
     model = one_layer_model()
     batch = ragged_batch()
-    batch['image_id'] = torch.arange(len(batch['labels']))
+    _, expected_loss = reference_gradients(model, batch)
+    with_id = {**batch, 'image_id': torch.arange(len(batch['labels']))}
     composer_model = hugging_face(model, eval_metrics=[LanguageCrossEntropy()])
-    recorder = fit(composer_model, batch, eval_dataloader=evaluator_of(batch), eval_interval='1ba')
-    metric = recorder.trainer.state.eval_metrics['eval']['LanguageCrossEntropy']
-    _, loss = reference_gradients(model, ragged_batch())
-    assert metric.compute().item() == pytest.approx(loss, rel=1e-6)
+
+    recorder = fit(composer_model, with_id, eval_dataloader=evaluator_of(with_id), eval_interval='1ba')
+
+    assert mean_of_evaluation(recorder.trainer) == pytest.approx(expected_loss, rel=1e-6)
 
 
-def test_training_keeps_its_layout_if_evaluation_shares_the_loader():
+def test_shared_loader_keeps_its_layout():
+    """Evaluation splits the batches of the loader that training reads."""
     data = token_data_spec(loader(ragged_batch()))
     evaluator = Evaluator(label='eval', dataloader=data, device_eval_microbatch_size=2)
-    layouts = [On(event, lambda state: split_of(data.dataloader).layout) for event in (Event.BATCH_END, Event.EVAL_END)]
-    fit(one_layer_model(), data, eval_dataloader=evaluator, eval_interval='1ba', callbacks=layouts)
-    assert layouts[0].values[-1] is layouts[1].values[-1]
+
+    def layout_of_split(state):
+        return split_of(data.dataloader).layout
+
+    after_training = On(Event.BATCH_END, layout_of_split)
+    after_evaluation = On(Event.EVAL_END, layout_of_split)
+    callbacks = [after_training, after_evaluation]
+
+    fit(one_layer_model(), data, eval_dataloader=evaluator, eval_interval='1ba', callbacks=callbacks)
+
+    assert after_training.values[-1] is after_evaluation.values[-1]
 
 
 def test_evaluation_keeps_the_order():
     """The trainer drops the repeated samples of a sampler from the end of a batch, after the batch was split."""
     batch = ragged_batch()
     spec = token_data_spec(loader(batch))
+    counted = spec.batch_transforms(batch)
+
     with torch.no_grad():
-        microbatches = spec.split_batch(spec.batch_transforms(batch), 4)
-        assert [len(microbatch['input_ids']) for microbatch in microbatches] == [4, 2]
-        first = spec.split_batch(microbatches[0], 3)[0]
-    assert first['attention_mask'].sum(dim=1).tolist() == [4, 5, 9]
+        four_rows, two_rows = spec.split_batch(counted, 4)
+        three_rows, _ = spec.split_batch(four_rows, 3)
+
+    assert len(four_rows['input_ids']) == 4
+    assert len(two_rows['input_ids']) == 2
+    lengths = three_rows['attention_mask'].sum(dim=1)
+    assert lengths.tolist() == [4, 5, 9]
 
 
 def test_total_loss_equals_composer_metric():
     composer_model = hugging_face(one_layer_model(), metrics=[LanguageCrossEntropy()])
+
     recorder = fit(composer_model, ragged_batch())
-    metric = recorder.logged('metrics/train/LanguageCrossEntropy')[-1:]
-    assert recorder.logged('loss/train/total') == pytest.approx(metric, rel=1e-6)
+
+    [total] = recorder.logged('loss/train/total')
+    metric = recorder.logged('metrics/train/LanguageCrossEntropy')[-1]
+    assert total == pytest.approx(metric, rel=1e-6)
 
 
 class StepsTwice(torch.optim.SGD):
@@ -280,17 +353,17 @@ def test_late_train_metrics_keep_labels(monkeypatch):
 
     composer_model = hugging_face(one_layer_model())
     batch = ragged_batch([(4, 1), (9, 5), (14, 11), (6, 2)])
-    expected, loss = reference_gradients(composer_model.model, batch)
-    recorder = fit(
-        composer_model,
-        batch,
-        callbacks=[On(Event.BEFORE_TRAIN_BATCH, set_metrics)],
-        optimizer=StepsTwice(composer_model.parameters(), lr=0.0),
-    )
+    expected_gradients, expected_loss = reference_gradients(composer_model.model, batch)
+    late_metrics = On(Event.BEFORE_TRAIN_BATCH, set_metrics)
+    optimizer = StepsTwice(composer_model.parameters(), lr=0.0)
+
+    recorder = fit(composer_model, batch, callbacks=[late_metrics], optimizer=optimizer)
+
     first, second = recorder.steps
-    assert relative_error(first, expected) < 1e-6
-    assert relative_error(second, expected) < 1e-6
-    assert recorder.logged('metrics/train/late')[-1] == pytest.approx(loss, rel=1e-6)
+    assert relative_error(first, expected_gradients) < 1e-6
+    assert relative_error(second, expected_gradients) < 1e-6
+    metric = recorder.logged('metrics/train/late')[-1]
+    assert metric == pytest.approx(expected_loss, rel=1e-6)
 
 
 # Arguments.
@@ -326,15 +399,15 @@ def test_own_functions_are_refused(name):
 
 
 def test_costlier_launch_makes_fewer_microbatches():
+    """The longest row has 35 tokens, so a microbatch of 8 slots has the budget of 8 * 35."""
     batch = ragged_batch([(length, 2) for length in range(4, 36)])
-    counts = []
-    for launch in (1.0, 1000.0):
-        microbatches = split(batch, 8, cost=CostModel(launch=launch))
-        for microbatch in microbatches:
-            assert microbatch['input_ids'].numel() <= 8 * 35
-        counts.append(len(microbatches))
-    cheap, costly = counts
-    assert costly < cheap
+
+    cheap = split(batch, 8, cost=CostModel(launch=1.0))
+    costly = split(batch, 8, cost=CostModel(launch=1000.0))
+
+    assert len(costly) < len(cheap)
+    for microbatch in cheap + costly:
+        assert microbatch['input_ids'].numel() <= 8 * 35
 
 
 # Several models, several specs.
@@ -342,28 +415,40 @@ def test_costlier_launch_makes_fewer_microbatches():
 
 @pytest.mark.parametrize('has_spec', [True, False])
 def test_unshifted_first_labels_of_documents(has_spec):
-    batch = ragged_batch([(12, 12)] * 3)
+    """Each token has the next one as its label. So the first token of a document has a label, and its last has none."""
+    batch = two_documents(num_rows=3)
     batch['labels'] = batch['input_ids'].roll(-1, dims=1)
-    batch['labels'][:, [4, 11]] = -100  # last tokens of the two documents of each row
-    batch['position_ids'] = torch.tensor([[*range(5), *range(7)]] * 3)
+    last_tokens = [4, 11]
+    batch['labels'][:, last_tokens] = -100
     model = NativeModel('unshifted')
     data = loader(batch)
-    recorder = fit(model, token_data_spec(data) if has_spec else data, microbatch_size=1)
+    if has_spec:
+        data = token_data_spec(data)
+
+    recorder = fit(model, data, microbatch_size=1)
+
     assert relative_error(recorder.gradients, plain_gradients(model, batch)) < 1e-6
 
 
 def test_second_model_is_checked_again():
-    """Trimming that is right for a Llama changes the positions of GPT-2."""
-    full = ragged_batch([(9, 3)] * 4)
+    """Trimming that is right for a Llama changes the positions of GPT-2.
+
+    GPT-2 trains first on a batch without padding, which does not show it.
+    """
+    unpadded = ragged_batch([(9, 3)] * 4)
     padded_left = ragged_batch(side='left')
-    batches = loader(padded_left, full)
+    batches = loader(padded_left, unpadded)
     spec = token_data_spec(batches)
-    fit(SUBJECTS['llama'].model('large'), spec, max_duration='2ba')
-    batches.dataset.batches = [full, padded_left]  # pyright: ignore[reportAttributeAccessIssue]
-    model = SUBJECTS['gpt2'].model('large')
-    recorder = fit(model, spec, max_duration='2ba')
-    for gradients, batch in zip(recorder.steps, (full, padded_left), strict=True):
-        assert relative_error(gradients, plain_gradients(model, batch)) < 1e-6
+    llama = SUBJECTS['llama'].model('large')
+    gpt2 = SUBJECTS['gpt2'].model('large')
+
+    fit(llama, spec, max_duration='2ba')
+    batches.dataset.batches = [unpadded, padded_left]  # pyright: ignore[reportAttributeAccessIssue]
+    recorder = fit(gpt2, spec, max_duration='2ba')
+
+    first_step, second_step = recorder.steps
+    assert relative_error(first_step, plain_gradients(gpt2, unpadded)) < 1e-6
+    assert relative_error(second_step, plain_gradients(gpt2, padded_left)) < 1e-6
 
 
 def test_only_used_spec_is_checked():
@@ -373,7 +458,9 @@ def test_only_used_spec_is_checked():
     unused = token_data_spec(data, packing=True)
     assert unused.dataloader is used.dataloader
     model = SUBJECTS['bloom'].model('large')  # would refuse to be packed
+
     recorder = fit(model, used)
+
     assert relative_error(recorder.gradients, plain_gradients(model, batch)) < 1e-6
 
 
@@ -381,17 +468,22 @@ def test_entry_that_only_another_rank_has(monkeypatch):
     """All ranks do without a layout then, because their checks must run the same forwards."""
     state: Any = SimpleNamespace(model=hugging_face(one_layer_model()), batch=ragged_batch())
     assert layout_of(state, None) is not None
-    monkeypatch.setattr('composer_tokacc.data_spec.split.all_gather_object', lambda can_tell: [can_tell, False])
+
+    def other_rank_cannot_tell(can_tell):
+        return [can_tell, False]
+
+    monkeypatch.setattr('composer_tokacc.data_spec.split.all_gather_object', other_rank_cannot_tell)
     assert layout_of(state, None) is None
 
 
-def test_unknown_entry_with_and_without_our_split():
+def test_unknown_entry_under_either_split():
     """If the user's own split cuts the batch, an entry that nothing tells by row only means that rows stay unknown."""
     batch = {**ragged_batch(), 'notes': ['one', 'two']}  # of six rows
     state: Any = SimpleNamespace(model=hugging_face(one_layer_model()), batch=batch)
-    assert layout_of(state, None) is None
     data = loader(batch)
     spec = token_data_spec(data)
+
+    assert layout_of(state, None) is None
     assert layout_of(state, split_of(data)) is not None
     with pytest.raises(ValueError, match=r"batch\['notes'\].*list of 2 row entries for 6 rows"):
         spec.split_batch(batch, 1)

@@ -23,110 +23,171 @@ LAYOUT = BatchLayout(family=QWEN, config=SimpleNamespace(image_token_id=IMAGE))
 
 @pytest.mark.parametrize(('side', 'start'), [('right', 1), ('left', 4)])
 def test_types_are_padded_like_the_ids(side, start):
-    """Others would be trimmed, and the model would number an image as text. A hidden image may have types."""
+    """Other types would be trimmed, and the model would number an image as text."""
     batch = text_batch([7, 4], side=side, sample_ids=['a', 'b'])
     batch['input_ids'][1, start : start + 2] = IMAGE
-    batch['mm_token_type_ids'] = (batch['input_ids'] == IMAGE).long()
-    assert describe(LAYOUT, batch).lengths == [7, 4]
-    hidden = {**batch, 'attention_mask': batch['mm_token_type_ids'] * 0, 'labels': batch['labels'] * 0 - 100}
-    describe(LAYOUT, hidden)
-    batch['mm_token_type_ids'] = batch['mm_token_type_ids'].flip(1)
-    describe(LAYOUT, {**batch, 'mm_token_type_ids': batch['mm_token_type_ids'].tolist()})  # a note of the user
+    types = (batch['input_ids'] == IMAGE).long()
+    types_on_padding = types.flip(1)
+
+    facts = describe(LAYOUT, {**batch, 'mm_token_type_ids': types})
+
+    assert facts.lengths == [7, 4]
     with pytest.raises(ValueError, match=r"mm_token_type_ids.*sample 'b'.*on which `input_ids` are padded"):
-        describe(LAYOUT, batch)
+        describe(LAYOUT, {**batch, 'mm_token_type_ids': types_on_padding})
+    # A list is a note of the user, not a tensor for the model.
+    describe(LAYOUT, {**batch, 'mm_token_type_ids': types_on_padding.tolist()})
+    # An image that is neither attended nor labelled may have types.
+    nothing_attended = torch.zeros_like(types)
+    no_labels = torch.full_like(types, -100)
+    hidden_image = {'attention_mask': nothing_attended, 'labels': no_labels, 'mm_token_type_ids': types}
+    describe(LAYOUT, {**batch, **hidden_image})
 
 
 def test_largest_image_of_each_row():
     """The first row has as many runs as images. The second has one run of two images, so only their mean is known."""
     batch = drawn_batch('1ii2iiii', 'iiiiii', '12', pixel_values=torch.zeros(4, 3), num_images=[2, 2, 0])
     layout = BatchLayout(family=LLAVA, config=LAYOUT.config)
-    assert describe(layout, batch).media_sizes('image') == [4, 3, None]
+
+    facts = describe(layout, batch)
+
+    assert facts.media_sizes('image') == [4, 3, None]
 
 
 def test_facts_hold_until_an_entry_changes():
     batch = text_batch([7, 4])
+    another_layout = BatchLayout(family=QWEN, config=LAYOUT.config)
+    with_another_key = {**batch, 'more': torch.zeros(2)}
+    with_copied_labels = {**batch, 'labels': batch['labels'].clone()}
+
     facts = describe(LAYOUT, batch)
+
     assert facts.describes(LAYOUT, batch)
     assert facts.describes(LAYOUT, dict(batch))
-    another_layout = BatchLayout(family=QWEN, config=LAYOUT.config)
     assert not facts.describes(another_layout, batch)
-    assert not facts.describes(LAYOUT, {**batch, 'more': torch.zeros(2)})
-    batch['labels'] = batch['labels'].clone()
-    assert not facts.describes(LAYOUT, batch)
+    assert not facts.describes(LAYOUT, with_another_key)
+    assert not facts.describes(LAYOUT, with_copied_labels)
 
 
 @pytest.mark.parametrize(
     ('positions', 'expected'),
     [
-        (None, [4, 3]),
-        ([[0, 1, 2, 3], [0, 1, 0, 1]], [4, 2]),
-        ([[0, 1, 2, 3]], [4, 4]),
-        ([[[0, 1, 2, 3], [0, 1, 0, 1]], [[0, 0, 0, 0], [0, 5, 0, 0]]], [4, 6]),
+        pytest.param(None, [4, 3], id='none'),
+        pytest.param([[0, 1, 2, 3], [0, 1, 0, 1]], [4, 2], id='of each row'),
+        pytest.param([[0, 1, 2, 3]], [4, 4], id='shared'),
+        pytest.param([[[0, 1, 2, 3], [0, 1, 0, 1]], [[0, 0, 0, 0], [0, 5, 0, 0]]], [4, 6], id='several axes'),
     ],
-    ids=['none', 'of each row', 'shared', 'several axes'],
 )
 def test_largest_positions_of_rows(positions, expected):
+    """Counted from 1, as the model's table of positions must be that long."""
     batch = text_batch([4, 3])
     if positions is not None:
         batch['position_ids'] = torch.tensor(positions)
-    assert largest_positions(describe(LAYOUT, batch)) == expected
+
+    facts = describe(LAYOUT, batch)
+
+    assert largest_positions(facts) == expected
 
 
 def test_facts_without_rows():
-    facts = describe(LAYOUT, {key: value[:0] for key, value in drawn_batch('1ii2').items()})
-    assert (facts.side, facts.width, facts.is_padded) == ('right', 4, False)
-    assert facts.lengths == facts.has_hole == facts.media == []
+    one_row = drawn_batch('1ii2')
+    no_rows = {key: value[:0] for key, value in one_row.items()}
+
+    facts = describe(LAYOUT, no_rows)
+
+    assert facts.side == 'right'
+    assert facts.width == 4
+    assert not facts.is_padded
+    assert facts.lengths == []
+    assert facts.has_hole == []
+    assert facts.media == []
 
 
-def drawn_rows(rng: random.Random) -> tuple[list[list[int]], list[list[int]]]:
-    """Returns random masks and labels of a few narrow rows. They have padding, holes and labels on padding."""
-    num_rows, width = rng.randint(1, 3), rng.randint(1, 5)
-    masks = [[rng.choice([0, 1, 1]) for _ in range(width)] for _ in range(num_rows)]
-    labels = [[rng.choice([-100, -100, 7]) for _ in range(width)] for _ in range(num_rows)]
-    return masks, labels
+class WalkedRow:
+    """A row, looked at position by position."""
+
+    def __init__(self, mask: list[int], labels: list[int]):
+        self.mask = mask
+        self.labels = labels
+        self.width = len(mask)
+        self.attended = []
+        self.used = []  # attended or labelled: these columns may not be trimmed
+        for column in range(self.width):
+            has_label = labels[column] != -100
+            if mask[column]:
+                self.attended.append(column)
+            if mask[column] or has_label:
+                self.used.append(column)
+
+    def has_hole(self) -> bool:
+        """Returns whether a position between two attended ones is not attended."""
+        return any(later - earlier > 1 for earlier, later in pairwise(self.attended))
+
+    def length(self, side: str) -> int:
+        """Returns the width without the padding on one side. An empty row keeps one position."""
+        if not self.used:
+            return 1
+        if side == 'left':
+            return self.width - self.used[0]
+        return self.used[-1] + 1
 
 
-def walked_facts(masks: list[list[int]], labels: list[list[int]]) -> tuple[str, list[int], list[bool], bool]:
-    """Returns side, lengths, holes and whether there is padding, by a plain walk over the positions of each row."""
-    width = len(masks[0])
-    columns_of_rows = []
-    has_hole = []
-    for mask, row_labels in zip(masks, labels, strict=True):
-        attended = [column for column in range(width) if mask[column]]
-        has_hole.append(any(later - column > 1 for column, later in pairwise(attended)))
-        columns_of_rows.append([column for column in range(width) if mask[column] or row_labels[column] != -100])
-    end_last = all(width - 1 in columns for columns in columns_of_rows)
-    begin_first = all(0 in columns for columns in columns_of_rows)
-    side = 'left' if end_last and not begin_first else 'right'
-    lengths = []
-    for columns in columns_of_rows:
-        if not columns:
-            lengths.append(1)
-        elif side == 'left':
-            lengths.append(width - columns[0])
-        else:
-            lengths.append(columns[-1] + 1)
-    is_padded = any(len(columns) < width for columns in columns_of_rows)
-    return side, lengths, has_hole, is_padded
+def drawn_rows(rng: random.Random) -> list[WalkedRow]:
+    """Returns a few narrow rows with random padding, holes and labels on padding. One row in eight is empty."""
+    num_rows = rng.randint(1, 3)
+    width = rng.randint(1, 5)
+    rows = []
+    for _ in range(num_rows):
+        mask = rng.choices([0, 1, 1], k=width)
+        labels = rng.choices([-100, -100, 7], k=width)
+        if rng.random() < 1 / 8:
+            mask = [0] * width
+            labels = [-100] * width
+        rows.append(WalkedRow(mask, labels))
+    return rows
+
+
+def side_of_padding(rows: list[WalkedRow]) -> str:
+    """Returns ``'left'`` only if all rows use the last column, and not all rows use the first one.
+
+    An empty row says nothing about the side.
+    """
+    rows_in_use = [row for row in rows if row.used]
+    all_use_first = all(0 in row.used for row in rows_in_use)
+    all_use_last = all(row.width - 1 in row.used for row in rows_in_use)
+    if all_use_last and not all_use_first:
+        return 'left'
+    return 'right'
 
 
 def test_facts_of_random_rows():
     layout = BatchLayout(family=QWEN)
     for seed in range(200):
-        masks, labels = drawn_rows(random.Random(seed))
-        mask = torch.tensor(masks)
-        batch = {'input_ids': torch.ones_like(mask), 'attention_mask': mask, 'labels': torch.tensor(labels)}
+        rows = drawn_rows(random.Random(seed))
+        side = side_of_padding(rows)
+        mask = torch.tensor([row.mask for row in rows])
+        labels = torch.tensor([row.labels for row in rows])
+        batch = {'input_ids': torch.ones_like(mask), 'attention_mask': mask, 'labels': labels}
+
         facts = describe(layout, batch)
-        found = (facts.side, facts.lengths, facts.has_hole, facts.is_padded)
-        assert found == walked_facts(masks, labels), seed
+
+        assert facts.side == side, seed
+        assert facts.lengths == [row.length(side) for row in rows], seed
+        assert facts.has_hole == [row.has_hole() for row in rows], seed
+        assert facts.is_padded == any(len(row.used) < row.width for row in rows), seed
 
 
 def test_lengths_of_runs():
     rows = [[1, 1, 0, 1], [0, 0, 0, 0], [0, 1, 1, 1], [1, 0, 1, 0]]
-    assert lengths_of_runs(torch.tensor(rows).bool()) == [[2, 1], [], [3], [1, 1]]
+    is_in_run = torch.tensor(rows).bool()
+
+    assert lengths_of_runs(is_in_run) == [[2, 1], [], [3], [1, 1]]
 
 
 def test_rows_without_ids_are_not_trimmed():
     """In Whisper the labels are all that is text, and nothing tells which positions are padding."""
     batch = {'labels': torch.tensor([[3, 4, -100], [3, 4, 5]])}
-    assert not describe(BatchLayout(family=LLAVA), batch).may_be_trimmed
+    layout = BatchLayout(family=LLAVA)
+
+    facts = describe(layout, batch)
+
+    assert not facts.may_be_trimmed

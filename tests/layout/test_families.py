@@ -46,10 +46,22 @@ def uncounted(name: str) -> Case:
 
 
 def joined(case: Case, layout: BatchLayout, rows, side: str = 'right'):
-    return layout.concat([case.rows[row] for row in rows], padding_side=side, pad_token_id=case.pad_token_id)
+    """Returns a batch of some rows of the case."""
+    samples = [case.rows[row] for row in rows]
+    return layout.concat(samples, padding_side=side, pad_token_id=case.pad_token_id)
+
+
+def all_rows_joined(case: Case, layout: BatchLayout):
+    return joined(case, layout, range(len(case.rows)))
+
+
+def counts_of(case: Case, rows, modality: str) -> list[int]:
+    """Returns how many images, videos or audios these rows have, as the case tells."""
+    return [case.truth[row][modality] for row in rows]
 
 
 def layouts(case: Case):
+    """Returns the layout of the model, and the layout that is inferred from a row with an image."""
     return [BatchLayout.for_model(case.model), BatchLayout.infer(case.rows[1])]
 
 
@@ -68,20 +80,24 @@ def assert_same_row(row: dict[str, Any], expected: dict[str, Any]):
     """Equal tensors, apart from zeros that pad images to the largest of the batch (tiles, height, width)."""
     assert row.keys() - expected.keys() <= {'batch_num_images'}
     for key, expected_value in expected.items():
-        padding = row[key].clone()
+        value = row[key]
         unpadded = tuple(slice(0, size) for size in expected_value.shape)
-        torch.testing.assert_close(padding[unpadded], expected_value, rtol=0, atol=0, check_dtype=False, msg=key)
+        padding = value.clone()
         padding[unpadded] = 0
+        torch.testing.assert_close(value[unpadded], expected_value, rtol=0, atol=0, check_dtype=False, msg=key)
         assert not padding.any(), key
 
 
 def random_batches(case: Case, layout: BatchLayout, count: int):
     """Yields batches of random rows, some of them twice, and the numbers of these rows."""
     rng = random.Random(0)
+    num_rows_of_case = len(case.rows)
     for index in range(count):
-        rows = [rng.randrange(len(case.rows)) for _ in range(rng.randrange(2, 7))]
-        side = ('left', 'right')[index % 2]
-        yield joined(case, layout, rows, side), rows
+        num_rows = rng.randrange(2, 7)
+        rows = [rng.randrange(num_rows_of_case) for _ in range(num_rows)]
+        side = 'left' if index % 2 == 0 else 'right'
+        batch = joined(case, layout, rows, side)
+        yield batch, rows
 
 
 # Rows that carry counts of their images.
@@ -92,9 +108,13 @@ def random_batches(case: Case, layout: BatchLayout, count: int):
 @for_each_family
 def test_joined_rows_match_the_processors_batch(name, rows, side):
     case = case_of(name)
-    expected = case.encode.together([case.samples[row] for row in rows], padding_side=side)
+    layout = BatchLayout.for_model(case.model)
+    samples = [case.samples[row] for row in rows]
+    expected = case.encode.together(samples, padding_side=side)
     expected.pop('labels', None)  # PaliGemma's processor labels pads
-    batch = joined(case, BatchLayout.for_model(case.model), rows, side)
+
+    batch = joined(case, layout, rows, side)
+
     batch = {key: batch[key] for key in expected}
     if 'cross_attention_mask' in expected:
         # Mllama's processor lets pads of the text and of the images attend to images. That changes no loss.
@@ -109,12 +129,18 @@ def test_joined_rows_match_the_processors_batch(name, rows, side):
 @for_each_family
 def test_splits_rejoin_to_the_batch(name):
     case = case_of(name)
+    each_row = [[0], [1], [2], [3], [4], [5]]
+    equal_parts = [[0, 1, 2], [3, 4, 5]]
+    unequal_parts = [[0, 1], [2, 3, 4, 5]]
     for layout in layouts(case):
         batch = joined(case, layout, range(6))
-        each_row = [[row] for row in range(6)]
-        for groups in (each_row, [[0, 1, 2], [3, 4, 5]], [[0, 1], [2, 3, 4, 5]]):
-            parts = [layout.trim(layout.select(batch, rows)) for rows in groups]
-            assert_same_batch(layout.concat(parts, pad_token_id=case.pad_token_id), batch)
+        for groups in (each_row, equal_parts, unequal_parts):
+            parts = []
+            for rows in groups:
+                part = layout.select(batch, rows)
+                parts.append(layout.trim(part))
+            rejoined = layout.concat(parts, pad_token_id=case.pad_token_id)
+            assert_same_batch(rejoined, batch)
 
 
 @for_each_family
@@ -123,18 +149,23 @@ def test_batch_without_any_image(name):
     for layout in layouts(case):
         batch = joined(case, layout, TEXT_ROWS)
         assert layout.media_per_row(batch) == [0, 0]
+
         batch['pixel_values'] = None
-        assert layout.select(batch, [1])['pixel_values'] is None
-        assert BatchLayout.infer(batch).select(batch, [1])['pixel_values'] is None
+        for layout_of_none in (layout, BatchLayout.infer(batch)):
+            second_row = layout_of_none.select(batch, [1])
+            assert second_row['pixel_values'] is None
 
 
 @for_each_family
 def test_layout_of_model_and_of_batch(name):
     case = case_of(name)
-    family = BatchLayout.for_model(case.model).family
-    assert family == BatchLayout.for_model(case.config).family
-    if family.entries:  # without entries, they are found in each batch
-        assert family.entries == BatchLayout.infer(case.rows[1]).family.entries
+    family_of_model = BatchLayout.for_model(case.model).family
+    family_of_config = BatchLayout.for_model(case.config).family
+    family_of_batch = BatchLayout.infer(case.rows[1]).family
+
+    assert family_of_model == family_of_config
+    if family_of_model.entries:  # without entries, they are found in each batch
+        assert family_of_model.entries == family_of_batch.entries
 
 
 @for_each_family
@@ -143,10 +174,13 @@ def test_only_mllama_couples_rows(name):
     case = case_of(name)
     layout = BatchLayout.for_model(case.model)
     text_row, image_row = case.rows[:2]
+    both_rows = joined(case, layout, [0, 1])
+
     with torch.no_grad():
         text_loss = case.loss_sum(text_row)
         image_loss = case.loss_sum(image_row)
-        joined_loss = case.loss_sum(joined(case, layout, [0, 1]))
+        joined_loss = case.loss_sum(both_rows)
+
     change = joined_loss - (text_loss + image_loss)
     is_coupled = abs(change) > 1e-3 * text_loss
     assert is_coupled == (name == 'mllama')
@@ -154,7 +188,10 @@ def test_only_mllama_couples_rows(name):
 
 
 def test_no_type_has_two_entries():
-    types = [model_type for family in LAYOUTS for model_type in family.model_types]
+    types = []
+    for family in LAYOUTS:
+        types.extend(family.model_types)
+
     assert len(types) == len(set(types))
 
 
@@ -165,6 +202,7 @@ def test_slots_of_other_rows_are_refused():
     batch = joined(case, layout, IMAGE_ROWS)
     batch['pixel_values'] = batch['pixel_values'][[0, 1, 2, 3, 3]]
     batch['pixel_attention_mask'] = None
+
     with pytest.raises(ValueError, match='a row of slots for each of 4 rows, got: 5'):
         layout.images_per_row(batch)
 
@@ -176,19 +214,24 @@ def test_slots_of_other_rows_are_refused():
 def test_rows_of_twenty_random_batches(name):
     case = uncounted(name)
     layout = BatchLayout.for_model(case.model)
-    num_unequal = 0
+    modalities = list(case.truth[0])
+    num_unequal = 0  # batches that have rows with unequal numbers of media
     for batch, rows in random_batches(case, layout, 20):
         if TOUCHING_IMAGES.get(name) in rows:
             continue
-        truth = [case.truth[row] for row in rows]
-        for modality in case.truth[0]:
-            assert layout.units_per_row(batch, modality) == [counts[modality] for counts in truth]
+
+        for modality in modalities:
+            assert layout.units_per_row(batch, modality) == counts_of(case, rows, modality)
+
         one_row_each = [[place] for place in range(len(rows))]
-        for part, row in zip(layout.split(batch, one_row_each), rows, strict=True):
+        parts = layout.split(batch, one_row_each)
+        for part, row in zip(parts, rows, strict=True):
             assert_same_row(layout.trim(part), case.rows[row])
-        media_of_rows = {sum(counts.values()) for counts in truth}
-        num_unequal += len(media_of_rows) > 1
-    assert num_unequal > 5, 'most batches have rows with unequal numbers of media'
+
+        media_of_rows = {sum(case.truth[row].values()) for row in rows}
+        if len(media_of_rows) > 1:
+            num_unequal += 1
+    assert num_unequal > 5, 'if all rows had as many media, any way to share them would do'
 
 
 def test_unequal_touching_images_need_their_number():
@@ -196,10 +239,13 @@ def test_unequal_touching_images_need_their_number():
     layout = BatchLayout.for_model(case.model)
     rows = [1, TOUCHING_IMAGES['llava_next']]
     batch = joined(case, layout, rows)
+    num_images = counts_of(case, rows, 'image')
+
     with pytest.raises(ValueError, match='Carry `num_images`'):
         layout.images_per_row(batch)
-    batch['num_images'] = [case.truth[row]['image'] for row in rows]
-    assert layout.images_per_row(batch) == batch['num_images']
+
+    batch['num_images'] = num_images
+    assert layout.images_per_row(batch) == num_images
 
 
 @pytest.mark.parametrize(
@@ -218,30 +264,43 @@ def test_unequal_touching_images_need_their_number():
 def test_missing_model_names_the_key(name, modality):
     """Batches of these families have neither a grid nor slots. Only placeholders, whose id is in the config, tell."""
     case = uncounted(name)
-    batch = joined(case, BatchLayout.for_model(case.model), range(len(case.rows)))
+    layout_of_model = BatchLayout.for_model(case.model)
+    batch = all_rows_joined(case, layout_of_model)
     layout = BatchLayout.infer(batch)
+    counts = counts_of(case, range(len(case.rows)), modality)
+
     message = f'{modality}s belong to .*`num_{modality}s` .*for_model'
     with pytest.raises(ValueError, match=message) as refusal:
         layout.units_per_row(batch, modality)
     assert '\n' not in str(refusal.value)
-    batch[f'num_{modality}s'] = [counts[modality] for counts in case.truth]
-    assert layout.units_per_row(batch, modality) == batch[f'num_{modality}s']
+
+    batch[f'num_{modality}s'] = counts
+    assert layout.units_per_row(batch, modality) == counts
 
 
 def test_token_types_tell_images_of_qwen():
     case = case_of('qwen2_vl')
     if 'mm_token_type_ids' not in case.rows[1]:
         pytest.skip('processors write token types since transformers 5')
-    batch = joined(case, BatchLayout.infer(case.rows[1]), range(6))
+    layout_of_a_row = BatchLayout.infer(case.rows[1])
+    batch = joined(case, layout_of_a_row, range(6))
     del batch['num_images']
-    assert BatchLayout.infer(batch).images_per_row(batch) == [0, 1, 1, 2, 0, 3]
+
+    layout = BatchLayout.infer(batch)
+
+    assert layout.images_per_row(batch) == [0, 1, 1, 2, 0, 3]
 
 
 def test_wrong_carried_counts_give_way():
     case = uncounted('qwen3_vl')
     layout = BatchLayout.for_model(case.model)
-    batch = joined(case, layout, range(len(case.rows)))
-    expected = [counts['video'] for counts in case.truth]
-    for wrong_counts in ([1] * len(expected), expected[:-1], [*expected, 0]):
+    batch = all_rows_joined(case, layout)
+    num_rows = len(case.rows)
+    expected = counts_of(case, range(num_rows), 'video')
+    a_count_for_each_row = [1] * num_rows
+    too_few = expected[:-1]
+    too_many = [*expected, 0]
+
+    for wrong_counts in (a_count_for_each_row, too_few, too_many):
         batch['num_videos'] = wrong_counts
         assert layout.units_per_row(batch, 'video') == expected

@@ -13,27 +13,37 @@ import torch
 from composer_tokacc import BatchLayout
 from composer_tokacc.layout import Entry, PreSplitBatch, describe
 from composer_tokacc.layout.found import Reading, entries_per_row, joined_readings
-from tests.support.small_batches import IMAGE, VIDEO, drawn_batch, numbered, numbers_of, text_batch
+from tests.support.small_batches import (
+    IMAGE,
+    VIDEO,
+    drawn_batch,
+    layout_of_model,
+    numbered,
+    numbered_images,
+    numbers_of,
+    text_batch,
+)
 
-CONFIG = SimpleNamespace(
-    model_type='new_vl',
+LAYOUT = layout_of_model(
+    'new_vl',
     vision_config=SimpleNamespace(),
     image_token_id=IMAGE,
     video_token_id=VIDEO,
     vision_start_token_id=88,
     image_newline_id=87,
 )
-LAYOUT = BatchLayout.for_model(CONFIG)
-TEXT_LAYOUT = BatchLayout.for_model(SimpleNamespace(model_type='new_text'))
-ENCODER_LAYOUT = BatchLayout.for_model(SimpleNamespace(model_type='new', vision_config=SimpleNamespace()))
-
-THREE_ROWS = ('1ii2ii', '12', 'ii3')
-"""Two images, no image, and one. Each image has two placeholders."""
+TEXT_LAYOUT = layout_of_model('new_text')
+ENCODER_LAYOUT = layout_of_model('new', vision_config=SimpleNamespace())
 
 
-def parts_of_rows(batch):
+def three_rows(**entries):
+    """Returns rows with two images, no image, and one. Each image has two placeholders."""
+    return drawn_batch('1ii2ii', '12', 'ii3', **entries)
+
+
+def parts_of_rows(batch, layout=LAYOUT):
     """Returns each of the three rows as a batch."""
-    return LAYOUT.split(batch, [[0], [1], [2]])
+    return layout.split(batch, [[0], [1], [2]])
 
 
 def numbers_of_rows(batch, key='pixel_values'):
@@ -42,6 +52,12 @@ def numbers_of_rows(batch, key='pixel_values'):
     for part in parts_of_rows(batch):
         numbers.append(numbers_of(part[key]) if key in part else None)
     return numbers
+
+
+def trimmed_last_row(layout, batch):
+    """Returns the third row of a batch, without the columns that only the other rows need."""
+    last_row = layout.select(batch, [2])
+    return layout.trim(last_row)
 
 
 # Entries of images.
@@ -59,74 +75,105 @@ def numbers_of_rows(batch, key='pixel_values'):
 )
 def test_entries_follow_their_placeholders(key, entries_per_image, entry_shape):
     num_entries = 3 * entries_per_image
-    batch = drawn_batch(*THREE_ROWS, **{key: numbered(num_entries, *entry_shape)})
+    batch = three_rows(**{key: numbered(num_entries, *entry_shape)})
     entries = list(range(num_entries))
     entries_of_first = entries[: 2 * entries_per_image]
     entries_of_third = entries[2 * entries_per_image :]
-    assert numbers_of_rows(batch, key) == [entries_of_first, None, entries_of_third]
+
     third_and_first = LAYOUT.select(batch, [2, 0])
+    is_placeholder = batch['input_ids'] == IMAGE
+    counts = entries_per_row(batch, is_placeholder, 'image', num_entries)
+
+    assert numbers_of_rows(batch, key) == [entries_of_first, None, entries_of_third]
     assert numbers_of(third_and_first[key]) == entries_of_third + entries_of_first
     assert LAYOUT.images_per_row(batch)[1] == 0
-    counts = entries_per_row(batch, batch['input_ids'] == IMAGE, 'image', num_entries)
     assert counts == [2 * entries_per_image, 0, entries_per_image]
     assert all(type(count) is int for count in counts)
 
 
 def test_grid_tells_unequal_images():
-    grid = torch.tensor([[1, 4, 4], [1, 2, 4], [1, 4, 4]])  # 4 and 2 placeholders without a token between them, and 4
+    """A token stands for four patches. The first row has two images without a token between them."""
+    grid = torch.tensor([[1, 4, 4], [1, 2, 4], [1, 4, 4]])  # 4, 2 and 4 placeholders; 16, 8 and 16 patches
     batch = drawn_batch('iiiiii', '1', 'iiii', pixel_values=numbered(40, 3), image_grid_thw=grid)
-    assert numbers_of_rows(batch) == [list(range(24)), None, list(range(24, 40))]
-    assert torch.equal(LAYOUT.select(batch, [0])['image_grid_thw'], grid[:2])
+
+    first_row = LAYOUT.select(batch, [0])
+
+    patches_of_first = list(range(24))
+    patches_of_third = list(range(24, 40))
+    assert numbers_of_rows(batch) == [patches_of_first, None, patches_of_third]
+    assert torch.equal(first_row['image_grid_thw'], grid[:2])
 
 
 def test_image_sizes_settle_the_count():
     """One large image and three small ones fill as many placeholders. By runs, each row could have two images."""
     grid = torch.tensor([[1, 2, 6], [1, 2, 2], [1, 2, 2], [1, 2, 2]])
-    assert LAYOUT.images_per_row(drawn_batch('1iii2', '1i2i2i', image_grid_thw=grid)) == [1, 3]
+    batch = drawn_batch('1iii2', '1i2i2i', image_grid_thw=grid)
+
+    assert LAYOUT.images_per_row(batch) == [1, 3]
 
 
 def test_tiles_are_told_by_their_number():
-    tiles = torch.tensor([3, 1, 2])  # about five placeholders a tile, but no fixed number
+    """There are about five placeholders a tile, but no fixed number."""
+    tiles_of_images = torch.tensor([3, 1, 2])
     row_of_two_images = 'i' * 16 + '1' + 'i' * 5
     row_of_one_image = 'i' * 11
-    pixels = numbered(6, 3, 2, 2)
-    batch = drawn_batch(row_of_two_images, '1', row_of_one_image, pixel_values=pixels, num_image_tiles=tiles)
+    rows = [row_of_two_images, '1', row_of_one_image]
+    batch = drawn_batch(*rows, pixel_values=numbered_images(6), num_image_tiles=tiles_of_images)
+
     assert numbers_of_rows(batch) == [[0, 1, 2, 3], None, [4, 5]]
 
 
 def test_videos_are_told_by_their_frames():
-    frames = torch.tensor([3, 2])  # each frame has a run of placeholders, and the runs have unequal lengths
-    batch = drawn_batch('vv1vv1vv', '1', 'v1v', pixel_values_videos=numbered(2, 3, 2), num_frames_per_video=frames)
+    """Each frame has a run of placeholders, and the runs have unequal lengths."""
+    frames_of_videos = torch.tensor([3, 2])
+    videos = numbered(2, 3, 2)
+    batch = drawn_batch('vv1vv1vv', '1', 'v1v', pixel_values_videos=videos, num_frames_per_video=frames_of_videos)
+
     assert numbers_of_rows(batch, 'pixel_values_videos') == [[0], None, [1]]
 
 
 def test_tiles_that_some_images_lack():
+    """The first of two images of the first row has four tiles. The two other images of the batch have none."""
     tiles_of_images = torch.tensor([4, 0, 0])
-    batch = drawn_batch(*THREE_ROWS, pixel_values_local=numbered(4, 3, 2, 2), num_local_patches=tiles_of_images)
+    batch = three_rows(pixel_values_local=numbered_images(4), num_local_patches=tiles_of_images)
+
     assert numbers_of_rows(batch, 'pixel_values_local') == [[0, 1, 2, 3], None, None]
 
 
 def test_mask_is_no_grid():
     """It has three columns, as a grid of patches, but a grid has no 0."""
     mask = torch.tensor([[1, 1, 0], [1, 1, 1], [1, 0, 0]])
-    batch = drawn_batch(*THREE_ROWS, pixel_values=numbered(3, 3, 4), pixel_mask=mask)
-    assert LAYOUT.select(batch, [2])['pixel_mask'].tolist() == [[1, 0, 0]]
+    batch = three_rows(pixel_values=numbered(3, 3, 4), pixel_mask=mask)
+
+    last_row = LAYOUT.select(batch, [2])
+
+    assert last_row['pixel_mask'].tolist() == [[1, 0, 0]]
 
 
 def test_mask_of_images_is_no_size():
     """The last image is masked, but it has two tiles as the others."""
     mask = torch.tensor([True, True, False])
-    batch = drawn_batch(*THREE_ROWS, pixel_values=numbered(6, 3, 2, 2), image_mask=mask)
+    batch = three_rows(pixel_values=numbered_images(6), image_mask=mask)
+
+    last_row = LAYOUT.select(batch, [2])
+
     assert numbers_of_rows(batch) == [[0, 1, 2, 3], None, [4, 5]]
-    assert LAYOUT.select(batch, [2])['image_mask'].tolist() == [False]
+    assert last_row['image_mask'].tolist() == [False]
 
 
 def test_sizes_tell_adjacent_patches():
-    """MiniCPM-V puts the patches of all images side by side into one tensor."""
-    sizes = torch.tensor([[2, 4], [2, 2], [4, 4]])  # two, one and four tokens; patches of 4 pixels
-    pixels = torch.arange(4 * 28).expand(1, 3, 4, 4 * 28)
+    """MiniCPM-V puts the patches of all images side by side into one tensor.
+
+    The images have 8, 4 and 16 patches, each 4 pixels wide. Four patches make a token. So the first row has the first
+    48 pixels, and the last row the other 64.
+    """
+    sizes = torch.tensor([[2, 4], [2, 2], [4, 4]])
+    total_width = 4 * 28
+    pixels = torch.arange(total_width).expand(1, 3, 4, total_width)
     batch = drawn_batch('ii1i', '1', 'iiii', pixel_values=pixels, target_sizes=sizes)
+
     first, middle, last = parts_of_rows(batch)
+
     assert first['pixel_values'].shape == (1, 3, 4, 48)
     assert 'pixel_values' not in middle
     assert last['pixel_values'].shape == (1, 3, 4, 64)
@@ -136,28 +183,40 @@ def test_sizes_tell_adjacent_patches():
 def test_padded_patches_are_not_adjacent():
     """LFM2-VL pads each image to 64 patches of 768 numbers. Here 3 x 4 patches times 64 happen to be 768, too."""
     sizes = torch.tensor([[3, 4]])
-    rows = [drawn_batch('iii', pixel_values=torch.rand(1, 64, 768), spatial_shapes=sizes) for _ in range(2)]
-    joined = LAYOUT.concat(rows)
+    first = drawn_batch('iii', pixel_values=torch.rand(1, 64, 768), spatial_shapes=sizes)
+    second = drawn_batch('iii', pixel_values=torch.rand(1, 64, 768), spatial_shapes=sizes)
+
+    joined = LAYOUT.concat([first, second])
+    second_again = LAYOUT.select(joined, [1])
+
     assert joined['pixel_values'].shape == (2, 64, 768)
-    assert torch.equal(LAYOUT.select(joined, [1])['pixel_values'], rows[1]['pixel_values'])
+    assert torch.equal(second_again['pixel_values'], second['pixel_values'])
 
 
 def test_patch_indices_of_selected_rows():
-    """Molmo 2 numbers the patches over the batch, so the numbers change when rows are selected."""
-    pooling = torch.tensor([[0, 1], [2, -1], [4, 5], [6, 7], [8, 9], [10, -1]])  # two tokens an image
-    batch = drawn_batch(*THREE_ROWS, pixel_values=numbered(3, 4, 5), image_token_pooling=pooling)
+    """Molmo 2 numbers the patches over the batch, so the numbers change when rows are selected.
+
+    Each image has two tokens, so two rows of indices, and four patches. An index of -1 is padding.
+    """
+    pooling = torch.tensor([[0, 1], [2, -1], [4, 5], [6, 7], [8, 9], [10, -1]])
+    batch = three_rows(pixel_values=numbered(3, 4, 5), image_token_pooling=pooling)
+
     parts = parts_of_rows(batch)
-    assert parts[2]['image_token_pooling'].tolist() == [[0, 1], [2, -1]]
-    reordered = LAYOUT.select(batch, [2, 0])
-    assert reordered['image_token_pooling'][2:].tolist() == [[4, 5], [6, -1], [8, 9], [10, 11]]
+    third_and_first = LAYOUT.select(batch, [2, 0])
     joined = LAYOUT.concat(parts)
+
+    assert parts[2]['image_token_pooling'].tolist() == [[0, 1], [2, -1]]
+    pooling_of_first = third_and_first['image_token_pooling'][2:]
+    assert pooling_of_first.tolist() == [[4, 5], [6, -1], [8, 9], [10, 11]]
     assert torch.equal(joined['image_token_pooling'], pooling)
 
 
 def test_two_modalities_in_one_batch():
     batch = drawn_batch('i1vv', 'vv2', 'ii', pixel_values=numbered(3, 2), pixel_values_videos=numbered(2, 3, 2))
-    assert describe(LAYOUT, batch).counts == {'image': [1, 0, 2], 'video': [1, 1, 0]}
+
     second = LAYOUT.select(batch, [1])
+
+    assert describe(LAYOUT, batch).counts == {'image': [1, 0, 2], 'video': [1, 1, 0]}
     assert 'pixel_values' not in second
     assert second['pixel_values_videos'].tolist() == [[[1, 1]] * 3]
 
@@ -165,32 +224,42 @@ def test_two_modalities_in_one_batch():
 def test_runs_count_images_unless_carried():
     batch = drawn_batch('iii1', '12', 'i1i', pixel_values=numbered(3, 3, 4, 4))
     assert LAYOUT.images_per_row(batch) == [1, 0, 2]  # only the number of runs fits
+
     batch['num_images'] = [2, 0, 1]
     assert LAYOUT.images_per_row(batch) == [2, 0, 1]
 
 
 @pytest.mark.parametrize('counts', [[2, 0, 1], torch.tensor([0, 3, 0])], ids=['list', 'tensor'])
 def test_carried_counts_come_first(counts):
-    batch = text_batch([3, 2, 4], pixel_values=numbered(3, 3, 2, 2), num_images=counts)
+    """Three images in three rows would be one a row if the batch did not carry their numbers."""
+    batch = text_batch([3, 2, 4], pixel_values=numbered_images(3), num_images=counts)
+
     assert ENCODER_LAYOUT.images_per_row(batch) == list(counts)
 
 
 def test_encoder_without_placeholders():
-    batch = text_batch([3, 2], pixel_values=numbered(2, 3, 2, 2))
-    assert numbers_of(ENCODER_LAYOUT.select(batch, [1])['pixel_values']) == [1]
+    batch = text_batch([3, 2], pixel_values=numbered_images(2))
+
+    second = ENCODER_LAYOUT.select(batch, [1])
+
+    assert numbers_of(second['pixel_values']) == [1]
 
 
 def test_rows_without_ids():
     """As Pix2Struct has them."""
-    batch = {'labels': torch.ones(3, 2, dtype=torch.long), 'flattened_patches': numbered(3, 4, 5)}
-    assert numbers_of(LAYOUT.select(batch, [1])['flattened_patches']) == [1]
+    labels = torch.ones(3, 2, dtype=torch.long)
+    batch = {'labels': labels, 'flattened_patches': numbered(3, 4, 5)}
+
+    second = LAYOUT.select(batch, [1])
+
+    assert numbers_of(second['flattened_patches']) == [1]
 
 
 # Entries of rows.
 
 
 @pytest.mark.parametrize(
-    ('key', 'value', 'expected'),
+    ('key', 'value', 'expected_of_last_row'),
     [
         ('sample_weight', torch.tensor([1.0, 2.0, 3.0]), torch.tensor([3.0])),
         ('teacher_logits', numbered(3, 6, 5).float(), torch.full((1, 3, 5), 2.0)),
@@ -200,13 +269,16 @@ def test_rows_without_ids():
         ('position_ids', torch.arange(6)[None], torch.arange(3)[None]),
     ],
 )
-def test_unregistered_tensors_of_rows(key, value, expected):
+def test_unregistered_tensors_of_rows(key, value, expected_of_last_row):
+    """The batch is 6 wide, and its last row has 3 tokens. Shared values stay whole, except along the text."""
     batch = text_batch([6, 2, 3], **{key: value})
-    trimmed = TEXT_LAYOUT.trim(TEXT_LAYOUT.select(batch, [2]))
-    torch.testing.assert_close(trimmed[key], expected)
+
+    last_row = trimmed_last_row(TEXT_LAYOUT, batch)
+
+    torch.testing.assert_close(last_row[key], expected_of_last_row)
 
 
-AUDIO_LAYOUT = BatchLayout.for_model(SimpleNamespace(model_type='asr', audio_token_id=IMAGE))
+AUDIO_LAYOUT = layout_of_model('asr', audio_token_id=IMAGE)
 
 
 @pytest.mark.parametrize(
@@ -220,42 +292,56 @@ def test_media_mask_as_wide_as_text(layout, key, shape, mask_key):
     """Three items in three rows, with as many patches or frames as the text has columns."""
     media = torch.rand(shape)
     mask = torch.arange(18).view(3, 6)
-    batch = drawn_batch(*THREE_ROWS, **{key: media, mask_key: mask})
-    trimmed = layout.trim(layout.select(batch, [2]))
-    assert trimmed['input_ids'].shape == (1, 3)
-    assert torch.equal(trimmed[mask_key], mask[2:])
-    assert torch.equal(trimmed[key], media[2:])
+    batch = three_rows(**{key: media, mask_key: mask})
+
+    last_row = trimmed_last_row(layout, batch)
+
+    assert last_row['input_ids'].shape == (1, 3)
+    assert torch.equal(last_row[mask_key], mask[2:])
+    assert torch.equal(last_row[key], media[2:])
 
 
 @pytest.mark.parametrize('shape', [(3, 3, 4, 4), (6, 5, 6)], ids=['as many images as rows', 'as wide as the text'])
 def test_text_integers_named_after_a_modality(shape):
-    """They are no mask of the images, because only one of the two sizes fits."""
+    """They are not a mask of the images, because only one of the two sizes fits."""
     marks = torch.arange(18).view(3, 6)
-    batch = drawn_batch(*THREE_ROWS, pixel_values=torch.rand(shape), image_marks=marks)
-    trimmed = LAYOUT.trim(LAYOUT.select(batch, [2]))
-    assert torch.equal(trimmed['image_marks'], marks[2:, :3])
+    batch = three_rows(pixel_values=torch.rand(shape), image_marks=marks)
+
+    last_row = trimmed_last_row(LAYOUT, batch)
+
+    assert torch.equal(last_row['image_marks'], marks[2:, :3])
 
 
-@pytest.mark.parametrize('layout', [ENCODER_LAYOUT, BatchLayout.infer(text_batch([3]))], ids=['model', 'inferred'])
+INFERRED_LAYOUT = BatchLayout.infer(text_batch([3]))
+
+
+@pytest.mark.parametrize('layout', [ENCODER_LAYOUT, INFERRED_LAYOUT], ids=['model', 'inferred'])
 def test_audio_codes_keep_the_width(layout):
     """Without placeholders each token has its audio codes, as in Moshi. These are not trimmed, so the text is not."""
     row = text_batch([2], width=4, user_audio_codes=torch.zeros(1, 8, 12))
-    assert layout.trim(row)['input_ids'].shape == (1, 4)
+
+    trimmed = layout.trim(row)
+
+    assert trimmed['input_ids'].shape == (1, 4)
     assert not describe(layout, row).may_be_trimmed
 
 
 @pytest.mark.parametrize('values', [[11, 12, 13], [True, False, True], [0.5, 0.25, 1.0]])
-def test_column_of_rows_named_after_a_modality(values):
+def test_column_named_after_a_modality(values):
     """A dataset's own column, such as `image_id`, has one value a row. A batch without images shows it."""
     column = torch.tensor(values)
     text_only = text_batch([3, 2, 3], image_id=column)
-    assert describe(LAYOUT, text_only).counts == {}
     batch = drawn_batch('1ii', '12', '3ii', pixel_values=numbered(2, 3, 4, 4), image_id=column)
-    before = LAYOUT.readings_of(batch)
-    learned = LAYOUT.with_readings(joined_readings(before, LAYOUT.with_readings(before).readings_of(text_only)))
-    parts = learned.split(batch, [[0], [1], [2]])
-    assert [part['image_id'].tolist() for part in parts] == [[value] for value in values]
-    assert learned.images_per_row(batch) == [1, 0, 1]
+
+    first_readings = LAYOUT.readings_of(batch)
+    second_readings = LAYOUT.with_readings(first_readings).readings_of(text_only)
+    readings_of_both = joined_readings(first_readings, second_readings)
+    layout = LAYOUT.with_readings(readings_of_both)
+
+    assert describe(LAYOUT, text_only).counts == {}
+    assert layout.images_per_row(batch) == [1, 0, 1]
+    for part, value in zip(parts_of_rows(batch, layout), values, strict=True):
+        assert part['image_id'].tolist() == [value]
 
 
 @pytest.mark.parametrize(
@@ -270,23 +356,32 @@ def test_column_of_rows_named_after_a_modality(values):
 @pytest.mark.parametrize('is_declared', [True, False])
 def test_column_of_rows_divides_no_images(entries, per_row, is_declared):
     """Neither a declared column nor one that a batch without images has shown."""
-    layout = LAYOUT.with_readings(LAYOUT.readings_of(text_batch([2, 2, 2, 2], **entries)))
     if is_declared:
         layout = LAYOUT.with_entries(**dict.fromkeys(entries, Entry()))
-    batch = drawn_batch('1ii', '2ii', '3ii', '4ii', pixel_values=torch.rand(sum(per_row), 3, 4, 4), **entries)
+    else:
+        text_only = text_batch([2, 2, 2, 2], **entries)
+        layout = LAYOUT.with_readings(LAYOUT.readings_of(text_only))
+    pixels = torch.rand(sum(per_row), 3, 4, 4)
+    batch = drawn_batch('1ii', '2ii', '3ii', '4ii', pixel_values=pixels, **entries)
+
     assert layout.images_per_row(batch) == per_row
 
 
 @pytest.mark.parametrize('key', ['supervision', 'percentile', 'dispatch_weights'])
 def test_words_that_end_in_a_modality(key):
-    """A number for each token is trimmed with the text, whatever its name."""
+    """A number for each token is trimmed with the text, although its name ends like a modality."""
     batch = text_batch([2, 1], width=4, **{key: torch.rand(2, 4)})
-    assert LAYOUT.trim(batch)[key].shape == (2, 2)
+
+    trimmed = LAYOUT.trim(batch)
+
+    assert trimmed[key].shape == (2, 2)
 
 
 def test_value_of_each_image():
     """In a batch with images, one value a row is taken for one value an image, until the data shows otherwise."""
-    batch = drawn_batch(*THREE_ROWS, pixel_values=numbered(3, 3, 4, 4), image_scale=torch.tensor([0.5, 2.0, 3.0]))
+    scale = torch.tensor([0.5, 2.0, 3.0])
+    batch = three_rows(pixel_values=numbered(3, 3, 4, 4), image_scale=scale)
+
     assert numbers_of_rows(batch, 'image_scale') == [[0.5, 2.0], None, [3.0]]
 
 
@@ -295,9 +390,12 @@ def test_frame_counts_without_a_config():
     video = text_batch([4], pixel_values_videos=torch.rand(3, 2, 5), num_frames_per_video=torch.tensor([3]))
     text = text_batch([2])
     layout = BatchLayout.infer(video)
+
     joined = layout.concat([video, text], padding_side='right', pad_token_id=0)
+    pre_split = PreSplitBatch([video, text], max_tokens=8)
+
     assert joined['num_frames_per_video'].tolist() == [3]
-    assert PreSplitBatch([video, text], max_tokens=8)['num_frames_per_video'].tolist() == [3]
+    assert pre_split['num_frames_per_video'].tolist() == [3]
 
 
 # The meaning of a key.
@@ -307,28 +405,38 @@ def test_earlier_meaning_of_a_key_decides():
     """A tensor that is as wide as the text in one batch, but not in another, does not lie along the text."""
     memory = torch.zeros(3, 8, 5)
     wide = text_batch([12, 2, 3], memory=memory)
-    narrow = text_batch([8, 2, 3], memory=memory)
-    assert TEXT_LAYOUT.entry_of(narrow, 'memory').seq_dims == (1,)
+    as_wide_as_memory = text_batch([8, 2, 3], memory=memory)
+    # By the shapes of one batch:
+    assert TEXT_LAYOUT.entry_of(as_wide_as_memory, 'memory').seq_dims == (1,)
     assert TEXT_LAYOUT.entry_of(wide, 'memory').seq_dims == ()
-    decided = TEXT_LAYOUT.with_readings(TEXT_LAYOUT.readings_of(wide))
-    assert decided.entry_of(narrow, 'memory').seq_dims == ()
-    trimmed = decided.trim(decided.select(narrow, [1, 2]))
+
+    readings = TEXT_LAYOUT.readings_of(wide)
+    layout = TEXT_LAYOUT.with_readings(readings)
+    last_rows = layout.select(as_wide_as_memory, [1, 2])
+    trimmed = layout.trim(last_rows)
+
+    assert layout.entry_of(as_wide_as_memory, 'memory').seq_dims == ()
     assert trimmed['input_ids'].shape == (2, 3)
     assert trimmed['memory'].shape == (2, 8, 5)
 
 
 def test_changed_meaning_of_a_key():
-    readings = TEXT_LAYOUT.readings_of(text_batch([6, 2, 3], tags=torch.zeros(3, 4)))
+    tags_of_rows = text_batch([6, 2, 3], tags=torch.zeros(3, 4))
+    tag_of_batch = text_batch([6, 2, 3], tags=torch.zeros(1))
+    readings = TEXT_LAYOUT.readings_of(tags_of_rows)
     layout = TEXT_LAYOUT.with_readings(readings)
+
     with pytest.raises(ValueError, match=r"batch\['tags'\].*one value for all rows.*one entry per row"):
-        layout.entry_of(text_batch([6, 2, 3], tags=torch.zeros(1)), 'tags')
+        layout.entry_of(tag_of_batch, 'tags')
 
 
 def test_two_batches_agree():
     """With one row, a tensor may be of the row or shared. A batch of two rows decides."""
     tags = torch.zeros(1, 4)
+
     ambiguous = TEXT_LAYOUT.readings_of(text_batch([4], tags=tags))
     shared = TEXT_LAYOUT.readings_of(text_batch([4, 3], tags=tags))
+
     assert shared == {'tags': (Reading.SHARED_TEXT,)}
     assert joined_readings(ambiguous, shared) == shared
     assert joined_readings(shared, ambiguous) == shared

@@ -22,7 +22,9 @@ from tests.support.small_batches import (
     TEXT,
     additive,
     drawn_batch,
+    layout_of_model,
     numbered,
+    numbered_images,
     numbers_of,
     square_mask,
     text_batch,
@@ -39,14 +41,21 @@ def three_rows(**options):
     return text_batch([3, 5, 2], **options)
 
 
+def lengths_of(batch, layout=TEXT_LAYOUT):
+    """Returns the number of tokens of each row, without padding."""
+    return describe(layout, batch).lengths
+
+
 def images_of_rows(layout, batch, rows):
     """Returns the numbers of the entries of ``pixel_values`` that some rows get."""
-    return numbers_of(layout.select(batch, rows)['pixel_values'])
+    selected = layout.select(batch, rows)
+    return numbers_of(selected['pixel_values'])
 
 
 def trimmed_rows(layout, batch, rows):
     """Returns some rows of a batch without the columns that only the other rows need, as a split cuts them."""
-    return layout.trim(layout.select(batch, rows))
+    selected = layout.select(batch, rows)
+    return layout.trim(selected)
 
 
 @pytest.mark.parametrize('model', [3, None, torch.nn.Linear(1, 1)])
@@ -60,8 +69,12 @@ def test_config_beside_a_child_named_module():
     model = torch.nn.Module()
     model.module = torch.nn.Linear(1, 1)
     model.config = SimpleNamespace(model_type='llava')
-    for wrapped in (model, torch.nn.DataParallel(model), torch.optim.swa_utils.AveragedModel(model)):
-        assert BatchLayout.for_model(wrapped).config == model.config
+    in_data_parallel = torch.nn.DataParallel(model)
+    in_averaged_model = torch.optim.swa_utils.AveragedModel(model)
+
+    for wrapped_model in (model, in_data_parallel, in_averaged_model):
+        layout = BatchLayout.for_model(wrapped_model)
+        assert layout.config == model.config
 
 
 # The tokens of a row, without its padding.
@@ -70,23 +83,31 @@ def test_config_beside_a_child_named_module():
 @for_each_side
 def test_lengths_and_trim(side):
     batch = three_rows(side=side, width=8)
-    assert padding_side(batch) == side
-    assert describe(TEXT_LAYOUT, batch).lengths == [3, 5, 2]
+    without_common_padding = three_rows(side=side)  # as wide as the longest row
+
     trimmed = TEXT_LAYOUT.trim(batch)
-    for key, expected in three_rows(side=side).items():
+    last_row = trimmed_rows(TEXT_LAYOUT, batch, [2])
+
+    assert padding_side(batch) == side
+    assert lengths_of(batch) == [3, 5, 2]
+    for key, expected in without_common_padding.items():
         torch.testing.assert_close(trimmed[key], expected)
         assert trimmed[key].is_contiguous()
-    last_row = trimmed_rows(TEXT_LAYOUT, batch, [2])
     assert last_row['input_ids'].tolist() == [[1, 2]]
 
 
 @for_each_side
 def test_width_multiple_stays_inside_batch(side):
+    """The longest row has 5 tokens, and the batch is 9 wide. A width of 16 would need new padding."""
     batch = three_rows(side=side, width=9)
-    for multiple, width in ((4, 8), (7, 7), (16, 9)):
+    num_tokens = batch['attention_mask'].sum()
+    width_of_multiple = {4: 8, 7: 7, 16: 9}
+
+    for multiple, expected_width in width_of_multiple.items():
         trimmed = TEXT_LAYOUT.trim(batch, width_multiple=multiple)
-        assert {value.shape[1] for value in trimmed.values()} == {width}
-        assert trimmed['attention_mask'].sum() == batch['attention_mask'].sum()
+        widths = {value.shape[1] for value in trimmed.values()}
+        assert widths == {expected_width}
+        assert trimmed['attention_mask'].sum() == num_tokens
 
 
 @pytest.mark.parametrize(
@@ -106,35 +127,46 @@ def test_lengths_of_unusual_padding(key, column, value, length, side):
     batch[key][0, column] = value
     if side == 'left':
         batch = {key: value.flip(1) for key, value in batch.items()}
-    assert describe(TEXT_LAYOUT, batch).lengths == [length, 2]
+    num_attended = batch['attention_mask'].sum()
+    num_labels = (batch['labels'] != -100).sum()
+
     trimmed = TEXT_LAYOUT.trim(batch)
+
+    assert lengths_of(batch) == [length, 2]
     assert trimmed['input_ids'].shape == (2, length)
-    assert trimmed['attention_mask'].sum() == batch['attention_mask'].sum()
-    assert (trimmed['labels'] != -100).sum() == (batch['labels'] != -100).sum()
+    assert trimmed['attention_mask'].sum() == num_attended
+    assert (trimmed['labels'] != -100).sum() == num_labels
 
 
 @for_each_side
 def test_empty_rows_keep_one_position(side):
     batch = text_batch([0, 0], side=side, width=4)
-    assert describe(TEXT_LAYOUT, batch).lengths == [1, 1]
-    assert TEXT_LAYOUT.trim(batch)['input_ids'].shape == (2, 1)
+
+    trimmed = TEXT_LAYOUT.trim(batch)
+
+    assert lengths_of(batch) == [1, 1]
+    assert trimmed['input_ids'].shape == (2, 1)
 
 
 @for_each_side
 def test_empty_decoder_key_changes_nothing(side):
     """Labels lie along the text if the key of the decoder's ids is there, but without a value."""
-    rows = [text_batch([3], side=side, width=4, decoder_input_ids=None), text_batch([5], decoder_input_ids=None)]
-    joined = TEXT_LAYOUT.concat(rows, padding_side=side)
-    trimmed = TEXT_LAYOUT.trim(rows[0])
-    padded = text_batch([3, 5], side=side)
-    torch.testing.assert_close(joined['labels'], padded['labels'])
+    short_row = text_batch([3], side=side, width=4, decoder_input_ids=None)
+    long_row = text_batch([5], decoder_input_ids=None)
+    both_rows = text_batch([3, 5], side=side)
+
+    trimmed = TEXT_LAYOUT.trim(short_row)
+    joined = TEXT_LAYOUT.concat([short_row, long_row], padding_side=side)
+
     assert trimmed['labels'].tolist() == [[1, 2, 3]]
+    torch.testing.assert_close(joined['labels'], both_rows['labels'])
 
 
 def test_batch_without_mask_is_never_trimmed():
     batch = text_batch([3, 5], width=7)
     del batch['attention_mask']
-    assert describe(TEXT_LAYOUT, batch).lengths == [7, 7]
+
+    assert lengths_of(batch) == [7, 7]
 
 
 MASK_FORMS = {
@@ -143,25 +175,31 @@ MASK_FORMS = {
     'integer': lambda mask: mask.long(),
     'three-dimensional': lambda mask: mask[:, 0],
 }
+"""Turns a mask of :func:`.square_mask` into another form that models take."""
 
 
 @pytest.mark.parametrize('form', MASK_FORMS)
 @for_each_side
 def test_square_masks_are_trimmed_twice(form, side):
+    """The last two dimensions of the mask lie along the text. Only the mask tells where the padding is."""
     batch = three_rows(side=side, width=8)
-    mask = MASK_FORMS[form](square_mask(batch))
+    in_form = MASK_FORMS[form]
+    mask = in_form(square_mask(batch))
     batch['attention_mask'] = mask
     batch['labels'].fill_(-100)
-    assert padding_side(batch) == side
-    assert describe(TEXT_LAYOUT, batch).lengths == [3, 5, 2]
+    tokens_of_first = slice(5, 8) if side == 'left' else slice(0, 3)
+    mask_of_first = mask[:1, ..., tokens_of_first, tokens_of_first]
+
     first_row = trimmed_rows(TEXT_LAYOUT, batch, [0])
-    tokens = slice(5, 8) if side == 'left' else slice(0, 3)
-    torch.testing.assert_close(first_row['attention_mask'], mask[:1, ..., tokens, tokens])
-    # After joining, no real position may attend to the new pads.
     second_row = trimmed_rows(TEXT_LAYOUT, batch, [1])
     joined = TEXT_LAYOUT.concat([first_row, second_row], padding_side=side)
+
+    assert padding_side(batch) == side
+    assert lengths_of(batch) == [3, 5, 2]
+    torch.testing.assert_close(first_row['attention_mask'], mask_of_first)
+    # No real position of the first row may attend to the two new pads, or its length would be 5.
     assert joined['attention_mask'].shape[-2:] == (5, 5)
-    assert describe(TEXT_LAYOUT, joined).lengths == [3, 5]
+    assert lengths_of(joined) == [3, 5]
 
 
 # Entries along the text.
@@ -169,12 +207,17 @@ def test_square_masks_are_trimmed_twice(form, side):
 
 @for_each_side
 def test_rotary_positions_of_three_axes(side):
+    """Qwen's positions have the shape (axes, rows, width)."""
     positions = torch.arange(3 * 3 * 6).view(3, 3, 6)
     batch = three_rows(side=side, width=6, position_ids=positions)
-    part = trimmed_rows(QWEN_LAYOUT, batch, [2, 0])
-    tokens = slice(3, 6) if side == 'left' else slice(0, 3)
-    torch.testing.assert_close(part['position_ids'], positions[:, [2, 0], tokens])
-    joined = QWEN_LAYOUT.concat([part, QWEN_LAYOUT.select(batch, [1])], padding_side=side)
+    kept_columns = slice(3, 6) if side == 'left' else slice(0, 3)
+
+    last_and_first = trimmed_rows(QWEN_LAYOUT, batch, [2, 0])
+    middle = QWEN_LAYOUT.select(batch, [1])
+    joined = QWEN_LAYOUT.concat([last_and_first, middle], padding_side=side)
+
+    expected_positions = positions[:, [2, 0], kept_columns]
+    torch.testing.assert_close(last_and_first['position_ids'], expected_positions)
     assert joined['position_ids'].shape == (3, 3, 6)
     torch.testing.assert_close(joined['position_ids'][:, 2], positions[:, 1])
 
@@ -185,8 +228,10 @@ def test_rotary_positions_of_three_axes(side):
 def test_token_wise_entries_are_selected(key):
     batch = three_rows(width=6)
     batch[key] = torch.arange(18).view(3, 6)
-    part = trimmed_rows(TEXT_LAYOUT, batch, [2, 0])
-    assert part[key].tolist() == [[12, 13, 14], [0, 1, 2]]
+
+    last_and_first = trimmed_rows(TEXT_LAYOUT, batch, [2, 0])
+
+    assert last_and_first[key].tolist() == [[12, 13, 14], [0, 1, 2]]
 
 
 # Other entries.
@@ -194,17 +239,20 @@ def test_token_wise_entries_are_selected(key):
 
 def test_lists_none_and_plain_values():
     batch = three_rows(sample_ids=['a', 'b', 'c'], pixel_values=None, task='ocr', step=3, weights=(1, 2, 3))
-    part = TEXT_LAYOUT.select(batch, [2, 0])
-    assert part['sample_ids'] == ['c', 'a']
-    assert part['weights'] == [3, 1]
-    assert part['pixel_values'] is None
-    assert part['task'] == 'ocr'
-    assert part['step'] == 3
+
+    last_and_first = TEXT_LAYOUT.select(batch, [2, 0])
+
+    assert last_and_first['sample_ids'] == ['c', 'a']
+    assert last_and_first['weights'] == [3, 1]
+    assert last_and_first['pixel_values'] is None
+    assert last_and_first['task'] == 'ocr'
+    assert last_and_first['step'] == 3
 
 
 @pytest.mark.parametrize('rows', [[1], [0, 1, 2]])
 def test_unknown_tensor_is_refused_by_name(rows):
     batch = three_rows(ocr_boxes=torch.zeros(4, 4))
+
     with pytest.raises(ValueError, match=r"batch\['ocr_boxes'\].*with_entries\(ocr_boxes=Entry\(unit=\.\.\.\)\)"):
         TEXT_LAYOUT.select(batch, rows)
 
@@ -212,6 +260,7 @@ def test_unknown_tensor_is_refused_by_name(rows):
 @pytest.mark.parametrize('value', [['a', 'b'], {'a': 1}, object()])
 def test_values_without_rows_are_refused(value):
     batch = three_rows(boxes=value)
+
     with pytest.raises(ValueError, match=r"batch\['boxes'\].*got: (list|dict|object)"):
         TEXT_LAYOUT.select(batch, [1])
 
@@ -226,73 +275,91 @@ def test_registered_tensors_are_selected():
     batch = three_rows(
         num_images=[1, 0, 2],
         num_boxs=[0, 3, 1],  # `num_{unit}s`
-        pixel_values=numbered(3, 3, 2, 2),
+        pixel_values=numbered_images(3),
         ocr_boxes=numbered(4),
         image_tags=numbered(3),
         image_tags_side_by_side=torch.arange(3).expand(5, 3),
         class_weights=numbered(7),
     )
-    part = layout.select(batch, [2, 1])
-    assert numbers_of(part['ocr_boxes']) == [3, 0, 1, 2]
-    assert numbers_of(part['image_tags']) == [1, 2]
-    assert part['image_tags_side_by_side'].tolist() == [[1, 2]] * 5
-    assert numbers_of(part['pixel_values']) == [1, 2]
-    assert len(part['class_weights']) == 7
+
+    last_and_middle = layout.select(batch, [2, 1])
+
+    assert numbers_of(last_and_middle['ocr_boxes']) == [3, 0, 1, 2]
+    assert numbers_of(last_and_middle['image_tags']) == [1, 2]
+    assert last_and_middle['image_tags_side_by_side'].tolist() == [[1, 2]] * 5
+    assert numbers_of(last_and_middle['pixel_values']) == [1, 2]
+    assert len(last_and_middle['class_weights']) == 7
 
 
 @pytest.mark.parametrize('count', [list, torch.tensor], ids=['list', 'tensor'])
 def test_image_numbers_go_with_their_rows(count):
-    batch = text_batch([3, 5, 2, 4], num_images=count([1, 2, 0, 1]), pixel_values=numbered(4, 3, 2, 2))
-    part = LLAVA_LAYOUT.select(batch, [2, 1])
-    assert list(part['num_images']) == [0, 2]
-    assert images_of_rows(LLAVA_LAYOUT, part, [1]) == [1, 2]
-    joined = LLAVA_LAYOUT.concat([LLAVA_LAYOUT.select(batch, [3]), part])
+    batch = text_batch([3, 5, 2, 4], num_images=count([1, 2, 0, 1]), pixel_values=numbered_images(4))
+
+    third_and_second = LLAVA_LAYOUT.select(batch, [2, 1])
+    fourth = LLAVA_LAYOUT.select(batch, [3])
+    joined = LLAVA_LAYOUT.concat([fourth, third_and_second])
+
+    assert list(third_and_second['num_images']) == [0, 2]
+    assert images_of_rows(LLAVA_LAYOUT, third_and_second, [1]) == [1, 2]
     assert joined['num_images'] == [1, 0, 2]
     assert numbers_of(joined['pixel_values']) == [3, 1, 2]
 
 
+def processed_by_onevision(lengths, images):
+    """Returns rows as LLaVA-OneVision's processor does, which counts the images only of rows that have some."""
+    batch = text_batch(lengths, num_images=images)
+    counts = [count for count in images if count > 0]
+    if counts:
+        batch['batch_num_images'] = torch.tensor(counts)
+        batch['pixel_values'] = numbered(sum(counts), 1, 3, 2, 2)
+    return batch
+
+
 def test_image_numbers_without_rows_of_text():
-    """LLaVA-OneVision's processor counts the images only of rows that have some."""
-    layout = LLAVA_LAYOUT
+    """Joining adds the missing counts of text rows. Without them, a batch with text rows cannot be cut."""
+    batch = processed_by_onevision([3, 2, 4], images=[1, 0, 2])
+    samples = [
+        processed_by_onevision([3], images=[1]),
+        processed_by_onevision([2], images=[0]),
+        processed_by_onevision([4], images=[2]),
+    ]
 
-    def processed(lengths, images):
-        batch = text_batch(lengths, num_images=images)
-        counts = [count for count in images if count > 0]
-        if counts:
-            batch['batch_num_images'] = torch.tensor(counts)
-            batch['pixel_values'] = numbered(sum(counts), 1, 3, 2, 2)
-        return batch
+    joined = LLAVA_LAYOUT.concat(samples)
+    last_and_middle = LLAVA_LAYOUT.select(joined, [2, 1])
 
+    assert last_and_middle['batch_num_images'].tolist() == [2, 0]
+    assert numbers_of(last_and_middle['pixel_values']) == [0, 1]
     with pytest.raises(ValueError, match=r'batch_num_images.*concat'):
-        layout.select(processed([3, 2, 4], [1, 0, 2]), [1])
-    joined = layout.concat([processed([3], [1]), processed([2], [0]), processed([4], [2])])
-    part = layout.select(joined, [2, 1])
-    assert part['batch_num_images'].tolist() == [2, 0]
-    assert numbers_of(part['pixel_values']) == [0, 1]
+        LLAVA_LAYOUT.select(batch, [1])
 
 
 @pytest.mark.parametrize('numbers', [[1, 1], torch.tensor([1, 1]), torch.tensor(2)], ids=str)
 def test_image_numbers_of_other_rows(numbers):
     """Placeholders tell the row of each image, but nothing tells to which rows the numbers belong."""
-    batch = drawn_batch('ii1', '12', 'ii3', pixel_values=numbered(2, 3, 2, 2), num_images=numbers)
+    batch = drawn_batch('ii1', '12', 'ii3', pixel_values=numbered_images(2), num_images=numbers)
     layout = BatchLayout(family=LLAVA, config=SimpleNamespace(image_token_id=IMAGE))
+
     with pytest.raises(ValueError, match=r'num_images.* got: '):
         layout.select(batch, [0])
 
 
 def test_registered_entry_comes_before_shapes():
-    """A mask or positions for all rows, which an entry says. In one row they would belong to it by their shape."""
+    """An entry says that all rows share a mask or positions. In a batch of one row, their shape would fit the row."""
     shared_mask = Entry(unit='shared', seq_dims=(-2, -1))
     shared_positions = Entry(unit='shared', seq_dims=(1,))
     layout = TEXT_LAYOUT.with_entries(attention_mask=shared_mask, position_ids=shared_positions)
     mask = torch.ones(1, 1, 5, 5).tril().bool()
     batch = three_rows(attention_mask=mask, position_ids=torch.arange(5)[None])
-    part = layout.narrow(layout.select(batch, [2, 0]), 0, 3)
-    assert part['input_ids'].shape == (2, 3)
-    assert torch.equal(part['attention_mask'], mask[:, :, :3, :3])
+
+    last_and_first = layout.select(batch, [2, 0])
+    narrow = layout.narrow(last_and_first, 0, 3)
     one_row = layout.select(batch, [0])
+
+    assert narrow['input_ids'].shape == (2, 3)
+    assert torch.equal(narrow['attention_mask'], mask[:, :, :3, :3])
     assert layout.entry_of(one_row, 'position_ids') == shared_positions
     assert layout.entry_of(one_row, 'attention_mask') == shared_mask
+    # Without the entry, shapes decide: the mask is of the row in a batch of one row, and shared in a batch of three.
     assert TEXT_LAYOUT.entry_of(one_row, 'attention_mask').unit == 'row'
     assert TEXT_LAYOUT.entry_of(batch, 'attention_mask') == shared_mask
 
@@ -300,10 +367,13 @@ def test_registered_entry_comes_before_shapes():
 def test_registered_entries_keep_readings():
     """A first batch shows that a tensor does not go along the text. In a later batch it is as wide as the text."""
     memory = torch.zeros(3, 8, 5)
-    first = text_batch([12, 2, 3], memory=memory)
-    later = text_batch([8, 2, 3], memory=memory)
-    layout = TEXT_LAYOUT.with_readings(TEXT_LAYOUT.readings_of(first)).with_entries(tags=Entry())
-    assert layout.entry_of(later, 'memory').seq_dims == ()
+    first_batch = text_batch([12, 2, 3], memory=memory)
+    later_batch = text_batch([8, 2, 3], memory=memory)
+    readings = TEXT_LAYOUT.readings_of(first_batch)
+
+    layout = TEXT_LAYOUT.with_readings(readings).with_entries(tags=Entry())
+
+    assert layout.entry_of(later_batch, 'memory').seq_dims == ()
 
 
 @pytest.mark.parametrize(
@@ -317,20 +387,26 @@ def test_registered_entries_keep_readings():
 )
 def test_tensor_without_its_rows_is_refused(key, value, words):
     batch = three_rows(**{key: value})
+
     with pytest.raises(ValueError, match=rf"batch\['{key}'\].*{words}"):
         LLAVA_LAYOUT.select(batch, [1])
 
 
 def test_unknown_family_can_be_passed():
     family = Family(name='new', entries={'pixel_values': Entry(unit='image')})
+    layout = BatchLayout(family=family)
     batch = text_batch([3, 2], num_images=[2, 1], pixel_values=numbered(3, 1))
-    assert images_of_rows(BatchLayout(family=family), batch, [1]) == [2]
+
+    assert images_of_rows(layout, batch, [1]) == [2]
 
 
 @pytest.mark.parametrize('family', FAMILIES, ids=lambda family: family.name)
 def test_layout_travels_to_loader_workers(family):
     layout = BatchLayout(family=family, config=SimpleNamespace(image_token_id=IMAGE))
-    assert pickle.loads(pickle.dumps(layout)) == layout
+
+    copy_in_worker = pickle.loads(pickle.dumps(layout))
+
+    assert copy_in_worker == layout
 
 
 # Joining.
@@ -343,82 +419,109 @@ def test_padding_side_is_checked():
 
 @pytest.mark.parametrize(('key', 'value'), [('token_type_ids', torch.zeros(1, 3).long()), ('sample_ids', ['a'])])
 def test_entry_of_some_samples_is_refused(key, value):
-    batches = [text_batch([3]), {**text_batch([3]), key: value}]
+    without_entry = text_batch([3])
+    with_entry = text_batch([3], **{key: value})
+
     with pytest.raises(ValueError, match=f'`{key}` must be in every batch or in none, got: 1 of 2'):
-        TEXT_LAYOUT.concat(batches)
+        TEXT_LAYOUT.concat([without_entry, with_entry])
 
 
 @pytest.mark.parametrize('count', [list, torch.tensor])
 def test_text_rows_lack_counts(count):
     """A collator may leave `num_images` out of a batch without images."""
-    with_images = text_batch([3, 2], num_images=count([2, 1]), pixel_values=numbered(3, 3, 2, 2))
+    with_images = text_batch([3, 2], num_images=count([2, 1]), pixel_values=numbered_images(3))
+
     joined = LLAVA_LAYOUT.concat([text_batch([4]), with_images])
+
     assert joined['num_images'] == [0, 2, 1]
 
 
 def test_text_rows_lack_image_entries():
-    layout = LLAVA_LAYOUT
+    text = text_batch([2, 1])
     with_image = text_batch(
         [3],
         pixel_values=torch.ones(1, 3, 3, 2, 2),
         image_sizes=torch.ones(1, 2),
         batch_num_images=torch.tensor([1]),
     )
-    joined = layout.concat([text_batch([2, 1]), with_image], pad_token_id=7)
+
+    joined = LLAVA_LAYOUT.concat([text, with_image], pad_token_id=7)
+
     assert joined['batch_num_images'].tolist() == [0, 0, 1]
     assert joined['input_ids'].tolist() == [[1, 2, 7], [1, 0, 7], [1, 2, 3]]
     assert len(joined['pixel_values']) == 1
 
 
 def test_concat_loses_no_plain_value():
+    """A value that all batches share stays plain. Other values become a list with a value for each row."""
     batches = [
         text_batch([3], source='ai2d', version=2),
         text_batch([4, 2], source='chartqa', version=2),
         text_batch([5]),
     ]
+
     joined = TEXT_LAYOUT.concat(batches)
+    second_and_first = TEXT_LAYOUT.select(joined, [1, 0])
+
     assert joined['source'] == ['ai2d', 'chartqa', 'chartqa', None]
     assert joined['version'] == 2
-    assert TEXT_LAYOUT.select(joined, [1, 0])['source'] == ['chartqa', 'ai2d']
+    assert second_and_first['source'] == ['chartqa', 'ai2d']
 
 
 def joined_entry(key, first, second):
     """Joins a sample of 3 tokens and one of 4 tokens, which have these values. Returns the entry of the batch."""
-    samples = [text_batch([3], **{key: first}), text_batch([4], **{key: second})]
-    return TEXT_LAYOUT.concat(samples)[key]
+    sample_of_3 = text_batch([3], **{key: first})
+    sample_of_4 = text_batch([4], **{key: second})
+    joined = TEXT_LAYOUT.concat([sample_of_3, sample_of_4])
+    return joined[key]
 
 
 def test_arrays_are_kept_by_row():
     boxes = np.arange(4)
-    rows = joined_entry('boxes', boxes, boxes)
-    assert [row.tolist() for row in rows] == [[0, 1, 2, 3]] * 2
+
+    arrays = joined_entry('boxes', boxes, boxes)
+
+    assert [array.tolist() for array in arrays] == [[0, 1, 2, 3]] * 2
 
 
 def test_list_is_joined_with_plain_value():
     """Samples of one source share its name, so a batch of them has a string, and another batch a list."""
     two_sources = text_batch([3, 4], source=['ai2d', 'chartqa'])
     one_source = text_batch([2, 1], source='ocr')
-    assert TEXT_LAYOUT.concat([two_sources, one_source])['source'] == ['ai2d', 'chartqa', 'ocr', 'ocr']
-    assert TEXT_LAYOUT.concat([one_source, two_sources])['source'] == ['ocr', 'ocr', 'ai2d', 'chartqa']
+
+    list_first = TEXT_LAYOUT.concat([two_sources, one_source])
+    string_first = TEXT_LAYOUT.concat([one_source, two_sources])
+
+    assert list_first['source'] == ['ai2d', 'chartqa', 'ocr', 'ocr']
+    assert string_first['source'] == ['ocr', 'ocr', 'ai2d', 'chartqa']
 
 
 @pytest.mark.parametrize('values', [(torch.ones(1), [1.0]), ([1.0], torch.ones(1)), (1.0, torch.ones(1))])
-def test_tensor_is_not_joined_with_other_types(values):
+def test_tensor_joins_no_other_type(values):
+    first, second = values
+
     with pytest.raises(ValueError, match=r'`scores` must be a tensor .* and a (list|float)'):
-        joined_entry('scores', *values)
+        joined_entry('scores', first, second)
 
 
 @pytest.mark.parametrize('key', ['loss_weights', 'scores'])
 @pytest.mark.parametrize('numbers', [(2, 0.5), (0.5, 2)], ids=['int first', 'float first'])
 def test_joined_numbers_are_not_rounded(key, numbers):
     first, second = numbers
+
     joined = joined_entry(key, torch.tensor([first]), torch.tensor([second]))
+
     assert joined.tolist() == [first, second]
 
 
 def test_integer_weights_of_some_samples():
+    """The missing weight is NaN, which an integer tensor cannot hold."""
     with_weight = text_batch([3], loss_weights=torch.tensor([2]))
-    weight, no_weight = TEXT_LAYOUT.concat([with_weight, text_batch([4])])['loss_weights']
+    without_weight = text_batch([4])
+
+    joined = TEXT_LAYOUT.concat([with_weight, without_weight])
+
+    weight, no_weight = joined['loss_weights']
     assert weight == 2
     assert no_weight.isnan()
 
@@ -441,11 +544,13 @@ def test_tensors_of_two_forms_are_refused(key, first, second):
 @pytest.mark.parametrize(('side', 'agreeing_start', 'other_start'), [('right', 0, 10), ('left', 1, 0)])
 def test_shared_positions_must_agree(side, agreeing_start, other_start):
     """New padding on the left moves the tokens of the narrow batch by one position."""
+    wide = text_batch([4, 2], side=side, position_ids=torch.arange(4)[None])
 
     def joined_positions(start):
-        narrow = text_batch([3], position_ids=torch.arange(start, start + 3)[None])
-        wide = text_batch([4, 2], side=side, position_ids=torch.arange(4)[None])
-        return TEXT_LAYOUT.concat([narrow, wide], padding_side=side)['position_ids']
+        positions = torch.arange(start, start + 3)
+        narrow = text_batch([3], position_ids=positions[None])
+        joined = TEXT_LAYOUT.concat([narrow, wide], padding_side=side)
+        return joined['position_ids']
 
     assert joined_positions(agreeing_start).tolist() == [[0, 1, 2, 3]]
     with pytest.raises(ValueError, match=r'position_ids.*same for all rows'):
@@ -453,14 +558,17 @@ def test_shared_positions_must_agree(side, agreeing_start, other_start):
 
 
 def test_shared_positions_and_own_ones():
-    """A row shares nothing, so its positions join with those of several rows. Shared ones of several rows do not."""
-    own = text_batch([3, 2], position_ids=torch.tensor([[0, 1, 2], [5, 6, 0]]))
-    of_one_row = text_batch([4], position_ids=torch.arange(4)[None])
-    positions = TEXT_LAYOUT.concat([of_one_row, own])['position_ids'].tolist()
-    assert positions == [[0, 1, 2, 3], [0, 1, 2, 0], [5, 6, 0, 0]]
-    shared = text_batch([4, 4], position_ids=torch.arange(4)[None])
+    """Positions of one row can be joined with positions of each row. Positions that several rows share cannot."""
+    positions_of_each_row = torch.tensor([[0, 1, 2], [5, 6, 0]])
+    two_rows = text_batch([3, 2], position_ids=positions_of_each_row)
+    one_row = text_batch([4], position_ids=torch.arange(4)[None])
+    two_rows_that_share = text_batch([4, 4], position_ids=torch.arange(4)[None])
+
+    joined = TEXT_LAYOUT.concat([one_row, two_rows])
+
+    assert joined['position_ids'].tolist() == [[0, 1, 2, 3], [0, 1, 2, 0], [5, 6, 0, 0]]
     with pytest.raises(ValueError, match=r'position_ids.*same form'):
-        TEXT_LAYOUT.concat([shared, own])
+        TEXT_LAYOUT.concat([two_rows_that_share, two_rows])
 
 
 # Media.
@@ -472,8 +580,9 @@ def images_of(*rows, count, **entries):
     In a row ``i`` is a placeholder, and a digit a word.
     """
     config = SimpleNamespace(image_token_id=IMAGE, vision_config=SimpleNamespace(patch_size=2))
+    layout = BatchLayout(family=LLAVA, config=config)
     batch = drawn_batch(*rows, pixel_values=torch.rand(count, 3, 2, 2), **entries)
-    return BatchLayout(family=LLAVA, config=config).images_per_row(batch)
+    return layout.images_per_row(batch)
 
 
 @pytest.mark.parametrize(
@@ -491,56 +600,51 @@ def images_of(*rows, count, **entries):
     ],
 )
 def test_placeholders_tell_the_images(rows, entries, expected):
-    assert images_of(*rows, count=sum(expected), **entries) == expected
+    num_images = sum(expected)
+
+    assert images_of(*rows, count=num_images, **entries) == expected
 
 
 UNEQUAL = ['iii1', 'ii12']
+"""Rows with 3 and 2 placeholders. Three images of one size cannot have 5 placeholders."""
 
 
 @pytest.mark.parametrize(
-    ('rows', 'count', 'entries', 'words'),
+    ('rows', 'entries', 'words'),
     [
-        pytest.param(
-            UNEQUAL,
-            3,
-            {},
-            r'\(pixel_values\), got: \[3, 2\] placeholders',
-            id='images of unequal size',
-        ),
-        pytest.param(UNEQUAL, 3, {'num_images': [1, 1]}, r'got: \[3, 2\] placeholders', id='wrong numbers carried'),
+        pytest.param(UNEQUAL, {}, r'\(pixel_values\), got: \[3, 2\] placeholders', id='images of unequal size'),
+        pytest.param(UNEQUAL, {'num_images': [1, 1]}, r'got: \[3, 2\] placeholders', id='wrong numbers carried'),
         pytest.param(
             ['i1', 'i1'],
-            3,
             {'image_sizes': torch.tensor([[2, 2], [2, 1], [2, 2]])},
             'no way to share them',
             id='an image without placeholders could belong to either row',
         ),
         pytest.param(
             ['iiii111', 'iii1iii'],
-            3,
             {'image_sizes': torch.tensor([[2, 4], [2, 4], [4, 6]])},
             r"'image_sizes': \[2, 1\], 'runs of placeholders': \[1, 2\]",
             id='touching images and lines: sizes and runs disagree',
         ),
     ],
 )
-def test_ambiguous_images_are_refused(rows, count, entries, words):
+def test_ambiguous_images_are_refused(rows, entries, words):
     with pytest.raises(ValueError, match=f'{words}.*Carry `num_images`'):
-        images_of(*rows, count=count, **entries)
+        images_of(*rows, count=3, **entries)
 
 
 def test_one_row_has_all_the_images():
     batch = drawn_batch('iiii', pixel_values=torch.rand(3, 3, 2, 2))
+
     assert LLAVA_LAYOUT.images_per_row(batch) == [3]
 
 
-SLOT_LAYOUT = BatchLayout.for_model(SimpleNamespace(model_type='idefics3'))
+SLOT_LAYOUT = layout_of_model('idefics3')
 """Idefics3 has a slot for each image of a row."""
 
 
-@pytest.mark.parametrize('form', ['mask of pixels', 'mask of images, as in Granite Docling', 'empty slots are zeros'])
-def test_empty_slot_before_image_is_kept(form):
-    """Empty slots after the last image are cut off."""
+def batch_with_empty_slots(form):
+    """Returns two rows of three slots, with an image in the second and in the first slot. ``form`` marks the others."""
     is_image = torch.tensor([[0, 1, 0], [1, 0, 0]])  # (rows, slots)
     is_pixel = is_image[:, :, None, None].expand(2, 3, 4, 4)
     batch = text_batch([3, 2], pixel_values=torch.rand(2, 3, 3, 4, 4))
@@ -550,12 +654,21 @@ def test_empty_slot_before_image_is_kept(form):
         batch['pixel_values'] *= is_pixel[:, :, None]
     else:
         batch['pixel_attention_mask'] = is_image
+    return batch
+
+
+@pytest.mark.parametrize('form', ['mask of pixels', 'mask of images, as in Granite Docling', 'empty slots are zeros'])
+def test_empty_slot_before_image_is_kept(form):
+    """Empty slots after the last image are cut off."""
+    batch = batch_with_empty_slots(form)
+    slots_of_rows = [([0], 2), ([1], 1), ([1, 0], 2)]
+
     assert SLOT_LAYOUT.images_per_row(batch) == [2, 1]
-    for rows, num_slots in (([0], 2), ([1], 1), ([1, 0], 2)):
-        part = SLOT_LAYOUT.select(batch, rows)
+    for rows, num_slots in slots_of_rows:
+        selected = SLOT_LAYOUT.select(batch, rows)
         for key in batch.keys() & {'pixel_values', 'pixel_attention_mask'}:
-            assert torch.equal(part[key], batch[key][rows, :num_slots])
-        assert part['pixel_values'].is_contiguous(), 'the model views rows and slots as one dimension'
+            assert torch.equal(selected[key], batch[key][rows, :num_slots])
+        assert selected['pixel_values'].is_contiguous(), 'the model views rows and slots as one dimension'
 
 
 def test_mask_of_slots_stays_boolean():
@@ -563,15 +676,21 @@ def test_mask_of_slots_stays_boolean():
     mask = torch.ones(1, 1, 2, 2, dtype=torch.bool)
     with_image = text_batch([3], pixel_values=torch.rand(1, 1, 3, 2, 2), pixel_attention_mask=mask)
     with_image['tile_fine_mask'] = torch.tensor([True])  # of the rows
-    joined = SLOT_LAYOUT.concat([with_image, text_batch([2])])
+    text = text_batch([2])
+
+    joined = SLOT_LAYOUT.concat([with_image, text])
+
     assert joined['pixel_attention_mask'].dtype == torch.bool
     assert joined['tile_fine_mask'].tolist() == [True, False]
     assert SLOT_LAYOUT.images_per_row(joined) == [1, 0]
 
 
-def test_videos_go_with_their_rows():
-    """The images have 4 and 8 patches, the videos 8, 4 and 12: the products of their time, height and width."""
-    batch = three_rows(
+def batch_with_videos():
+    """Returns rows with an image, with two videos, and with an image and a video, as Qwen's processor makes them.
+
+    The images have 4 and 8 patches, the videos 8, 4 and 12: the products of their time, height and width.
+    """
+    return three_rows(
         num_images=[1, 0, 1],
         num_videos=[0, 2, 1],
         image_grid_thw=torch.tensor([[1, 2, 2], [1, 2, 4]]),
@@ -580,14 +699,21 @@ def test_videos_go_with_their_rows():
         pixel_values_videos=numbered(24, 1),
         second_per_grid_ts=torch.tensor([0.5, 1.0, 2.0]),
     )
-    assert QWEN_LAYOUT.media_per_row(batch) == [1, 2, 2]
-    part = QWEN_LAYOUT.select(batch, [2, 1])
+
+
+def test_videos_go_with_their_rows():
+    batch = batch_with_videos()
     second_image = list(range(4, 12))
-    first_videos, last_video = list(range(12)), list(range(12, 24))
-    assert numbers_of(part['pixel_values']) == second_image
-    assert numbers_of(part['pixel_values_videos']) == last_video + first_videos
-    assert part['second_per_grid_ts'].tolist() == [2.0, 0.5, 1.0]
+    first_two_videos = list(range(12))
+    last_video = list(range(12, 24))
+
+    last_and_middle = QWEN_LAYOUT.select(batch, [2, 1])
     without_image = QWEN_LAYOUT.select(batch, [1])
+
+    assert QWEN_LAYOUT.media_per_row(batch) == [1, 2, 2]
+    assert numbers_of(last_and_middle['pixel_values']) == second_image
+    assert numbers_of(last_and_middle['pixel_values_videos']) == last_video + first_two_videos
+    assert last_and_middle['second_per_grid_ts'].tolist() == [2.0, 0.5, 1.0]
     assert 'pixel_values' not in without_image
     assert 'image_grid_thw' not in without_image
     batch['num_videos'] = [0, 1, 1]
@@ -604,12 +730,14 @@ def test_list_of_media_is_refused(key, unit):
     layout = LLAVA_LAYOUT.with_entries(crops=Entry(unit=unit))
     values = [torch.zeros(3, 2, 2), torch.zeros(3, 4, 2)]
     batch = text_batch([3, 2], num_images=[2, 0], num_boxs=[2, 0], **{key: values})
+
     with pytest.raises(ValueError, match=rf"batch\['{key}'\].* got: list of 2 {unit} entries for 2 rows"):
         layout.select(batch, [0])
 
 
 def test_patches_without_grid_are_refused():
     batch = text_batch([3, 2], num_images=[1, 0], pixel_values=numbered(4, 1))
+
     with pytest.raises(ValueError, match=r'`image_grid_thw` must be in the batch.*patches of each image'):
         QWEN_LAYOUT.select(batch, [0])
 
@@ -623,33 +751,37 @@ WHISPER_BATCH = {
     'sample_ids': ['a', 'b', 'c'],
 }
 for_each_whisper_layout = pytest.mark.parametrize(
-    'layout',
-    [BatchLayout.for_model(SimpleNamespace(model_type='whisper')), BatchLayout.infer(WHISPER_BATCH)],
-    ids=['of the model', 'inferred'],
+    'layout', [layout_of_model('whisper'), BatchLayout.infer(WHISPER_BATCH)], ids=['of the model', 'inferred']
 )
 
 
 @for_each_whisper_layout
 def test_rows_without_ids_keep_their_width(layout):
+    trimmed = layout.trim(WHISPER_BATCH)
+
     assert layout.num_rows(WHISPER_BATCH) == 3
     assert layout.width(WHISPER_BATCH) == 4
-    assert describe(layout, WHISPER_BATCH).lengths == [4, 4, 4]
+    assert lengths_of(WHISPER_BATCH, layout) == [4, 4, 4]
     assert layout.media_per_row(WHISPER_BATCH) == [0, 0, 0]
     assert padding_side(WHISPER_BATCH) == 'right'
-    assert layout.trim(WHISPER_BATCH).keys() == WHISPER_BATCH.keys()
+    assert trimmed.keys() == WHISPER_BATCH.keys()
 
 
 @for_each_whisper_layout
 def test_labels_without_ids_are_padded(layout):
     wide, narrow = layout.split(WHISPER_BATCH, [[2, 0], [1]])
-    narrow['labels'] = narrow['labels'][:, :2]
+    narrow['labels'] = narrow['labels'][:, :2]  # without its padding
+
     joined = layout.concat([narrow, wide])
+
     assert torch.equal(joined['labels'], WHISPER_BATCH['labels'][[1, 2, 0]])
 
 
 def test_batch_without_any_text():
+    batch = {'input_features': torch.rand(2, 4, 20)}
+
     with pytest.raises(ValueError, match=r"must have tensors `input_ids` or `labels`.*got: \['input_features'\]"):
-        TEXT_LAYOUT.num_rows({'input_features': torch.rand(2, 4, 20)})
+        TEXT_LAYOUT.num_rows(batch)
 
 
 # Memory.
@@ -677,7 +809,9 @@ def test_rows_are_counted_once(monkeypatch, image_batch):
         return original(self, batch, unit)
 
     monkeypatch.setattr(BatchLayout, 'units_per_row', units_per_row)
+
     LLAVA_LAYOUT.split(image_batch, [[0], [1], [3, 2]])
+
     assert sorted(counted_units) == ['image', 'row']
 
 
@@ -688,7 +822,8 @@ class PageLocks:
         self.tensors = []  # kept, so that no other tensor gets their memory
 
     def is_locked(self, tensor):
-        return any(tensor.untyped_storage().data_ptr() == locked.data_ptr() for locked in self.tensors)
+        address = tensor.untyped_storage().data_ptr()
+        return any(address == locked.untyped_storage().data_ptr() for locked in self.tensors)
 
     def empty(self, shape, like):
         tensor = torch.empty(shape, dtype=like.dtype)
@@ -703,10 +838,15 @@ def test_copies_stay_page_locked(monkeypatch, image_batch, rows):
     monkeypatch.setattr(tensors, '_is_page_locked', locks.is_locked)
     monkeypatch.setattr(tensors, '_empty', locks.empty)
     batch = {**image_batch, **text_batch([3, 2, 1, 2], width=5)}
-    locks.tensors += [value for value in batch.values() if isinstance(value, torch.Tensor)]
-    part = trimmed_rows(LLAVA_LAYOUT, batch, rows)
-    assert part['input_ids'].shape == (2, 2)
+    for value in batch.values():
+        if isinstance(value, torch.Tensor):
+            locks.tensors.append(value)
+
+    selected = trimmed_rows(LLAVA_LAYOUT, batch, rows)
+
+    assert selected['input_ids'].shape == (2, 2)
     for key in ('input_ids', 'attention_mask', 'labels', 'pixel_values'):
-        assert locks.is_locked(part[key]), key
-    batch['labels'] = batch['labels'].clone()
-    assert not locks.is_locked(LLAVA_LAYOUT.select(batch, rows)['labels'])
+        assert locks.is_locked(selected[key]), key
+    batch['labels'] = batch['labels'].clone()  # not page-locked
+    selected = LLAVA_LAYOUT.select(batch, rows)
+    assert not locks.is_locked(selected['labels'])

@@ -10,15 +10,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from composer_tokacc import BatchLayout
 from composer_tokacc.layout import describe, placeholders
-from tests.support.small_batches import IMAGE, VIDEO, drawn_batch, numbered, numbers_of
+from tests.support.small_batches import IMAGE, VIDEO, drawn_batch, layout_of_model, numbered, numbers_of
 
 
 def test_frames_of_glm_are_no_images():
     """GLM-4V writes the frames of a video as images, between the tokens 7 and 6, which start and end a video."""
-    config = SimpleNamespace(
-        model_type='glm4v',
+    layout = layout_of_model(
+        'glm4v',
         image_token_id=IMAGE,
         video_token_id=VIDEO,
         video_start_token_id=7,
@@ -33,24 +32,29 @@ def test_frames_of_glm_are_no_images():
         video_grid_thw=torch.tensor([[2, 2, 2], [2, 2, 2], [1, 2, 2]]),
         pixel_values_videos=torch.rand(20, 2),
     )
-    layout = BatchLayout.for_model(config)
+
+    facts = describe(layout, batch)
+
     assert layout.images_per_row(batch) == [1, 0, 1]
     assert layout.units_per_row(batch, 'video') == [1, 2, 0]
     assert layout.units_per_row(batch, 'video_patch') == [8, 12, 0]
-    facts = describe(layout, batch)
     assert facts.media_sizes('image') == [2, None, 1]
     assert facts.media_sizes('video') == [2, 2, None]
 
 
 def test_query_tokens_are_never_guessed():
     """BLIP-2 fills all placeholders in order, even if they were meant for other images."""
-    layout = BatchLayout.for_model(SimpleNamespace(model_type='blip-2', image_token_id=IMAGE, num_query_tokens=2))
+    layout = layout_of_model('blip-2', image_token_id=IMAGE, num_query_tokens=2)
     pixels = torch.rand(3, 3, 2, 2)
-    assert layout.images_per_row(drawn_batch('ii11', 'iiii', '1234', pixel_values=pixels)) == [1, 2, 0]
+    batch = drawn_batch('ii11', 'iiii', '1234', pixel_values=pixels)
+    cut_in_first_row = drawn_batch('1i11', 'iiii', '1234', pixel_values=pixels)
+    cut_in_only_row = drawn_batch('1i11', pixel_values=pixels[:1])
+
+    assert layout.images_per_row(batch) == [1, 2, 0]
     with pytest.raises(ValueError, match=r'got: \[1, 4, 0\] by row, where the images fill \[2, 2, 2\]'):
-        layout.images_per_row(drawn_batch('1i11', 'iiii', '1234', pixel_values=pixels))
+        layout.images_per_row(cut_in_first_row)
     with pytest.raises(ValueError, match=r'got: \[1\] by row, where the images fill \[2\]'):
-        layout.images_per_row(drawn_batch('1i11', pixel_values=pixels[:1]))
+        layout.images_per_row(cut_in_only_row)
 
 
 @pytest.mark.parametrize(
@@ -61,19 +65,24 @@ def test_query_tokens_are_never_guessed():
     ],
 )
 def test_instruction_goes_with_its_media(model_type, modality, shape, placeholders_of_item):
+    """Its Q-Former reads the instruction of each item. These ids have a row for each item, not for each row of text."""
     token_id = {f'{modality}_token_id': IMAGE}
-    layout = BatchLayout.for_model(SimpleNamespace(model_type=model_type, num_query_tokens=2, **token_id))
+    layout = layout_of_model(model_type, num_query_tokens=2, **token_id)
     with_item = placeholders_of_item + '1'
     without = '1' * len(with_item)
-    media = {'pixel_values': numbered(2, *shape), 'qformer_input_ids': torch.arange(4).view(2, 2)}
-    batch = drawn_batch(with_item, without, with_item, **media)
+    media_of_two_items = {'pixel_values': numbered(2, *shape), 'qformer_input_ids': torch.arange(4).view(2, 2)}
+    batch = drawn_batch(with_item, without, with_item, **media_of_two_items)
+    one_item_without_placeholders = drawn_batch(without, without, with_item, **media_of_two_items)
+
+    last_and_middle = layout.select(batch, [2, 1])
+    middle = layout.select(batch, [1])
+
     assert layout.units_per_row(batch, modality) == [1, 0, 1]
-    part = layout.select(batch, [2, 1])
-    assert numbers_of(part['pixel_values']) == [1]
-    assert part['qformer_input_ids'].tolist() == [[2, 3]]
-    assert 'pixel_values' not in layout.select(batch, [1])
+    assert numbers_of(last_and_middle['pixel_values']) == [1]
+    assert last_and_middle['qformer_input_ids'].tolist() == [[2, 3]]
+    assert 'pixel_values' not in middle
     with pytest.raises(ValueError, match=r'got: \[0, 0, \d\] by row.*same `num_query_tokens`'):
-        layout.units_per_row(drawn_batch(without, without, with_item, **media), modality)
+        layout.units_per_row(one_item_without_placeholders, modality)
 
 
 @pytest.mark.parametrize(
@@ -86,33 +95,43 @@ def test_instruction_goes_with_its_media(model_type, modality, shape, placeholde
     ],
 )
 def test_tensor_of_no_items(model_type, unit, media):
-    config = SimpleNamespace(model_type=model_type, num_query_tokens=2, image_token_id=IMAGE, audio_token_id=IMAGE)
-    layout = BatchLayout.for_model(config)
-    assert layout.units_per_row(drawn_batch('1111', '1234', **media), unit) == [0, 0]
+    layout = layout_of_model(model_type, num_query_tokens=2, image_token_id=IMAGE, audio_token_id=IMAGE)
+    only_text = drawn_batch('1111', '1234', **media)
+    with_placeholder = drawn_batch('1i11', '1234', **media)
+
+    assert layout.units_per_row(only_text, unit) == [0, 0]
     with pytest.raises(ValueError, match=f'0 (whole|entries of) {unit}s'):
-        layout.units_per_row(drawn_batch('1i11', '1234', **media), unit)
+        layout.units_per_row(with_placeholder, unit)
 
 
 def test_own_id_of_a_model_counts():
     """The config of its encoder repeats the name, with another value."""
     config = SimpleNamespace(image_token_id=IMAGE, vision_config=SimpleNamespace(image_token_id=0))
+
     assert placeholders.placeholder_ids(config, 'image') == (IMAGE,)
 
 
 def test_audio_expanded_by_the_model():
-    layout = BatchLayout.for_model(SimpleNamespace(model_type='qwen2_audio', audio_token_id=IMAGE))
-    batch = drawn_batch(
-        '1i1', '234', 'i1i', input_features=torch.rand(3, 4, 40), feature_attention_mask=torch.ones(3, 40)
-    )
+    """The text has one placeholder for each audio."""
+    layout = layout_of_model('qwen2_audio', audio_token_id=IMAGE)
+    audios = {'input_features': torch.rand(3, 4, 40), 'feature_attention_mask': torch.ones(3, 40)}
+    batch = drawn_batch('1i1', '234', 'i1i', **audios)
+
     assert layout.units_per_row(batch, 'audio') == [1, 0, 2]
 
 
 def test_row_cut_inside_an_audio():
-    """Qwen-Omni computes such rows, but gives the next row the rest of the audio."""
-    layout = BatchLayout.for_model(SimpleNamespace(model_type='qwen2_5_omni_thinker', audio_token_id=IMAGE))
+    """Qwen-Omni computes such rows, but gives the next row the rest of the audio.
+
+    Four frames fill a placeholder, so the audios have 4, 2 and 2 placeholders.
+    """
+    layout = layout_of_model('qwen2_5_omni_thinker', audio_token_id=IMAGE)
     num_frames = torch.tensor([[16], [8], [8]])
     mask = (torch.arange(16) < num_frames).long()
     audios = {'input_features': torch.rand(3, 2, 16), 'feature_attention_mask': mask}
-    assert layout.units_per_row(drawn_batch('iiiiii1', 'ii12', **audios), 'audio') == [2, 1]
+    whole_audios = drawn_batch('iiiiii1', 'ii12', **audios)
+    cut_audio = drawn_batch('iii1', 'ii12', 'ii12', **audios)
+
+    assert layout.units_per_row(whole_audios, 'audio') == [2, 1]
     with pytest.raises(ValueError, match=r'3 whole audios, got: \[3, 2, 2\] by row, where the audios fill \[4, 2, 2\]'):
-        layout.units_per_row(drawn_batch('iii1', 'ii12', 'ii12', **audios), 'audio')
+        layout.units_per_row(cut_audio, 'audio')

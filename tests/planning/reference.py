@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -50,7 +50,8 @@ class Samples:
     def sorted_rows(self, cost: CostModel | None = None) -> OrderedRows:
         """Returns the rows by length, as the planner's own functions take them."""
         options = CutOptions(cost=cost or CostModel(), **self.caps)
-        return Rows(self.lengths, options, **self.tables).by_length()
+        rows = Rows(self.lengths, options, **self.tables)
+        return rows.by_length()
 
     def plan(self, num_ranks: int, **options: Any) -> MicrobatchPlan:
         """Returns the plan of these samples under their caps."""
@@ -59,15 +60,18 @@ class Samples:
     def keep_caps(self, rows: Sequence[int], *, is_packed: bool = False) -> bool:
         """Returns whether a microbatch of these rows breaks no cap."""
         lengths = [self.lengths[row] for row in rows]
-        num_tokens = sum(lengths) if is_packed else len(rows) * max(lengths)
-        if num_tokens > self.max_tokens:
-            return False
-        if self.max_images is not None and sum(self.images[row] for row in rows) > self.max_images:
-            return False
-        return self.max_labels is None or sum(self.labels[row] for row in rows) <= self.max_labels
+        if is_packed:
+            num_tokens = sum(lengths)
+        else:
+            num_tokens = len(rows) * max(lengths)
+        num_images = sum(self.images[row] for row in rows)
+        num_labels = sum(self.labels[row] for row in rows)
+        has_too_many_images = self.max_images is not None and num_images > self.max_images
+        has_too_many_labels = self.max_labels is not None and num_labels > self.max_labels
+        return num_tokens <= self.max_tokens and not has_too_many_images and not has_too_many_labels
 
     def fit(self, rows: Sequence[int], *, is_packed: bool = False) -> bool:
-        """Returns whether rows may share a microbatch. A row that breaks a cap is alone in one."""
+        """Returns whether rows may share a microbatch. A row that breaks a cap must be in one by itself."""
         return len(rows) == 1 or self.keep_caps(rows, is_packed=is_packed)
 
     def check_cut(self, microbatches: Sequence[Sequence[int]], *, is_packed: bool = False) -> None:
@@ -84,19 +88,22 @@ class Samples:
         assert all(plan.ranks), 'a rank without a microbatch'
         oversize = {row for row in range(len(self.lengths)) if not self.keep_caps([row])}
         assert set(plan.stats.oversize) == oversize
-        planned = []
-        num_copies = 0
+
+        microbatches_of_samples = []
+        num_copies = 0  # of samples, for ranks that would have no microbatch
         for microbatch in itertools.chain(*plan.ranks):
             rows = microbatch.indices
             if microbatch.filled:
                 assert len(rows) == 1
                 num_copies += 1
             else:
-                planned.append(rows)
-            assert microbatch.width >= max(self.lengths[row] for row in rows)
+                microbatches_of_samples.append(rows)
+            longest_row = max(self.lengths[row] for row in rows)
+            assert microbatch.width >= longest_row
             if not oversize.intersection(rows):
                 assert microbatch.num_tokens <= self.max_tokens
-        self.check_cut(planned)
+        self.check_cut(microbatches_of_samples)
+
         assert plan.stats.filled == num_copies
         assert plan.stats.num_tokens == sum(self.lengths)
         assert 0.0 < plan.stats.share_of_bound <= 1.0 + 1e-9
@@ -108,6 +115,7 @@ class Samples:
             assert len(has_images) == 1, slot
 
     def has_images(self, rows: Sequence[int]) -> bool:
+        """Returns whether any of the rows has an image."""
         return any(self.images[row] > 0 for row in rows)
 
     def padded_cost(self, rows: Sequence[int]) -> float:
@@ -119,31 +127,34 @@ class Samples:
         """Returns the least padded cost of contiguous cuts of `order`, for each possible number of microbatches."""
 
         @functools.cache
-        def best(start: int) -> dict[int, float]:
+        def least_costs_from(start: int) -> dict[int, float]:
+            """Returns the least costs of the cuts of the rows from `start` on."""
             if start == len(order):
                 return {0: 0.0}
-            least: dict[int, float] = {}
+            costs_by_count: dict[int, list[float]] = defaultdict(list)
             for end in range(start + 1, len(order) + 1):
-                rows = order[start:end]
-                if not self.fit(rows):
+                first_microbatch = order[start:end]
+                if not self.fit(first_microbatch):
                     break
-                for count, cost_of_others in best(end).items():
-                    total = self.padded_cost(rows) + cost_of_others
-                    least[count + 1] = min(least.get(count + 1, total), total)
-            return least
+                for count_of_others, cost_of_others in least_costs_from(end).items():
+                    total = self.padded_cost(first_microbatch) + cost_of_others
+                    costs_by_count[1 + count_of_others].append(total)
+            return {count: min(costs) for count, costs in costs_by_count.items()}
 
-        return best(0)
+        return least_costs_from(0)
 
 
 def row_cost(width: int, cost: CostModel | None = None) -> float:
     """Returns the cost of the text of one row, by the formula in words."""
-    quadratic = (cost or CostModel()).quadratic
-    return width + width**2 / quadratic
+    cost = cost or CostModel()
+    return width + width**2 / cost.quadratic
 
 
 def microbatch_cost(cost: CostModel, num_rows: int, width: int, image_tokens: int = 0) -> float:
     """Returns the cost of a microbatch, by the formula in words."""
-    return num_rows * row_cost(width, cost) + cost.vision_per_token * image_tokens + cost.launch
+    cost_of_text = num_rows * row_cost(width, cost)
+    cost_of_vision = cost.vision_per_token * image_tokens
+    return cost_of_text + cost_of_vision + cost.launch
 
 
 def partitions(rows: list[int]) -> Iterator[list[list[int]]]:
@@ -151,11 +162,13 @@ def partitions(rows: list[int]) -> Iterator[list[list[int]]]:
     if not rows:
         yield []
         return
-    first = rows[0]
-    for partition in partitions(rows[1:]):
-        yield [[first], *partition]
+    first, *later_rows = rows
+    for partition in partitions(later_rows):
+        yield [[first], *partition]  # in a microbatch by itself
         for place, microbatch in enumerate(partition):
-            yield [*partition[:place], [first, *microbatch], *partition[place + 1 :]]
+            before = partition[:place]
+            after = partition[place + 1 :]
+            yield [*before, [first, *microbatch], *after]
 
 
 @st.composite

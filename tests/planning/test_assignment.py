@@ -21,27 +21,31 @@ COSTS = st.lists(st.floats(0.5, 50.0), min_size=1, max_size=30).map(np.array)
 @given(COSTS, st.integers(1, 6))
 def test_longest_goes_to_least_loaded_rank(costs, num_ranks):
     loads = [0.0] * num_ranks
-    expected = [0] * len(costs)
+    expected_ranks = [0] * len(costs)
     longest_first = sorted(range(len(costs)), key=lambda place: -costs[place])
     for place in longest_first:
-        rank = loads.index(min(loads))
-        expected[place] = rank
-        loads[rank] += costs[place]
+        least_loaded = loads.index(min(loads))
+        expected_ranks[place] = least_loaded
+        loads[least_loaded] += costs[place]
+
     ranks, slowest = assign_longest_first(costs, num_ranks)
-    assert ranks.tolist() == expected
+
+    assert ranks.tolist() == expected_ranks
     assert slowest == pytest.approx(max(loads))
 
 
 @settings(max_examples=80, deadline=None)
 @given(COSTS, st.integers(1, 6))
 def test_rebalancing_slows_no_rank(costs, num_ranks):
-    one_a_rank = np.full(num_ranks, 1.0)
-    costs = np.concatenate([costs, one_a_rank])
-    ranks, slowest = assign_longest_first(costs, num_ranks)
-    better, reached = rebalance(costs, ranks, num_ranks)
-    assert reached <= slowest * (1 + 1e-9)
-    loads = np.bincount(better, weights=costs, minlength=num_ranks)
-    assert loads.max() == pytest.approx(reached)
+    one_for_each_rank = np.full(num_ranks, 1.0)
+    costs = np.concatenate([costs, one_for_each_rank])
+    ranks, slowest_before = assign_longest_first(costs, num_ranks)
+
+    rebalanced_ranks, slowest = rebalance(costs, ranks, num_ranks)
+
+    loads = np.bincount(rebalanced_ranks, weights=costs, minlength=num_ranks)
+    assert slowest <= slowest_before * (1 + 1e-9)
+    assert slowest == pytest.approx(loads.max())
     assert loads.min() > 0, 'a rank without a microbatch'
 
 
@@ -61,24 +65,29 @@ def test_rebalancing_by_hand(costs, ranks, least):
 def test_no_other_slots_are_faster(seed):
     """Six microbatches on two ranks make three slots. Every order of the microbatches is tried."""
     costs = np.random.default_rng(seed).integers(1, 9, 6).astype(float)
-    times = []
+    times_of_orders = []
     for first, second, third, fourth, fifth, sixth in itertools.permutations(costs):
-        times.append(max(first, second) + max(third, fourth) + max(fifth, sixth))
-    order_by, time = best_slot_order(costs, np.zeros(6), 2)
-    assert order_by.tolist() == costs.tolist()
-    assert time == min(times)
+        time_of_order = max(first, second) + max(third, fourth) + max(fifth, sixth)
+        times_of_orders.append(time_of_order)
+    best_time = min(times_of_orders)
+    no_vision = np.zeros(6)
+
+    order_by, time = best_slot_order(costs, no_vision, 2)
     ranks = assign_slots(costs, 2)
+
+    assert order_by.tolist() == costs.tolist()
+    assert time == best_time
     first_rank = sorted(costs[ranks == 0])
     second_rank = sorted(costs[ranks == 1])
-    slots = np.maximum(first_rank, second_rank)
-    assert slots.sum() == min(times)
+    times_of_slots = np.maximum(first_rank, second_rank)
+    assert times_of_slots.sum() == best_time
 
 
 TEXT = np.array([8.0, 1.0, 2.0, 7.0])
 
 
 @pytest.mark.parametrize(
-    ('vision', 'order_by', 'time'),
+    ('vision', 'expected_order', 'expected_time'),
     [
         # The slots have the texts (8, 7) and (2, 1) in every order. Their slowest encoders take 3 and 7.
         ([1.0, 3.0, 7.0, 3.0], 'text', 8.0 + 3.0 + 2.0 + 7.0),
@@ -88,9 +97,13 @@ TEXT = np.array([8.0, 1.0, 2.0, 7.0])
         ([5.5, 5.5, 0.0, 0.0], 'vision', 8.0 + 5.5 + 7.0 + 0.0),
     ],
 )
-def test_slots_wait_for_the_slowest(vision, order_by, time):
+def test_slots_wait_for_the_slowest(vision, expected_order, expected_time):
+    """The slots are made in the order of the costs of the text, of the encoder, or of both."""
     vision = np.array(vision)
-    expected = {'text': TEXT, 'vision': vision, 'both': TEXT + vision}[order_by]
-    best, best_time = best_slot_order(TEXT, vision, 2)
-    assert best_time == time
-    assert best.tolist() == expected.tolist()
+    costs_of_order = {'text': TEXT, 'vision': vision, 'both': TEXT + vision}
+    expected_costs = costs_of_order[expected_order]
+
+    order_by, time = best_slot_order(TEXT, vision, 2)
+
+    assert time == expected_time
+    assert order_by.tolist() == expected_costs.tolist()

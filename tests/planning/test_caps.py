@@ -20,17 +20,20 @@ from tests.planning.reference import samples_under_caps
 @given(samples_under_caps(), st.floats(0.0, 50.0))
 def test_cut_under_caps_costs_least(regroup, samples, launch):
     options = CutOptions(regroup=regroup, cost=CostModel(launch=launch), **samples.caps)
-    microbatches = cut_rows(samples.lengths, options, **samples.tables)
-    samples.check_cut(microbatches)
     order = list(range(len(samples.lengths)))
+
+    microbatches = cut_rows(samples.lengths, options, **samples.tables)
+
+    samples.check_cut(microbatches)
     costs = [samples.padded_cost(rows) + launch for rows in microbatches]
     if regroup:
         order.sort(key=lambda row: -samples.lengths[row])
         assert costs == sorted(costs, reverse=True), 'costliest microbatch first'
     else:
         assert list(itertools.chain(*microbatches)) == order
-    least_padded_costs = samples.least_padded_costs(order)
-    least_costs = [padded_cost + count * launch for count, padded_cost in least_padded_costs.items()]
+    least_costs = []
+    for count, padded_cost in samples.least_padded_costs(order).items():
+        least_costs.append(padded_cost + count * launch)
     assert sum(costs) == pytest.approx(min(least_costs))
 
 
@@ -38,9 +41,12 @@ def test_cut_under_caps_costs_least(regroup, samples, launch):
 @given(samples_under_caps())
 def test_packed_rows_keep_all_caps(samples):
     options = CutOptions(packing=True, **samples.caps)
+
     microbatches = cut_rows(samples.lengths, options, **samples.tables)
+    packed = pack_lengths(samples.lengths, **samples.caps, **samples.tables)
+
     samples.check_cut(microbatches, is_packed=True)
-    assert microbatches == pack_lengths(samples.lengths, **samples.caps, **samples.tables)
+    assert microbatches == packed
 
 
 @pytest.mark.parametrize('size', ['image_tokens', 'loss_tokens'])
@@ -54,5 +60,6 @@ def test_packed_rows_keep_all_caps(samples):
 )
 def test_bad_caps_are_refused(size, cap, sizes, message):
     options = {size: sizes, f'max_{size}': cap}
+
     with pytest.raises(ValueError, match=message.format(size=size)):
         plan_microbatches([3, 4], num_ranks=1, max_tokens=8, **options)

@@ -24,6 +24,11 @@ def microbatches_of(rows, bounds) -> list[list[int]]:
     return [order[start:end] for start, end in pairwise(bounds)]
 
 
+def padded_cost(samples, microbatches) -> float:
+    """Returns the cost of microbatches without vision and launch."""
+    return sum(samples.padded_cost(rows) for rows in microbatches)
+
+
 # Least padded cuts of sorted rows
 
 
@@ -32,39 +37,48 @@ def microbatches_of(rows, bounds) -> list[list[int]]:
 def test_cuts_match_exhaustive_search(samples):
     """Each cut has the least padded cost of all cuts into as many microbatches. The last has the fewest."""
     rows = samples.sorted_rows()
-    least_costs = samples.least_padded_costs(rows.order.tolist())
+    least_cost_of_count = samples.least_padded_costs(rows.order.tolist())
+
     cuts = least_padded_cuts(rows)
-    assert len(cuts[-1]) - 1 == min(least_costs)
+
+    last_cut = microbatches_of(rows, cuts[-1])
+    assert len(last_cut) == min(least_cost_of_count)
     for bounds in cuts:
         microbatches = microbatches_of(rows, bounds)
         samples.check_cut(microbatches)
-        cost = sum(map(samples.padded_cost, microbatches))
-        assert cost == pytest.approx(least_costs[len(microbatches)])
+        assert padded_cost(samples, microbatches) == pytest.approx(least_cost_of_count[len(microbatches)])
 
 
 @pytest.mark.parametrize('price', [0.5, 5.0, 50.0])
 def test_sorted_contiguous_cuts_beat_all_partitions(price):
-    """The planner rests on this claim. Every partition of five rows is tried."""
+    """The planner rests on this claim. Every partition of five rows is tried. Each microbatch has a price."""
     samples = Samples([9, 4, 7, 2, 5], max_tokens=18)
-    costs = []
-    for partition in partitions(list(range(5))):
-        if all(map(samples.fit, partition)):
-            costs.append(sum(map(samples.padded_cost, partition)) + price * len(partition))
+    costs_of_partitions = []
+    for partition in partitions([0, 1, 2, 3, 4]):
+        if all(samples.fit(rows) for rows in partition):
+            cost_of_partition = padded_cost(samples, partition) + price * len(partition)
+            costs_of_partitions.append(cost_of_partition)
     rows = samples.sorted_rows()
-    microbatches = microbatches_of(rows, least_padded_cut(rows.row_costs, rows.reach, price))
-    cost = sum(map(samples.padded_cost, microbatches)) + price * len(microbatches)
-    assert cost == pytest.approx(min(costs))
+
+    bounds = least_padded_cut(rows.row_costs, rows.reach, price)
+
+    microbatches = microbatches_of(rows, bounds)
+    cost = padded_cost(samples, microbatches) + price * len(microbatches)
+    assert cost == pytest.approx(min(costs_of_partitions))
 
 
 # Cuts filled up to a limit, and of equal cost
 
 
 def test_filled_microbatches_are_the_fewest():
-    rows = Samples([7, 7, 7, 7, 2, 2, 2], max_tokens=14).sorted_rows()
+    samples = Samples([7, 7, 7, 7, 2, 2, 2], max_tokens=14)
+    rows = samples.sorted_rows()
+
     without_limit = fill(rows.row_costs, rows.vision, rows.reach, np.inf)
-    assert microbatches_of(rows, without_limit) == [[0, 1], [2, 3], [4, 5, 6]]
-    # A row of 7 is over this limit by itself. Two rows of 2 fit.
     under_limit = fill(rows.row_costs, rows.vision, rows.reach, 5.0)
+
+    assert microbatches_of(rows, without_limit) == [[0, 1], [2, 3], [4, 5, 6]]
+    # A row of 7 is over the limit by itself. Two rows of 2 fit.
     assert microbatches_of(rows, under_limit) == [[0], [1], [2], [3], [4, 5], [6]]
 
 
@@ -72,23 +86,27 @@ def least_costliest(rows, count) -> float:
     """Returns the least cost of the costliest microbatch of any cut into at most `count`, by exhaustive search."""
 
     @functools.cache
-    def best(start: int, left: int) -> float:
+    def least_costliest_from(start: int, most_microbatches: int) -> float:
+        """Returns the same for the rows from `start` on."""
         if start == len(rows):
             return 0.0
-        if left == 0:
+        if most_microbatches == 0:
             return float('inf')
         costs = []
         for end in range(start + 1, int(rows.reach[start]) + 1):
-            costliest = max(cost_between(rows, start, end), best(end, left - 1))
-            costs.append(costliest)
+            cost_of_first = cost_between(rows, start, end)
+            costliest_of_others = least_costliest_from(end, most_microbatches - 1)
+            costs.append(max(cost_of_first, costliest_of_others))
         return min(costs)
 
-    return best(0, count)
+    return least_costliest_from(0, count)
 
 
 def cost_between(rows, start, end) -> float:
+    """Returns the cost of the microbatch that starts at `start` and ends before `end`, without its launch."""
     text = (end - start) * rows.row_costs[start]
-    return text + rows.vision[end] - rows.vision[start]
+    vision = rows.vision[end] - rows.vision[start]
+    return text + vision
 
 
 @settings(max_examples=100, deadline=None)
@@ -103,16 +121,31 @@ def test_costliest_microbatch_matches_exhaustive_search(drawn, max_tokens, num_m
     images = [num_images for _, num_images in drawn]
     samples = Samples(lengths, max_tokens, images=images, max_images=25)
     rows = samples.sorted_rows(CostModel(vision_per_token=0.7, launch=5.0))
-    fewest = len(fill(rows.row_costs, rows.vision, rows.reach, np.inf)) - 1
-    count = fewest + num_more
+    fewest_microbatches = len(fill(rows.row_costs, rows.vision, rows.reach, np.inf)) - 1
+    count = fewest_microbatches + num_more
+
     bounds = equal_cost_cut(rows.row_costs, rows.vision, rows.reach, count)
-    assert len(bounds) - 1 <= count
-    samples.check_cut(microbatches_of(rows, bounds))
+
+    microbatches = microbatches_of(rows, bounds)
+    assert len(microbatches) <= count
+    samples.check_cut(microbatches)
     costliest = max(cost_between(rows, start, end) for start, end in pairwise(bounds))
     assert costliest == pytest.approx(least_costliest(rows, count), rel=2e-4)
 
 
 # Splitting microbatches further
+
+
+def with_largest_halved(bounds, lengths) -> list[int]:
+    """Returns the bounds with one more in the middle of the largest microbatch that has several rows."""
+    middle_of_size = {}  # of the first microbatch of each size, rows times width
+    for start, end in pairwise(bounds):
+        num_rows = end - start
+        size = num_rows * lengths[start]
+        if num_rows > 1:
+            middle_of_size.setdefault(size, (start + end) // 2)
+    largest = max(middle_of_size)
+    return sorted([*bounds, middle_of_size[largest]])
 
 
 @settings(max_examples=100, deadline=None)
@@ -122,33 +155,41 @@ def test_largest_microbatch_is_split_first(lengths, count):
     num_rows = len(lengths)
     halves = sorted({0, num_rows // 2, num_rows})
     most_bounds = min(count, num_rows) + 1
-    expected = list(halves)
-    while len(expected) < most_bounds:
-        middles = {}  # of the first microbatch with each number of padded tokens
-        for start, end in pairwise(expected):
-            num_padded = (end - start) * lengths[start]
-            if end - start > 1:
-                middles.setdefault(num_padded, (start + end) // 2)
-        largest = max(middles)
-        expected = sorted([*expected, middles[largest]])
-    bounds = split_largest(np.array(lengths, dtype=float), np.array(halves), count)
-    assert bounds.tolist() == expected
+    expected_bounds = halves
+    while len(expected_bounds) < most_bounds:
+        expected_bounds = with_largest_halved(expected_bounds, lengths)
+    row_costs = np.array(lengths, dtype=float)
+
+    bounds = split_largest(row_costs, np.array(halves), count)
+
+    assert bounds.tolist() == expected_bounds
 
 
 # The rows of one rank
 
 
 def test_width_multiple_counts_against_the_cap():
+    """Two rows of 9 tokens are 18. Rounded up to 16 columns each, they are over the cap of 20.
+
+    Rounding stops at the width of the collated batch. If this is 10, they have 20.
+    """
     lengths = [9, 9]
     exact = CutOptions(max_tokens=20)
     rounded = CutOptions(max_tokens=20, width_multiple=8)
-    assert sorted(cut_rows(lengths, exact)) == [[0, 1]]
-    assert sorted(cut_rows(lengths, rounded)) == [[0], [1]]
-    # Rounding stops at the width of the collated batch.
-    assert sorted(cut_rows(lengths, rounded, max_width=10)) == [[0, 1]]
+
+    cut_by_length = cut_rows(lengths, exact)
+    cut_by_rounded_width = cut_rows(lengths, rounded)
+    cut_in_narrow_batch = cut_rows(lengths, rounded, max_width=10)
+
+    assert sorted(cut_by_length) == [[0, 1]]
+    assert sorted(cut_by_rounded_width) == [[0], [1]]
+    assert sorted(cut_in_narrow_batch) == [[0, 1]]
 
 
 def test_rounding_makes_no_row_oversize():
     """A row that is longer than the limit keeps its length."""
-    widths = padded_widths(np.array([3, 9, 12]), multiple=8, limit=10)
+    lengths = np.array([3, 9, 12])
+
+    widths = padded_widths(lengths, multiple=8, limit=10)
+
     assert widths.tolist() == [8, 10, 12]

@@ -5,12 +5,57 @@
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
+import pytest
+
 from composer_tokacc.planning import CostModel
+
+
+def test_formula_by_hand():
+    """A row costs its length, and the square of its length over ``quadratic``."""
+    cost = CostModel(quadratic=100.0)
+    cost_without_attention = CostModel(quadratic=math.inf)
+
+    row_costs = cost.rows(np.array([10, 100]))
+    row_cost_without_attention = cost_without_attention.rows(np.array([1000]))
+
+    np.testing.assert_allclose(row_costs, [10 + 1, 100 + 100])
+    assert row_cost_without_attention == 1000.0
 
 
 def test_packed_row_costs_its_documents():
     """Attention is only over the tokens of the same document."""
     cost = CostModel(quadratic=100.0, document=3.0, launch=50.0)
-    first = 10 + 10 * 10 / 100
-    second = 20 + 20 * 20 / 100
-    assert cost.packed([10, 20]) == first + second + 2 * 3 + 50
+    first_document = 10 + 10 * 10 / 100
+    second_document = 20 + 20 * 20 / 100
+
+    assert cost.packed([10, 20]) == first_document + second_document + 2 * 3 + 50
+
+
+def test_vision_encoder_by_hand():
+    """The first row has 10 tokens of an image of 100 patches. The last row has tokens, but no patches."""
+    cost = CostModel(vision_per_token=0.5, vision_per_image=7.0, vision_per_patch=0.1, vision_per_square=0.001)
+    tokens = np.array([10, 0, 4])
+    patches = np.array([100, 0, 0])
+
+    with_patches = cost.vision(tokens, patches)
+    without_patches = cost.vision(tokens)
+
+    np.testing.assert_allclose(with_patches, [5 + 7 + 10 + 10, 0, 2])
+    np.testing.assert_allclose(without_patches, [5, 0, 2])
+
+
+@pytest.mark.parametrize(
+    ('arguments', 'message'),
+    [
+        ({'quadratic': 0.0}, 'quadratic'),
+        ({'launch': -1.0}, 'launch'),
+        ({'vision_per_token': math.nan}, 'vision'),
+        ({'vision_per_square': -1e-9}, '`vision_per_square` must be finite and not negative, got: -1e-09'),
+    ],
+)
+def test_bad_terms(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        CostModel(**arguments)

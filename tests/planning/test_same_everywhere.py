@@ -19,6 +19,7 @@ import composer_tokacc
 
 PACKAGE = Path(composer_tokacc.__file__).parent
 
+# Each script runs in a new process.
 PLANS = """
 import numpy as np
 from composer_tokacc.planning import CostModel, CutOptions, cut_rows, plan_microbatches
@@ -45,6 +46,7 @@ for trial in range(12):
     for regroup in (True, False):
         print(cut_rows(lengths, CutOptions(max_tokens=max_tokens, cost=cost, regroup=regroup)))
 """
+# Prints a cut, and the class of the cache of its compiled code.
 ONE_CUT = """
 from composer_tokacc.planning import CutOptions, cut_rows, cuts
 print(cut_rows([7, 2, 8, 2, 2], CutOptions(max_tokens=16)), end=' ')
@@ -67,17 +69,18 @@ def run_script(script: str, root: Path = PACKAGE.parent, **environment: str) -> 
     inherited = {key: value for key, value in os.environ.items() if not key.startswith('NUMBA_')}
     environment = {**inherited, 'PYTHONPATH': str(root), **environment}
     command = [sys.executable, '-c', script]
-    done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    process = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    return process.stdout
 
 
 @pytest.mark.slow
 def test_hash_seed_and_compilation_change_nothing():
     """An index out of bounds raises in interpreted code. Compiled code would read other memory."""
     compiled = run_script(PLANS, PYTHONHASHSEED='1')
-    assert len(compiled) > 1000
     interpreted = run_script(PLANS, PYTHONHASHSEED='2', NUMBA_DISABLE_JIT='1')
+
+    assert len(compiled) > 1000
     is_same = compiled == interpreted  # by itself, so that pytest does not print a long comparison
     assert is_same, 'another plan'
 
@@ -86,7 +89,11 @@ def test_hash_seed_and_compilation_change_nothing():
 def test_processor_changes_nothing():
     """Numpy rounds some functions differently if the processor has AVX512. On others, this test compares the same."""
     features = 'AVX512F AVX512CD AVX512_SKX AVX512_CLX AVX512_CNL AVX512_ICL'
-    is_same = run_script(LEAST_PADDED_CUTS) == run_script(LEAST_PADDED_CUTS, NPY_DISABLE_CPU_FEATURES=features)
+
+    cuts = run_script(LEAST_PADDED_CUTS)
+    cuts_without_features = run_script(LEAST_PADDED_CUTS, NPY_DISABLE_CPU_FEATURES=features)
+
+    is_same = cuts == cuts_without_features
     assert is_same, 'other cuts'
 
 
@@ -94,10 +101,16 @@ def test_processor_changes_nothing():
 def installed(tmp_path) -> Path:
     """Returns the folder of a copy of the planner. Nothing was compiled there yet."""
     package = tmp_path / 'composer_tokacc'
-    shutil.copytree(PACKAGE / 'planning', package / 'planning', ignore=shutil.ignore_patterns('__pycache__'))
+    without_cache = shutil.ignore_patterns('__pycache__')
+    shutil.copytree(PACKAGE / 'planning', package / 'planning', ignore=without_cache)
     shutil.copy(PACKAGE / 'refusals.py', package)
     (package / '__init__.py').touch()
     return tmp_path
+
+
+def cache_of(installed: Path) -> Path:
+    """Returns the folder into which Python and numba write compiled code."""
+    return installed / 'composer_tokacc' / 'planning' / '__pycache__'
 
 
 @pytest.mark.slow
@@ -105,30 +118,42 @@ def test_no_folder_can_be_written(installed):
     """Neither the folder of the package nor the user's. Files take the place of folders, which also stops root."""
     blocked = installed / 'blocked'
     blocked.touch()
-    (installed / 'composer_tokacc' / 'planning' / '__pycache__').touch()
+    cache_of(installed).touch()
+
     printed = run_script(ONE_CUT, installed, HOME=str(blocked), XDG_CACHE_HOME=str(blocked))
+
     assert printed == f'{CUT} NullCache\n'
 
 
 @pytest.mark.slow
 def test_disk_is_full(installed):
     """Files can be made, but nothing can be written into them."""
-    full = 'import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))' + ONE_CUT
-    assert run_script(full, installed, PYTHONDONTWRITEBYTECODE='1').startswith(CUT)
+    on_full_disk = 'import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))' + ONE_CUT
+
+    printed = run_script(on_full_disk, installed, PYTHONDONTWRITEBYTECODE='1')
+
+    assert printed.startswith(CUT)
 
 
 @pytest.mark.slow
 def test_damaged_cache_is_compiled_again(installed):
-    assert run_script(ONE_CUT, installed).startswith(CUT)
-    files = sorted((installed / 'composer_tokacc' / 'planning' / '__pycache__').glob('cuts.least_padded_cut*.nb?'))
+    """Numba keeps the code and an index. The first run writes them."""
+    printed = run_script(ONE_CUT, installed)
+    assert printed.startswith(CUT)
+    files = sorted(cache_of(installed).glob('cuts.least_padded_cut*.nb?'))
     assert [file.suffix for file in files] == ['.nbc', '.nbi']
+
     for file in files:
         file.write_bytes(b'damaged')
-        assert run_script(ONE_CUT, installed).startswith(CUT), file
+        printed = run_script(ONE_CUT, installed)
+        assert printed.startswith(CUT), file
 
 
 def test_numba_that_does_not_fit(monkeypatch):
     """Numba raises ImportError if it does not fit the release of numpy, as this module without any name does."""
     monkeypatch.setitem(sys.modules, 'numba', ModuleType('numba'))
+
     names = runpy.run_path(str(PACKAGE / 'planning' / 'compiled.py'))
-    assert names['compiled'](max) is max
+
+    compiled = names['compiled']
+    assert compiled(max) is max

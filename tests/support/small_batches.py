@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from composer_tokacc import BatchLayout
 from composer_tokacc.layout.families import FAMILIES
 
 FAMILY_OF_NAME = {family.name: family for family in FAMILIES}
@@ -21,6 +23,11 @@ IMAGE = 90
 """Id of the placeholder of an image."""
 VIDEO = 91
 PLACEHOLDERS = {'i': IMAGE, 'v': VIDEO}
+
+
+def layout_of_model(model_type: str, **config: Any) -> BatchLayout:
+    """Returns the layout of a model whose config has this ``model_type`` and these other attributes."""
+    return BatchLayout.for_model(SimpleNamespace(model_type=model_type, **config))
 
 
 def text_batch(lengths: list[int], *, side: str = 'right', width: int | None = None, **entries: Any) -> dict[str, Any]:
@@ -63,6 +70,11 @@ def numbered(count: int, *shape: int) -> torch.Tensor:
     """Returns entries of a shape, filled with 0, 1, 2, ...: :func:`numbers_of` tells which of them a row got."""
     numbers = torch.arange(count).repeat_interleave(math.prod(shape))
     return numbers.view(count, *shape)
+
+
+def numbered_images(count: int) -> torch.Tensor:
+    """Returns images of 2 by 2 pixels in three colors. The first is filled with 0, the next with 1, and so on."""
+    return numbered(count, 3, 2, 2)
 
 
 def numbers_of(entries: torch.Tensor) -> list[int]:
