@@ -145,7 +145,7 @@ class SeesNextColumns(ColumnCounter):
         embeddings = self.transformer.wte(input_ids)
         later_columns = F.pad(embeddings[:, 2:], (0, 0, 0, 2))
         embeddings = embeddings + 0.1 * later_columns
-        # The forward of GPT-2 itself, because that of ColumnCounter takes no embeddings.
+        # ColumnCounter takes no embeddings, so this calls the forward of GPT-2.
         return super(ColumnCounter, self).forward(
             inputs_embeds=embeddings, attention_mask=attention_mask, labels=labels
         )

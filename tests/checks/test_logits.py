@@ -233,6 +233,6 @@ def test_weights_unrounded_in_half_precision(weight):
     plain = gradient_by(logits.double(), plain_loss).flatten()
     weighted = gradient_by(logits, weighted_by_hook).double().flatten()
 
-    # The factor by which the weighted gradient is longer than the plain one, with its round-off averaged out.
+    # The projection on the plain gradient averages the round-off out.
     measured_weight = torch.dot(weighted, plain) / torch.dot(plain, plain)
     assert float(measured_weight) == pytest.approx(weight, rel=5e-4)

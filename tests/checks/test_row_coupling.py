@@ -380,7 +380,7 @@ def test_rank_with_the_change_explains_it():
         def gather(self, changes):
             return [changes, [change_there]]
 
-    # The comparison gets only what `_check_gradients` reads. The changes are given, not computed.
+    # The comparison has only the attributes that `_check_gradients` reads. Its changes are not computed.
     comparison = RowComparison.__new__(RowComparison)
     comparison.probe = ProbeOfTwoRanks()
     comparison.rows = {'sample_ids': ['first', 'second']}

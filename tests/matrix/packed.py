@@ -37,7 +37,7 @@ KERNELS = ('sdpa', 'eager')
 NUM_BATCHES = 4
 TOLERANCE = 1e-6
 MOST_TIMES_ROUND_OFF = 1.2
-"""Packed rows are exact if their error is at most so many times the error of padded rows."""
+"""Packed rows are exact if their error divided by the error of padded rows is below this number."""
 PAGE = Path(__file__).parents[2] / 'docs' / 'packing.md'
 
 # Families that the general matrix does not have: sinks, a convolution, a gated delta rule.
@@ -171,8 +171,9 @@ def markdown(results: Sequence[dict[str, Any]]) -> str:
 
 def _without_numbers(reason: str) -> str:
     """Returns the beginning of a reason without its numbers. Reasons that differ only in numbers are the same."""
-    requirement, _, rest = reason.partition(', got:')
-    return re.sub(r'[\d.e+-]*\d', '#', requirement + rest[:40])
+    requirement, _, value_and_remedy = reason.partition(', got:')
+    beginning = requirement + value_and_remedy[:40]
+    return re.sub(r'[\d.e+-]*\d', '#', beginning)
 
 
 def _letter(index: int) -> str:
