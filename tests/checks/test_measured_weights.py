@@ -46,7 +46,7 @@ def logits_and_labels(model):
 
 
 def stock_split():
-    """Returns data that Composer itself splits. Without the counter it would not know how many samples a batch has."""
+    """Returns data that Composer itself splits."""
     return DataSpec(loader(BATCH), get_num_samples_in_batch=lambda batch: len(batch['input_ids']))
 
 

@@ -87,7 +87,7 @@ def loss_in(outputs, batch):
 
 
 def probe_of(loss, *, with_logits: bool = True, model=None):
-    """Returns a probe of a model whose loss is ``loss(logits, batch)``. None: the smallest text model."""
+    """Returns a probe of a model whose loss is ``loss(logits, batch)``. By default it is the smallest text model."""
     model = model or one_layer_model()
 
     def forward(batch):
