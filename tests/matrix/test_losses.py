@@ -339,7 +339,7 @@ def in_forward(term: Callable[[Any, torch.Tensor], torch.Tensor]) -> Any:
         outputs['loss'] = outputs.loss + term(outputs, labels)
         return outputs
 
-    # Composer and the package read the signature of the forward.
+    # So that `inspect.signature` still shows the arguments of the plain forward.
     functools.update_wrapper(forward, plain_forward.__func__)
     model.model.forward = MethodType(forward, model.model)
     return model
