@@ -326,7 +326,7 @@ class Maker:
         media = {}
         for key, value in tensors.items():
             if modality == 'audio' and key in _AUDIO_MASKS:
-                # The forward may call the mask otherwise than the processor does.
+                # The mask may have another name in the forward.
                 key = next((name for name in _MASKS if name in self.arguments), key)
             if key not in self.arguments:
                 continue

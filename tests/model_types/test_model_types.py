@@ -78,7 +78,7 @@ def test_images_after_text_steps(model_type):
 
 
 def test_zero_scale_hides_no_positions():
-    """The scales depend on positions, but a fresh model multiplies them by 0."""
+    """The scales depend on the logarithm of the position, but its weight is 0 in a fresh model."""
     maker = maker_of('mistral_large4')
     maker.side = 'left'
     weights_of_scales = []
