@@ -62,7 +62,9 @@ class ChangingModel(NativeModel):
         self.first_changed = first_changed
         self.step = 0
         torch.manual_seed(0)
-        self.heads = torch.nn.ModuleDict({'next': torch.nn.Linear(32, VOCABULARY), 'value': torch.nn.Linear(32, 1)})
+        next_head = torch.nn.Linear(32, VOCABULARY)
+        value_head = torch.nn.Linear(32, 1)
+        self.heads = torch.nn.ModuleDict({'next': next_head, 'value': value_head})
 
     @property
     def has_changed(self) -> bool:
@@ -83,6 +85,7 @@ class ChangingModel(NativeModel):
 
 
 def low_weight_of_rare():
+    """Returns a weight for each id of the vocabulary."""
     weights = torch.ones(VOCABULARY)
     weights[RARE] = 0.1
     return weights
@@ -94,15 +97,18 @@ def rare_label_weighted(outputs):
 
 def rare_label_weighted_by_number(outputs):
     """Divides by the number of labels. `cross_entropy` itself divides by the sum of their weights."""
-    total = outputs.next_token_loss(weight=low_weight_of_rare(), reduction='sum')
-    return total / has_loss(outputs.labels).sum()
+    weighted_sum = outputs.next_token_loss(weight=low_weight_of_rare(), reduction='sum')
+    num_labels = has_loss(outputs.labels).sum()
+    return weighted_sum / num_labels
 
 
 def focal(outputs):
     losses = outputs.next_token_loss(reduction='none')
     if outputs.has_changed:
-        losses = (1 - (-losses).exp()).square() * losses
-    return losses.sum() / has_loss(outputs.labels).sum()
+        probabilities = (-losses).exp()
+        losses = (1 - probabilities).square() * losses
+    num_labels = has_loss(outputs.labels).sum()
+    return losses.sum() / num_labels
 
 
 def label_smoothing(outputs):
@@ -148,14 +154,16 @@ def doubled(outputs):
 def penalty(outputs):
     loss = outputs.next_token_loss()
     if outputs.has_changed:
-        loss = loss + 1e-2 * outputs.heads['next'].weight.square().sum()
+        squared_norm = outputs.heads['next'].weight.square().sum()
+        loss = loss + 1e-2 * squared_norm
     return loss
 
 
 def value_head(outputs):
     loss = outputs.next_token_loss()
     if outputs.has_changed:
-        loss = loss + 0.3 * outputs.heads['value'](outputs.states[:, -1]).square().mean()
+        values_of_rows = outputs.heads['value'](outputs.states[:, -1])
+        loss = loss + 0.3 * values_of_rows.square().mean()
     return loss
 
 
@@ -177,13 +185,18 @@ def batches(first_changed: int = FIRST_CHANGED) -> list[dict[str, Any]]:
     all_batches = []
     for step in range(NUM_STEPS):
         lengths = [rng.randint(4, 20) for _ in range(6)]
-        shape = [(length, rng.randint(1, length - 1)) for length in lengths]
-        batch = ragged_batch(shape)
+        row_sizes = []
+        for length in lengths:
+            num_labels = rng.randint(1, length - 1)
+            row_sizes.append((length, num_labels))
+        batch = ragged_batch(row_sizes)
+
         labels = batch['labels']
         labels[labels == RARE] = COMMON
         if step >= FIRST_CHANGED:
             row = rng.randrange(6)
-            last_label = int((labels[row] != -100).nonzero()[-1])
+            label_positions = (labels[row] != -100).nonzero()
+            last_label = int(label_positions[-1])
             labels[row, last_label] = RARE
         if first_changed == 0:
             labels[labels == COMMON] = RARE
@@ -199,14 +212,26 @@ def gradients_of_steps(
     callbacks: Iterable[Callback] = (),
     **options: Any,
 ) -> list[Gradients]:
-    """Trains until the run ends or a step is refused. Any other error is raised."""
+    """Trains until the run ends or a step is refused. Any other error is raised.
+
+    Args:
+        model: A :class:`ChangingModel`. It is told the number of each step.
+        data: A batch for each step.
+        step_is_set_at: The event at which the model is told.
+        callbacks: Further callbacks of the run.
+        options: See :func:`.fit`.
+
+    Returns:
+        The gradients of the steps that were not refused.
+    """
 
     def set_step(state):
         model.step = int(state.timestamp.batch)
 
+    all_callbacks = [On(step_is_set_at, set_step), *callbacks]
     recorder = GradientRecorder()
     try:
-        fit(model, *data, callbacks=[On(step_is_set_at, set_step), *callbacks], recorder=recorder, **options)
+        fit(model, *data, callbacks=all_callbacks, recorder=recorder, **options)
         assert len(recorder.steps) == len(data)
     except RefusalError:
         pass
@@ -217,21 +242,27 @@ def gradients_of_steps(
 def test_every_step_is_exact_or_refused(loss, first_changed):
     model = ChangingModel(loss, first_changed)
     data = batches(first_changed)
+
     steps = gradients_of_steps(model, data)
+
     for step, gradients in enumerate(steps):
         model.step = step
-        assert relative_error(gradients, plain_gradients(model, data[step])) < 1e-6, step
+        expected = plain_gradients(model, data[step])
+        assert relative_error(gradients, expected) < 1e-6, step
     if first_changed > 0:
         assert len(steps) >= FIRST_CHANGED, 'refused before the loss changed'
 
 
 @pytest.mark.parametrize('loss', [label_smoothing, doubled])
-def test_change_in_a_step_whose_rows_are_checked(loss):
+def test_change_while_rows_are_checked(loss):
     """The check of the rows must not take the changed loss for the loss of the run."""
     first_changed = LOOK_AGAIN
     model = ChangingModel(loss, first_changed)
+    data = batches(first_changed)
+
     # At the end of the step before, because at BATCH_START the check runs before callbacks.
-    steps = gradients_of_steps(model, batches(first_changed), step_is_set_at=Event.BATCH_END)
+    steps = gradients_of_steps(model, data, step_is_set_at=Event.BATCH_END)
+
     assert len(steps) == first_changed
 
 
@@ -241,40 +272,59 @@ def test_model_begins_to_see_the_width(packing, monkeypatch):
     monkeypatch.setattr(first_batch, 'LOOK_AGAIN', 4)
     monkeypatch.setattr(MicrobatchSplit, '_packing_costs_less', lambda *arguments: True)
     model = one_layer_model()
-    steps = iter(range(4))
 
     def add_width(module, args, embedded):
-        return embedded + 0.01 * embedded.shape[1]
+        width = embedded.shape[1]
+        return embedded + 0.01 * width
 
-    def change(state):
-        if next(steps) == 1:
+    def change_after_step_2(state):
+        if state.timestamp.batch == 2:
             model.model.embed_tokens.register_forward_hook(add_width)
 
-    batch = ragged_batch()
+    eight_batches = [ragged_batch()] * 8
+    callbacks = [On(Event.BATCH_END, change_after_step_2)]
     recorder = GradientRecorder()
     with pytest.raises(RuntimeError, match='Earlier steps had rows like these'):
-        fit(model, *[batch] * 8, callbacks=[On(Event.BATCH_END, change)], recorder=recorder, packing=packing)
+        fit(model, *eight_batches, callbacks=callbacks, recorder=recorder, packing=packing)
+
     assert len(recorder.steps) == 4
 
 
+DYNAMIC_ROPE = {'rope_type': 'dynamic', 'factor': 4.0}
+
+
 @pytest.mark.parametrize(
-    ('model', 'shapes', 'side'),
+    ('config', 'untrimmed', 'trimmed', 'side'),
     [
-        (one_layer_model(), ([(12, 12), (9, 9), (6, 6), (4, 4)], [(12, 5), (9, 4), (6, 2), (4, 1)]), 'left'),
-        (
-            one_layer_model(rope_scaling={'rope_type': 'dynamic', 'factor': 4.0}, max_position_embeddings=16),
-            ([(20, 12), (9, 9), (6, 6), (4, 4)], [(12, 5), (9, 4), (6, 2), (5, 2)]),
+        pytest.param(
+            {},
+            [(12, 12), (9, 9), (6, 6), (4, 4)],
+            [(12, 5), (9, 4), (6, 2), (4, 1)],
+            'left',
+            id='first tokens had labels',
+        ),
+        pytest.param(
+            {'rope_scaling': DYNAMIC_ROPE, 'max_position_embeddings': 16},
+            [(20, 12), (9, 9), (6, 6), (4, 4)],
+            [(12, 5), (9, 4), (6, 2), (5, 2)],
             'right',
+            id='rows were over the rotary limit',
         ),
     ],
-    ids=['first tokens had labels', 'rows were over the rotary limit'],
 )
-def test_rows_that_could_not_be_trimmed_before(model, shapes, side, monkeypatch):
-    """The check of step 4 trims them for the first time, and refuses nothing."""
+def test_rows_are_trimmed_later(config, untrimmed, trimmed, side, monkeypatch):
+    """The rows of the first four steps cannot be trimmed. The check of step 4 trims rows for the first time.
+
+    It refuses nothing.
+    """
     monkeypatch.setattr(first_batch, 'LOOK_AGAIN', 4)
-    before = ragged_batch(shapes[0], side=side)
-    after = ragged_batch(shapes[1], side=side)
-    assert len(fit(model, *[before] * 4, after).steps) == 5
+    model = one_layer_model(**config)
+    before = ragged_batch(untrimmed, side=side)
+    after = ragged_batch(trimmed, side=side)
+
+    recorder = fit(model, before, before, before, before, after)
+
+    assert len(recorder.steps) == 5
 
 
 def with_mean_of_values(loss, values, labels):
@@ -284,6 +334,8 @@ def with_mean_of_values(loss, values, labels):
 
 
 def separate_heads():
+    """Returns a model with one layer for logits and one for values."""
+
     def loss_of(outputs):
         values = outputs.heads['value'](outputs.states)
         return with_mean_of_values(outputs.next_token_loss(), values, outputs.labels)
@@ -299,7 +351,8 @@ class CommonHead(ChangingModel):
         self.common_head = torch.nn.Linear(32, VOCABULARY + 1)
 
     def forward(self, batch):
-        logits, values = self.common_head(self.states_of(batch)).split([VOCABULARY, 1], dim=-1)
+        logits_and_values = self.common_head(self.states_of(batch))
+        logits, values = logits_and_values.split([VOCABULARY, 1], dim=-1)
         labels = batch['labels']
         loss = with_mean_of_values(next_token_loss(logits, labels), values, labels)
         return {'loss': loss, 'logits': logits}
@@ -311,10 +364,14 @@ class CommonHead(ChangingModel):
 def test_unweighted_term_is_refused_with_weights(make_model, token_weights):
     batch = ragged_batch()
     model = make_model()
-    assert measure(model, batch, 2).kind == 'exact'
+
+    outcome = measure(model, batch, 2)
+    assert outcome.kind == 'exact'
+
     batch['loss_weights'] = torch.rand(batch['labels'].shape) + 0.1
-    outcome = measure(model, batch, 2, algorithms=[TokenAccumulation(token_weights=token_weights)])
-    assert outcome.kind == 'refused', outcome
+    weighted_algorithm = TokenAccumulation(token_weights=token_weights)
+    weighted_outcome = measure(model, batch, 2, algorithms=[weighted_algorithm])
+    assert weighted_outcome.kind == 'refused', weighted_outcome
 
 
 @pytest.mark.parametrize(
@@ -337,11 +394,13 @@ def test_rounded_gradients_are_no_leak(dtype, smoothing, seed):
     model = RoundedLogits('causal', init='fresh').to(dtype)
     batch = SUBJECTS['llama'].batch(seed, side='right')
 
-    def make_sure(state):
+    def enlarge_logits(state):
         with torch.no_grad():
             model.model.lm_head.weight.mul_(50)
 
-    assert len(fit(model, batch, batch, callbacks=[On(Event.BATCH_END, make_sure)]).steps) == 2
+    recorder = fit(model, batch, batch, callbacks=[On(Event.BATCH_END, enlarge_logits)])
+
+    assert len(recorder.steps) == 2
 
 
 @pytest.mark.parametrize('order', [('teacher', 'model'), ('model', 'teacher')])
@@ -356,16 +415,19 @@ def test_head_of_a_teacher(order):
         def forward(self, batch):
             logits = {}
             for name in order:
-                outputs = getattr(self, name)(batch['input_ids'], batch['attention_mask'])
-                logits[name] = outputs.logits
+                part = getattr(self, name)
+                logits[name] = part(batch['input_ids'], batch['attention_mask']).logits
+
             labels = batch['labels']
-            student = logits['model'][:, :-1][has_loss(labels)].log_softmax(dim=-1)
-            teacher = logits['teacher'][:, :-1][has_loss(labels)].log_softmax(dim=-1)
+            is_counted = has_loss(labels)
+            student = logits['model'][:, :-1][is_counted].log_softmax(dim=-1)
+            teacher = logits['teacher'][:, :-1][is_counted].log_softmax(dim=-1)
             divergence = F.kl_div(student, teacher, log_target=True, reduction='batchmean')
             loss = next_token_loss(logits['model'], labels)
             return {'loss': loss + 0.5 * divergence, 'logits': logits['model']}
 
-    assert measure(Student(), ragged_batch(), 2).kind == 'exact'
+    outcome = measure(Student(), ragged_batch(), 2)
+    assert outcome.kind == 'exact'
 
 
 def test_norms_thawed_later_are_refused():
@@ -377,7 +439,8 @@ def test_norms_thawed_later_are_refused():
             self.norm = torch.nn.BatchNorm1d(32)
 
         def last_layer(self, states: torch.Tensor) -> torch.Tensor:
-            return self.norm(states.transpose(1, 2)).transpose(1, 2)
+            channels_first = states.transpose(1, 2)
+            return self.norm(channels_first).transpose(1, 2)
 
     def freeze_norm(state):
         state.model.norm.eval()
@@ -386,8 +449,11 @@ def test_norms_thawed_later_are_refused():
         if state.timestamp.batch == 3:
             state.model.train()
 
+    six_batches = batches()[:6]
     callbacks = [On(Event.EPOCH_START, freeze_norm), On(Event.BATCH_END, thaw_after_step_3)]
-    steps = gradients_of_steps(WithNorm(), batches()[:6], callbacks=callbacks)
+
+    steps = gradients_of_steps(WithNorm(), six_batches, callbacks=callbacks)
+
     assert len(steps) == 3
 
 
@@ -398,24 +464,31 @@ def test_rows_coupled_later_are_refused(units):
     class MixesRowsLater(ChangingModel):
         def last_layer(self, states: torch.Tensor) -> torch.Tensor:
             if self.has_changed:
-                states = states + 0.3 * states.mean(dim=0, keepdim=True)
+                mean_of_rows = states.mean(dim=0, keepdim=True)
+                states = states + 0.3 * mean_of_rows
             return states
 
         def loss(self, outputs, batch):
             if units is None:
                 return outputs['loss']
-            return {'lm': outputs['loss'], 'rows': 1e-2 * outputs['logits'][:, -1].square().mean()}
+            last_logits = outputs['logits'][:, -1]
+            return {'lm': outputs['loss'], 'rows': 1e-2 * last_logits.square().mean()}
 
-    steps = gradients_of_steps(MixesRowsLater(), batches()[:20], loss_units=units)
+    twenty_batches = batches()[:20]
+
+    steps = gradients_of_steps(MixesRowsLater(), twenty_batches, loss_units=units)
+
     assert len(steps) == 16
 
 
 @pytest.mark.parametrize('loss', [doubled, penalty])
 def test_unchecked_loss_may_change(loss):
     data = batches()[:16]
+
     checked_steps = gradients_of_steps(ChangingModel(loss), data)
-    assert len(checked_steps) == FIRST_CHANGED
     unchecked_steps = gradients_of_steps(ChangingModel(loss), data, check_loss=False, loss_tokens='causal')
+
+    assert len(checked_steps) == FIRST_CHANGED
     assert len(unchecked_steps) == 16
 
 
@@ -426,6 +499,8 @@ def test_term_without_tensor_is_named(term):
             return {'lm': outputs['loss'], 'box': term}
 
     algorithm = TokenAccumulation(loss_units={'lm': 'tokens', 'box': 'samples'})
+
     outcome = measure(TwoTerms('causal'), ragged_batch(), 2, algorithms=[algorithm])
+
     assert outcome.kind == 'refused', outcome
     assert "`loss['box']` must be a tensor" in outcome.message

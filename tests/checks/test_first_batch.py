@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers.modeling_outputs import CausalLMOutput
 
 from composer_tokacc import token_data_spec
@@ -59,13 +60,16 @@ def rules_after_exact_steps(model, *batches, **options):
     ],
 )
 def test_padding_is_cut_if_exact(make, side, rules):
-    assert rules_after_exact_steps(make(), ragged_batch(side=side)) == rules
+    model = make()
+    batch = ragged_batch(side=side)
+    assert rules_after_exact_steps(model, batch) == rules
 
 
 def test_cuts_that_failed_are_logged(caplog):
     """GPT-2 counts positions from column 0, so rows padded on the left cannot just be trimmed."""
     with caplog.at_level(logging.INFO, logger='composer_tokacc'):
         assert_exact(gpt2(), ragged_batch(side='left'))
+
     [failed_cut] = [message for message in caplog.messages if message.startswith('CutRules(')]
     assert 'left=14' in failed_cut
     assert 'position' in failed_cut
@@ -74,9 +78,11 @@ def test_cuts_that_failed_are_logged(caplog):
 
 @pytest.mark.parametrize('microbatch_size', [2, 6])
 def test_rows_without_labels_are_checked_once(microbatch_size, caplog):
+    batch = ragged_batch(ONE_UNLABELLED)
+
     with caplog.at_level(logging.INFO, logger='composer_tokacc'):
-        unlabelled = ragged_batch(ONE_UNLABELLED)
-        assert_exact(one_layer_model(), unlabelled, unlabelled, microbatch_size=microbatch_size)
+        assert_exact(one_layer_model(), batch, batch, microbatch_size=microbatch_size)
+
     assert caplog.text.count('After the first-batch check') == 1
 
 
@@ -86,15 +92,21 @@ def test_rows_without_labels_are_checked_once(microbatch_size, caplog):
 )
 def test_later_padding_is_proven_first(side, rules):
     """The first batch has no padding, so it cannot show how padding may be cut."""
-    batches = [ragged_batch(row_sizes, side=side) for row_sizes in (WITHOUT_PADDING, RAGGED, RAGGED[1:])]
-    assert rules_after_exact_steps(gpt2(), *batches) == rules
+    without_padding = ragged_batch(WITHOUT_PADDING, side=side)
+    padded = ragged_batch(RAGGED, side=side)
+    fewer_padded = ragged_batch(RAGGED[1:], side=side)
+
+    rules_at_end = rules_after_exact_steps(gpt2(), without_padding, padded, fewer_padded)
+
+    assert rules_at_end == rules
 
 
 class NeedsChunks(ColumnCounter):
     """Asserts that the width is a multiple of 8, as models that scan chunks do."""
 
     def forward(self, input_ids=None, attention_mask=None, labels=None):
-        if input_ids.shape[1] % 8:
+        width = input_ids.shape[1]
+        if width % 8 != 0:
             raise AssertionError  # an assert of a test gets a message from pytest
         return super().forward(input_ids, attention_mask, labels)
 
@@ -104,20 +116,26 @@ class PadsRows(ColumnCounter):
 
     def forward(self, input_ids=None, attention_mask=None, labels=None):
         width = input_ids.shape[1]
-        columns = (0, -width % 8)
-        outputs = super().forward(
-            torch.nn.functional.pad(input_ids, columns), torch.nn.functional.pad(attention_mask, columns)
-        )
-        logits = outputs.logits[:, : width - 1].flatten(0, 1)
-        loss = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten())
+        padding = (0, -width % 8)
+        padded_ids = F.pad(input_ids, padding)
+        padded_mask = F.pad(attention_mask, padding)
+        outputs = super().forward(padded_ids, padded_mask)
+
+        predictions = outputs.logits[:, : width - 1].flatten(0, 1)
+        next_labels = labels[:, 1:].flatten()
+        loss = F.cross_entropy(predictions, next_labels)
         return CausalLMOutput(loss=loss, logits=outputs.logits)
 
 
 @pytest.mark.parametrize('model_class', [NeedsChunks, PadsRows])
 def test_model_that_needs_rounded_widths(model_class):
     """Also with `width_multiple`, because the check does not round widths."""
+    model = gpt2(model_class)
     batch = ragged_batch([(9, 7), (16, 11), (3, 2)], width=24)
-    assert rules_after_exact_steps(gpt2(model_class), batch, batch, width_multiple=8).right == FAILED
+
+    rules = rules_after_exact_steps(model, batch, batch, width_multiple=8)
+
+    assert rules.right == FAILED
 
 
 class SeesNextColumns(ColumnCounter):
@@ -125,9 +143,11 @@ class SeesNextColumns(ColumnCounter):
 
     def forward(self, input_ids=None, attention_mask=None, labels=None):
         embeddings = self.transformer.wte(input_ids)
-        later_columns = torch.nn.functional.pad(embeddings[:, 2:], (0, 0, 0, 2))
+        later_columns = F.pad(embeddings[:, 2:], (0, 0, 0, 2))
+        embeddings = embeddings + 0.1 * later_columns
+        # ColumnCounter takes no embeddings, so this calls the forward of GPT-2.
         return super(ColumnCounter, self).forward(
-            inputs_embeds=embeddings + 0.1 * later_columns, attention_mask=attention_mask, labels=labels
+            inputs_embeds=embeddings, attention_mask=attention_mask, labels=labels
         )
 
 
@@ -136,24 +156,32 @@ def test_row_that_fills_a_rounded_width():
     first = ragged_batch([(9, 7), (20, 11), (5, 2)])
     second = ragged_batch([(8, 7), (20, 11), (6, 2)])
     model = gpt2(SeesNextColumns)
-    assert rules_after_exact_steps(model, first, second, width_multiple=8, microbatch_size=1).right == FAILED
+
+    rules = rules_after_exact_steps(model, first, second, width_multiple=8, microbatch_size=1)
+
+    assert rules.right == FAILED
 
 
 class NeedsWideRows(ColumnCounter):
     """Raises for rows under 6 tokens, as models that pool or convolve along the text do (Funnel)."""
 
     def forward(self, input_ids=None, attention_mask=None, labels=None):
-        if input_ids.shape[1] < 6:
+        width = input_ids.shape[1]
+        if width < 6:
             raise RuntimeError('output with shape [1] does not match the broadcast shape [2]')
         return super().forward(input_ids, attention_mask, labels)
 
 
-def test_rows_stay_wide_if_the_model_needs_it():
+def test_rows_stay_as_wide_as_needed():
     """The first batch can be trimmed, the second one has rows of 3 tokens."""
     first = ragged_batch([(9, 7), (14, 11), (6, 1)])
     second = ragged_batch()
-    assert rules_after_exact_steps(gpt2(NeedsWideRows), first).right == 14
-    assert rules_after_exact_steps(gpt2(NeedsWideRows), first, second).right == FAILED
+
+    rules_after_first = rules_after_exact_steps(gpt2(NeedsWideRows), first)
+    rules_after_both = rules_after_exact_steps(gpt2(NeedsWideRows), first, second)
+
+    assert rules_after_first.right == 14
+    assert rules_after_both.right == FAILED
 
 
 class RecordsHoles(NeedsWideRows):
@@ -164,21 +192,27 @@ class RecordsHoles(NeedsWideRows):
         self.checked_widths = []
 
     def forward(self, input_ids=None, attention_mask=None, labels=None):
+        num_rows, width = input_ids.shape
+        # Padding is on the right, so the mask rises from 0 to 1 only behind a hole.
         has_hole = attention_mask.diff(dim=1).eq(1).any()
         is_check = not torch.is_grad_enabled()  # training computes with gradients
-        if len(input_ids) == 1 and has_hole and is_check:
-            self.checked_widths.append(input_ids.shape[1])
+        if num_rows == 1 and has_hole and is_check:
+            self.checked_widths.append(width)
         return super().forward(input_ids, attention_mask, labels)
 
 
-def test_new_rules_are_proven_on_every_kind_of_row():
+def test_new_rules_recheck_special_rows():
     """The second batch has a row of 3 tokens, which changes the rules. So its row with a hole is checked again."""
     first = ragged_batch([(9, 7), (14, 8), (11, 7), (6, 1)])
     second = ragged_batch([(14, 3), (3, 2), (13, 3), (8, 3), (11, 3), (10, 3)])
-    for batch, row in ((first, 2), (second, 4)):  # the rows of length 11
-        batch['attention_mask'][row, 4] = 0
+    # A hole in the row of length 11 of each batch.
+    first['attention_mask'][2, 4] = 0
+    second['attention_mask'][4, 4] = 0
     model = gpt2(RecordsHoles)
-    assert rules_after_exact_steps(model, first, second).right == FAILED
+
+    rules = rules_after_exact_steps(model, first, second)
+
+    assert rules.right == FAILED
     # Trimmed under the first rules, and as wide as the batch under the second ones.
     assert set(model.checked_widths) == {11, 14}
 
@@ -187,12 +221,16 @@ class WritesIntoBatch(ColumnCounter):
     """Writes into its inputs, as models that normalise images in place do."""
 
     def forward(self, input_ids=None, attention_mask=None, labels=None):
-        input_ids.add_(1).remainder_(VOCABULARY)
+        add_one_in_place(input_ids)
         return super().forward(input_ids, attention_mask, labels)
 
 
+def add_one_in_place(ids):
+    ids.add_(1).remainder_(VOCABULARY)
+
+
 def write_into(microbatch):
-    microbatch['input_ids'].add_(1).remainder_(VOCABULARY)
+    add_one_in_place(microbatch['input_ids'])
     return microbatch
 
 
@@ -202,21 +240,27 @@ def write_into(microbatch):
 def test_check_leaves_the_batch_alone(writer, row_sizes):
     """If the check wrote into the batch, training would add 1 to its ids for a second time."""
     batch = ragged_batch(row_sizes)
-    trained_batch = {**batch, 'input_ids': (batch['input_ids'] + 1) % VOCABULARY}
+    trained_ids = (batch['input_ids'] + 1) % VOCABULARY
+    trained_batch = {**batch, 'input_ids': trained_ids}
     expected, _ = reference_gradients(gpt2(), trained_batch)
+
     if writer == 'model':
         recorder = fit(gpt2(WritesIntoBatch), batch)
     else:
         recorder = fit(gpt2(), batch, microbatch_transforms=write_into)
+
     assert relative_error(recorder.gradients, expected) < TOLERANCE
 
 
+FILLS = {'input_ids': 0, 'attention_mask': 0, 'position_ids': 0, 'labels': -100}
+
+
 def widen(microbatch):
+    """Adds three columns of padding."""
     widened = dict(microbatch)
-    for key in ('input_ids', 'attention_mask', 'position_ids', 'labels'):
+    for key, fill in FILLS.items():
         if key in microbatch:
-            value = -100 if key == 'labels' else 0
-            widened[key] = torch.nn.functional.pad(microbatch[key], (0, 3), value=value)
+            widened[key] = F.pad(microbatch[key], (0, 3), value=fill)
     return widened
 
 
@@ -241,64 +285,76 @@ def with_mixed_rows():
 @pytest.mark.parametrize('has_spec', [False, True])
 def test_coupled_rows_are_refused_by_name(has_spec):
     model = with_mixed_rows()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     data = loader(named_batch())
     if has_spec:
         data = token_data_spec(data)
+
     message = r"must not depend on the rows beside.* sample 'sample-\d': the gradient at its logits changes by"
     with weights_unchanged(model), pytest.raises(RuntimeError, match=message):
-        fit(model, data, optimizer=torch.optim.SGD(model.parameters(), lr=1.0))
+        fit(model, data, optimizer=optimizer)
 
 
 def test_coupled_rows_without_logits():
     model = hugging_face(with_mixed_rows())
     forward = model.forward
-    model.forward = lambda batch: {'loss': forward(batch)['loss']}
+
+    def forward_without_logits(batch):
+        outputs = forward(batch)
+        return {'loss': outputs['loss']}
+
+    model.forward = forward_without_logits
+
     with pytest.raises(RuntimeError, match='must not depend on the rows beside it'):
         fit(model, loader(ragged_batch()))
 
 
 def test_label_on_first_token_behind_padding():
-    batch = ragged_batch([(4, 4), (5, 3), (9, 7), (14, 11)], side='left')
+    first_row = (4, 4)  # all of its tokens have labels
+    batch = ragged_batch([first_row, (5, 3), (9, 7), (14, 11)], side='left')
     assert rules_after_exact_steps(one_layer_model(), batch) == CutRules(left=14)
 
 
 @pytest.fixture
 def layout_with_images():
+    """The layout of a model that is in no table. Its config tells the id of placeholders."""
     config = SimpleNamespace(model_type='new_vl', vision_config=SimpleNamespace(), image_token_id=IMAGE)
     return BatchLayout.for_model(config)
 
 
-def test_rule_is_found_on_a_row_with_media(layout_with_images):
+def test_rule_is_found_on_media(layout_with_images):
     """Some models need media. Both rows have enough labels."""
     batch = drawn_batch('12345678', '12ii3456', pixel_values=numbered(1, 3, 4, 4))
+
     row = rule_batch(layout_with_images, batch)
+
     assert row['input_ids'].tolist() == [[1, 2, IMAGE, IMAGE, 3, 4, 5, 6]]
     assert 'pixel_values' in row
 
 
 def test_rows_with_new_images_are_kept(layout_with_images):
     """Although there are rows of text that are shorter, and the microbatches of the run have two rows."""
-    rows = ['12345678', '12', '123', '124', '1iiii2', '123i4']
-    batch = drawn_batch(*rows, pixel_values=numbered(2, 3, 4, 4))
+    drawings = ['12345678', '12', '123', '124', '1iiii2', '123i4']
+    batch = drawn_batch(*drawings, pixel_values=numbered(2, 3, 4, 4))
     longest = 0
     shortest = 1
     largest_image = 4
     smallest_image = 5
+
     chosen = chosen_rows(layout_with_images, batch, missing=['images'], max_rows=2)
+
     assert chosen == [longest, shortest, smallest_image, largest_image]
 
 
 def test_media_are_compared_if_padded_otherwise():
     """Of each row that is asked for. Others would take another forward that shows nothing."""
-    one_tile = text_batch([4, 3])
-    one_tile['num_images'] = [1, 1]
-    one_tile['pixel_values'] = torch.ones(2, 1, 5)
-    two_tiles = text_batch([5, 2])
-    two_tiles['num_images'] = [1, 0]
-    two_tiles['pixel_values'] = torch.ones(1, 2, 5)
+    one_tile = text_batch([4, 3], num_images=[1, 1], pixel_values=torch.ones(2, 1, 5))
+    two_tiles = text_batch([5, 2], num_images=[1, 0], pixel_values=torch.ones(1, 2, 5))
     batch = PreSplitBatch([one_tile, two_tiles], max_tokens=20)
     layout = BatchLayout.infer(batch)
+
     collated = media_as_collated(layout, batch, rows=[3, 2, 1])
+
     # Only the place of row 1, which gets a second tile in the batch.
     assert collated.keys() == {2}
     assert collated[2]['pixel_values'].shape == (1, 1, 5)
@@ -307,30 +363,39 @@ def test_media_are_compared_if_padded_otherwise():
 @pytest.mark.parametrize(
     ('mask_dims', 'use_cache', 'checkpoints', 'is_warned'),
     [
-        (0, True, False, True),
-        (0, True, True, False),
-        (0, False, False, False),
-        (2, False, False, True),
-        (4, True, False, False),
+        pytest.param(0, True, False, True, id='cache'),
+        pytest.param(0, True, True, False, id='cache, switched off by checkpointing'),
+        pytest.param(0, False, False, False, id='no cache'),
+        pytest.param(2, False, False, True, id='mask of padding'),
+        pytest.param(4, True, False, False, id='mask of documents'),
     ],
 )
-def test_warning_that_packed_documents_see_each_other(mask_dims, use_cache, checkpoints, is_warned, caplog):
+def test_warning_of_attention_between_documents(mask_dims, use_cache, checkpoints, is_warned, caplog):
     """The reference: whether the logits of the last document change with the ids of the first one."""
     batch = ragged_batch([(12, 12), (12, 12)])
-    first_document = torch.arange(12) < 5
-    batch['position_ids'] = torch.where(first_document, torch.arange(12), torch.arange(12) - 5).repeat(2, 1)
-    mask = batch.pop('attention_mask')
-    if mask_dims == 2:
-        batch['attention_mask'] = mask
+    columns = torch.arange(12)
+    first_length = 5
+    is_first_document = columns < first_length
+    positions = torch.where(is_first_document, columns, columns - first_length)
+    batch['position_ids'] = positions.repeat(2, 1)
     if mask_dims == 4:
-        same_document = first_document[:, None] == first_document
-        batch['attention_mask'] = square_mask({'attention_mask': mask}) & same_document
+        is_same_document = is_first_document[:, None] == is_first_document
+        batch['attention_mask'] = square_mask(batch) & is_same_document
+    elif mask_dims == 0:
+        del batch['attention_mask']
+
     model = one_layer_model()
     model.config.use_cache = use_cache
     if checkpoints:
         model.gradient_checkpointing_enable()
+
     fit(model, batch)
-    assert ('attend to each other' in caplog.text) == is_warned
-    changed = {**batch, 'input_ids': batch['input_ids'].masked_fill(first_document, 1)}
-    is_seen = not torch.allclose(model(**changed).logits[:, 5:], model(**batch).logits[:, 5:])
+
+    has_warning = 'attend to each other' in caplog.text
+    assert has_warning == is_warned
+
+    changed_ids = batch['input_ids'].masked_fill(is_first_document, 1)
+    logits = model(**batch).logits[:, first_length:]
+    changed_logits = model(**{**batch, 'input_ids': changed_ids}).logits[:, first_length:]
+    is_seen = not torch.allclose(changed_logits, logits)
     assert is_seen or not is_warned

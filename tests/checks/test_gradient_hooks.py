@@ -14,12 +14,17 @@ from tests.support.text import one_layer_model, ragged_batch
 from tests.support.training import GradientRecorder, On, fit, loader, reference_gradients, relative_error
 
 
+def keep_one_row(gradient):
+    rows = torch.arange(len(gradient))[:, None]
+    return gradient * (rows == 1)
+
+
 def clamp_in_place(gradient):
     gradient.clamp_(-1e-3, 1e-3)
 
 
 LINEAR = {
-    'only one row': lambda gradient: gradient * (torch.arange(len(gradient))[:, None] == 1),
+    'only one row': keep_one_row,
     'half': lambda gradient: gradient / 2,
     'in place': lambda gradient: gradient.mul_(3.0),
     'changes nothing': lambda gradient: None,
@@ -47,6 +52,7 @@ def test_linear_hooks_are_accepted(name, size, dtype):
 def test_other_hooks_are_refused(name):
     layer = torch.nn.Linear(4, 3)
     layer.weight.register_hook(NOT_LINEAR[name])
+
     with pytest.raises(RuntimeError, match=r"must be linear, got: .* on 'weight'"):
         check_gradient_hooks(layer)
 
@@ -54,6 +60,7 @@ def test_other_hooks_are_refused(name):
 def test_optimizer_in_backward_is_refused():
     layer = torch.nn.Linear(4, 3)
     layer.bias.register_post_accumulate_grad_hook(lambda parameter: None)
+
     with pytest.raises(RuntimeError, match=r"step once a batch, got: .*'bias'"):
         check_gradient_hooks(layer)
 
@@ -63,13 +70,14 @@ BATCH = ragged_batch([(3, 2), (9, 8), (5, 1), (4, 4)])
 
 def test_run_with_a_linear_hook():
     """The run applies the hook to each microbatch. The reference applies it once, to the gradient of the batch."""
-    train_one_row = LINEAR['only one row']
     model = one_layer_model()
     expected, _ = reference_gradients(model, BATCH)
     name = 'model.model.embed_tokens.weight'
-    expected[name] = train_one_row(expected[name])
-    model.get_input_embeddings().weight.register_hook(train_one_row)
+    expected[name] = keep_one_row(expected[name])
+
+    model.get_input_embeddings().weight.register_hook(keep_one_row)
     recorder = fit(model, loader(BATCH), microbatch_size=1)
+
     assert relative_error(recorder.gradients, expected) < 1e-6
 
 
@@ -79,6 +87,8 @@ def test_run_with_clamping_hook_is_refused(added_at, num_exact_steps):
     weight = model.get_input_embeddings().weight
     add_hook = On(added_at, lambda state: weight.register_hook(NOT_LINEAR['clamped']))
     recorder = GradientRecorder()
+
     with pytest.raises(RuntimeError, match='must be linear'):
         fit(model, BATCH, BATCH, callbacks=[add_hook], recorder=recorder)
+
     assert len(recorder.steps) == num_exact_steps

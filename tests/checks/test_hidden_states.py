@@ -35,15 +35,18 @@ class FusedHead(ComposerModel):
         self.head = torch.nn.Linear(HIDDEN, VOCABULARY).requires_grad_(not frozen_head)
 
     def forward(self, batch: Any) -> torch.Tensor:
-        return torch.tanh(self.layer(self.embedding(batch['input_ids'])))
+        embeddings = self.embedding(batch['input_ids'])
+        return torch.tanh(self.layer(embeddings))
 
     def loss(self, outputs: torch.Tensor, batch: Any) -> torch.Tensor:
-        state_chunks = outputs[:, :-1].flatten(0, 1).chunk(2)
-        labels = batch['labels'][:, 1:].flatten()
-        loss = torch.zeros(())
-        for states, chunk_labels in zip(state_chunks, labels.chunk(2), strict=True):
-            loss = loss + F.cross_entropy(self.head(states), chunk_labels, reduction='sum')
-        return loss / (labels != -100).sum()
+        predicting_states = outputs[:, :-1].flatten(0, 1)
+        next_labels = batch['labels'][:, 1:].flatten()
+        total = torch.zeros(())
+        for states, labels in zip(predicting_states.chunk(2), next_labels.chunk(2), strict=True):
+            logits = self.head(states)
+            total = total + F.cross_entropy(logits, labels, reduction='sum')
+        num_labels = (next_labels != -100).sum()
+        return total / num_labels
 
     def eval_forward(self, batch, outputs=None):
         return outputs if outputs is not None else self(batch)
@@ -53,7 +56,8 @@ def with_small_labels():
     """Returns a batch whose labels are smaller than the hidden size, so that states could be logits."""
     batch = ragged_batch(SHAPE)
     labels = batch['labels']
-    batch['labels'] = torch.where(labels == -100, labels, labels % HIDDEN)
+    has_label = labels != -100
+    batch['labels'] = torch.where(has_label, labels % HIDDEN, -100)
     return batch
 
 
@@ -61,19 +65,26 @@ def with_small_labels():
 @pytest.mark.parametrize('microbatch_size', [1, 2])
 def test_every_step_is_exact(frozen_head, microbatch_size):
     """Labels of the second batch are larger than the hidden size, which must not be taken for the vocabulary."""
-    batches = [with_small_labels(), ragged_batch(SHAPE[::-1])]
-    assert int(batches[1]['labels'].max()) >= HIDDEN
+    first = with_small_labels()
+    second = ragged_batch(SHAPE[::-1])
+    assert int(second['labels'].max()) >= HIDDEN
     model = FusedHead(frozen_head=frozen_head)
-    recorder = fit(model, *batches, microbatch_size=microbatch_size)
-    for batch, gradients in zip(batches, recorder.steps, strict=True):
-        assert relative_error(gradients, plain_gradients(model, batch)) < 1e-6
+
+    recorder = fit(model, first, second, microbatch_size=microbatch_size)
+
+    for batch, gradients in zip([first, second], recorder.steps, strict=True):
+        expected = plain_gradients(model, batch)
+        assert relative_error(gradients, expected) < 1e-6
 
 
 @for_each_split
 def test_monitor_logs_no_loss_of_states(data_of):
     """A cross-entropy of the states would be a number that means nothing."""
     batch = {**with_small_labels(), 'source': ['a', 'b', 'a', 'b']}
+
     recorder = fit(FusedHead(), data_of(batch), callbacks=[TokenMonitor()])
+
+    # The four rows have 2, 3, 7 and 11 labels.
     assert recorder.logged('token_monitor/source/a/tokens') == [9]
     assert recorder.logged('token_monitor/source/a/weight') == [9 / 23]
     assert recorder.logged('token_monitor/source/b/tokens') == [14]
@@ -83,9 +94,11 @@ def test_monitor_logs_no_loss_of_states(data_of):
 @pytest.mark.parametrize('frozen_head', [False, True])
 @for_each_split
 def test_token_weights_are_refused(frozen_head, data_of):
+    model = FusedHead(frozen_head=frozen_head)
     data = data_of(ragged_batch(SHAPE))
+
     with pytest.raises(RuntimeError, match='must be made of the logits that it returns'):
-        fit(FusedHead(frozen_head=frozen_head), data, token_weights='sqrt')
+        fit(model, data, token_weights='sqrt')
 
 
 # Losses of logits and labels at the positions that have a label.
@@ -97,11 +110,14 @@ def smoothed(logits, labels):
 
 def focal(logits, labels):
     losses = F.cross_entropy(logits, labels, reduction='none')
-    return ((1 - (-losses).exp()).square() * losses).mean()
+    probabilities = (-losses).exp()
+    weights = (1 - probabilities).square()
+    return (weights * losses).mean()
 
 
 def with_z_loss(logits, labels):
-    return F.cross_entropy(logits, labels) + 1e-2 * logits.logsumexp(dim=-1).square().mean()
+    z_losses = logits.logsumexp(dim=-1).square()
+    return F.cross_entropy(logits, labels) + 1e-2 * z_losses.mean()
 
 
 def binary(logits, labels):
@@ -110,9 +126,11 @@ def binary(logits, labels):
 
 
 def distilled(logits, labels):
-    teacher = torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(1)).to(logits)
-    log_probabilities = logits.log_softmax(dim=-1)
-    return F.kl_div(log_probabilities, teacher.log_softmax(dim=-1)[None], log_target=True, reduction='sum')
+    generator = torch.Generator().manual_seed(1)
+    teacher_logits = torch.randn(VOCABULARY, generator=generator).to(logits)
+    teacher = teacher_logits.log_softmax(dim=-1)[None]
+    student = logits.log_softmax(dim=-1)
+    return F.kl_div(student, teacher, log_target=True, reduction='sum')
 
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
@@ -120,12 +138,16 @@ def distilled(logits, labels):
 def test_losses_tell_logits_from_states(loss_of, dtype):
     """A gradient of zero does not tell."""
     targets = targets_of(ragged_batch(SHAPE), 'causal')
-    torch.manual_seed(0)
-    states = torch.randn(*targets.shape, 96).requires_grad_()
-    logits = (states @ torch.randn(96, VOCABULARY) / 10).to(dtype)
     has_target = targets != -100
+    hidden_size = 96  # wider than the vocabulary, so every label could be an entry of a state
+    torch.manual_seed(0)
+    states = torch.randn(*targets.shape, hidden_size).requires_grad_()
+    head = torch.randn(hidden_size, VOCABULARY) / 10
+    logits = (states @ head).to(dtype)
     loss = loss_of(logits[has_target], targets[has_target])
+
     state_gradient, logit_gradient = torch.autograd.grad(loss, (states, logits))
+
     assert are_logits(logit_gradient, targets) is True
     assert are_logits(state_gradient, targets) is False
     assert are_logits(torch.zeros_like(logit_gradient), targets) is None

@@ -41,10 +41,12 @@ def weighted_loss(logits, weights=WEIGHTS, shift=1):
     loss = torch.zeros(())
     for row, labels in enumerate(BATCH['labels'].tolist()):
         for column in range(shift, len(labels)):
-            if labels[column] != -100:
-                position = (row, column - shift)
-                log_probabilities = logits[position].float().log_softmax(dim=-1)
-                loss = loss - log_probabilities[labels[column]] * weights[position]
+            label = labels[column]
+            if label == -100:
+                continue
+            position = (row, column - shift)
+            log_probabilities = logits[position].float().log_softmax(dim=-1)
+            loss = loss - log_probabilities[label] * weights[position]
     return loss
 
 
@@ -64,7 +66,10 @@ def gradient_by(logits, loss_of, *arguments):
 def test_weights_and_targets_of_the_loss(sign, in_parts):
     logits = random_logits()
     weights = sign * WEIGHTS
-    tokens = measure(logits, gradient_by(logits, weighted_loss, weights))
+    gradient = gradient_by(logits, weighted_loss, weights)
+
+    tokens = measure(logits, gradient)
+
     has_weight = (TARGETS != -100) & (WEIGHTS > 0)
     torch.testing.assert_close(tokens.weights[has_weight], weights[has_weight])
     assert not tokens.weights[~has_weight].any()
@@ -73,17 +78,23 @@ def test_weights_and_targets_of_the_loss(sign, in_parts):
 
 
 def deviations(logits, gradient, targets):
-    return measure(logits, gradient, targets).deviations(UNIT, WEIGHTS)
+    """Returns the deviation of each position from the weights that it should have."""
+    tokens = measure(logits, gradient, targets)
+    return tokens.deviations(UNIT, WEIGHTS)
 
 
 def deviations_in_hook(logits, gradient, rule):
     """Returns the deviation of each token by its position, as the hook of a microbatch measures it."""
     record = MicrobatchRecord(batch=BATCH, rows=count_rows(BATCH, rule))
     assert record.counts.loss_tokens <= NUM_SAMPLED  # so every token is measured
-    watched_logits = logits.clone().requires_grad_() * 1
+    leaf = logits.clone().requires_grad_()
+    watched_logits = leaf * 1  # as in a model, the logits are not a leaf of the graph
     record.watch(watched_logits, WEIGHTS, UNIT, batch=BATCH, measures_all=False)
     watched_logits.backward(gradient)
-    return dict(zip(record.measured_positions.tolist(), record.deviations.tolist(), strict=True))
+
+    positions = record.measured_positions.tolist()
+    deviations_of_positions = record.deviations.tolist()
+    return dict(zip(positions, deviations_of_positions, strict=True))
 
 
 for_each_shift = pytest.mark.parametrize(('rule', 'shift'), [('causal', 1), ('unshifted', 0)])
@@ -92,9 +103,12 @@ for_each_shift = pytest.mark.parametrize(('rule', 'shift'), [('causal', 1), ('un
 @for_each_shift
 def test_no_deviation_of_right_weights(rule, shift, in_parts):
     logits = random_logits()
+    targets = targets_of(BATCH, rule)
     gradient = UNIT * gradient_by(logits, weighted_loss, WEIGHTS, shift)
-    assert deviations(logits, gradient, targets_of(BATCH, rule)).max() < 1e-6
-    assert max(deviations_in_hook(logits, gradient, rule).values()) < 1e-6
+
+    assert deviations(logits, gradient, targets).max() < 1e-6
+    by_position = deviations_in_hook(logits, gradient, rule)
+    assert max(by_position.values()) < 1e-6
 
 
 @for_each_shift
@@ -107,72 +121,106 @@ def test_deviation_of_a_wrong_weight(rule, shift, in_parts):
     wrong_weights = WEIGHTS.clone()
     wrong_weights[row, column] += 1
     logits = random_logits()
-    gradient = UNIT * gradient_by(logits, weighted_loss, wrong_weights, shift)
     targets = targets_of(BATCH, rule)
-    assert int(deviations(logits, gradient, targets).argmax()) == wrong_position
+    gradient = UNIT * gradient_by(logits, weighted_loss, wrong_weights, shift)
+
+    worst_position = deviations(logits, gradient, targets).argmax()
+    assert int(worst_position) == wrong_position
 
     by_position = deviations_in_hook(logits, gradient, rule)
     has_target = targets.flatten() != -100
-    assert sorted(by_position) == has_target.nonzero().flatten().tolist()
+    positions_with_target = has_target.nonzero().flatten().tolist()
+    assert sorted(by_position) == positions_with_target
     assert max(by_position, key=by_position.get) == wrong_position
+
+    # The gradient of a cross-entropy is the softmax minus 1 at the label.
     gradient_of_token = logits[row, column].softmax(dim=-1)
     gradient_of_token[label] -= 1
-    assert by_position[wrong_position] == pytest.approx(float(gradient_of_token.norm()), rel=1e-4)
+    expected_deviation = float(gradient_of_token.norm())
+    assert by_position[wrong_position] == pytest.approx(expected_deviation, rel=1e-4)
 
 
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16, torch.float64])
 def test_round_off_is_within_tolerance(dtype, in_parts):
     logits = random_logits(dtype)
     gradient = gradient_by(logits, weighted_loss)
-    measured = measure(logits, gradient, TARGETS)
-    assert measured.deviations(1.0, WEIGHTS).max() < tolerance_of(dtype) * WEIGHTS.max()
+
+    tokens = measure(logits, gradient, TARGETS)
+
+    largest_deviation = tokens.deviations(1.0, WEIGHTS).max()
+    assert largest_deviation < tolerance_of(dtype) * WEIGHTS.max()
 
 
 def test_weights_of_a_large_vocabulary(in_parts):
     """The norm of so many numbers has an error of 3e-6 on a CPU."""
-    logits = torch.randn(1, 8, 32_000, generator=torch.Generator().manual_seed(0))
-    gradient = gradient_by(logits, lambda logits: F.cross_entropy(logits[0], torch.arange(8)))
+    num_tokens = 8
+    labels = torch.arange(num_tokens)
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(1, num_tokens, 32_000, generator=generator)
+
+    def mean_loss(logits):
+        return F.cross_entropy(logits[0], labels)
+
+    gradient = gradient_by(logits, mean_loss)
     weights = measure(logits, gradient).weights
-    torch.testing.assert_close(weights, torch.full((1, 8), 1 / 8), rtol=5e-7, atol=0)
+
+    expected_weights = torch.full((1, num_tokens), 1 / num_tokens)
+    torch.testing.assert_close(weights, expected_weights, rtol=5e-7, atol=0)
 
 
 def test_sketches_keep_sizes_of_differences(in_parts):
+    """The gradient of a small vocabulary is kept as it is."""
     torch.manual_seed(0)
     first = torch.randn(3, 4, 5000)
     second = torch.randn(3, 4, 5000)
-    expected = float((first - second).norm())
-    assert (sketch(first) - sketch(second)).norm() == pytest.approx(expected, rel=0.1)
-    assert torch.equal(sketch(first[..., :9]), first[..., :9])
+    small = first[..., :9]
+
+    sketch_of_difference = sketch(first) - sketch(second)
+
+    expected_norm = float((first - second).norm())
+    assert sketch_of_difference.norm() == pytest.approx(expected_norm, rel=0.1)
+    assert torch.equal(sketch(small), small)
 
 
 @pytest.mark.parametrize('size', [32_000, pytest.param(262_143, marks=pytest.mark.slow)])
 def test_sketches_of_few_positions(size, in_parts):
     """For up to three positions a CPU may sum a vocabulary in one pass, with an error of 1e-5 in float32."""
+    num_positions = 12
+    labels = torch.arange(num_positions)
     generator = torch.Generator().manual_seed(0)
-    gradient = torch.randn(1, 12, size, generator=generator).softmax(dim=-1)
-    labels = torch.arange(12)
-    gradient[0, labels, labels] -= 1
+    gradient = torch.randn(1, num_positions, size, generator=generator).softmax(dim=-1)
+    gradient[0, labels, labels] -= 1  # the gradient of a cross-entropy
     sketch_of_all = sketch(gradient)
+
     for start, end in [(0, 1), (1, 3), (3, 6), (6, 11)]:
+        sketch_of_some = sketch(gradient[:, start:end])
         expected = sketch_of_all[:, start:end]
-        differences = sketch(gradient[:, start:end]) - expected
-        assert (differences.norm(dim=-1) / expected.norm(dim=-1)).max() < 1e-6, (start, end)
+        differences = sketch_of_some - expected
+        relative_errors = differences.norm(dim=-1) / expected.norm(dim=-1)
+        assert relative_errors.max() < 1e-6, (start, end)
 
 
 def test_token_losses_are_plain_cross_entropy(in_parts):
+    """The last position of a row predicts nothing."""
     logits = random_logits()
-    losses = token_losses_at(logits, torch.arange(12), TARGETS.flatten()).view(TARGETS.shape)
-    assert float((losses * WEIGHTS).sum()) == pytest.approx(float(weighted_loss(logits)), rel=1e-6)
+    all_positions = torch.arange(TARGETS.numel())
+
+    losses = token_losses_at(logits, all_positions, TARGETS.flatten()).view(TARGETS.shape)
+
+    weighted_sum = float((losses * WEIGHTS).sum())
+    expected_sum = float(weighted_loss(logits))
+    assert weighted_sum == pytest.approx(expected_sum, rel=1e-6)
     assert losses[:, -1].tolist() == [0, 0, 0]
 
 
 @pytest.mark.parametrize('weight', [0.6035, 1.37])
-def test_weights_are_not_rounded_in_half_precision(weight):
+def test_weights_unrounded_in_half_precision(weight):
     """In bfloat16 the weights would be 0.4 % and 0.2 % too small. 1,000 positions show it above the round-off."""
+    num_positions = 1000
     torch.manual_seed(0)
-    logits = torch.randn(1, 1000, 50).bfloat16()
-    labels = torch.randint(50, (1000,))
-    weights = torch.full((1, 1000), weight)
+    logits = torch.randn(1, num_positions, 50).bfloat16()
+    labels = torch.randint(50, (num_positions,))
+    weights = torch.full((1, num_positions), weight)
 
     def plain_loss(logits):
         return F.cross_entropy(logits[0].float(), labels)
@@ -184,5 +232,7 @@ def test_weights_are_not_rounded_in_half_precision(weight):
 
     plain = gradient_by(logits.double(), plain_loss).flatten()
     weighted = gradient_by(logits, weighted_by_hook).double().flatten()
-    measured = torch.dot(weighted, plain) / torch.dot(plain, plain)
-    assert float(measured) == pytest.approx(weight, rel=5e-4)
+
+    # The projection on the plain gradient averages the round-off out.
+    measured_weight = torch.dot(weighted, plain) / torch.dot(plain, plain)
+    assert float(measured_weight) == pytest.approx(weight, rel=5e-4)

@@ -33,13 +33,20 @@ def assert_weights(report, *expected, rtol=3e-6):
     torch.testing.assert_close(report.weights, list(expected), rtol=rtol, atol=0)
 
 
+def assert_all_weights(report, expected):
+    """Compares the weights of all microbatches, one after the other. They may differ by the round-off of float32."""
+    torch.testing.assert_close(torch.cat(report.weights), expected, rtol=3e-6, atol=0)
+
+
 def logits_and_labels(model):
     """Returns the logits of every position and the labels that they predict, without the dimension of rows."""
-    logits = model(BATCH['input_ids']).logits[:, :-1]
-    return logits.flatten(0, 1), BATCH['labels'][:, 1:].flatten()
+    predictions = model(BATCH['input_ids']).logits[:, :-1]
+    next_labels = BATCH['labels'][:, 1:]
+    return predictions.flatten(0, 1), next_labels.flatten()
 
 
 def stock_split():
+    """Returns data that Composer itself splits."""
     return DataSpec(loader(BATCH), get_num_samples_in_batch=lambda batch: len(batch['input_ids']))
 
 
@@ -48,6 +55,7 @@ def exact_split():
 
 
 def report_of_run(model, data, **options):
+    """Returns the report of one step in microbatches of three rows."""
     with measure_token_weights(model) as report:
         train(model, data, microbatch_size=3, **options)
     return report
@@ -55,16 +63,22 @@ def report_of_run(model, data, **options):
 
 def test_stock_composer_weights():
     """A microbatch weighs as many samples as it has, however many tokens they have."""
-    report = report_of_run(hugging_face(one_layer_model()), stock_split())
+    model = hugging_face(one_layer_model())
+
+    report = report_of_run(model, stock_split())
+
     expected = []
     for num_targets in (NUM_TARGETS[0:3], NUM_TARGETS[3:6], NUM_TARGETS[6:8]):
         share_of_rows = len(num_targets) / len(LENGTHS)
         num_tokens = sum(num_targets)
-        expected.append(torch.full((num_tokens,), share_of_rows / num_tokens))
+        weight = share_of_rows / num_tokens
+        expected.append(torch.full((num_tokens,), weight))
     assert_weights(report, *expected)
-    relative = torch.cat(report.weights) * TOTAL
-    assert relative.min().item() == pytest.approx(0.62, abs=0.005)
-    assert relative.max().item() == pytest.approx(1.94, abs=0.005)
+
+    # Of 93 tokens the second microbatch has 56, for 3/8 of the weight. The third one has 12, for 2/8.
+    weights_over_mean = torch.cat(report.weights) * TOTAL
+    assert weights_over_mean.min().item() == pytest.approx(0.62, abs=0.005)
+    assert weights_over_mean.max().item() == pytest.approx(1.94, abs=0.005)
     assert report.spread == pytest.approx(1.9375 / 0.62277, rel=1e-4)
     assert 'do NOT weigh the same, to 2e-05: largest over smallest weight 3.11' in str(report)
 
@@ -72,49 +86,60 @@ def test_stock_composer_weights():
 @pytest.mark.parametrize('dropout', [0.0, 0.1])
 @pytest.mark.parametrize('split', [stock_split, exact_split])
 def test_algorithm_gives_equal_weights(split, dropout):
-    model = hugging_face(one_layer_model(attention_dropout=dropout).train())
-    report = report_of_run(model, split(), algorithms=[TokenAccumulation()])
-    torch.testing.assert_close(torch.cat(report.weights), EQUAL_WEIGHTS, rtol=3e-6, atol=0)
+    model = one_layer_model(attention_dropout=dropout).train()
+
+    report = report_of_run(hugging_face(model), split(), algorithms=[TokenAccumulation()])
+
+    assert_all_weights(report, EQUAL_WEIGHTS)
     assert report.spread < 1 + 1e-5
     assert report.residual < 1e-6
     assert 'tokens weigh the same' in str(report)
 
 
 def test_square_root_weights():
+    """A token of a row with n targets weighs 1 / sqrt(n)."""
+    model = hugging_face(one_layer_model())
     algorithm = TokenAccumulation(token_weights='sqrt')
-    report = report_of_run(hugging_face(one_layer_model()), stock_split(), algorithms=[algorithm])
+
+    report = report_of_run(model, stock_split(), algorithms=[algorithm])
+
     targets_of_row = torch.tensor(NUM_TARGETS)
-    weights = targets_of_row.pow(-0.5).repeat_interleave(targets_of_row)
-    expected = weights / weights.sum()
-    torch.testing.assert_close(torch.cat(report.weights), expected, rtol=3e-6, atol=0)
+    weight_of_row = targets_of_row.pow(-0.5)
+    weights = weight_of_row.repeat_interleave(targets_of_row)
+    assert_all_weights(report, weights / weights.sum())
 
 
 @pytest.mark.parametrize('signed', [False, True], ids=['positive', 'advantages'])
 def test_signed_weights_of_weighted_loss(signed):
     model = one_layer_model()
     generator = torch.Generator().manual_seed(0)
+    weights = torch.rand(BATCH['labels'][:, 1:].numel(), generator=generator) + 0.1
+    if signed:
+        zeros_and_ones = torch.randint(2, weights.shape, generator=generator)
+        weights *= 2 * zeros_and_ones - 1
+
     with measure_token_weights(model) as report:
         logits, labels = logits_and_labels(model)
-        weights = torch.rand(len(labels), generator=generator) + 0.1
-        if signed:
-            zeros_and_ones = torch.randint(2, weights.shape, generator=generator)
-            weights *= 2 * zeros_and_ones - 1
         losses = F.cross_entropy(logits, labels, reduction='none')
         (losses * weights).sum().backward()
-    weights = weights[labels != -100]
-    assert_weights(report, weights)
-    sizes = weights.abs()
-    spread = float(sizes.max() / sizes.min())
-    assert report.spread == pytest.approx(spread, rel=1e-5)
+
+    expected_weights = weights[labels != -100]
+    assert_weights(report, expected_weights)
+    sizes = expected_weights.abs()
+    expected_spread = float(sizes.max() / sizes.min())
+    assert report.spread == pytest.approx(expected_spread, rel=1e-5)
 
 
 def test_measuring_changes_no_gradient():
+    """Two measurements at once measure the same."""
     model = one_layer_model()
     model(**BATCH).loss.backward()
     expected = [parameter.grad.clone() for parameter in model.parameters()]
     model.zero_grad()
+
     with measure_token_weights(model) as outer, measure_token_weights(model) as inner:
         model(**BATCH).loss.backward()
+
     for parameter, gradient in zip(model.parameters(), expected, strict=True):
         assert torch.equal(parameter.grad, gradient)
     assert [len(weights) for weights in inner.weights] == [TOTAL]
@@ -123,13 +148,17 @@ def test_measuring_changes_no_gradient():
 
 def test_label_with_one_rival():
     """Both entries of the gradient are equal except for round-off. The wrong one would give a negative weight."""
+    logits_of_id = torch.tensor([0.0, 0.85, -20.0, -20.0])  # the last two entries of the vocabulary are hopeless
     model = torch.nn.Embedding(4, 4, dtype=torch.bfloat16)
     with torch.no_grad():
-        model.weight.copy_(torch.tensor([0.0, 0.85, -20.0, -20.0]))
+        model.weight.copy_(logits_of_id)
     ids = torch.zeros(1, 3, dtype=torch.long)
     labels = torch.tensor([0, 0, 1])
+
     with measure_token_weights(model) as report:
-        F.cross_entropy(model(ids)[0].float(), labels, reduction='sum').backward()
+        logits = model(ids)[0].float()
+        F.cross_entropy(logits, labels, reduction='sum').backward()
+
     assert_weights(report, torch.ones(3), rtol=2e-2)
 
 
@@ -137,11 +166,15 @@ def test_certain_tokens_are_left_out():
     """If the model is sure of a label, its gradient is too small to measure a weight."""
     model = torch.nn.Embedding(4, 4)
     with torch.no_grad():
-        model.weight.copy_(torch.eye(4) * 12)
+        model.weight.copy_(torch.eye(4) * 12)  # each id predicts itself
     ids = torch.tensor([[0, 1, 2, 3]])
     labels = torch.tensor([0, 1, 3, 0])
+
     with measure_token_weights(model) as report:
-        F.cross_entropy(model(ids)[0], labels).backward()
+        logits = model(ids)[0]
+        F.cross_entropy(logits, labels).backward()
+
+    # The loss is the mean of four. The first two predictions are right.
     assert_weights(report, torch.full((2,), 0.25))
     assert '2 left out: 1 - p of the label below 0.001' in str(report)
 
@@ -150,8 +183,11 @@ def test_certain_tokens_are_left_out():
 def test_other_loss_shows_as_residual(loss_of):
     """A term may give positions without a label a gradient. They are not counted as tokens."""
     model = one_layer_model()
+
     with measure_token_weights(model) as report:
-        loss_of(*logits_and_labels(model)).backward()
+        logits, labels = logits_and_labels(model)
+        loss_of(logits, labels).backward()
+
     assert 1e-3 < report.residual < 0.2
     assert [len(weights) for weights in report.weights] == [TOTAL]
     # The weights are equal as far as the residual tells.
@@ -182,8 +218,10 @@ def run_by_accelerate(model):
 @pytest.mark.parametrize('run', [run_in_bfloat16, run_in_autocast, run_by_accelerate])
 def test_short_floats_up_to_round_off(run):
     model = one_layer_model()
+
     with measure_token_weights(model) as report:
         run(model)
+
     assert_weights(report, EQUAL_WEIGHTS, rtol=1e-2)
     assert 1e-4 < report.residual < 1e-2
     assert 'tokens weigh the same' in str(report)
@@ -208,6 +246,7 @@ class NextToken(torch.nn.Module):
 @pytest.mark.parametrize('returns_loss', [True, False])
 def test_plain_modules(returns_loss):
     model = NextToken(returns_loss)
+
     with measure_token_weights(model) as report:
         outputs = model(**BATCH)
         if returns_loss:
@@ -215,6 +254,7 @@ def test_plain_modules(returns_loss):
         else:
             loss = next_token_loss(outputs, BATCH['labels'])
         loss.backward()
+
     assert_weights(report, EQUAL_WEIGHTS)
 
 
@@ -241,12 +281,14 @@ def checkpointed(model):
 )
 def test_wrapped_models_are_measured_once(wrap):
     model = wrap(one_layer_model())
+
     with measure_token_weights(model) as report:
         if wrap is hugging_face:
             outputs = model(BATCH)
         else:
             outputs = model(**BATCH)
         outputs.loss.backward()
+
     assert_weights(report, EQUAL_WEIGHTS)
     assert 'had no gradient' not in str(report)
 
@@ -254,16 +296,19 @@ def test_wrapped_models_are_measured_once(wrap):
 def test_forwards_without_gradient_are_counted():
     """One forward has one backward, one has two, one has none. An evaluation is not counted."""
     model = one_layer_model()
+
     with measure_token_weights(model) as report:
         half_loss = model(**BATCH).loss / 2
-        (model(**BATCH).loss + half_loss).backward(retain_graph=True)
+        second_loss = model(**BATCH).loss
+        (second_loss + half_loss).backward(retain_graph=True)
         half_loss.backward()
         with torch.no_grad():
             model(**BATCH)
         model(**BATCH)
-    means = [weights.mean().item() * TOTAL for weights in report.weights]
+
+    sums_of_weights = [weights.mean().item() * TOTAL for weights in report.weights]
     # The two halves of the first forward are added.
-    assert means == pytest.approx([1.0, 1.0], abs=1e-5)
+    assert sums_of_weights == pytest.approx([1.0, 1.0], abs=1e-5)
     assert '1 of 3 forwards had no gradient at their logits' in str(report)
 
 
@@ -279,31 +324,49 @@ class FusedLoss(torch.nn.Module):
         return {'loss': states.square().mean(), 'logits': None}
 
 
+def do_nothing(model):
+    pass
+
+
 def forward(model):
     return model(**BATCH)
 
 
-def run_detached(model):
+def evaluate(model):
+    with torch.no_grad():
+        model(**BATCH)
+
+
+def train_without_logits(model):
+    outputs = model(**BATCH)
+    outputs['loss'].backward()
+
+
+def train_detached(model):
     logits, labels = logits_and_labels(model)
-    F.cross_entropy(logits.detach().requires_grad_(), labels).backward()
+    leaf = logits.detach().requires_grad_()
+    F.cross_entropy(leaf, labels).backward()
 
 
 @pytest.mark.parametrize(
     ('make', 'run', 'reason'),
     [
-        pytest.param(one_layer_model, lambda model: None, 'made no forward with gradients', id='nothing'),
-        pytest.param(one_layer_model, copy.deepcopy, 'made no forward with gradients', id='copy'),
-        pytest.param(one_layer_model, torch.no_grad()(forward), 'made no forward with gradients', id='no graph'),
-        pytest.param(FusedLoss, lambda model: forward(model)['loss'].backward(), 'hold no logits', id='no logits'),
-        pytest.param(one_layer_model, forward, 'no gradient came to its logits', id='no backward'),
-        pytest.param(one_layer_model, run_detached, 'no gradient came to its logits', id='detached'),
+        (one_layer_model, do_nothing, 'made no forward with gradients'),
+        (one_layer_model, copy.deepcopy, 'made no forward with gradients'),
+        (one_layer_model, evaluate, 'made no forward with gradients'),
+        (FusedLoss, train_without_logits, 'hold no logits'),
+        (one_layer_model, forward, 'no gradient came to its logits'),
+        (one_layer_model, train_detached, 'no gradient came to its logits'),
     ],
 )
 def test_nothing_measured_is_refused(make, run, reason):
     model = make()
-    message = rf'No token weight was measured of {type(model).__name__}: .*{reason}'
+    class_name = type(model).__name__
+
+    message = rf'No token weight was measured of {class_name}: .*{reason}'
     with pytest.raises(RuntimeError, match=message), measure_token_weights(model):
         run(model)
+
     assert num_hooks(model) == 0
 
 
@@ -316,27 +379,32 @@ def test_error_inside_removes_all_hooks():
 
     with pytest.raises(KeyError, match='inside'), measure_token_weights(model):
         fail()
+
     assert num_hooks(model) == 0
 
 
 def test_backwards_after_the_end():
     """A copy has copies of the hooks, as the average of an EMA. After the end they must not add to the report."""
     model = one_layer_model()
+
     with measure_token_weights(model) as report:
         copied_model = copy.deepcopy(model)
         late_loss = model(**BATCH).loss
         model(**BATCH).loss.backward()
     late_loss.backward()
     copied_model(**BATCH).loss.backward()
+
     assert len(report.weights) == 1
     assert '1 of 2 forwards had no gradient' in str(report)
 
 
 def test_infinite_gradients_are_reported():
     model = one_layer_model()
+
     with measure_token_weights(model) as report:
         (model(**BATCH).loss * torch.nan).backward()
         model(**BATCH).loss.backward()
+
     assert math.isnan(report.spread)
     assert math.isnan(report.residual)
     assert 'do NOT weigh the same' in str(report)
@@ -345,11 +413,15 @@ def test_infinite_gradients_are_reported():
 def test_tokens_without_a_number_are_named():
     """They are compared with the median of the others."""
     model = one_layer_model()
+
     with measure_token_weights(model) as report:
         for factor in (1.0, 1.0, math.nan):
             logits, labels = logits_and_labels(model)
-            (F.cross_entropy(logits, labels) * factor).backward()
-    assert report.unequal_tokens().startswith(f'forward 3: {TOTAL} of {TOTAL} tokens with loss weigh nan to nan')
+            loss = F.cross_entropy(logits, labels)
+            (loss * factor).backward()
+
+    expected_start = f'forward 3: {TOTAL} of {TOTAL} tokens with loss weigh nan to nan'
+    assert report.unequal_tokens().startswith(expected_start)
 
 
 def test_fused_head_with_log_probabilities():
@@ -361,23 +433,30 @@ def test_fused_head_with_log_probabilities():
             has_label = labels != -100
             states = self.llama.model(batch['input_ids'])[0]
             logits = self.llama.lm_head(states)[:, :-1]
-            columns = labels.clamp(min=0)[..., None]
-            log_probs = logits.log_softmax(dim=-1).gather(-1, columns)[..., 0]
+            label_ids = labels.clamp(min=0)[..., None]
+            log_probs = logits.log_softmax(dim=-1).gather(-1, label_ids)[..., 0]
             return SimpleNamespace(log_probs=log_probs * has_label, label_mask=has_label)
 
     model = FusedHead()
+
     with measure_token_weights(model) as report:
-        (-model(**BATCH).log_probs.sum() / 7).backward()
-    torch.testing.assert_close(report.weights, [torch.full((TOTAL,), 1 / 7)])
+        sum_of_losses = -model(**BATCH).log_probs.sum()
+        (sum_of_losses / 7).backward()
+
+    expected_weights = torch.full((TOTAL,), 1 / 7)
+    torch.testing.assert_close(report.weights, [expected_weights])
 
 
 def test_report_without_tokens():
+    """Neither before the first backward, nor if all weights are 0."""
     model = one_layer_model()
+
     with measure_token_weights(model) as report:
         assert 'forward' in str(report)
         assert math.isnan(report.spread)
         assert report.unequal_tokens() == ''
         (model(**BATCH).loss * 0).backward()
+
     assert report.residual == 0
     assert [len(weights) for weights in report.weights] == [0]
 
@@ -389,28 +468,36 @@ class Sentinel:
 def test_graph_is_freed_with_logits():
     """The report keeps neither the logits nor their graph."""
     model = one_layer_model()
+
     with measure_token_weights(model) as report:
         outputs = model(**BATCH)
         outputs.loss.backward()
+
+        # From here on only the graph of the logits holds the sentinel.
         sentinel = Sentinel()
         outputs.logits.grad_fn.metadata['sentinel'] = sentinel
         reference = weakref.ref(sentinel)
         del sentinel
         assert reference() is not None
+
         del outputs
         assert reference() is None
+
     assert len(report.weights) == 1
 
 
 @pytest.mark.slow
 def test_spread_over_two_ranks():
     results = launch_json('tests/ranks/measured_weights.py', ranks=2)
+
     # Rank 0 has rows of 4 and 8 targets, rank 1 has one of 2. In a mean of means the tokens of one rank weigh the same.
     assert results['plain']['own'] == pytest.approx([1.0, 1.0], abs=1e-5)
     assert results['plain']['spread'] == pytest.approx([6.0, 6.0], rel=1e-5)
     assert results['ours']['spread'] == pytest.approx([1.0, 1.0], abs=1e-5)
     for text in results['plain']['printed']:
         assert 'on this rank' in text
+
     assert results['faults'] == ''
-    assert results['faults without averages'].startswith('Each rank has other gradients at the step of the optimizer: ')
+    expected_start = 'Each rank has other gradients at the step of the optimizer: '
+    assert results['faults without averages'].startswith(expected_start)
     assert results['nothing on rank 1']['spread'] == pytest.approx([1.0, 1.0], abs=1e-5)

@@ -23,13 +23,20 @@ from tests.checks.test_written_state import Cache, Statistic, with_layers
 from tests.support.text import next_token_loss, one_layer_model, ragged_batch, text_row
 from tests.support.training import num_hooks, weights_unchanged
 
+FLOAT32_EPS = torch.finfo(torch.float32).eps
+BFLOAT16_EPS = torch.finfo(torch.bfloat16).eps
+
+
+# Losses of logits and a batch.
+
 
 def causal(logits, batch):
     return next_token_loss(logits, batch['labels'])
 
 
 def attended(logits, batch):
-    labels = batch['labels'].masked_fill(batch['attention_mask'] == 0, -100)
+    is_padding = batch['attention_mask'] == 0
+    labels = batch['labels'].masked_fill(is_padding, -100)
     return next_token_loss(logits, labels)
 
 
@@ -48,13 +55,31 @@ def truncated(logits, batch):
 def clipped(logits, batch):
     """Has no gradient at the second label, as clipped policy gradients have none at some labels."""
     losses = next_token_loss(logits, batch['labels'], reduction='none')
-    places = (batch['labels'][:, 1:].flatten() != -100).nonzero().flatten()
-    return (losses.sum() - losses[places[1]]) / len(places)
+    has_label = batch['labels'][:, 1:].flatten() != -100
+    label_positions = has_label.nonzero().flatten()
+    loss_of_second_label = losses[label_positions[1]]
+    return (losses.sum() - loss_of_second_label) / len(label_positions)
 
 
 def with_squares(factor):
     """Returns a loss with a term over all positions. If the factor is large, most of the gradient is without labels."""
-    return lambda logits, batch: causal(logits, batch) + factor * logits.square().mean()
+
+    def loss(logits, batch):
+        return causal(logits, batch) + factor * logits.square().mean()
+
+    return loss
+
+
+def not_a_number(logits, batch):
+    return causal(logits, batch) * torch.nan
+
+
+def infinite(logits, batch):
+    return causal(logits, batch) + torch.inf
+
+
+def detached(logits, batch):
+    return causal(logits, batch).detach()
 
 
 def loss_in(outputs, batch):
@@ -62,6 +87,7 @@ def loss_in(outputs, batch):
 
 
 def probe_of(loss, *, with_logits: bool = True, model=None):
+    """Returns a probe of a model whose loss is ``loss(logits, batch)``. By default it is the smallest text model."""
     model = model or one_layer_model()
 
     def forward(batch):
@@ -75,6 +101,7 @@ def probe_of(loss, *, with_logits: bool = True, model=None):
 
 
 def row_for_rule():
+    """Returns a row with enough labels to find the loss rule."""
     return rule_batch(None, text_row(12, 6))
 
 
@@ -90,7 +117,8 @@ def row_for_rule():
     ],
 )
 def test_rule_is_where_the_gradient_is(loss, rule, with_logits):
-    assert find_loss_rule(probe_of(loss, with_logits=with_logits), row_for_rule()) == rule
+    probe = probe_of(loss, with_logits=with_logits)
+    assert find_loss_rule(probe, row_for_rule()) == rule
 
 
 @pytest.mark.parametrize('side', ['left', 'right'])
@@ -100,41 +128,56 @@ def test_rule_is_where_the_gradient_is(loss, rule, with_logits):
 def test_rule_of_rows_with_few_labels(loss, rule, side):
     """One label cannot tell the rules apart, so further tokens get one. Padding gets none."""
     batch = ragged_batch([(6, 1), (9, 0)], side=side)
-    row = rule_batch(BatchLayout.infer(batch), batch)
+    layout = BatchLayout.infer(batch)
+
+    row = rule_batch(layout, batch)
+
     assert find_loss_rule(probe_of(loss), row) == rule
 
 
 def test_rule_needs_two_forwards():
     """The first forward finds the last layers. The second one shows whether the loss is random, and the rule."""
-    forwards = []
+    num_forwards = 0
+
+    def count_forward(module, args, output):
+        nonlocal num_forwards
+        num_forwards += 1
+
     model = one_layer_model()
-    model.register_forward_hook(lambda *_: forwards.append(model.training))
-    assert find_loss_rule(probe_of(causal, model=model), row_for_rule()) == 'causal'
-    assert len(forwards) == 2
+    model.register_forward_hook(count_forward)
+
+    rule = find_loss_rule(probe_of(causal, model=model), row_for_rule())
+
+    assert rule == 'causal'
+    assert num_forwards == 2
 
 
 @pytest.mark.parametrize(
     ('loss', 'message'),
     [
-        (lambda *inputs: causal(*inputs) * torch.nan, r"must be a number, got: nan \(sample 'first'\)"),
-        (lambda *inputs: causal(*inputs) + torch.inf, r"must be a number, got: inf \(sample 'first'\)"),
-        (lambda *inputs: causal(*inputs).detach(), 'no gradient at any position'),
-        (with_squares(100), 'no rule explains'),
-        (truncated, r'no rule explains\. The model changes labels inside forward'),
+        pytest.param(not_a_number, r"must be a number, got: nan \(sample 'first'\)", id='nan'),
+        pytest.param(infinite, r"must be a number, got: inf \(sample 'first'\)", id='inf'),
+        pytest.param(detached, 'no gradient at any position', id='no gradient'),
+        pytest.param(with_squares(100), 'no rule explains', id='large squares'),
+        pytest.param(truncated, r'no rule explains\. The model changes labels inside forward', id='truncated'),
     ],
-    ids=['nan', 'inf', 'no gradient', 'large squares', 'truncated'],
 )
 def test_loss_without_a_rule(loss, message):
+    row = {**row_for_rule(), 'sample_ids': ['first']}
+
     with pytest.raises(RuntimeError, match=message):
-        find_loss_rule(probe_of(loss), {**row_for_rule(), 'sample_ids': ['first']})
+        find_loss_rule(probe_of(loss), row)
 
 
-def test_rule_without_a_gradient_at_each_label():
+def test_rule_with_a_label_without_gradient():
     """The gradient does not tell the rules apart. If the user names one, it must only have no gradient elsewhere."""
     probe = probe_of(clipped)
+
     with pytest.raises(RuntimeError, match='no rule explains'):
         find_loss_rule(probe, row_for_rule())
+
     assert find_loss_rule(probe, row_for_rule(), loss_tokens='causal') == 'causal'
+
     with pytest.raises(RuntimeError, match='no rule explains'):
         find_loss_rule(probe, row_for_rule(), loss_tokens='unshifted')
 
@@ -146,10 +189,13 @@ def test_nearest_gradient_decides():
     def forward(batch):
         states = model.model(input_ids=batch['input_ids'], attention_mask=batch['attention_mask']).last_hidden_state
         logits = model.lm_head(states)
-        return {'loss': unshifted(logits, batch) + 1e-3 * states.square().mean(), 'logits': logits}
+        second_term = states.square().mean()
+        return {'loss': unshifted(logits, batch) + 1e-3 * second_term, 'logits': logits}
 
     probe = Probe(forward, loss_in, model)
+
     by_states, by_logits = probe.run(row_for_rule()).gradients['tokens']
+
     assert by_states.any(dim=-1).all()
     assert not by_logits.any(dim=-1).all()
     assert find_loss_rule(probe, row_for_rule()) == 'unshifted'
@@ -174,36 +220,50 @@ def with_half_weights(before_head=None):
 
 @pytest.mark.parametrize(
     ('before_head', 'least', 'most'),
-    [(None, 1e-9, 1e-6), (takes_only_half_precision, 1e-5, 1e-1), (casts_to_type_of_weights, 1e-5, 1e-1)],
+    [
+        pytest.param(None, 1e-9, 1e-6, id='float32'),
+        pytest.param(takes_only_half_precision, 1e-5, 1e-1, id='only half precision'),
+        pytest.param(casts_to_type_of_weights, 1e-5, 1e-1, id='cast to half precision'),
+    ],
 )
 def test_round_off_has_the_probes_precision(before_head, least, most):
     row = text_row(40, 30)
     probe = probe_of(causal, model=with_half_weights(before_head))
+
     plain = probe.run(row).gradients['tokens'][-1]
     rounded = probe.run(row, rounded=True).gradients['tokens'][-1]
-    assert least < float((rounded - plain).norm() / plain.norm()) < most
+
+    round_off = (rounded - plain).norm() / plain.norm()
+    assert least < float(round_off) < most
 
 
 def test_half_weights_are_probed_in_float32():
     """The model itself keeps its weights."""
     row = text_row(40, 30)
     model = with_half_weights()
+    model_in_float32 = with_half_weights().float()
+
     result = probe_of(causal, model=model).run(row, varies_weights=False)
-    expected = probe_of(causal, model=with_half_weights().float()).run(row, varies_weights=False)
+
+    expected = probe_of(causal, model=model_in_float32).run(row, varies_weights=False)
     assert result.losses == expected.losses
-    assert result.gradient_eps == torch.finfo(torch.float32).eps
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
-    assert model.lm_head(torch.zeros(1, model.config.hidden_size).bfloat16()).dtype == torch.bfloat16
+    assert result.gradient_eps == FLOAT32_EPS
+    for parameter in model.parameters():
+        assert parameter.dtype == torch.bfloat16
+    states = torch.zeros(1, model.config.hidden_size).bfloat16()
+    assert model.lm_head(states).dtype == torch.bfloat16
 
 
 def test_float32_weights_are_probed_in_float32():
     row = text_row(40, 30)
     probe = probe_of(causal)
     expected = probe.run(row)
+
     with torch.autocast('cpu', dtype=torch.bfloat16):
         result = probe.run(row)
+
     assert result.losses == expected.losses
-    assert result.gradient_eps == torch.finfo(torch.float32).eps
+    assert result.gradient_eps == FLOAT32_EPS
 
 
 @pytest.fixture(params=['by_old_names', 'by_new_names'])
@@ -215,22 +275,26 @@ def with_tf32(request):
     cudnn = torch.backends.cudnn
     matmul_before = matmul.allow_tf32
     cudnn_before = cudnn.allow_tf32
+
     if request.param == 'by_old_names':
         matmul.allow_tf32 = True
         cudnn.allow_tf32 = True
     else:
         matmul.fp32_precision = 'tf32'
     yield
+
     matmul.allow_tf32 = matmul_before
     cudnn.allow_tf32 = cudnn_before
 
 
 def allows_tf32():
     """Returns whether torch allows TF32 in matrix products, and in convolutions."""
-    if hasattr(torch.backends, 'fp32_precision'):
-        matmul_allows = torch.backends.cuda.matmul.fp32_precision == 'tf32'
-        return [matmul_allows, torch.backends.cudnn.conv.fp32_precision == 'tf32']
-    return [torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32]
+    matmul = torch.backends.cuda.matmul
+    cudnn = torch.backends.cudnn
+    has_new_names = hasattr(torch.backends, 'fp32_precision')
+    if has_new_names:
+        return [matmul.fp32_precision == 'tf32', cudnn.conv.fp32_precision == 'tf32']
+    return [matmul.allow_tf32, cudnn.allow_tf32]
 
 
 def test_float32_is_not_tf32(with_tf32):
@@ -242,7 +306,9 @@ def test_float32_is_not_tf32(with_tf32):
         return causal(logits, batch)
 
     assert allows_tf32() == [True, True]
+
     probe_of(loss).run(text_row(9, 7))
+
     assert allowed_in_forwards
     assert not any(allowed_in_forwards)
     assert allows_tf32() == [True, True]
@@ -258,8 +324,18 @@ def test_forward_sets_flags_of_cudnn():
     assert find_loss_rule(probe_of(loss), row_for_rule()) == 'causal'
 
 
-def probe_in_bfloat16(before=lambda ids: None, after=lambda logits: None, gather=only_of_this_rank):
-    """Returns a probe of a float32 model that trains in bfloat16. A forward calls the first two functions."""
+def do_nothing(tensor):
+    pass
+
+
+def probe_in_bfloat16(before=do_nothing, after=do_nothing, gather=only_of_this_rank):
+    """Returns a probe of a float32 model that trains in bfloat16.
+
+    Args:
+        before: Called at the start of each forward, with the ids.
+        after: Called at the end of each forward, with the logits.
+        gather: Argument of the Probe.
+    """
     model = one_layer_model()
 
     def forward(batch):
@@ -268,22 +344,28 @@ def probe_in_bfloat16(before=lambda ids: None, after=lambda logits: None, gather
         after(logits)
         return {'loss': causal(logits, batch), 'logits': logits}
 
-    return Probe(forward, loss_in, model, partial(torch.autocast, 'cpu', dtype=torch.bfloat16), gather=gather)
+    autocast = partial(torch.autocast, 'cpu', dtype=torch.bfloat16)
+    return Probe(forward, loss_in, model, autocast, gather=gather)
+
+
+def is_in_half_precision():
+    return torch.is_autocast_enabled('cpu')
 
 
 def half_precision_only(ids, error_class=RuntimeError):
-    if not torch.is_autocast_enabled('cpu'):
+    if not is_in_half_precision():
         raise error_class('FlashAttention only support fp16 and bf16 data type')
 
 
 @pytest.mark.parametrize('error_class', [RuntimeError, AssertionError, ValueError, torch.OutOfMemoryError])
 def test_kernel_of_half_precision_only(error_class):
     """Kernels in Triton assert the type, and other hosts raise ValueError. Half precision takes less memory."""
-    before = partial(half_precision_only, error_class=error_class)
-    assert find_loss_rule(probe_in_bfloat16(before), row_for_rule()) == 'causal'
+    probe = probe_in_bfloat16(partial(half_precision_only, error_class=error_class))
+    assert find_loss_rule(probe, row_for_rule()) == 'causal'
 
 
 def compare_rows(probe, batch):
+    """Returns a comparison of cuts. Its reference, all rows together, is already computed."""
     layout = BatchLayout.infer(batch)
     return RowComparison(probe, layout, on_device=lambda rows: rows, rule='causal', rows=batch, check_loss=True)
 
@@ -298,8 +380,23 @@ def test_later_kernel_of_half_precision_only():
 
     probe = probe_in_bfloat16(before)
     probe.run(text_row(12, 6))
+
     comparison = compare_rows(probe, batch)
-    assert comparison.reference.gradient_eps == torch.finfo(torch.bfloat16).eps
+
+    assert comparison.reference.gradient_eps == BFLOAT16_EPS
+
+
+def first_batch_check(probe, layout):
+    """Returns the check of a causal model. It splits no batch, because it has no cutter."""
+    return FirstBatchCheck(
+        probe,
+        layout,
+        lambda rows: rows,
+        cutter=None,
+        loss_tokens='causal',
+        check_loss=True,
+        microbatch_size=2,
+    )
 
 
 def test_half_precision_only_in_unknown_rows():
@@ -312,22 +409,23 @@ def test_half_precision_only_in_unknown_rows():
             half_precision_only(ids)
 
     probe = probe_in_bfloat16(before)
-    options = {'cutter': None, 'loss_tokens': 'causal', 'check_loss': True, 'microbatch_size': 2}
-    check = FirstBatchCheck(probe, None, lambda rows: rows, **options)
+    check = first_batch_check(probe, layout=None)
     check.prove(batch)
+
     is_later = True
     assert check.is_due(LOOK_AGAIN, has_new_rows=False)
     check.prove(batch)
-    assert probe.run(batch).gradient_eps == torch.finfo(torch.bfloat16).eps
+
+    assert probe.run(batch).gradient_eps == BFLOAT16_EPS
 
 
 def test_known_rows_send_no_objects(monkeypatch):
     """With Composer's own flag every step calls the check."""
     batch = text_row(12, 6)
-    options = {'cutter': None, 'loss_tokens': 'causal', 'check_loss': True, 'microbatch_size': 2}
-    check = FirstBatchCheck(probe_of(causal), BatchLayout.infer(batch), lambda rows: rows, **options)
+    check = first_batch_check(probe_of(causal), BatchLayout.infer(batch))
     check.prove(batch)
-    monkeypatch.setattr('composer_tokacc.checks.first_batch.all_gather_object', None)
+
+    monkeypatch.setattr('composer_tokacc.checks.first_batch.all_gather_object', None)  # a call would raise
     check.prove(batch)
 
 
@@ -345,46 +443,61 @@ def test_out_of_memory_without_varied_weights():
     probe = probe_in_bfloat16(fill_memory)
     probe.run(text_row(12, 6))
     comparison = compare_rows(probe, batch)
+
     with pytest.raises(torch.OutOfMemoryError):
         comparison.check_single_rows()
+
     assert len(references) == 2
 
 
 def pool(ids):
-    if ids.shape[1] < 6:
+    width = ids.shape[1]
+    if width < 6:
         raise RuntimeError('pooling needs 6 positions')
 
 
-def test_error_of_a_cut_leaves_the_precision():
+def test_failed_cut_leaves_the_precision():
+    row = text_row(12, 6)
+    short_row = text_row(5, 3)
     probe = probe_in_bfloat16(pool)
-    expected = probe.run(text_row(12, 6))
+    expected = probe.run(row)
+
     with pytest.raises(RuntimeError, match='pooling'):
-        probe.run(text_row(5, 3))
-    assert probe.run(text_row(12, 6)).losses == expected.losses
+        probe.run(short_row)
+
+    assert probe.run(row).losses == expected.losses
+
+
+def mask_one_logit(logits):
+    logits[..., 3].fill_(-1e4)
 
 
 def test_logits_that_are_written_in_float32():
-    probe = probe_in_bfloat16(after=lambda logits: logits[..., 3].fill_(-1e4))
-    assert probe.run(text_row(12, 6)).gradient_eps == torch.finfo(torch.float32).eps
+    probe = probe_in_bfloat16(after=mask_one_logit)
+    result = probe.run(text_row(12, 6))
+    assert result.gradient_eps == FLOAT32_EPS
 
 
 def test_later_forward_out_of_memory():
     """It raises at once, because its result would be compared with the first one."""
+    row = text_row(12, 6)
     is_later = False
-    precisions = []
+    later_forwards_in_half = []
 
     def fill_memory(ids):
-        precisions.append('bfloat16' if torch.is_autocast_enabled('cpu') else 'float32')
         if is_later:
+            later_forwards_in_half.append(is_in_half_precision())
             raise torch.OutOfMemoryError('CUDA out of memory')
 
     probe = probe_in_bfloat16(fill_memory)
-    probe.run(text_row(12, 6))
-    precisions.clear()
+    probe.run(row)
+
     is_later = True
     with pytest.raises(torch.OutOfMemoryError):
-        probe.run(text_row(12, 6))
-    assert precisions == ['float32']
+        probe.run(row)
+
+    # One forward in float32, and none in half precision after it.
+    assert later_forwards_in_half == [False]
 
 
 @pytest.mark.parametrize('fails_here', [False, True])
@@ -399,8 +512,12 @@ def test_ranks_agree_on_precision(fails_here):
         gathered.append(value)
         return [value, value_of_other_rank]
 
-    probe = probe_in_bfloat16(half_precision_only if fails_here else lambda ids: None, gather=gather)
-    assert probe.run(text_row(12, 6)).gradient_eps == torch.finfo(torch.bfloat16).eps
+    before = half_precision_only if fails_here else do_nothing
+    probe = probe_in_bfloat16(before, gather=gather)
+
+    result = probe.run(text_row(12, 6))
+
+    assert result.gradient_eps == BFLOAT16_EPS
     assert gathered == [fails_here, True, []]
 
 
@@ -416,19 +533,26 @@ def test_kernel_with_dropout_in_its_name():
     row = row_for_rule()
 
     def loss(logits, batch):
-        biases = bias_dropout_add(torch.linspace(0, 1, logits.shape[-1]), 3.0)
+        vocabulary = logits.shape[-1]
+        biases = bias_dropout_add(torch.linspace(0, 1, vocabulary), 3.0)
         return causal(logits + biases, batch)
 
-    expected = loss(model(row['input_ids']).logits, row)
-    losses = probe_of(loss, model=model).run(row, varies_weights=False).losses
-    assert losses['tokens'] == pytest.approx(expected.item())
+    result = probe_of(loss, model=model).run(row, varies_weights=False)
+
+    logits = model(row['input_ids']).logits
+    expected = loss(logits, row)
+    assert result.losses['tokens'] == pytest.approx(expected.item())
+
+
+def dropout_in_place(states, probability, is_training):
+    return torch.feature_dropout_(states.clone(), probability, is_training)
 
 
 @pytest.mark.parametrize(
     'dropout',
     [
         pytest.param(F.dropout, id='function'),
-        pytest.param(lambda states, p, train: torch.feature_dropout_(states.clone(), p, train), id='in place'),
+        pytest.param(dropout_in_place, id='in place'),
         pytest.param(torch.ops.aten.dropout.default, id='exported'),
     ],
 )
@@ -436,13 +560,18 @@ def test_dropout_is_switched_off(dropout):
     """The dropout of attention is an argument of a kernel. Other dropout is a function that is called."""
 
     def loss(logits, batch):
-        return causal(dropout(logits, 0.5, True), batch)
+        dropped_logits = dropout(logits, 0.5, True)
+        return causal(dropped_logits, batch)
 
+    row = text_row(12, 6)
     model = one_layer_model(attention_dropout=0.5).train()
     probe = probe_of(loss, model=model)
-    row = text_row(12, 6)
-    expected = probe_of(causal, model=one_layer_model()).run(row)
-    assert probe.run(row).losses == pytest.approx(expected.losses, rel=1e-6)
+
+    result = probe.run(row)
+
+    model_without_dropout = one_layer_model()
+    expected = probe_of(causal, model=model_without_dropout).run(row)
+    assert result.losses == pytest.approx(expected.losses, rel=1e-6)
     assert probe.is_training
 
 
@@ -468,17 +597,30 @@ def test_dropout_inside_of_torchs_modules(layer):
     model.model.norm = torch.nn.Sequential(layer, torch.nn.LayerNorm(32))
     probe = probe_of(causal, model=model)
     row = text_row(12, 6)
-    assert probe.run(row).losses == probe.run(row, seed=1).losses
+
+    result = probe.run(row)
+    result_of_other_seed = probe.run(row, seed=1)
+
+    assert result.losses == result_of_other_seed.losses
     assert probe.is_training
     assert layer.dropout == 0.5
+
+
+def draw_with_numpy(shape):
+    numbers = np.random.standard_normal(shape)
+    return torch.tensor(numbers, dtype=torch.float32)
+
+
+def draw_with_python(shape):
+    return torch.full(shape, random.random())
 
 
 @pytest.mark.parametrize(
     'draw',
     [
         pytest.param(torch.randn, id='torch'),
-        pytest.param(lambda shape: torch.tensor(np.random.standard_normal(shape), dtype=torch.float32), id='numpy'),
-        pytest.param(lambda shape: torch.full(shape, random.random()), id='python'),
+        pytest.param(draw_with_numpy, id='numpy'),
+        pytest.param(draw_with_python, id='python'),
     ],
 )
 def test_random_forward_is_probed_in_evaluation(draw):
@@ -491,7 +633,11 @@ def test_random_forward_is_probed_in_evaluation(draw):
     model.model.norm.register_forward_hook(add_noise_in_training)
     probe = probe_of(causal, model=model)
     row = text_row(12, 6)
-    assert probe.run(row).losses == probe.run(row).losses
+
+    first_result = probe.run(row)
+    second_result = probe.run(row)
+
+    assert first_result.losses == second_result.losses
     assert not probe.is_training
 
 
@@ -500,7 +646,8 @@ def test_norm_after_the_head():
     model = one_layer_model()
 
     def loss(logits, batch):
-        model.model.norm(torch.ones(1, logits.shape[1], 32))
+        width = logits.shape[1]
+        model.model.norm(torch.ones(1, width, 32))
         return causal(logits, batch)
 
     assert find_loss_rule(probe_of(loss, model=model), row_for_rule()) == 'causal'
@@ -517,36 +664,48 @@ class Positions(torch.nn.Module):
         scales = self.scales
         if scales.dim() == 2:
             scales = scales.sum(dim=0)
-        columns = torch.arange(states.shape[1], dtype=states.dtype)[:, None]
+        width = states.shape[1]
+        columns = torch.arange(width, dtype=states.dtype)[:, None]
         return states + columns * scales
 
 
-@pytest.mark.parametrize('shape', [(), (1,), (32,), (4, 32)])
+def padded_on_the_left(row, num_pads):
+    padding = (num_pads, 0)
+    return {
+        'input_ids': F.pad(row['input_ids'], padding),
+        'attention_mask': F.pad(row['attention_mask'], padding),
+        'labels': F.pad(row['labels'], padding, value=-100),
+    }
+
+
+SHAPES_OF_WEIGHTS = [(), (1,), (32,), (4, 32)]
+
+
+@pytest.mark.parametrize('shape', SHAPES_OF_WEIGHTS)
 def test_weights_of_0_hide_nothing(shape):
     """A weight of 0 hides that the loss depends on columns, until it is trained. The probe varies the weights."""
     model = one_layer_model()
     model.model.embed_tokens = torch.nn.Sequential(model.model.embed_tokens, Positions(*shape))
-    probe = probe_of(causal, model=model)
     row = text_row(12, 6)
-    padded_row = {
-        'input_ids': F.pad(row['input_ids'], (40, 0)),
-        'attention_mask': F.pad(row['attention_mask'], (40, 0)),
-        'labels': F.pad(row['labels'], (40, 0), value=-100),
-    }
+    padded_row = padded_on_the_left(row, num_pads=40)
     torch.testing.assert_close(model(**padded_row).loss, model(**row).loss, rtol=1e-5, atol=0)
+
+    probe = probe_of(causal, model=model)
     with weights_unchanged(model):
         result = probe.run(row)
         padded_result = probe.run(padded_row)
+
     assert not result.is_same_loss('tokens', padded_result.losses['tokens'])
 
 
 def test_equal_weights_are_varied_upwards():
     """Below 0 a root or a logarithm of a weight would not be a number."""
-    for shape in ((), (1,), (32,), (4, 32)):
+    for shape in SHAPES_OF_WEIGHTS:
         varied = probe_module._varied(torch.zeros(shape))
         assert varied.shape == shape
         assert bool((varied > 0).all())
-        assert len(varied.flatten().unique()) > 0.9 * varied.numel()
+        different_weights = varied.flatten().unique()
+        assert len(different_weights) > 0.9 * varied.numel()
 
 
 def test_layer_of_torchscript():
@@ -572,13 +731,18 @@ def test_probe_leaves_no_trace():
     model = with_layers(Statistic(), Cache())
     model.model.layers[0].eval()
     row = text_row(12, 6)
-    traces = traces_in(model)
+    row_outside_of_vocabulary = {**row, 'input_ids': torch.full((1, 12), 10**6)}
+    traces_before = traces_in(model)
     probe = Probe.from_model(model)
-    assert probe.run(row).losses == probe.run(row).losses
+
+    first_result = probe.run(row)
+    second_result = probe.run(row)
     probe.run(row, rounded=True)
     with pytest.raises(IndexError):
-        probe.run({**row, 'input_ids': torch.full((1, 12), 10**6)})
-    assert traces_in(model) == traces
+        probe.run(row_outside_of_vocabulary)
+
+    assert first_result.losses == second_result.losses
+    assert traces_in(model) == traces_before
 
 
 def test_interrupted_probe_shows_the_weights():
@@ -586,8 +750,11 @@ def test_interrupted_probe_shows_the_weights():
         raise KeyboardInterrupt
 
     model = one_layer_model()
-    model.model.norm.register_forward_hook(interrupt)
-    names = sorted(vars(model.model.norm))
+    norm = model.model.norm
+    norm.register_forward_hook(interrupt)
+    attributes_before = sorted(vars(norm))
+
     with pytest.raises(KeyboardInterrupt):
         probe_of(causal, model=model).run(text_row(12, 6))
-    assert sorted(vars(model.model.norm)) == names
+
+    assert sorted(vars(norm)) == attributes_before

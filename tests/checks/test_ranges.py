@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -39,9 +40,11 @@ def top_k_model(model_type: str) -> HuggingFaceModel:
     for name in ('index_topk', 'keep_window_size'):
         if hasattr(config, name):
             setattr(config, name, TOP_K)
+
     model = transformers.AutoModelForCausalLM.from_config(config)
     for parameter in model.parameters():
-        if parameter.dim() > 1:
+        is_matrix = parameter.dim() > 1
+        if is_matrix:
             torch.nn.init.normal_(parameter, std=0.15)
     return HuggingFaceModel(model, shift_labels=True, use_logits=True)
 
@@ -52,8 +55,12 @@ def growing_batches(side: str) -> list[dict[str, Any]]:
     batches = []
     for longest in (TOP_K, 40, 40):
         lengths = [rng.randint(3, longest) for _ in range(6)]
-        shape = [(length, rng.randint(1, length - 1)) for length in lengths]
-        batches.append(ragged_batch(shape, side=side))
+        row_sizes = []
+        for length in lengths:
+            num_labels = rng.randint(1, length - 1)
+            row_sizes.append((length, num_labels))
+        batch = ragged_batch(row_sizes, side=side)
+        batches.append(batch)
     return batches
 
 
@@ -69,10 +76,16 @@ CUTS = [
 @pytest.mark.parametrize('model_type', ['deepseek_v32', 'doge', 'glm_moe_dsa'])
 def test_width_that_changes_the_model(model_type, side, options):
     """The first batch is so narrow that the model attends to all keys. It cannot show how wider batches behave."""
-    kinds = kinds_of_steps(top_k_model(model_type), growing_batches(side), **options)
+    model = top_k_model(model_type)
+    batches = growing_batches(side)
+
+    kinds = kinds_of_steps(model, batches, **options)
+
     # Doge of Transformers 4 is refused in the first batch already.
-    assert kinds[0] == 'exact' or transformers.__version__.startswith('4.')
-    if options.get('packing') or model_type == 'doge':
+    may_refuse_first = transformers.__version__.startswith('4.')
+    assert kinds[0] == 'exact' or may_refuse_first
+    must_refuse_wider = options.get('packing') or model_type == 'doge'
+    if must_refuse_wider:
         assert kinds[-1] == 'refused'
 
 
@@ -80,49 +93,68 @@ def test_window_of_a_users_model():
     """The model has no `config`, but its part does."""
     model = NativeModel('causal')
     model.model.config.keep_window_size = TOP_K
+    batch = ragged_batch([(TOP_K + 1, 3), (4, 2)])
+
     with pytest.raises(RuntimeError, match='keep_window_size'):
-        fit(model, ragged_batch([(TOP_K + 1, 3), (4, 2)]))
+        fit(model, batch)
 
 
 @pytest.mark.parametrize(
     ('make_model', 'packing', 'second_step'),
-    [(gpt2, False, 'exact'), (gpt2, True, 'refused'), (one_layer_model, True, 'exact')],
+    [
+        pytest.param(gpt2, False, 'exact', id='gpt2 padded'),
+        pytest.param(gpt2, True, 'refused', id='gpt2 packed'),
+        pytest.param(one_layer_model, True, 'exact', id='llama packed'),
+    ],
 )
 def test_padding_on_both_sides_comes_later(make_model, packing, second_step):
     """GPT-2 counts positions from the first column. In a packed row they would begin at the first token."""
-    batch = ragged_batch()
+    first = ragged_batch()
     short_rows = [0, 1, 4, 5]  # padding on the left makes them no longer than the row of 9 tokens
     later = {}
-    for key, value in batch.items():
-        later[key] = value.clone()
-        later[key][short_rows] = value[short_rows].roll(2, dims=1)
-    assert kinds_of_steps(hugging_face(make_model()), [batch, later], packing=packing) == ['exact', second_step]
+    for key, tensor in first.items():
+        later[key] = tensor.clone()
+        later[key][short_rows] = tensor[short_rows].roll(2, dims=1)
+    model = hugging_face(make_model())
+
+    kinds = kinds_of_steps(model, [first, later], packing=packing)
+
+    assert kinds == ['exact', second_step]
 
 
 class AddsMemory(NativeModel):
-    """A Llama that adds one vector to all embeddings of a row: a sum over its memory."""
+    """A Llama that adds one vector to all embeddings of a row: a sum over its memory.
+
+    Subclasses make other vectors.
+    """
 
     def __init__(self):
         super().__init__('causal')
         self.config = self.model.config
 
     def vectors_of_rows(self, batch: Any) -> torch.Tensor:
-        return batch['encoder_hidden_states'].tanh().cumsum(dim=1)[:, -1]
+        """Returns the vector of each row, of shape ``(rows, HIDDEN_SIZE)``."""
+        running_sums = batch['encoder_hidden_states'].tanh().cumsum(dim=1)
+        return running_sums[:, -1]
 
     def forward(self, batch):
-        embeddings = self.model.get_input_embeddings()(batch['input_ids'])
+        embed = self.model.get_input_embeddings()
+        embeddings = embed(batch['input_ids'])
         vectors = self.vectors_of_rows(batch)[:, None]
         logits = self.model(inputs_embeds=embeddings + vectors, attention_mask=batch['attention_mask']).logits
-        return {'loss': self.loss_of(logits, batch['labels']), 'logits': logits}
+        loss = self.loss_of(logits, batch['labels'])
+        return {'loss': loss, 'logits': logits}
 
 
+HIDDEN_SIZE = 32
+"""Of the Llama of :class:`NativeModel`."""
 NUM_STATES = 16
 
 
 def batch_with_memory(lengths: list[int], width: int, seed: int) -> dict[str, Any]:
     """Returns text padded to a width, and 16 states of a memory for each row."""
     generator = torch.Generator().manual_seed(seed)
-    states = torch.randn(len(lengths), NUM_STATES, 32, generator=generator)
+    states = torch.randn(len(lengths), NUM_STATES, HIDDEN_SIZE, generator=generator)
     return text_batch(lengths, width=width, encoder_hidden_states=states)
 
 
@@ -131,45 +163,65 @@ def test_memory_as_wide_as_some_texts(widths):
     """A tensor of 16 states per row is not text, although the text of a batch has 16 columns."""
     batches = []
     for step, width in enumerate(widths):
-        batches.append(batch_with_memory([3, 5, width - 1, width - 3], width, seed=step))
-    assert kinds_of_steps(AddsMemory(), batches) == ['exact'] * len(widths)
+        lengths = [3, 5, width - 1, width - 3]
+        batch = batch_with_memory(lengths, width, seed=step)
+        batches.append(batch)
+
+    kinds = kinds_of_steps(AddsMemory(), batches)
+
+    assert kinds == ['exact'] * len(widths)
 
 
-LAYOUT_OF_IMAGES = BatchLayout(family=Family(name='of images', media={'image': Media()}))
+FAMILY_OF_IMAGES = Family(name='of images', media={'image': Media()})
+LAYOUT_OF_IMAGES = BatchLayout(family=FAMILY_OF_IMAGES)
+
+
+def random_images(num_images: int) -> torch.Tensor:
+    """Returns images that are vectors, of shape ``(num_images, HIDDEN_SIZE)``."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(num_images, HIDDEN_SIZE, generator=generator)
 
 
 class AddsImages(AddsMemory):
     """Adds the sum of a row's images. The batch has the number of images of each row."""
 
     def vectors_of_rows(self, batch: Any) -> torch.Tensor:
+        num_rows = len(batch['input_ids'])
         if 'pixel_values' not in batch:
-            return torch.zeros(len(batch['input_ids']), 32)
+            return torch.zeros(num_rows, HIDDEN_SIZE)
         images_of_rows = batch['pixel_values'].split(list(batch['num_images']))
-        return torch.stack([images.sum(dim=0) for images in images_of_rows])
+        sums_of_rows = [images.sum(dim=0) for images in images_of_rows]
+        return torch.stack(sums_of_rows)
 
 
 def test_as_many_images_as_rows():
     """Three rows have three images, but not one each."""
     batch = ragged_batch([(4, 2), (9, 7), (6, 3)])
-    batch['pixel_values'] = torch.randn(3, 32, generator=torch.Generator().manual_seed(0))
-    batches = [{**batch, 'num_images': num_images} for num_images in ([2, 0, 1], [1, 1, 1], [0, 3, 0])]
-    assert kinds_of_steps(AddsImages(), batches, layout=LAYOUT_OF_IMAGES) == ['exact'] * 3
+    batch['pixel_values'] = random_images(3)
+    batches = []
+    for num_images in ([2, 0, 1], [1, 1, 1], [0, 3, 0]):
+        batches.append({**batch, 'num_images': num_images})
+
+    kinds = kinds_of_steps(AddsImages(), batches, layout=LAYOUT_OF_IMAGES)
+
+    assert kinds == ['exact'] * 3
 
 
 class SeesImagesOfOtherRows(AddsImages):
     """Adds the mean of all images of a microbatch to each row that has one."""
 
     def vectors_of_rows(self, batch: Any) -> torch.Tensor:
-        images_of_rows = super().vectors_of_rows(batch)
-        has_image = images_of_rows.any(dim=1, keepdim=True)
-        return has_image * images_of_rows.sum(dim=0) / has_image.sum().clamp(min=1)
+        sums_of_rows = super().vectors_of_rows(batch)
+        has_image = sums_of_rows.any(dim=1, keepdim=True)
+        num_rows_with_image = has_image.sum().clamp(min=1)
+        mean_of_images = sums_of_rows.sum(dim=0) / num_rows_with_image
+        return has_image * mean_of_images
 
 
 def batch_with_images(num_images: list[int]) -> dict[str, Any]:
     """Returns eight rows of different lengths. All images have the same size."""
     batch = ragged_batch([(4, 2), (9, 2), (6, 2), (12, 2), (7, 2), (10, 2), (5, 2), (8, 2)])
-    generator = torch.Generator().manual_seed(0)
-    batch['pixel_values'] = torch.randn(sum(num_images), 32, generator=generator)
+    batch['pixel_values'] = random_images(sum(num_images))
     batch['num_images'] = num_images
     return batch
 
@@ -185,10 +237,14 @@ def batch_with_images(num_images: list[int]) -> dict[str, Any]:
 )
 def test_rows_with_images_of_one_size(num_images, have_labels):
     first = batch_with_images(num_images)
+    later = batch_with_images(num_images)
     if not have_labels:
-        first['labels'][torch.tensor(num_images) > 0] = -100
-    batches = [first, batch_with_images(num_images)]
-    assert kinds_of_steps(SeesImagesOfOtherRows(), batches, layout=LAYOUT_OF_IMAGES) == ['refused']
+        has_image = torch.tensor(num_images) > 0
+        first['labels'][has_image] = -100
+
+    kinds = kinds_of_steps(SeesImagesOfOtherRows(), [first, later], layout=LAYOUT_OF_IMAGES)
+
+    assert kinds == ['refused']
 
 
 IMAGE_ID = 40
@@ -201,15 +257,27 @@ class PadsToLargestImage(AddsMemory):
     def vectors_of_rows(self, batch: Any) -> torch.Tensor:
         is_placeholder = batch['input_ids'] == IMAGE_ID
         longest_run = 0
-        still_in_run = is_placeholder
-        while still_in_run.any():
+        begins_longer_run = is_placeholder  # whether more than `longest_run` placeholders begin at a position
+        while begins_longer_run.any():
             longest_run += 1
-            still_in_run = still_in_run[:, :-1] & is_placeholder[:, longest_run:]
-        return is_placeholder.any(dim=1, keepdim=True) * 0.1 * longest_run * torch.linspace(-1, 1, 32)
+            begins_longer_run = begins_longer_run[:, :-1] & is_placeholder[:, longest_run:]
+
+        vector = 0.1 * longest_run * torch.linspace(-1, 1, HIDDEN_SIZE)
+        has_images = is_placeholder.any(dim=1, keepdim=True)
+        return has_images * vector
 
 
-LAYOUT_WITH_CONFIG = replace(LAYOUT_OF_IMAGES, config=SimpleNamespace(model_type='of images', image_token_id=IMAGE_ID))
+CONFIG_OF_IMAGES = SimpleNamespace(model_type='of images', image_token_id=IMAGE_ID)
+LAYOUT_WITH_CONFIG = replace(LAYOUT_OF_IMAGES, config=CONFIG_OF_IMAGES)
 """The config tells the placeholders."""
+
+
+def drawn_batch_of_images(drawings: Sequence[str], images: torch.Tensor, num_images: list[int]) -> dict[str, Any]:
+    """Returns rows as :func:`.drawn_batch` draws them. Their placeholders have an id that the tiny Llama knows."""
+    batch = drawn_batch(*drawings, pixel_values=images, num_images=num_images)
+    is_placeholder = batch['input_ids'] == IMAGE
+    batch['input_ids'][is_placeholder] = IMAGE_ID
+    return batch
 
 
 def test_unequal_images_with_equal_means():
@@ -218,46 +286,57 @@ def test_unequal_images_with_equal_means():
     row_of_equal_images = '12iiii34iiii56'
     batches = []
     for row in (row_of_unequal_images, row_of_equal_images):
-        rows = (row_of_unequal_images, row_of_unequal_images, row, row, '123456', '1234')
-        batch = drawn_batch(*rows, pixel_values=numbered(8, 3), num_images=[2, 2, 2, 2, 0, 0])
-        is_placeholder = batch['input_ids'] == IMAGE
-        batch['input_ids'][is_placeholder] = IMAGE_ID
+        drawings = (row_of_unequal_images, row_of_unequal_images, row, row, '123456', '1234')
+        batch = drawn_batch_of_images(drawings, numbered(8, 3), num_images=[2, 2, 2, 2, 0, 0])
+        is_placeholder = batch['input_ids'] == IMAGE_ID
         batch['labels'][is_placeholder] = -100
         batches.append(batch)
-    assert kinds_of_steps(PadsToLargestImage(), batches, layout=LAYOUT_WITH_CONFIG) == ['exact', 'refused']
+
+    kinds = kinds_of_steps(PadsToLargestImage(), batches, layout=LAYOUT_WITH_CONFIG)
+
+    assert kinds == ['exact', 'refused']
 
 
 class IgnoresLabelsOfImages(AddsImages):
     """Counts no label at a placeholder."""
 
     def forward(self, batch: Any) -> dict[str, torch.Tensor]:
-        labels = batch['labels'].masked_fill(batch['input_ids'] == IMAGE_ID, -100)
+        is_placeholder = batch['input_ids'] == IMAGE_ID
+        labels = batch['labels'].masked_fill(is_placeholder, -100)
         return super().forward({**batch, 'labels': labels})
 
 
 @pytest.mark.parametrize(
-    ('rows', 'layout'),
+    ('drawings', 'layout'),
     [
         pytest.param(('12iiii345', '1ii2345', '123iiiiii2345', 'iii12345'), LAYOUT_OF_IMAGES, id='in the text'),
         pytest.param(('12iiii3', '1ii2', '123iiiiii5', 'iii7'), LAYOUT_WITH_CONFIG, id='directly behind'),
     ],
 )
-def test_one_label_behind_each_image(rows, layout):
+def test_one_label_behind_each_image(drawings, layout):
     """The check puts labels on a row. None of them may be at a placeholder."""
-    images = torch.randn(len(rows), 32, generator=torch.Generator().manual_seed(0))
-    batch = drawn_batch(*rows, pixel_values=images, num_images=[1] * len(rows))
-    batch['input_ids'][batch['input_ids'] == IMAGE] = IMAGE_ID
-    for row, drawing in enumerate(rows):
-        batch['labels'][row, : len(drawing) - 1] = -100
-    assert kinds_of_steps(IgnoresLabelsOfImages(), [batch, batch], layout=layout) == ['exact', 'exact']
+    num_rows = len(drawings)
+    batch = drawn_batch_of_images(drawings, random_images(num_rows), num_images=[1] * num_rows)
+    for row, drawing in enumerate(drawings):
+        last_token = len(drawing) - 1
+        batch['labels'][row, :last_token] = -100
+
+    kinds = kinds_of_steps(IgnoresLabelsOfImages(), [batch, batch], layout=layout)
+
+    assert kinds == ['exact', 'exact']
 
 
 # Ranges of widths and lengths. Rows within them need no new check.
 
 
+TEXT_LAYOUT = BatchLayout(family=TEXT)
+
+
 def ranges_of_batch(lengths: list[int], largest_packed_row: int = 0, **options: Any) -> RowRanges:
+    """Returns the ranges of a batch of text. Takes the options of :func:`.text_batch`."""
     batch = text_batch(lengths, **options)
-    return ranges_of([describe(BatchLayout(family=TEXT), batch)], largest_packed_row)
+    facts = describe(TEXT_LAYOUT, batch)
+    return ranges_of([facts], largest_packed_row)
 
 
 PROVEN = ranges_of_batch([5, 10, 20])
@@ -265,7 +344,8 @@ PROVEN = ranges_of_batch([5, 10, 20])
 
 @pytest.mark.parametrize('lengths', [[5, 10, 20], [7, 20, 9], [10, 10]])
 def test_rows_inside_proven_ranges(lengths):
-    assert PROVEN.missing(ranges_of_batch(lengths)) == []
+    ranges = ranges_of_batch(lengths)
+    assert PROVEN.missing(ranges) == []
 
 
 @pytest.mark.parametrize(
@@ -285,30 +365,40 @@ def test_rows_outside_of_proven_ranges(ranges, missing):
 
 def test_packed_rows_outside_of_proven():
     proven = ranges_of_batch([5, 20], largest_packed_row=40)
-    assert proven.missing(ranges_of_batch([5, 20], largest_packed_row=40)) == []
-    assert proven.missing(ranges_of_batch([5, 20], largest_packed_row=41)) == ['packed rows']
-    assert proven.missing(ranges_of_batch([21, 21], largest_packed_row=40)) == ['packed rows']
+    equal_rows = ranges_of_batch([5, 20], largest_packed_row=40)
+    larger_packed_row = ranges_of_batch([5, 20], largest_packed_row=41)
+    longer_documents = ranges_of_batch([21, 21], largest_packed_row=40)
+
+    assert proven.missing(equal_rows) == []
+    assert proven.missing(larger_packed_row) == ['packed rows']
+    assert proven.missing(longer_documents) == ['packed rows']
 
 
 def test_padding_with_positions_is_new():
-    batch = text_batch([5, 20], side='left')
-    with_positions = {**batch, 'position_ids': torch.arange(20).expand(2, 20)}
-    layout = BatchLayout(family=TEXT)
-    proven = ranges_of([describe(layout, batch)])
-    ranges = ranges_of([describe(layout, with_positions)])
+    positions = torch.arange(20).expand(2, 20)
+    proven = ranges_of_batch([5, 20], side='left')
+    ranges = ranges_of_batch([5, 20], side='left', position_ids=positions)
+
     assert proven.missing(ranges) == ['rows padded on the left, with position_ids']
 
 
 def test_complex_numbers_have_no_lowest():
-    batch = {**text_batch([5, 20]), 'phases': torch.ones(2, dtype=torch.complex64)}
-    assert describe(BatchLayout(family=TEXT), batch).lowest_values == {}
+    phases = torch.ones(2, dtype=torch.complex64)
+    batch = text_batch([5, 20], phases=phases)
+
+    facts = describe(TEXT_LAYOUT, batch)
+
+    assert facts.lowest_values == {}
 
 
 def test_joined_ranges_cover_both():
     first = ranges_of_batch([5, 20])
     second = ranges_of_batch([3, 9, 10], side='left')
+
     joined = first.joined(second)
-    assert joined.missing(first) == joined.missing(second) == []
+
+    assert joined.missing(first) == []
+    assert joined.missing(second) == []
     assert first.missing(joined) == ['rows padded on the left']
 
 
@@ -323,4 +413,5 @@ def test_random_lengths_are_seldom_outside():
         if proven.missing(ranges):
             num_checks += 1
             proven = proven.joined(ranges)
+
     assert 5 <= num_checks <= 25

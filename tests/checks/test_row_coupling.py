@@ -20,6 +20,7 @@ from tests.support.training import GradientRecorder, fit, hugging_face, num_hook
 
 
 def with_batch_norm():
+    """Returns a model that has a BatchNorm, which no forward calls."""
     model = one_layer_model()
     model.extra = torch.nn.BatchNorm1d(4)
     return model
@@ -29,14 +30,16 @@ def with_batch_norm():
 def test_batch_norm_in_training(regroup):
     """The refused model gets no hooks."""
     model = with_batch_norm()
+
     with pytest.raises(RuntimeError, match=r"1 BatchNorm in training mode, such as 'model\.extra'"):
         fit(model, ragged_batch(), regroup=regroup)
+
     assert num_hooks(model) == 0
 
 
 def test_batch_norm_is_accepted_on_request():
-    model = with_batch_norm()
-    assert fit(model, ragged_batch(), loss_tokens='causal', check_loss=False).gradients
+    recorder = fit(with_batch_norm(), ragged_batch(), loss_tokens='causal', check_loss=False)
+    assert recorder.gradients
 
 
 def with_term(term_of):
@@ -45,12 +48,19 @@ def with_term(term_of):
     plain_loss = model.loss
 
     def loss(outputs, batch):
+        terms = {'lm': plain_loss(outputs, batch)}
         term = term_of(model, outputs, batch)
-        terms = {} if term is None else {'pairs': term}
-        return {'lm': plain_loss(outputs, batch), **terms}
+        if term is not None:
+            terms['pairs'] = term
+        return terms
 
     model.loss = loss
     return model
+
+
+def units_of_terms(unit):
+    """Returns the argument ``loss_units`` for a model of :func:`with_term`. ``unit`` is the unit of the second term."""
+    return {'lm': 'tokens', 'pairs': unit}
 
 
 class CouplesPrompts(NativeModel):
@@ -58,14 +68,17 @@ class CouplesPrompts(NativeModel):
 
     def logits_of(self, batch):
         logits = super().logits_of(batch).clone()
-        logits[:, 2] += 0.1 * logits[:, 2].mean(dim=0)
+        mean_of_rows = logits[:, 2].mean(dim=0)
+        logits[:, 2] += 0.1 * mean_of_rows
         return logits
 
 
-def test_leak_where_no_token_has_a_label():
+def test_leak_at_tokens_without_labels():
     """Later rows may have labels there, so the check adds some."""
     batch = ragged_batch([(9, 2), (8, 3), (7, 1), (12, 4)])
-    assert (batch['labels'][:, :4] == -100).all()
+    first_labels = batch['labels'][:, :4]  # the third token predicts the last of them
+    assert (first_labels == -100).all()
+
     with pytest.raises(RuntimeError, match='rows beside it'):
         fit(CouplesPrompts('causal'), batch)
 
@@ -75,8 +88,11 @@ class CouplesStates(NativeModel):
 
     def forward(self, batch):
         states = self.states_of(batch)
-        loss = self.loss_of(self.model.lm_head(states), batch['labels'])
-        return {'loss': loss + 1e-6 * states.mean(dim=(0, 1)).square().sum()}
+        logits = self.model.lm_head(states)
+        loss = self.loss_of(logits, batch['labels'])
+        mean_state = states.mean(dim=(0, 1))
+        coupling_term = mean_state.square().sum()
+        return {'loss': loss + 1e-6 * coupling_term}
 
 
 def test_small_term_of_states_without_logits():
@@ -95,10 +111,13 @@ class SecondTask(NativeModel):
     def forward(self, batch):
         states = self.states_of(batch)
         logits = self.model.lm_head(states)
-        num_labels = has_loss(batch['labels']).sum().clamp(min=1)
-        second_sum = next_token_loss(self.second_head(states), batch['second_labels'], reduction='sum')
-        loss = self.loss_of(logits, batch['labels']) + self.weight * second_sum / num_labels
-        return {'loss': loss, 'logits': logits}
+        first_loss = self.loss_of(logits, batch['labels'])
+
+        second_logits = self.second_head(states)
+        second_sum = next_token_loss(second_logits, batch['second_labels'], reduction='sum')
+        num_first_labels = has_loss(batch['labels']).sum().clamp(min=1)
+        second_loss = second_sum / num_first_labels
+        return {'loss': first_loss + self.weight * second_loss, 'logits': logits}
 
 
 @pytest.mark.parametrize('weight', [1.0, 1e-5])
@@ -106,82 +125,112 @@ def test_second_labels_in_row_without_labels(weight):
     """The first batch has labels in every row. The second one has a row with labels of the second task only."""
     first = ragged_batch()
     first['second_labels'] = first['labels']
+
     later = ragged_batch(ONE_UNLABELLED)
+    unlabelled_row = 1
     later['second_labels'] = later['labels'].clone()
-    later['second_labels'][1, 1:4] = later['input_ids'][1, 1:4]
+    later['second_labels'][unlabelled_row, 1:4] = later['input_ids'][unlabelled_row, 1:4]
+
     recorder = GradientRecorder()
     with pytest.raises(RuntimeError, match='must be the mean over its loss-generating tokens'):
         fit(SecondTask(weight), first, later, recorder=recorder)
+
     assert len(recorder.steps) == 1
 
 
 @pytest.mark.parametrize('unit', ['coupled_samples', 'microbatches'])
 def test_terms_that_couple_rows_refuse_regrouping(unit):
     model = with_term(lambda model, outputs, batch: outputs['logits'].mean())
+
     with pytest.raises(RuntimeError, match=r"the terms \['pairs'\] of `loss_units`"):
-        fit(model, ragged_batch(), loss_units={'lm': 'tokens', 'pairs': unit})
+        fit(model, ragged_batch(), loss_units=units_of_terms(unit))
+
+
+def is_labelled_row(batch):
+    """Returns whether a row has a label, bool of shape ``(rows,)``."""
+    return (batch['labels'] != -100).any(dim=1)
 
 
 def of_two_rows(model, outputs, batch):
     """A row by itself leaves out the term, so its gradient depends on the cut."""
     first_logits = outputs['logits'].float()[:, 0]
-    return (first_logits @ first_logits.T).mean() if len(first_logits) > 1 else None
+    if len(first_logits) == 1:
+        return None
+    products_of_rows = first_logits @ first_logits.T
+    return products_of_rows.mean()
+
+
+def size_of_first_states(model, batch, has_term):
+    """Returns the mean square of the embedding of the first token in some rows. No other layer has a part in it."""
+    first_ids = batch['input_ids'][has_term, :1]
+    states = model.model.get_input_embeddings()(first_ids)
+    return 100 * states.square().mean()
 
 
 def of_long_rows(model, outputs, batch):
     """It is not made of the last layers, so only its value shows that it is divided by some of the rows."""
-    has_term = batch['attention_mask'].sum(dim=1) > 5
-    states = model.model.get_input_embeddings()(batch['input_ids'][has_term, :1])
-    return 100 * states.square().mean() if has_term.any() else None
+    is_long = batch['attention_mask'].sum(dim=1) > 5
+    if not is_long.any():
+        return None
+    return size_of_first_states(model, batch, is_long)
 
 
 def of_labelled_rows(model, outputs, batch):
     """All rows have labels, but the row without labels that fills up a rank would not be counted."""
-    is_labelled = (batch['labels'] != -100).any(dim=1)
-    return outputs['logits'][is_labelled, 0].square().mean()
+    first_logits = outputs['logits'][is_labelled_row(batch), 0]
+    return first_logits.square().mean()
 
 
 def of_states_of_labelled_rows(model, outputs, batch):
     """It is not made of the last layers, so only its value shows that it leaves out rows without labels."""
-    is_labelled = (batch['labels'] != -100).any(dim=1)
-    states = model.model.get_input_embeddings()(batch['input_ids'][is_labelled, :1])
-    return 100 * states.square().mean()
+    return size_of_first_states(model, batch, is_labelled_row(batch))
 
 
 @pytest.mark.parametrize('term_of', [of_two_rows, of_long_rows, of_labelled_rows, of_states_of_labelled_rows])
 def test_term_of_some_rows_is_refused(term_of):
+    model = with_term(term_of)
+
     with pytest.raises(RuntimeError, match="'samples' must be means over samples"):
-        fit(with_term(term_of), ragged_batch(), loss_units={'lm': 'tokens', 'pairs': 'samples'})
+        fit(model, ragged_batch(), loss_units=units_of_terms('samples'))
 
 
 def of_documents(model, outputs, batch):
     """A packed row has one row of labels, so it does not show which of its documents have some."""
     states = model.model.get_input_embeddings()(batch['input_ids'])
     mask = batch['attention_mask'][..., None]
-    means = (states * mask).sum(dim=1) / mask.sum(dim=1)
-    is_labelled = (batch['labels'] != -100).any(dim=1)
-    return (100 * means.square().sum(dim=1) * is_labelled).mean()
+    mean_states = (states * mask).sum(dim=1) / mask.sum(dim=1)
+    sizes = 100 * mean_states.square().sum(dim=1)
+    return (sizes * is_labelled_row(batch)).mean()
 
 
 def test_packed_rows_without_labels():
     """Only a later batch has such rows, and the term is a mean over rows in every other cut."""
     model = with_term(of_documents)
-    options = {'loss_units': {'lm': 'tokens', 'pairs': 'samples'}}
+    loss_units = units_of_terms('samples')
     batch = ragged_batch()
+
     with pytest.raises(RuntimeError, match="'samples' must be means over samples"):
-        fit(model, batch, packing=True, **options)
-    recorder = fit(model, batch, packing='auto', **options)
-    assert not split_of(recorder.trainer.state.dataloader).packs_rows
+        fit(model, batch, packing=True, loss_units=loss_units)
+
+    recorder = fit(model, batch, packing='auto', loss_units=loss_units)
+    split = split_of(recorder.trainer.state.dataloader)
+    assert not split.packs_rows
+
+
+def mean_where(has_term, values):
+    """Returns the mean of the values that have the term, or 0 if none has it."""
+    num_values = has_term.sum().clamp(min=1)
+    return (values * has_term).sum() / num_values
 
 
 def of_flagged_rows(batch, values):
     has_term = batch['flags'] > 0
-    return (values.mean(dim=1) * has_term).sum() / has_term.sum().clamp(min=1)
+    return mean_where(has_term, values.mean(dim=1))
 
 
 def of_flagged_tokens(batch, values):
-    has_term = ((batch['flags'] > 0) & (batch['labels'] != -100))[:, 1:]
-    return (values[:, :-1] * has_term).sum() / has_term.sum().clamp(min=1)
+    has_term = (batch['flags'] > 0) & (batch['labels'] != -100)
+    return mean_where(has_term[:, 1:], values[:, :-1])
 
 
 ROW_FLAGS = torch.ones(6, dtype=torch.long)
@@ -191,22 +240,29 @@ TOKEN_FLAGS = ragged_batch()['attention_mask']
 @pytest.mark.parametrize(
     ('term_of', 'unit', 'flags', 'place', 'missing'),
     [
-        (of_flagged_rows, 'samples', ROW_FLAGS, 3, 0),
-        (of_flagged_rows, 'samples', ROW_FLAGS, 3, -100),
-        (of_flagged_tokens, 'tokens', TOKEN_FLAGS, (3, 13), 0),
+        pytest.param(of_flagged_rows, 'samples', ROW_FLAGS, 3, 0, id='flag of a row is 0'),
+        pytest.param(of_flagged_rows, 'samples', ROW_FLAGS, 3, -100, id='flag of a row is -100'),
+        pytest.param(of_flagged_tokens, 'tokens', TOKEN_FLAGS, (3, 13), 0, id='flag of a token is 0'),
     ],
 )
 def test_flag_that_a_later_batch_lacks(term_of, unit, flags, place, missing):
     """Only the second batch has something that the term leaves out, and each microbatch has one row."""
+
+    def term_of_logits(model, outputs, batch):
+        values = outputs['logits'].square().mean(dim=-1)
+        return term_of(batch, values)
+
     later_flags = flags.clone()
     later_flags[place] = missing
-    batches = [{**ragged_batch(), 'flags': flags}, {**ragged_batch(), 'flags': later_flags}]
-    model = with_term(lambda model, outputs, batch: term_of(batch, outputs['logits'].square().mean(dim=-1)))
+    first = {**ragged_batch(), 'flags': flags}
+    later = {**ragged_batch(), 'flags': later_flags}
+    model = with_term(term_of_logits)
     recorder = GradientRecorder()
-    with pytest.raises(
-        RuntimeError, match=r"'samples' must be means|mean over its loss-generating tokens|row's losses"
-    ):
-        fit(model, *batches, loss_units={'lm': 'tokens', 'pairs': unit}, microbatch_size=1, recorder=recorder)
+
+    message = r"'samples' must be means|mean over its loss-generating tokens|row's losses"
+    with pytest.raises(RuntimeError, match=message):
+        fit(model, first, later, loss_units=units_of_terms(unit), microbatch_size=1, recorder=recorder)
+
     assert len(recorder.steps) == 1
 
 
@@ -223,12 +279,14 @@ class CoupledDocuments(LlamaForCausalLM):
         lengths = attention_mask.sum(dim=1)
         if self.factor_of is not None:
             logits = logits * self.factor_of(lengths)
-            return CausalLMOutput(loss=next_token_loss(logits, labels), logits=logits)
-        is_packed = len(attention_mask) > len(input_ids)
-        is_real = attention_mask.any(dim=0) if is_packed else attention_mask
-        sizes = states.square().mean(dim=-1)
-        mean_size = (sizes * is_real).sum() / lengths.sum()
-        return CausalLMOutput(loss=next_token_loss(logits, labels) + 0.1 * mean_size, logits=logits)
+        loss = next_token_loss(logits, labels)
+        if self.factor_of is None:
+            is_packed = len(attention_mask) > len(input_ids)
+            is_real = attention_mask.any(dim=0) if is_packed else attention_mask
+            sizes = states.square().mean(dim=-1)
+            mean_size = (sizes * is_real).sum() / lengths.sum()
+            loss = loss + 0.1 * mean_size
+        return CausalLMOutput(loss=loss, logits=logits)
 
 
 FACTORS = {
@@ -241,7 +299,6 @@ SHORT_AND_LONG = [(5, 2), (5, 3), (14, 11), (14, 4), (5, 1), (5, 4)]
 LONGEST_HAS_NO_LABEL = [(6, 2), (6, 3), (9, 0), (6, 1), (6, 4)]
 """A truncated row often has lost its answer. The loss of the other rows may depend on its length."""
 
-
 COUPLINGS = [(name, SHORT_AND_LONG) for name in FACTORS]
 COUPLINGS.append(('longest document', LONGEST_HAS_NO_LABEL))
 
@@ -251,6 +308,7 @@ COUPLINGS.append(('longest document', LONGEST_HAS_NO_LABEL))
 def test_loss_depends_on_the_other_documents(packing, coupling, shape):
     model = CoupledDocuments(one_layer_model().config)
     model.factor_of = FACTORS[coupling]
+
     message = 'mean over its loss-generating tokens|rows beside it|packed documents apart'
     with pytest.raises(RuntimeError, match=message):
         fit(model, ragged_batch(shape), packing=packing)
@@ -258,11 +316,16 @@ def test_loss_depends_on_the_other_documents(packing, coupling, shape):
 
 def test_label_whose_logit_is_masked():
     """Its loss is infinite. The label is not among those by which the loss rule is found."""
-    model = one_layer_model()
     masked_id = torch.tensor([6])
-    model.lm_head.register_forward_hook(lambda module, args, logits: logits.index_fill(-1, masked_id, -torch.inf))
+
+    def mask_logit(module, args, logits):
+        return logits.index_fill(-1, masked_id, -torch.inf)
+
+    model = one_layer_model()
+    model.lm_head.register_forward_hook(mask_logit)
     batch = ragged_batch()
     assert masked_id in batch['labels']
+
     with pytest.raises(RuntimeError, match='must be a number, got: inf'):
         fit(model, batch)
 
@@ -271,15 +334,16 @@ def leaking_model():
     """Returns a fresh GPT-2. The rows see each other in its attention, which is small beside biases that are not 0."""
     model = gpt2()
 
-    def center(module, args, output):
-        states = output[0]
-        return (states - 0.3 * states.mean(dim=0, keepdim=True), *output[1:])
+    def subtract_mean_of_rows(module, args, output):
+        states, *other_outputs = output
+        mean_of_rows = states.mean(dim=0, keepdim=True)
+        return (states - 0.3 * mean_of_rows, *other_outputs)
 
-    model.transformer.h[1].attn.register_forward_hook(center)
+    model.transformer.h[1].attn.register_forward_hook(subtract_mean_of_rows)
     return model
 
 
-def test_leak_beside_biases_of_a_fresh_model():
+def test_leak_beside_zero_biases():
     """The probe varies biases that are all 0."""
     with pytest.raises(RuntimeError, match='rows beside it'):
         fit(leaking_model(), ragged_batch())
@@ -291,13 +355,17 @@ class CouplesSecondForward(NativeModel):
     def forward(self, batch):
         outputs = super().forward(batch)
         states = self.states_of(batch)
-        logits = self.model.lm_head(states + 1e-3 * states.mean(dim=0))
-        return {**outputs, 'loss': outputs['loss'] + self.loss_of(logits, batch['labels'])}
+        coupled_states = states + 1e-3 * states.mean(dim=0)
+        coupled_logits = self.model.lm_head(coupled_states)
+        second_loss = self.loss_of(coupled_logits, batch['labels'])
+        return {**outputs, 'loss': outputs['loss'] + second_loss}
 
 
 def test_leak_in_the_second_forward():
+    model = CouplesSecondForward(next_token_loss, init='fresh')
+
     with pytest.raises(RuntimeError, match='rows beside it'):
-        fit(CouplesSecondForward(next_token_loss, init='fresh'), ragged_batch())
+        fit(model, ragged_batch())
 
 
 def test_rank_with_the_change_explains_it():
@@ -312,7 +380,8 @@ def test_rank_with_the_change_explains_it():
         def gather(self, changes):
             return [changes, [change_there]]
 
-    comparison = RowComparison.__new__(RowComparison)  # only what the method below reads
+    # The comparison has only the attributes that `_check_gradients` reads. Its changes are not computed.
+    comparison = RowComparison.__new__(RowComparison)
     comparison.probe = ProbeOfTwoRanks()
     comparison.rows = {'sample_ids': ['first', 'second']}
     comparison._counts = [1, 1]
@@ -321,5 +390,6 @@ def test_rank_with_the_change_explains_it():
     comparison._largest_changes = lambda gradients, rows: [change_here]
     comparison._allowed = lambda point, error: 1e-6
     comparison._explained = lambda difference, cut_kind: difference
+
     with pytest.raises(CutFailure, match="'second': the gradient at its logits changes by"):
         comparison._check_gradients({}, None, [0, 1], CutKind.SINGLE_ROW)

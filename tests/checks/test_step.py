@@ -9,6 +9,7 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from composer.core import Algorithm, Event
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
@@ -30,7 +31,12 @@ RARE = 63
 
 def without_label(label):
     """Returns a model whose loss leaves out a label. Some leave out the id of padding wherever they see it."""
-    return NativeModel(lambda logits, labels: next_token_loss(logits, labels.masked_fill(labels == label, -100)))
+
+    def loss(logits, labels):
+        counted_labels = labels.masked_fill(labels == label, -100)
+        return next_token_loss(logits, counted_labels)
+
+    return NativeModel(loss)
 
 
 class MaskAroundForward(Algorithm):
@@ -54,7 +60,9 @@ def test_labels_on_later_padding_are_refused(microbatch_size):
     """The first batch has no padding, so its loss is the plain mean."""
     first = ragged_batch([(9, 4)] * 4)
     later = ragged_batch(UNEVEN, labels_on_pads=0)
+
     outcomes = measure_steps(without_label(0), [first, later, later], microbatch_size)
+
     assert [outcome.kind for outcome in outcomes] == ['exact', 'refused']
     assert 'the mean over its loss-generating tokens' in outcomes[-1].message
 
@@ -64,14 +72,17 @@ def test_labels_changed_around_the_forward(is_last):
     algorithms = [MaskAroundForward(), TokenAccumulation()]
     if is_last:
         algorithms.reverse()
+    data = loader(ragged_batch(UNEVEN))
+
     with pytest.raises(RuntimeError, match='an algorithm changes labels around the forward'):
-        fit(one_layer_model(), loader(ragged_batch(UNEVEN)), algorithms=algorithms)
+        fit(one_layer_model(), data, algorithms=algorithms)
 
 
 def test_healthy_steps_are_not_refused():
-    same_counts = ragged_batch([(9, 4), (12, 4), (7, 4), (9, 4)], side='left')
-    batches = [ragged_batch(UNEVEN), same_counts] * 10
-    assert_exact(one_layer_model(), *batches)
+    uneven_labels = ragged_batch(UNEVEN)
+    even_labels = ragged_batch([(9, 4), (12, 4), (7, 4), (9, 4)], side='left')
+    twenty_batches = [uneven_labels, even_labels] * 10
+    assert_exact(one_layer_model(), *twenty_batches)
 
 
 @pytest.mark.parametrize(('token_weights', 'num_measured'), [('token', [2, 1, 1, 2, 1]), ('sqrt', [2, 2, 2, 2, 2])])
@@ -94,9 +105,11 @@ def test_microbatches_with_new_labels_are_measured(monkeypatch, token_weights, n
         return num_watched
 
     monkeypatch.setattr(MicrobatchRecord, 'watch', watch)
-    steps = On(Event.BATCH_END, count_watched)
-    fit(one_layer_model(), *batches, regroup=False, token_weights=token_weights, callbacks=[steps])
-    assert steps.values == num_measured
+    counter = On(Event.BATCH_END, count_watched)
+
+    fit(one_layer_model(), *batches, regroup=False, token_weights=token_weights, callbacks=[counter])
+
+    assert counter.values == num_measured
 
 
 @pytest.mark.parametrize('label', [0, RARE], ids=['id of padding', 'in column 0'])
@@ -108,8 +121,11 @@ def test_label_that_did_not_count_before(row, label):
     later = copy.deepcopy(first)
     first['labels'][:, 0] = RARE
     length, _ = UNEVEN[row]
-    later['labels'][row, length - 1] = label
+    last_token = length - 1
+    later['labels'][row, last_token] = label
+
     outcomes = measure_steps(without_label(label), [first, first, later], 1)
+
     assert [outcome.kind for outcome in outcomes] == ['exact', 'exact', 'refused']
 
 
@@ -117,17 +133,22 @@ def test_labels_masked_in_an_unmeasured_microbatch():
     """The second step measures tokens of its second microbatch. Those of the first are only counted."""
 
     def mask_last_column(state):
-        if state.timestamp.batch == 1 and 'a' in state.batch['sample_ids']:
+        is_second_step = state.timestamp.batch == 1
+        is_first_microbatch = 'a' in state.batch['sample_ids']
+        if is_second_step and is_first_microbatch:
             labels = state.batch['labels'].clone()
             labels[:, -1] = -100
             state.batch = {**state.batch, 'labels': labels}
 
-    batch = {**ragged_batch(UNEVEN), 'sample_ids': list('abcd')}
+    batch = {**ragged_batch(UNEVEN), 'sample_ids': ['a', 'b', 'c', 'd']}
     options = {'logits': 'all', 'microbatch_size': 2, 'regroup': False}
     masking = On(Event.BEFORE_FORWARD, mask_last_column)
     recorder = GradientRecorder()
+
+    # The first microbatch has 2 and 11 labels. One of them is in the last column.
     with pytest.raises(RuntimeError, match=r"abels .* must not change .* 12 .* sample 'a', where 13"):
         fit(one_layer_model(), batch, batch, callbacks=[masking], recorder=recorder, **options)
+
     assert len(recorder.steps) == 1
 
 
@@ -141,14 +162,15 @@ class InfiniteOnPadding(NativeModel):
 
 
 def test_infinite_logits_on_padding(monkeypatch):
-    """All positions are measured, also those whose softmax is NaN. The loss is no mean from the third step on."""
+    """All positions are measured, also those whose softmax is NaN. From the third step on the loss is not a mean."""
     monkeypatch.setattr(step, 'ALL_TOKENS_SHARE', 1.0)
     current_step = 0
 
     def loss_of(logits, labels):
         next_labels = labels[:, 1:]
         has_loss = next_labels != -100
-        losses = torch.nn.functional.cross_entropy(logits[:, :-1][has_loss], next_labels[has_loss], reduction='none')
+        predictions = logits[:, :-1][has_loss]
+        losses = F.cross_entropy(predictions, next_labels[has_loss], reduction='none')
         if current_step < 2:
             return losses.mean()
         return losses.sum() / (len(losses) + 1)
@@ -158,10 +180,13 @@ def test_infinite_logits_on_padding(monkeypatch):
         current_step = int(state.timestamp.batch)
 
     model = InfiniteOnPadding(loss_of)
-    recorder = GradientRecorder()
+    four_batches = [ragged_batch(UNEVEN)] * 4
     callbacks = [On(Event.BATCH_START, set_step)]
+    recorder = GradientRecorder()
+
     with pytest.raises(RuntimeError, match='must stay the mean'):
-        fit(model, *[ragged_batch(UNEVEN)] * 4, callbacks=callbacks, recorder=recorder)
+        fit(model, *four_batches, callbacks=callbacks, recorder=recorder)
+
     assert len(recorder.steps) == 2
 
 
@@ -170,13 +195,16 @@ def test_worst_position_without_a_label():
     batch = {'labels': torch.tensor([[-100, -100, 5, 6]])}
     record = MicrobatchRecord(batch=batch, rows=[RowCounts(rule='causal', loss_tokens=2)])
     record.positions_of_logits = LabelledPositions.from_batch(batch, 'causal', 2)
+
     record.deviations = torch.tensor([0.0, 1.0, 0.0])
     assert record.worst_token() == ('row 0', 6)
+
     record.deviations = torch.tensor([0.0, 0.0, 1.0])
     assert record.worst_token() == ('row 0', -100)
 
 
 def measured_deviations(logits, gradient, measures_all):
+    """Returns the deviations of three rows of five labels. The first label of a row does not count."""
     rows = [RowCounts(rule='causal', loss_tokens=4)] * 3
     batch = {'labels': torch.arange(15).view(3, 5)}
     record = MicrobatchRecord(batch=batch, rows=rows)
@@ -191,10 +219,12 @@ def test_tokens_of_a_sharded_vocabulary(measures_all, tmp_path, monkeypatch):
     monkeypatch.setattr(step, 'NUM_SAMPLED', 100)  # all tokens, in the same order
     logits = torch.randn(3, 5, 16)
     gradient = torch.randn(3, 5, 16)
-    expected = measured_deviations(logits, gradient, measures_all)
+
     with group_of_one_rank(tmp_path):
         mesh = init_device_mesh('cpu', (1,))
         sharded_logits = distribute_tensor(logits, mesh, [Shard(2)])
         sharded_gradient = distribute_tensor(gradient, mesh, [Shard(2)])
         deviations = measured_deviations(sharded_logits, sharded_gradient, measures_all)
+
+    expected = measured_deviations(logits, gradient, measures_all)
     torch.testing.assert_close(deviations, expected)

@@ -117,7 +117,8 @@ class Statistic(torch.nn.Module):
         self.calls = 0
 
     def forward(self, states):
-        self.load = self.load + (states.detach() > 0).sum(dim=(0, 1))
+        is_positive = states.detach() > 0
+        self.load = self.load + is_positive.sum(dim=(0, 1))
         self.number += 1
         self.calls += 1
         return states
@@ -132,10 +133,11 @@ class Cache(torch.nn.Module):
         self.width = 0
 
     def forward(self, states):
-        if states.shape[1] > self.width:
-            self.width = states.shape[1]
-            self.register_buffer('table', torch.linspace(1, 2, 64)[: self.width])
-        return states * self.table[: states.shape[1], None]
+        width = states.shape[1]
+        if width > self.width:
+            self.width = width
+            self.register_buffer('table', torch.linspace(1, 2, 64)[:width])
+        return states * self.table[:width, None]
 
 
 class InferenceStatistic(torch.nn.Module):
@@ -196,11 +198,14 @@ class UnusualConstants(torch.nn.Module):
         self.best = float('nan')
 
     def forward(self, states):
-        linked = torch.sparse.mm(self.links, states.flatten(0, 1).T).T
-        return states + linked.view_as(states) * self.priors.nan_to_num(1.0)
+        columns = states.flatten(0, 1).T
+        linked = torch.sparse.mm(self.links, columns).T
+        priors = self.priors.nan_to_num(1.0)
+        return states + linked.view_as(states) * priors
 
 
 def with_layers(*layers):
+    """Returns a model in training mode with further layers behind its embedding, at ``embed_tokens[1]`` and so on."""
     model = one_layer_model().train()
     model.model.embed_tokens = torch.nn.Sequential(model.model.embed_tokens, *layers)
     return model
@@ -223,6 +228,7 @@ def with_layers(*layers):
 def test_decisive_state_is_refused(make_layer, name):
     model = with_layers(Statistic(), make_layer())
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+
     message = rf"must not change the result of the next one, got: '.*\.{name}'"
     with weights_unchanged(model), pytest.raises(RuntimeError, match=message):
         fit(model, ragged_batch(), optimizer=optimizer)
@@ -239,8 +245,10 @@ class ReplacedAttribute(ReplacedMean):
 
 def test_replaced_large_state_is_refused(monkeypatch):
     monkeypatch.setattr(written_state, 'LARGEST_COPY', 0)
+    model = with_layers(ReplacedAttribute())
+
     with pytest.raises(RuntimeError, match=r'must not change the result of the next one.*\.running'):
-        fit(with_layers(ReplacedAttribute()), ragged_batch())
+        fit(model, ragged_batch())
 
 
 @pytest.mark.parametrize(
@@ -256,7 +264,8 @@ def test_replaced_large_state_is_refused(monkeypatch):
     ],
 )
 def test_caches_and_statistics_are_exact(layer, side):
-    assert_exact(with_layers(layer()), ragged_batch(side=side), microbatch_size=1)
+    model = with_layers(layer())
+    assert_exact(model, ragged_batch(side=side), microbatch_size=1)
 
 
 def test_state_in_evaluation_is_left_alone():
@@ -274,12 +283,15 @@ def test_check_leaves_state_alone():
     layer = model.model.embed_tokens[1]
     layer.load += 0.5
     batch = ragged_batch([(9, 4)] * 3)
+
     fit(model, batch, microbatch_size=1)
+
     # Only the forwards of training count: one for each row.
     assert int(layer.number) == 3
     assert layer.calls == 3
-    counts = (model.model.embed_tokens[0](batch['input_ids']) > 0).sum(dim=(0, 1))
-    assert torch.equal(layer.load, counts + 0.5)
+    embeddings = model.model.embed_tokens[0](batch['input_ids'])
+    num_positive = (embeddings > 0).sum(dim=(0, 1))
+    assert torch.equal(layer.load, num_positive + 0.5)
 
 
 class LazyTable(torch.nn.Module):
@@ -300,8 +312,11 @@ class LazyTable(torch.nn.Module):
 def test_table_of_first_forward_is_filled():
     """The check takes the table back. If it left the flag, the model would train with a table of zeros."""
     model = with_layers(LazyTable())
+
     fit(model, ragged_batch())
-    assert torch.equal(model.model.embed_tokens[1].table, torch.full((32,), 2.0))
+
+    layer = model.model.embed_tokens[1]
+    assert torch.equal(layer.table, torch.full((32,), 2.0))
 
 
 @pytest.mark.parametrize('value', [0.0, 0.005, -0.005, 1.0])
@@ -310,10 +325,13 @@ def test_noise_moves_states_of_any_size(value):
     model = torch.nn.Module()
     model.register_buffer('state', torch.full((1000,), value))
     snapshot = StateSnapshot.of_model(model)
+
     perturb(snapshot.states)
-    changes = (model.state - value).abs() / written_state.PERTURBATION
-    # The mean size of a normal number is 0.8.
-    assert changes.mean() == pytest.approx(0.8 * (2 * abs(value) + 0.01), rel=0.1)
+
+    noise = (model.state - value).abs() / written_state.PERTURBATION
+    mean_size_of_normal_number = 0.8
+    expected_noise = mean_size_of_normal_number * (2 * abs(value) + 0.01)
+    assert noise.mean() == pytest.approx(expected_noise, rel=0.1)
 
 
 def test_quantized_weights_are_not_copied(monkeypatch):
@@ -325,7 +343,9 @@ def test_quantized_weights_are_not_copied(monkeypatch):
     snapshot = StateSnapshot.of_model(model)
     copied = [state.name for state in snapshot.states if isinstance(state.content, torch.Tensor)]
     assert copied == ['mean']
+
     model.qweight.add_(1)
+
     assert [state.name for state in snapshot.written()] == ['qweight']
 
 
@@ -354,7 +374,9 @@ class Quantized(torch.Tensor):
 def test_constants_that_torch_cannot_compare(constant):
     model = torch.nn.Module()
     model.register_buffer('constant', constant)
+
     snapshot = StateSnapshot.of_model(model)
     assert snapshot.written() == []
+
     snapshot.restore()
     assert model.constant is constant

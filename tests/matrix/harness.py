@@ -91,6 +91,8 @@ def measure_steps(
     Returns:
         The outcome of each step. If a step raised an error, its outcome is the last one.
     """
+    if algorithms is None:
+        algorithms = [TokenAccumulation()]
     recorder = GradientRecorder()
     optimizer = CountingSGD(model.parameters(), lr=0.0)
     outcome_of_error = []
@@ -101,7 +103,7 @@ def measure_steps(
                 token_data_spec(loader(*batches), **options),
                 optimizer=optimizer,
                 callbacks=[recorder],
-                algorithms=[TokenAccumulation()] if algorithms is None else algorithms,
+                algorithms=algorithms,
                 microbatch_size=microbatch_size,
                 max_duration=f'{len(batches)}ba',
                 **(trainer_options or {}),
@@ -113,6 +115,7 @@ def measure_steps(
         outcome_of_error = [Outcome(kind=kind, message=f'{type(error).__name__}: {error}', where=where)]
     finally:
         model.zero_grad(set_to_none=True)
+
     gradients_of = reference or plain_gradients
     outcomes = []
     for gradients, batch in zip(recorder.steps, batches, strict=False):
@@ -120,7 +123,8 @@ def measure_steps(
         error = relative_error(gradients, expected)
         limit = TOLERANCE
         if TOLERANCE <= error < LARGEST_ROUND_OFF:
-            limit = max(TOLERANCE, 2 * round_off(model, batch, expected, gradients_of))
+            error_of_one_forward = round_off(model, batch, expected, gradients_of)
+            limit = max(TOLERANCE, 2 * error_of_one_forward)
         kind = 'exact' if error < limit else 'wrong'
         outcomes.append(Outcome(kind=kind, error=error, where=where))
     return outcomes + outcome_of_error
@@ -139,9 +143,10 @@ def round_off(model: Any, batch: dict[str, Any], gradients: Gradients, gradients
     """Returns the relative error of gradients in float32. The reference is one forward in float64."""
     batch_in_double = {**batch, **tensors_in(batch, torch.float64)}
     try:
-        return relative_error(gradients, gradients_of(in_double(model), batch_in_double))
+        expected = gradients_of(in_double(model), batch_in_double)
     except RuntimeError:  # the model does not compute in float64, so TOLERANCE is the limit
         return 0.0
+    return relative_error(gradients, expected)
 
 
 def plain_gradients(model: Any, batch: dict[str, Any]) -> Gradients:

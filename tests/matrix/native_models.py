@@ -38,16 +38,22 @@ class NativeModel(ComposerModel):
         self.logits = logits
 
     def states_of(self, batch: Mapping[str, Any]) -> torch.Tensor:
+        """Returns the states before the head."""
         return self.model.model(batch['input_ids'], batch['attention_mask']).last_hidden_state
 
     def logits_of(self, batch: Mapping[str, Any]) -> torch.Tensor:
-        entries = {key: batch.get(key) for key in ('input_ids', 'attention_mask', 'position_ids')}
-        return self.model(**entries).logits
+        outputs = self.model(
+            input_ids=batch['input_ids'],
+            attention_mask=batch.get('attention_mask'),
+            position_ids=batch.get('position_ids'),
+        )
+        return outputs.logits
 
     def forward(self, batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         logits = self.logits_of(batch).float()
         outputs = {'loss': self.loss_of(logits, batch['labels'])}
-        if self.logits == 'always' or (self.logits == 'eval' and not self.training):
+        is_evaluation = not self.training
+        if self.logits == 'always' or (self.logits == 'eval' and is_evaluation):
             outputs['logits'] = logits
         return outputs
 
@@ -76,7 +82,8 @@ class Terms(ComposerModel):
 
     def loss(self, outputs: Any, batch: Mapping[str, Any]) -> Any:
         labels = batch['labels']
-        return self.loss_of(losses_of_tokens(outputs, labels), has_loss(labels), self.training)
+        losses = losses_of_tokens(outputs, labels)
+        return self.loss_of(losses, has_loss(labels), self.training)
 
     def eval_forward(self, batch: Any, outputs: Any = None) -> Any:
         return self(batch) if outputs is None else outputs
@@ -93,12 +100,17 @@ def losses_of_tokens(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor
     return losses.view(len(labels), -1)
 
 
+# Losses of `Terms`.
+
+
 def by_token(losses, counted, training=True):
+    """Returns the mean over all tokens."""
     count = counted.sum().clamp(min=1)
     return losses.sum() / count
 
 
 def by_row(losses, counted, training=True):
+    """Returns the mean of the means of the rows."""
     sums = losses.sum(dim=1)
     counts = counted.sum(dim=1).clamp(min=1)
     means = sums / counts
@@ -107,6 +119,9 @@ def by_row(losses, counted, training=True):
 
 def squares(losses, counted, training=True):
     return by_token(losses.square(), counted)
+
+
+# Losses of `NativeModel`.
 
 
 def causal(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -125,7 +140,8 @@ def all_positions(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 def per_row(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Averages the means of the rows, so that rows with few labels weigh as much as others."""
-    return by_row(losses_of_tokens(logits, labels), has_loss(labels))
+    losses = losses_of_tokens(logits, labels)
+    return by_row(losses, has_loss(labels))
 
 
 def smoothed(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -158,7 +174,9 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.saved_tensors[0] * grad_outputs[0], None
+        (gradient_of_logits,) = ctx.saved_tensors
+        (gradient_of_loss,) = grad_outputs
+        return gradient_of_logits * gradient_of_loss, None
 
 
 MEANS_OVER_TOKENS: Mapping[str, Loss] = {

@@ -71,17 +71,21 @@ class Subject:
         rows = [self.row(rng) for _ in range(num_rows)]
         while self.needs_media and not any(map(has_media, rows)):
             rows[0] = self.row(rng)
+
         is_causal_text = not self.modalities and self.model_type not in UNSHIFTED_ROWS
-        if is_causal_text and seed % 4 != FIRST_LABELLED:
+        may_label_first_token = seed % 4 == FIRST_LABELLED
+        if is_causal_text and not may_label_first_token:
             for row in rows:
                 row['labels'][:, 0] = -100
         if not any(map(has_labels, rows)):
             longest_row = max(rows, key=lambda row: row['input_ids'].shape[1])
             longest_row['labels'][:, -1] = longest_row['input_ids'][:, -1]
-        if seed % 2:
+
+        tells_numbers_of_media = seed % 2 == 0  # if not, the package must count placeholders
+        if not tells_numbers_of_media:
             for row in rows:
                 for modality in self.modalities:
-                    row.pop(f'num_{modality}s', None)  # so the package must count placeholders
+                    row.pop(f'num_{modality}s', None)
         return rows
 
     def row(self, rng: random.Random) -> Row:
@@ -89,7 +93,8 @@ class Subject:
         if self.modalities:
             row = rng.choice(_pool(self.name))
             return {**row, 'labels': row['labels'].clone()}
-        return UNSHIFTED_ROWS.get(self.model_type, causal_row)(rng)
+        make_row = UNSHIFTED_ROWS.get(self.model_type, causal_row)
+        return make_row(rng)
 
     def collate(self, rows: Sequence[Row], seed: int, *, side: str) -> Row:
         """Joins rows into a batch. In one of three batches the width is a multiple of 8."""
@@ -109,17 +114,20 @@ def has_media(row: Row) -> bool:
 
 def has_labels(row: Row) -> bool:
     """Returns whether the row has a label that counts. The first one is predicted by nothing."""
-    return bool((row['labels'][:, 1:] != -100).any())
+    next_labels = row['labels'][:, 1:]
+    return bool((next_labels != -100).any())
 
 
 @functools.cache
 def _maker(model_type: str) -> Maker:
     """Returns the Maker for all subjects of a type. Rows do not depend on the weights of a model."""
-    return Maker(model_type, float32_model(tiny_config(model_type)))
+    model = float32_model(tiny_config(model_type))
+    return Maker(model_type, model)
 
 
 @functools.cache
 def _pool(name: str) -> list[Row]:
+    """Returns the rows with media that a family chooses from."""
     subject = SUBJECTS[name]
     maker = _maker(subject.model_type)
     rng = random.Random(name)
@@ -138,13 +146,16 @@ def _ids(rng: random.Random, length: int) -> torch.Tensor:
 
 def _length(rng: random.Random) -> int:
     """Returns a length: mostly short, sometimes long, seldom a single token."""
-    return min(1 + int(rng.lognormvariate(1.9, 0.8)), LONGEST)
+    length = 1 + int(rng.lognormvariate(1.9, 0.8))
+    return min(length, LONGEST)
 
 
 def causal_row(rng: random.Random) -> Row:
     """Returns a row with labels on its last tokens, on all tokens, or on none."""
-    ids = _ids(rng, _length(rng))
-    num_unlabelled = rng.choice((0, rng.randint(0, ids.shape[1])))
+    length = _length(rng)
+    ids = _ids(rng, length)
+    some_tokens = rng.randint(0, length)
+    num_unlabelled = rng.choice((0, some_tokens))
     labels = ids.clone()
     labels[:, :num_unlabelled] = -100
     return {'input_ids': ids, 'attention_mask': torch.ones_like(ids), 'labels': labels}
@@ -154,7 +165,8 @@ def masked_row(rng: random.Random) -> Row:
     """Returns a row with a third of its tokens masked and labelled, sometimes also the first one."""
     length = _length(rng) + 1
     ids = _ids(rng, length)
-    is_masked = torch.tensor([[rng.random() < 1 / 3 for _ in range(length)]])
+    is_place_masked = [rng.random() < 1 / 3 for _ in range(length)]
+    is_masked = torch.tensor([is_place_masked])
     return {
         'input_ids': ids.masked_fill(is_masked, MASK_ID),
         'attention_mask': torch.ones_like(ids),

@@ -17,12 +17,12 @@ from composer.models import HuggingFaceModel
 from composer_tokacc import token_data_spec
 from composer_tokacc.data_spec.split import split_of
 from composer_tokacc.layout import PreSplitBatch
-from tests.matrix.harness import kinds_of_steps, measure_steps, plain_gradients
-from tests.matrix.native_models import LLAMA, LOSSES, NativeModel
+from tests.matrix.harness import kinds_of_steps, measure, measure_steps, plain_gradients
+from tests.matrix.native_models import LLAMA, LOSSES, NativeModel, has_loss
 from tests.matrix.subjects import SUBJECTS, has_labels, has_media
 from tests.model_types.tiny import float32_model, tiny_config
 from tests.support.masked_text import masked_batch, masked_model
-from tests.support.text import VOCABULARY, collate, text_rows
+from tests.support.text import VOCABULARY, positions_of, ragged_batch
 from tests.support.training import (
     COMPOSERS_FLAG,
     TOLERANCE,
@@ -33,24 +33,38 @@ from tests.support.training import (
     relative_error,
 )
 
+# Length and number of labels of each row.
 UNEQUAL = [(4, 2), (12, 9), (7, 1), (3, 2), (9, 7)]
 EQUAL = [(4, 2), (12, 2), (7, 2), (3, 2), (9, 2)]
 LONG = [(4, 2), (40, 9), (21, 3), (38, 12)]
-
-
-def batch_of(shape, **options):
-    return collate(text_rows(shape), **options)
-
 
 TEXT = ['llama', 'gpt2', 'gpt_neo', 'opt', 'bloom', 'falcon_alibi', 'mamba', 'gemma2', 'bert']
 WITH_MEDIA = ['llava', 'qwen2_vl', 'qwen3_vl', 'paligemma', 'gemma3', 'idefics3', 'mllama_mixed', 'qwen2_audio']
 
 
+new_rope_parameters = pytest.mark.skipif(
+    transformers.__version__.startswith('4.'), reason='names its parameters otherwise'
+)
+
+
 def check(outcomes, num_batches, *, packing=False):
     """All steps are exact. Only a packed batch may be refused, which ends the run."""
-    allowed = ('exact', 'refused') if packing else ('exact',)
-    assert all(outcome.kind in allowed for outcome in outcomes), [str(outcome) for outcome in outcomes]
-    assert len(outcomes) == num_batches or outcomes[-1].kind == 'refused'
+    allowed_kinds = ['exact']
+    if packing:
+        allowed_kinds.append('refused')
+    for outcome in outcomes:
+        assert outcome.kind in allowed_kinds, str(outcome)
+    was_refused = outcomes[-1].kind == 'refused'
+    assert len(outcomes) == num_batches or was_refused
+
+
+def joined(subject, rows, *, side='right'):
+    """Returns rows of a family as a batch. It is as wide as the longest row."""
+    return subject.collate(rows, 0, side=side)
+
+
+def num_tokens(row):
+    return row['input_ids'].shape[1]
 
 
 @pytest.mark.slow
@@ -60,12 +74,15 @@ def check(outcomes, num_batches, *, packing=False):
 def test_rows_of_one_length_come_first(name, sides, packing):
     """In the first batch nothing is trimmed, and documents of the same length leak least."""
     subject = SUBJECTS[name]
-    longest_row = max(subject.rows(0), key=lambda row: row['input_ids'].shape[1])
+    longest_row = max(subject.rows(0), key=num_tokens)
     longest_row['labels'][:, -1] = longest_row['input_ids'][:, -1]
-    batches = [subject.collate([longest_row] * 4, 0, side=sides[0])]
+    batches = [joined(subject, [longest_row] * 4, side=sides[0])]
     for seed, side in enumerate(sides * 2, start=1):
-        batches.append(subject.batch(seed, side=side))
+        batch = subject.batch(seed, side=side)
+        batches.append(batch)
+
     outcomes = measure_steps(subject.model('large'), batches, 2, packing=packing)
+
     check(outcomes, len(batches), packing=packing)
 
 
@@ -74,19 +91,21 @@ def test_rows_of_one_length_come_first(name, sides, packing):
 @pytest.mark.parametrize('name', WITH_MEDIA)
 def test_rows_without_media_come_first(name, packing):
     subject = SUBJECTS[name]
-    text_rows = []
+    rows_of_text = []
     for seed in range(0, 12, 2):
         for row in subject.rows(seed):
             if not has_media(row) and has_labels(row):
-                text_rows.append(row)
-    assert len(text_rows) > 2
+                rows_of_text.append(row)
+    assert len(rows_of_text) > 2
     batches = [
-        subject.collate(text_rows[:5], 0, side='right'),
+        joined(subject, rows_of_text[:5]),
         subject.batch(1, side='right'),
         subject.batch(2, side='left'),
         subject.batch(3, side='right'),
     ]
+
     outcomes = measure_steps(subject.model('large'), batches, 2, packing=packing)
+
     check(outcomes, len(batches), packing=packing)
 
 
@@ -97,27 +116,33 @@ def test_labels_behind_padding_come_later(name, regroup, seeds):
     """Such a label is predicted from padding, which trimming takes away. The first batch has no such label."""
     subject = SUBJECTS[name]
     first = subject.batch(0, side='left')
-    for seed in seeds:  # and sizes of microbatches
+    for seed in seeds:
         rows = subject.rows(4 * seed)
         # Only shorter rows. Longer rows of their microbatch keep the column of the label.
-        lengths = sorted(row['input_ids'].shape[1] for row in rows)
+        lengths = sorted(map(num_tokens, rows))
         middle_length = lengths[len(lengths) // 2]
         for row in rows:
-            if row['input_ids'].shape[1] < middle_length:
+            if num_tokens(row) < middle_length:
                 row['labels'][:, 0] = row['input_ids'][:, 0]
-        batches = [first, subject.collate(rows, seed, side='left')]
-        outcomes = measure_steps(subject.model('large'), batches, 1 + seed % 3, regroup=regroup)
-        check(outcomes, len(batches))
+        later = subject.collate(rows, seed, side='left')
+        microbatch_size = 1 + seed % 3
+
+        outcomes = measure_steps(subject.model('large'), [first, later], microbatch_size, regroup=regroup)
+
+        check(outcomes, num_batches=2)
 
 
 def test_labels_without_attention_come_later():
     """DeBERTa lets a padding position attend to all others, padding too. Only the second batch has a label there."""
     first = masked_batch([3, 16, 4, 9])
     later = masked_batch([7, 3, 12, 5])
+    # Row 1 has three tokens, so column 3 is its first padding.
     later['labels'][1, 3] = 5
     model = masked_model('deberta')
     expected, _ = reference_gradients(model, later)
+
     recorder = fit(HuggingFaceModel(model, use_logits=True), first, later, microbatch_size=1)
+
     assert relative_error(recorder.gradients, expected) < TOLERANCE
 
 
@@ -131,9 +156,10 @@ EQUAL_OR_NONE = [(1, 0), (12, 11), (12, 11)]
 
 def per_labelled_row(logits, labels):
     """Averages the means of the rows that have labels."""
-    num_labelled = (labels[:, 1:] != -100).any(dim=1).sum()
+    num_rows = len(labels)
+    num_labelled_rows = has_loss(labels).any(dim=1).sum().clamp(min=1)
     mean_of_rows = LOSSES['per row'](logits, labels)  # the mean of a row without labels is 0
-    return mean_of_rows * len(labels) / num_labelled.clamp(min=1)
+    return mean_of_rows * num_rows / num_labelled_rows
 
 
 @pytest.mark.parametrize(
@@ -147,9 +173,13 @@ def per_labelled_row(logits, labels):
 )
 def test_mean_of_row_means_is_refused(loss, first, logits):
     """On the first batch the loss is also the mean over all tokens."""
-    batches = [batch_of(first), batch_of(UNEQUAL)]
-    assert kinds_of_steps(NativeModel(loss, logits=logits), batches) == ['refused']
-    assert kinds_of_steps(NativeModel('causal', logits=logits), batches) == ['exact', 'exact']
+    batches = [ragged_batch(first), ragged_batch(UNEQUAL)]
+
+    kinds = kinds_of_steps(NativeModel(loss, logits=logits), batches)
+    kinds_of_causal_loss = kinds_of_steps(NativeModel('causal', logits=logits), batches)
+
+    assert kinds == ['refused']
+    assert kinds_of_causal_loss == ['exact', 'exact']
 
 
 def large(model_type, **settings):
@@ -160,11 +190,13 @@ def large(model_type, **settings):
 
 
 def dynamic_rope():
+    """Returns a Llama whose rotary embedding changes with the width, beyond 10 positions."""
     parameters = {'rope_type': 'dynamic', 'factor': 4.0, 'rope_theta': 100.0}
     return large('llama', max_position_embeddings=10, rope_parameters=parameters)
 
 
 def long_rope():
+    """Returns a Phi-3 that has another rotary embedding if a batch has a position beyond the first 10."""
     num_short_positions = 10
     parameters = {
         'rope_type': 'longrope',
@@ -181,55 +213,73 @@ def long_rope():
     )
 
 
-@pytest.mark.skipif(transformers.__version__.startswith('4.'), reason='names its parameters otherwise')
+@new_rope_parameters
 @pytest.mark.parametrize('options', [{}, {'packing': True}], ids=['padded', 'packed'])
 @pytest.mark.parametrize('build', [dynamic_rope, long_rope])
 def test_rotary_embedding_by_width(build, options):
-    short = batch_of([(4, 2), (8, 5), (7, 3)])
-    long = batch_of([(4, 2), (30, 9), (7, 3), (3, 2)])
+    short = ragged_batch([(4, 2), (8, 5), (7, 3)])
+    long = ragged_batch([(4, 2), (30, 9), (7, 3), (3, 2)])
+
     kinds = kinds_of_steps(build(), [short, long, short], **options)
-    assert kinds == (['exact', 'refused'] if options else ['exact'] * 3)
+
+    if options.get('packing'):
+        assert kinds == ['exact', 'refused']
+    else:
+        assert kinds == ['exact', 'exact', 'exact']
 
 
-@pytest.mark.skipif(transformers.__version__.startswith('4.'), reason='names its parameters otherwise')
+@new_rope_parameters
 @pytest.mark.parametrize('first', [[(4, 2), (8, 5)], [(30, 9), (12, 3)]], ids=['short rows first', 'long rows first'])
 def test_rotary_embedding_by_largest_position(first):
     """A short row has another embedding if its batch has a long row. The padded width does not tell."""
-    batches = [batch_of(first), batch_of([(4, 2), (30, 9), (7, 3), (3, 2)])]
+    batches = [ragged_batch(first), ragged_batch([(4, 2), (30, 9), (7, 3), (3, 2)])]
     for batch in batches:
-        batch['position_ids'] = (batch['attention_mask'].cumsum(dim=1) - 1).clamp(min=0)
-    assert kinds_of_steps(long_rope(), batches) == ['exact', 'refused']
+        batch['position_ids'] = positions_of(batch)
+
+    kinds = kinds_of_steps(long_rope(), batches)
+
+    assert kinds == ['exact', 'refused']
 
 
 def packed_rows(lengths_of_rows):
     """Returns rows of documents without padding, packed by the user. The first row has the fewest labels."""
-    rows = []
+    positions_of_rows = []
     for lengths in lengths_of_rows:
-        documents = [torch.arange(length) for length in lengths]
-        rows.append(torch.cat(documents))
-    positions = torch.stack(rows)
-    ids = torch.randint(3, VOCABULARY, positions.shape, generator=torch.Generator().manual_seed(0))
-    labels = ids.masked_fill(positions == 0, -100)
+        positions_of_documents = [torch.arange(length) for length in lengths]
+        positions_of_rows.append(torch.cat(positions_of_documents))
+    positions = torch.stack(positions_of_rows)
+
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, VOCABULARY, positions.shape, generator=generator)
+    is_first_of_document = positions == 0
+    labels = ids.masked_fill(is_first_of_document, -100)
     labels[0, :9] = -100
     return {'input_ids': ids, 'labels': labels, 'position_ids': positions}
 
 
-@pytest.mark.skipif(transformers.__version__.startswith('4.'), reason='names its parameters otherwise')
+@new_rope_parameters
 def test_rotary_embedding_of_packed_rows():
     """All rows are equally wide. One document beyond the rotary limit changes the rows that share its microbatch."""
-    short = packed_rows([[10, 10], [5, 5, 10], [8, 7, 5], [10, 10]] * 3)
-    long = packed_rows([[10, 10], [5, 5, 10], [8, 7, 5], [10, 10]] * 2 + [[8, 12], [10, 10]])
-    assert kinds_of_steps(long_rope(), [short, long]) == ['exact', 'refused']
+    within_the_limit = [[10, 10], [5, 5, 10], [8, 7, 5], [10, 10]]
+    beyond_the_limit = [[8, 12], [10, 10]]
+    short = packed_rows(within_the_limit * 3)
+    long = packed_rows(within_the_limit * 2 + beyond_the_limit)
+
+    kinds = kinds_of_steps(long_rope(), [short, long])
+
+    assert kinds == ['exact', 'refused']
 
 
 def scaled_by_column(scale: Callable[[torch.Tensor], torch.Tensor]) -> HuggingFaceModel:
     """Returns a Llama that scales the embedding in each column by a function of the column's number."""
     model = LLAMA.model('large')
 
-    def scaled(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
-        return output * scale(torch.arange(output.shape[1]))[:, None]
+    def scale_columns(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        width = output.shape[1]
+        scales = scale(torch.arange(width))
+        return output * scales[:, None]
 
-    model.model.get_input_embeddings().register_forward_hook(scaled)
+    model.model.get_input_embeddings().register_forward_hook(scale_columns)
     return model
 
 
@@ -246,9 +296,12 @@ def as_beam(columns):
 @pytest.mark.parametrize('scale', [as_llama_4, as_beam])
 @pytest.mark.parametrize('options', [{}, {'packing': True}, {'regroup': False}], ids=['padded', 'packed', 'in order'])
 def test_columns_matter_in_long_rows(scale, options):
-    short = batch_of(UNEQUAL, side='left')
-    long = batch_of(LONG, side='left')
-    kinds = kinds_of_steps(scaled_by_column(scale), [short, long, short, long], **options)
+    short = ragged_batch(UNEQUAL, side='left')
+    long = ragged_batch(LONG, side='left')
+    model = scaled_by_column(scale)
+
+    kinds = kinds_of_steps(model, [short, long, short, long], **options)
+
     if 'packing' in options:
         assert kinds[-1] == 'refused'
     else:
@@ -258,65 +311,87 @@ def test_columns_matter_in_long_rows(scale, options):
 @pytest.mark.parametrize('first', [0, 1], ids=['given first', 'absent first'])
 def test_positions_that_only_some_batches_bring(first):
     """Trimming on the left moves positions that are counted from column 0, and no given ones."""
-    absent = batch_of(UNEQUAL, side='left')
-    given = {**absent, 'position_ids': (absent['attention_mask'].cumsum(dim=1) - 1).clamp(min=0)}
-    batches = [given, absent, given, absent][first : first + 3]
-    assert kinds_of_steps(SUBJECTS['gpt2'].model('large'), batches) == ['exact'] * 3
+    without_positions = ragged_batch(UNEQUAL, side='left')
+    with_positions = {**without_positions, 'position_ids': positions_of(without_positions)}
+    by_turns = [with_positions, without_positions, with_positions, without_positions]
+    batches = by_turns[first : first + 3]
+
+    kinds = kinds_of_steps(SUBJECTS['gpt2'].model('large'), batches)
+
+    assert kinds == ['exact'] * 3
 
 
 @pytest.mark.parametrize('positions', [12, 14, 64])
 def test_padding_fits_encoder_positions(positions):
     """If a row is padded beyond the last position of the model, a GPU stops the process."""
     model = large('bart', max_position_embeddings=positions)
-    batch = batch_of(UNEQUAL, side='left')
-    batch['labels'] = batch_of([(5, 5), (3, 2), (6, 4), (2, 2), (4, 1)])['labels']
-    assert kinds_of_steps(model, [batch]) == ['exact']
+    batch = ragged_batch(UNEQUAL, side='left')
+    answers = ragged_batch([(5, 5), (3, 2), (6, 4), (2, 2), (4, 1)])
+    batch['labels'] = answers['labels']
+
+    kinds = kinds_of_steps(model, [batch])
+
+    assert kinds == ['exact']
 
 
 def test_left_padding_is_trimmed_by_width():
-    short = batch_of(UNEQUAL, side='left')
-    long = batch_of(LONG, side='left')
-    for batches, width in (([short], 12), ([short, long], 40)):
+    """The longest rows have 12 and 40 tokens."""
+    short = ragged_batch(UNEQUAL, side='left')
+    long = ragged_batch(LONG, side='left')
+
+    for batches, proven_width in (([short], 12), ([short, long], 40)):
         spec = token_data_spec(loader(*batches))
         fit(LLAMA.model('large'), spec, max_duration=f'{len(batches)}ba')
         rules = split_of(spec.dataloader).rules
-        assert rules.left == width
+        assert rules.left == proven_width
 
 
 @pytest.mark.skipif(transformers.__version__.startswith('4.'), reason='not there yet')
 def test_norm_behind_rotary_embedding():
-    batches = [batch_of(UNEQUAL, side='left'), batch_of(UNEQUAL)]
-    assert kinds_of_steps(large('hunyuan_v1_dense'), batches) == ['exact', 'exact']
+    batches = [ragged_batch(UNEQUAL, side='left'), ragged_batch(UNEQUAL)]
+
+    kinds = kinds_of_steps(large('hunyuan_v1_dense'), batches)
+
+    assert kinds == ['exact', 'exact']
 
 
 def test_flag_heeds_later_padding():
     """FNet mixes all positions of a row, padding too."""
     fnet = float32_model(tiny_config('fnet', {'vocab_size': VOCABULARY}), std=None)
     model = HuggingFaceModel(fnet, shift_labels=False, use_logits=True)
-    batches = [batch_of([(9, 3), (9, 5), (9, 2)]), batch_of(UNEQUAL), batch_of(UNEQUAL, side='left')]
+    without_padding = ragged_batch([(9, 3), (9, 5), (9, 2)])
+    padded_right = ragged_batch(UNEQUAL)
+    padded_left = ragged_batch(UNEQUAL, side='left')
+    batches = [without_padding, padded_right, padded_left]
+
     kinds = kinds_of_steps(model, batches, model=model, algorithms=[], trainer_options=COMPOSERS_FLAG)
+
     assert kinds == ['exact'] * 3
 
 
 # Media.
 
 
-def with_images(name, *counts):
+def rows_with_images(subject, counts):
     """Returns rows of a family with these numbers of images, and two labels each."""
-    subject = SUBJECTS[name]
     rows = []
     seed = 0
-    for count in counts:
+    while len(rows) < len(counts):
         row = subject.row(random.Random(seed))
-        while sum(row['num_images']) != count:
-            seed += 1
-            row = subject.row(random.Random(seed))
         seed += 1
-        rows.append(with_two_labels(row))
+        next_count = counts[len(rows)]
+        if sum(row['num_images']) == next_count:
+            rows.append(with_two_labels(row))
     return rows
 
 
+def batch_with_images(subject, counts):
+    """Returns the rows of :func:`rows_with_images` as a batch."""
+    return joined(subject, rows_with_images(subject, counts))
+
+
 def with_two_labels(row):
+    """Labels the last two tokens of a row, and returns it."""
     row['labels'][:, -2:] = row['input_ids'][:, -2:]
     return row
 
@@ -336,28 +411,45 @@ def changing_pixels(name, change):
 
 def test_coupled_images_come_later():
     """HunYuan-VL numbers the images of a batch. If only one row has images, nothing of that shows."""
+
+    def add_mean_of_images(pixels):
+        return pixels + 0.1 * pixels.mean(dim=0)
+
     subject = SUBJECTS['llava']
-    text = subject.collate(with_images('llava', 0, 0, 0), 0, side='right')
-    one_image = subject.collate(with_images('llava', 1, 0, 0), 0, side='right')
-    several = subject.collate(with_images('llava', 1, 0, 2, 1), 0, side='right')
-    assert kinds_of_steps(subject.model('large'), [one_image, several]) == ['exact', 'exact']
-    coupled = changing_pixels('llava', lambda pixels: pixels + 0.1 * pixels.mean(dim=0))
-    assert kinds_of_steps(coupled, [text, one_image, several]) == ['exact', 'exact', 'refused']
+    text = batch_with_images(subject, [0, 0, 0])
+    one_image = batch_with_images(subject, [1, 0, 0])
+    several = batch_with_images(subject, [1, 0, 2, 1])
+    coupled_model = changing_pixels('llava', add_mean_of_images)
+
+    kinds = kinds_of_steps(subject.model('large'), [one_image, several])
+    kinds_if_coupled = kinds_of_steps(coupled_model, [text, one_image, several])
+
+    assert kinds == ['exact', 'exact']
+    assert kinds_if_coupled == ['exact', 'exact', 'refused']
 
 
 def test_media_padded_by_microbatch():
     """GLM-ASR depends on how far a sound is padded. A loader of microbatches pads each of them by itself."""
+
+    def add_number_of_tiles(pixels):
+        num_tiles = pixels.shape[1]
+        return pixels + 0.3 * num_tiles
+
     subject = SUBJECTS['llava_next']
-    rows = with_images('llava_next', 1, 1, 1, 1, 0, 1, 1)
-    rows.sort(key=lambda row: row.get('pixel_values', row['labels']).shape[1])
-    few_tiles = subject.collate(rows[:3], 0, side='right')
-    many_tiles = subject.collate(rows[3:], 0, side='right')
+    rows_with_one_image = rows_with_images(subject, [1, 1, 1, 1, 1, 1])
+    rows_with_one_image.sort(key=lambda row: row['pixel_values'].shape[1])
+    [row_of_text] = rows_with_images(subject, [0])
+    few_tiles = joined(subject, rows_with_one_image[:3])
+    many_tiles = joined(subject, [*rows_with_one_image[3:], row_of_text])
     assert few_tiles['pixel_values'].shape[1] < many_tiles['pixel_values'].shape[1]
     batch = PreSplitBatch([few_tiles, many_tiles], max_tokens=1000)
+
     model = subject.model('large')
     recorder = fit(model, token_data_spec(GivenBatches([batch])), max_duration='1ba')
-    assert relative_error(recorder.gradients, plain_gradients(model, batch)) < 1e-6
-    changed_by_padding = changing_pixels('llava_next', lambda pixels: pixels + 0.3 * pixels.shape[1])
+    expected = plain_gradients(model, batch)
+    assert relative_error(recorder.gradients, expected) < 1e-6
+
+    changed_by_padding = changing_pixels('llava_next', add_number_of_tiles)
     with pytest.raises(RuntimeError, match='however far they are padded'):
         fit(changed_by_padding, token_data_spec(GivenBatches([batch])), max_duration='1ba')
 
@@ -366,13 +458,20 @@ def test_media_padded_by_microbatch():
 def test_masked_hole_beside_images(hole_first):
     """Qwen-VL counts attended positions if a batch has images, and all columns if it has none."""
     subject = SUBJECTS['qwen2_vl']
-    batch = subject.collate(with_images('qwen2_vl', 1, 0, 2, 0, 0, 1), 0, side='right')
+    batch = batch_with_images(subject, [1, 0, 2, 0, 0, 1])
     lengths = batch['attention_mask'].sum(dim=1).tolist()
-    _, row_of_middle_length, _ = sorted((1, 3, 4), key=lambda row: lengths[row])
+    rows_of_text = [1, 3, 4]
+    rows_of_text.sort(key=lambda row: lengths[row])
+    row_of_middle_length = rows_of_text[1]
     with_hole = {**batch, 'attention_mask': batch['attention_mask'].clone()}
     with_hole['attention_mask'][row_of_middle_length, 2] = 0
-    batches = [with_hole, batch] if hole_first else [batch, with_hole]
-    assert kinds_of_steps(subject.model('large'), batches) == ['exact', 'exact']
+    batches = [batch, with_hole]
+    if hole_first:
+        batches.reverse()
+
+    kinds = kinds_of_steps(subject.model('large'), batches)
+
+    assert kinds == ['exact', 'exact']
 
 
 def test_text_with_frozen_language_model():
@@ -380,30 +479,45 @@ def test_text_with_frozen_language_model():
     subject = SUBJECTS['llava']
     model = subject.model('large')
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_('projector' in name)
-    rows = with_images('llava', 1, 0, 0, 2)
-    assert measure_steps(model, [subject.collate(rows, 0, side='right')], 1)[0].kind == 'exact'
+        is_trained = 'projector' in name
+        parameter.requires_grad_(is_trained)
+    batch = batch_with_images(subject, [1, 0, 0, 2])
+
+    outcome = measure(model, batch, 1)
+
+    assert outcome.kind == 'exact'
 
 
-def rows_with_two_labels(subject):
-    """Returns rows without media, and rows with media."""
-    rows = [with_two_labels(subject.row(random.Random(seed))) for seed in range(12)]
-    return [row for row in rows if not has_media(row)], [row for row in rows if has_media(row)]
+def rows_of_mllama():
+    """Returns rows without images, and rows with images. All have two labels."""
+    rows_of_text = []
+    rows_of_images = []
+    for seed in range(12):
+        row = SUBJECTS['mllama_mixed'].row(random.Random(seed))
+        rows = rows_of_images if has_media(row) else rows_of_text
+        rows.append(with_two_labels(row))
+    return rows_of_text, rows_of_images
 
 
 def test_text_before_the_first_image():
     """Mllama: a text row must not see an image of another row, although its step had none before."""
     subject = SUBJECTS['mllama_mixed']
-    text_rows, image_rows = rows_with_two_labels(subject)
-    text = subject.collate(text_rows[:3], 0, side='right')
-    mixed = subject.collate(text_rows[:2] + image_rows[:2], 0, side='right')
-    assert kinds_of_steps(subject.model('large'), [text, mixed]) == ['exact', 'exact']
+    rows_of_text, rows_of_images = rows_of_mllama()
+    text = joined(subject, rows_of_text[:3])
+    mixed = joined(subject, rows_of_text[:2] + rows_of_images[:2])
+
+    kinds = kinds_of_steps(subject.model('large'), [text, mixed])
+
+    assert kinds == ['exact', 'exact']
 
 
 def test_image_rows_without_labels():
     """Mllama: an image changes the loss of a text row. That is no term in a row without labels."""
     subject = SUBJECTS['mllama_mixed']
-    text_rows, image_rows = rows_with_two_labels(subject)
-    batch = subject.collate(text_rows[:3] + image_rows[:2], 0, side='right')
-    batch['labels'][3:] = -100
-    assert kinds_of_steps(subject.model('large'), [batch, batch]) == ['exact', 'exact']
+    rows_of_text, rows_of_images = rows_of_mllama()
+    batch = joined(subject, rows_of_text[:3] + rows_of_images[:2])
+    batch['labels'][3:] = -100  # the rows with images
+
+    kinds = kinds_of_steps(subject.model('large'), [batch, batch])
+
+    assert kinds == ['exact', 'exact']

@@ -40,7 +40,9 @@ LABELLED = [(4, 2), (9, 3), (5, 4), (14, 11), (6, 1), (3, 2)]
 
 
 def outcome_of(model, *, rows=LABELLED, microbatch_size=2, side='right', **options):
-    return measure(model, ragged_batch(rows, side=side), microbatch_size, **options)
+    """Returns the outcome of a step on rows of text. Takes the options of :func:`.measure_steps`."""
+    batch = ragged_batch(rows, side=side)
+    return measure(model, batch, microbatch_size, **options)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +52,9 @@ def outcome_of(model, *, rows=LABELLED, microbatch_size=2, side='right', **optio
 @pytest.mark.parametrize('loss', LOSSES)
 def test_loss_is_exact_or_refused(loss, logits, init, microbatch_size):
     model = NativeModel(loss, logits=logits, init=init)
+
     outcome = outcome_of(model, rows=SHAPE, microbatch_size=microbatch_size)
+
     assert outcome.kind in ('exact', 'refused'), outcome
     if loss in ('causal', 'unshifted', 'fused'):
         assert outcome.kind == 'exact', outcome
@@ -63,7 +67,10 @@ def test_loss_is_exact_or_refused(loss, logits, init, microbatch_size):
 def test_explicit_rule_of_token_means(loss):
     rule = 'unshifted' if loss == 'unshifted' else 'causal'
     algorithm = TokenAccumulation(loss_tokens=rule, check_loss=False)
-    outcome = outcome_of(NativeModel(loss, logits='never'), rows=SHAPE, algorithms=[algorithm])
+    model = NativeModel(loss, logits='never')
+
+    outcome = outcome_of(model, rows=SHAPE, algorithms=[algorithm])
+
     assert outcome.kind == 'exact', outcome
 
 
@@ -72,20 +79,25 @@ def test_flag_without_logits():
     model = NativeModel('unshifted', logits='never')
     batch = SUBJECTS['llama'].batch(0, side='right')
     batch['labels'][:, 0] = batch['input_ids'][:, 0]
+
     outcome = measure(model, batch, 2, model=model, algorithms=[], trainer_options=COMPOSERS_FLAG)
+
     assert outcome.kind == 'exact', outcome
 
 
 def test_empty_microbatches_of_fused_loss():
+    """A microbatch is one row. At least two rows of each batch have no labels."""
     num_batches = 0
     for seed in range(5):
         batch = SUBJECTS['llama'].batch(seed, side='right')
-        empty_rows = random.Random(seed).sample(range(len(batch['labels'])), 2)
+        num_rows = len(batch['labels'])
+        empty_rows = random.Random(seed).sample(range(num_rows), 2)
         batch['labels'][empty_rows] = -100
         if has_labels(batch):
             outcome = measure(NativeModel('fused', logits='never'), batch, 1)
             assert outcome.kind == 'exact', outcome
             num_batches += 1
+
     assert num_batches > 2
 
 
@@ -93,45 +105,59 @@ def test_empty_microbatches_of_fused_loss():
 
 
 def sum_in_training(losses, counted, training):
-    return losses.sum() if training else by_token(losses, counted)
+    if training:
+        return losses.sum()
+    return by_token(losses, counted)
 
 
 def mean_of_rows_in_training(losses, counted, training):
-    return by_row(losses, counted) if training else by_token(losses, counted)
+    if training:
+        return by_row(losses, counted)
+    return by_token(losses, counted)
 
 
 def variance_in_training(losses, counted, training):
-    return by_token(losses, counted) + training * losses.mean(dim=1).var(unbiased=False)
+    loss = by_token(losses, counted)
+    if training:
+        means_of_rows = losses.mean(dim=1)
+        loss = loss + means_of_rows.var(unbiased=False)
+    return loss
 
 
 @pytest.mark.parametrize('loss', [sum_in_training, mean_of_rows_in_training, variance_in_training])
 def test_other_loss_in_training_is_refused(loss):
-    assert outcome_of(Terms(loss)).kind == 'refused'
+    outcome = outcome_of(Terms(loss))
+    assert outcome.kind == 'refused'
 
 
 def test_dropout_hides_no_training_loss():
     def loss(losses, counted, training):
-        return mean_of_rows_in_training(F.dropout(losses, 0.0, training), counted, training)
+        losses = F.dropout(losses, 0.0, training)
+        return mean_of_rows_in_training(losses, counted, training)
 
     model = Terms(loss)
     model.model.lm_head = torch.nn.Sequential(torch.nn.Dropout(0.1), model.model.lm_head)
-    assert outcome_of(model).kind == 'refused'
+
+    outcome = outcome_of(model)
+
+    assert outcome.kind == 'refused'
 
 
-def rows_in_tuple(*loss):
-    return by_token(*loss), by_row(*loss)
+def rows_in_tuple(losses, counted, training):
+    return by_token(losses, counted), by_row(losses, counted)
 
 
-def rows_in_total(*loss):
-    return {'lm': by_token(*loss), 'total': by_token(*loss) + by_row(*loss)}
+def rows_in_total(losses, counted, training):
+    mean_of_tokens = by_token(losses, counted)
+    return {'lm': mean_of_tokens, 'total': mean_of_tokens + by_row(losses, counted)}
 
 
-def rows_as_term(*loss):
-    return {'lm': by_token(*loss), 'other': by_row(*loss)}
+def rows_as_term(losses, counted, training):
+    return {'lm': by_token(losses, counted), 'other': by_row(losses, counted)}
 
 
-def squares_as_term(*loss):
-    return {'lm': by_token(*loss), 'other': squares(*loss)}
+def squares_as_term(losses, counted, training):
+    return {'lm': by_token(losses, counted), 'other': squares(losses, counted)}
 
 
 @pytest.mark.parametrize(
@@ -146,14 +172,17 @@ def squares_as_term(*loss):
 )
 def test_terms_of_another_unit_are_refused(loss, units):
     algorithm = TokenAccumulation(loss_units=units)
-    assert outcome_of(Terms(loss), algorithms=[algorithm]).kind == 'refused'
+    outcome = outcome_of(Terms(loss), algorithms=[algorithm])
+    assert outcome.kind == 'refused'
 
 
 # Small terms in a model's own loss: refused if they are over other positions than its loss tokens.
 
 
 def entropy(logits, labels):
-    return -(logits.softmax(dim=-1) * logits.log_softmax(dim=-1)).sum(dim=-1)
+    probabilities = logits.softmax(dim=-1)
+    log_probabilities = logits.log_softmax(dim=-1)
+    return -(probabilities * log_probabilities).sum(dim=-1)
 
 
 def z_loss(logits, labels):
@@ -167,9 +196,11 @@ def uniform(logits, labels):
 
 def of_reference(logits, labels):
     """Returns the distance to the probabilities of a frozen model."""
+    vocabulary = logits.shape[-1]
     generator = torch.Generator().manual_seed(1)
-    reference = torch.randn(logits.shape[-1], generator=generator).log_softmax(dim=-1)
-    return (reference.exp() * (reference - logits.log_softmax(dim=-1))).sum(dim=-1)
+    reference = torch.randn(vocabulary, generator=generator).log_softmax(dim=-1)
+    differences = reference - logits.log_softmax(dim=-1)
+    return (reference.exp() * differences).sum(dim=-1)
 
 
 def square(logits, labels):
@@ -179,11 +210,15 @@ def square(logits, labels):
 TERMS = {'entropy': entropy, 'z-loss': z_loss, 'smoothing': uniform, 'reference': of_reference, 'square': square}
 
 
+# Means of such values over some positions.
+
+
 def over_all(values, labels):
     return values.mean()
 
 
 def over_padding(values, labels):
+    """Returns the mean over the positions without a label, or 0."""
     values_on_padding = values[:, 1:][~has_loss(labels)]
     return values_on_padding.mean().nan_to_num()
 
@@ -191,15 +226,26 @@ def over_padding(values, labels):
 def over_rows(values, labels):
     """Returns the mean of the means of the rows over their loss tokens."""
     counted = has_loss(labels)
-    return by_row(values[:, :-1] * counted, counted)
+    counted_values = values[:, :-1] * counted
+    return by_row(counted_values, counted)
 
 
 def over_tokens(values, labels):
+    """Returns the mean over the loss tokens."""
     counted = has_loss(labels)
-    return by_token(values[:, :-1] * counted, counted)
+    counted_values = values[:, :-1] * counted
+    return by_token(counted_values, counted)
 
 
 def with_term(term: str, over: Callable[..., torch.Tensor], weight: float) -> Callable[..., torch.Tensor]:
+    """Returns a causal loss with a term.
+
+    Args:
+        term: A key of :data:`TERMS`.
+        over: ``over(values, labels)`` returns the mean of the term over some positions.
+        weight: The weight of the term.
+    """
+
     def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         values = TERMS[term](logits, labels)
         return causal(logits, labels) + weight * over(values, labels)
@@ -212,7 +258,8 @@ def share_of_term(model, term, over, weight):
     batch = ragged_batch(LABELLED)
     labels = batch['labels']
     logits = model.logits_of(batch).detach().requires_grad_()
-    mean_of_term = over(TERMS[term](logits, labels), labels)
+    values = TERMS[term](logits, labels)
+    mean_of_term = over(values, labels)
     (gradient_of_term,) = torch.autograd.grad(weight * mean_of_term, logits)
     (gradient_of_loss,) = torch.autograd.grad(causal(logits, labels), logits)
     return float(gradient_of_term.norm() / gradient_of_loss.norm())
@@ -225,7 +272,9 @@ SMALL_WEIGHT = 1e-4
 @pytest.mark.parametrize(('term', 'init'), [*product(TERMS, ['fresh']), ('entropy', 'large')])
 def test_small_term_elsewhere_is_refused(term, over, init):
     model = NativeModel(with_term(term, over, SMALL_WEIGHT), init=init)
+
     outcome = outcome_of(model)
+
     # A smaller share is less than the promised exactness, so it may be refused or not.
     if share_of_term(model, term, over, SMALL_WEIGHT) > 3e-6:
         assert outcome.kind == 'refused', outcome
@@ -237,12 +286,15 @@ def test_small_term_elsewhere_is_refused(term, over, init):
 @pytest.mark.parametrize('term', ['entropy', 'smoothing', 'square'])
 def test_larger_term_elsewhere_is_refused(term, over):
     """With the small weight the share of these terms is too small to be refused for certain."""
-    assert outcome_of(NativeModel(with_term(term, over, 1e-2), init='fresh')).kind == 'refused'
+    model = NativeModel(with_term(term, over, 1e-2), init='fresh')
+    outcome = outcome_of(model)
+    assert outcome.kind == 'refused'
 
 
 @pytest.mark.parametrize('term', TERMS)
 def test_term_over_loss_tokens_is_exact(term):
-    outcome = outcome_of(NativeModel(with_term(term, over_tokens, 1.0), init='fresh'))
+    model = NativeModel(with_term(term, over_tokens, 1.0), init='fresh')
+    outcome = outcome_of(model)
     assert outcome.kind == 'exact', outcome
 
 
@@ -261,43 +313,53 @@ NEARLY_AS_MANY_LABELS = [(12, 9), (11, 9), (12, 10), (10, 9)]
     ],
 )
 def test_whatever_the_first_batch_is_like(rows, side):
-    for over, kind in KINDS_OF_TERMS:
-        outcome = outcome_of(NativeModel(with_term('entropy', over, 1e-3)), rows=rows, side=side)
-        assert outcome.kind == kind, (over, outcome)
+    for over, expected_kind in KINDS_OF_TERMS:
+        model = NativeModel(with_term('entropy', over, 1e-3))
+        outcome = outcome_of(model, rows=rows, side=side)
+        assert outcome.kind == expected_kind, (over, outcome)
 
 
 @pytest.mark.parametrize('logits', ['eval', 'never'])
 @pytest.mark.parametrize('init', ['large', 'fresh'])
 def test_terms_of_loss_without_logits(logits, init):
     """It has the round-off of all layers, so a term below a thousandth of the loss may not show."""
-    for over, kind in KINDS_OF_TERMS:
-        outcome = outcome_of(NativeModel(with_term('entropy', over, 1e-2), logits=logits, init=init))
-        assert outcome.kind == kind, (over, outcome)
+    for over, expected_kind in KINDS_OF_TERMS:
+        model = NativeModel(with_term('entropy', over, 1e-2), logits=logits, init=init)
+        outcome = outcome_of(model)
+        assert outcome.kind == expected_kind, (over, outcome)
 
 
 def in_forward(term: Callable[[Any, torch.Tensor], torch.Tensor]) -> Any:
     """Returns a Hugging Face model that adds ``term(outputs, labels)`` to its loss."""
     model = LLAMA.model('fresh')
-    plain = model.model.forward
+    plain_forward = model.model.forward
 
     def forward(self, *args: Any, labels: torch.Tensor, **kwargs: Any) -> Any:
-        outputs = plain(*args, labels=labels, **kwargs)
+        outputs = plain_forward(*args, labels=labels, **kwargs)
         outputs['loss'] = outputs.loss + term(outputs, labels)
         return outputs
 
+    # So that `inspect.signature` still shows the arguments of the plain forward.
+    functools.update_wrapper(forward, plain_forward.__func__)
     model.model.forward = MethodType(forward, model.model)
-    functools.update_wrapper(model.model.forward.__func__, plain.__func__)
     return model
 
 
 @pytest.mark.parametrize('options', [{}, {'regroup': False}, {'packing': True}], ids=['padded', 'in order', 'packed'])
 def test_term_in_hugging_face_forward(options):
-    for over, kind in ((over_all, 'refused'), (over_tokens, 'exact')):
+    def term_over_all(outputs, labels):
+        values = entropy(outputs.logits, labels)
+        return 1e-3 * over_all(values, labels)
 
-        def term(outputs, labels, over=over):
-            return 1e-3 * over(entropy(outputs.logits, labels), labels)
+    def term_over_tokens(outputs, labels):
+        values = entropy(outputs.logits, labels)
+        return 1e-3 * over_tokens(values, labels)
 
-        assert outcome_of(in_forward(term), **options).kind == kind
+    outcome_over_all = outcome_of(in_forward(term_over_all), **options)
+    outcome_over_tokens = outcome_of(in_forward(term_over_tokens), **options)
+
+    assert outcome_over_all.kind == 'refused'
+    assert outcome_over_tokens.kind == 'exact'
 
 
 def test_size_of_last_states_is_refused():
@@ -309,14 +371,19 @@ def test_size_of_last_states_is_refused():
         def forward(self, batch):
             states = self.states_of(batch)
             logits = self.model.lm_head(states)
-            size = self.over(states.square().mean(dim=-1), batch['labels'])
-            return {'loss': causal(logits, batch['labels']) + 1e-3 * size, 'logits': logits}
+            sizes = states.square().mean(dim=-1)
+            mean_size = self.over(sizes, batch['labels'])
+            return {'loss': causal(logits, batch['labels']) + 1e-3 * mean_size, 'logits': logits}
 
     model = WithSize('causal', init='fresh')
+
     model.over = over_all
-    assert outcome_of(model).kind == 'refused'
+    outcome_over_all = outcome_of(model)
     model.over = over_tokens
-    assert outcome_of(model).kind == 'exact'
+    outcome_over_tokens = outcome_of(model)
+
+    assert outcome_over_all.kind == 'refused'
+    assert outcome_over_tokens.kind == 'exact'
 
 
 def without_value(value):
@@ -325,18 +392,23 @@ def without_value(value):
 
 
 def hidden_entropy_over_all(logits, labels):
-    return without_value(1e-3 * over_all(entropy(logits, labels), labels))
+    term = over_all(entropy(logits, labels), labels)
+    return without_value(1e-3 * term)
 
 
 def hidden_entropy_over_tokens(logits, labels):
-    return without_value(1e-3 * over_tokens(entropy(logits, labels), labels))
+    term = over_tokens(entropy(logits, labels), labels)
+    return without_value(1e-3 * term)
 
 
 def hidden_factor_of_rows(logits, labels):
-    return without_value(causal(logits, labels)) * (len(logits) - 1)
+    """Makes the gradient as many times larger as there are rows."""
+    num_rows = len(logits)
+    return without_value(causal(logits, labels)) * (num_rows - 1)
 
 
 def hidden_factor(logits, labels):
+    """Makes the gradient eight times larger."""
     return without_value(causal(logits, labels)) * 7
 
 
@@ -347,12 +419,18 @@ def hidden_factor(logits, labels):
         pytest.param(hidden_entropy_over_all, 'refused', id='term over all'),
         pytest.param(hidden_entropy_over_tokens, 'exact', id='term over tokens'),
         pytest.param(hidden_factor_of_rows, 'refused', id='times rows'),
-        pytest.param(hidden_factor, 'exact', id='times seven'),
+        pytest.param(hidden_factor, 'exact', id='times eight'),
     ],
 )
 def test_gradient_of_another_loss(loss, kind, options):
-    model = in_forward(lambda outputs, labels: loss(outputs.logits, labels))
-    assert outcome_of(model, **options).kind == kind
+    """The value of the loss is the causal one. Its gradient is not."""
+
+    def term(outputs, labels):
+        return loss(outputs.logits, labels)
+
+    outcome = outcome_of(in_forward(term), **options)
+
+    assert outcome.kind == kind
 
 
 class RandomTerm(NativeModel):
@@ -363,16 +441,21 @@ class RandomTerm(NativeModel):
         self.over = over
 
     def forward(self, batch):
+        labels = batch['labels']
         logits = F.dropout(self.logits_of(batch), 0.1, self.training)
-        loss = causal(logits, batch['labels'])
+        loss = causal(logits, labels)
         if self.training:
-            loss = loss + 1e-3 * self.over(entropy(logits, batch['labels']), batch['labels'])
+            term = self.over(entropy(logits, labels), labels)
+            loss = loss + 1e-3 * term
         return {'loss': loss, 'logits': logits}
 
 
 def test_random_term_in_training():
     batch = ragged_batch(LABELLED)
-    assert fit(RandomTerm(over_tokens), loader(batch)).gradients
+
+    recorder = fit(RandomTerm(over_tokens), loader(batch))
+    assert recorder.gradients
+
     with pytest.raises(RuntimeError, match='a mean over other positions in the loss'):
         fit(RandomTerm(over_all), loader(batch))
 
@@ -383,15 +466,19 @@ def test_model_pops_labels_from_batch(place):
         def forward(self, batch: Any):
             outputs = {'logits': self.logits_of(batch)}
             if place == 'forward':
-                outputs['loss'] = causal(outputs['logits'], batch.pop('labels'))
+                labels = batch.pop('labels')
+                outputs['loss'] = causal(outputs['logits'], labels)
             return outputs
 
         def loss(self, outputs, batch):
             if place == 'forward':
                 return outputs['loss']
-            return causal(outputs['logits'], batch.pop('labels'))
+            labels = batch.pop('labels')
+            return causal(outputs['logits'], labels)
 
-    assert outcome_of(Popping('causal')).kind == 'exact'
+    outcome = outcome_of(Popping('causal'))
+
+    assert outcome.kind == 'exact'
 
 
 @pytest.mark.parametrize('over', ['columns', 'tokens of each row'])
@@ -403,25 +490,36 @@ def test_term_of_samples_keeps_padding(over):
             if over == 'columns':
                 mask = torch.ones_like(mask)
             means_of_rows = (values * mask).sum(dim=1) / mask.sum(dim=1)
-            return {'lm': causal(outputs['logits'], batch['labels']), 'entropy': 1e-3 * means_of_rows.mean()}
+            plain_loss = causal(outputs['logits'], batch['labels'])
+            return {'lm': plain_loss, 'entropy': 1e-3 * means_of_rows.mean()}
 
+    model = TwoTerms('causal', init='fresh')
     algorithm = TokenAccumulation(loss_units={'lm': 'tokens', 'entropy': 'samples'})
-    outcome = outcome_of(TwoTerms('causal', init='fresh'), algorithms=[algorithm])
+
+    outcome = outcome_of(model, algorithms=[algorithm])
+
     assert outcome.kind == 'exact', outcome
 
 
 def test_penalty_on_weights_is_exact():
-    model = in_forward(lambda outputs, labels: 1e-3 * model.model.lm_head.weight.square().sum())
-    assert outcome_of(model).kind == 'exact'
+    def penalty(outputs, labels):
+        return 1e-3 * model.model.lm_head.weight.square().sum()
+
+    model = in_forward(penalty)
+    outcome = outcome_of(model)
+    assert outcome.kind == 'exact'
 
 
 def test_rule_in_half_precision():
     """A loss that is rounded to bfloat16 is near the means by several rules."""
+    subject = SUBJECTS['bert']
     for seed in range(2):
-        model = SUBJECTS['bert'].model('fresh').to(torch.bfloat16)
+        model = subject.model('fresh').to(torch.bfloat16)
+        batch = subject.batch(seed, side='right')
         algorithm = TokenAccumulation()
-        batch = SUBJECTS['bert'].batch(seed, side='right')
+
         fit(model, batch, algorithms=[algorithm])
+
         assert algorithm.rule == 'unshifted', seed
 
 
@@ -436,25 +534,32 @@ def test_rule_in_half_precision():
     ],
 )
 def test_healthy_weights_of_other_precision(family, dtype):
-    model = SUBJECTS[family].model('fresh').to(dtype)
-    recorder = fit(model, SUBJECTS[family].batch(0, side='right'))
+    subject = SUBJECTS[family]
+    model = subject.model('fresh').to(dtype)
+    batch = subject.batch(0, side='right')
+
+    recorder = fit(model, batch)
+
     assert recorder.gradients
 
 
-@pytest.mark.parametrize('times', [1, 2])
-def test_reference_without_gradients(times):
+@pytest.mark.parametrize('num_terms', [1, 2])
+def test_reference_without_gradients(num_terms):
     """A reference that is still equal to the model, as with a new adapter, has only round-off as its gradient."""
 
     class WithReference(NativeModel):
         def loss(self, outputs, batch):
-            labelled = batch['labels'] != -100
+            has_label = batch['labels'] != -100
             loss = outputs['loss']
-            for _ in range(times):
+            for _ in range(num_terms):
                 with torch.no_grad():
-                    reference = self.logits_of(batch)[labelled].softmax(dim=-1)
-                predictions = outputs['logits'][labelled].log_softmax(dim=-1)
+                    reference = self.logits_of(batch)[has_label].softmax(dim=-1)
+                predictions = outputs['logits'][has_label].log_softmax(dim=-1)
                 loss = loss + F.kl_div(predictions, reference, reduction='batchmean')
             return loss
 
-    outcome = outcome_of(WithReference('unshifted'), rows=SHAPE)
+    model = WithReference('unshifted')
+
+    outcome = outcome_of(model, rows=SHAPE)
+
     assert outcome.kind == 'exact', outcome

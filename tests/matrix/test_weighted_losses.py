@@ -16,7 +16,7 @@ from composer_tokacc import TokenAccumulation
 from tests.matrix.harness import measure
 from tests.matrix.native_models import LOSSES, MEANS_OVER_TOKENS, SMOOTHING, Z_WEIGHT, NativeModel
 from tests.matrix.subjects import SUBJECTS
-from tests.support.text import collate, text_rows
+from tests.support.text import ragged_batch
 from tests.support.weights import column, weighted_gradients
 
 SHAPE = [(4, 2), (9, 0), (5, 5), (14, 11), (6, 1), (3, 2)]
@@ -33,6 +33,10 @@ def weighted(token_weights, **options):
         'algorithms': [TokenAccumulation(token_weights=token_weights)],
         'reference': partial(weighted_gradients, token_weights=token_weights, **options),
     }
+
+
+def with_random_weights(batch):
+    return {**batch, 'loss_weights': column(batch)}
 
 
 # Shifted by the model, left padding and absolute positions, masked language model, encoder-decoder, MoE, media.
@@ -56,20 +60,24 @@ def weighted(token_weights, **options):
 def test_weighted_families_are_exact_or_refused(family, token_weights, side, packing):
     subject = SUBJECTS[family]
     batch = subject.batch(1, side=side)
-    weighted_batch = {**batch, 'loss_weights': column(batch)}
-    options = weighted(token_weights, shift=0 if family in UNSHIFTED else 1)
+    shift = 0 if family in UNSHIFTED else 1
+    options = weighted(token_weights, shift=shift)
+
+    weighted_batch = with_random_weights(batch)
     outcome = measure(subject.model('large'), weighted_batch, MICROBATCH_SIZE, packing=packing, **options)
+
     if outcome.kind == 'exact':
         return
     # Only a packed batch may be refused, and only if it is refused without weights too.
     assert packing, outcome
     assert outcome.kind == 'refused', outcome
-    assert measure(subject.model('large'), batch, MICROBATCH_SIZE, packing=True).kind == 'refused'
+    outcome_without_weights = measure(subject.model('large'), batch, MICROBATCH_SIZE, packing=True)
+    assert outcome_without_weights.kind == 'refused'
 
 
 def weighted_batch_of_text():
-    batch = collate(text_rows(SHAPE))
-    return {**batch, 'loss_weights': column(batch)}
+    batch = ragged_batch(SHAPE)
+    return with_random_weights(batch)
 
 
 # How the reference computes losses of tokens that are not plain shifted cross-entropies.
@@ -81,6 +89,7 @@ REFERENCE_OPTIONS = {
 CASES = [(loss, 'always', True) for loss in LOSSES]
 CASES += [(loss, 'always', False) for loss in ('causal', 'unshifted', 'per row', 'label smoothing')]
 CASES += [('causal', 'eval', True), ('fused', 'never', True), ('fused', 'never', False)]
+"""The loss, when the model returns logits, and whether the loss is checked."""
 
 
 @pytest.mark.parametrize(('loss', 'logits', 'check_loss'), CASES)
@@ -91,38 +100,53 @@ def test_loss_is_exact_or_refused(loss, logits, check_loss):
         rule = 'unshifted' if loss == 'unshifted' else 'causal'
         algorithm_options = {'check_loss': False, 'loss_tokens': rule}
     algorithm = TokenAccumulation(token_weights='column', **algorithm_options)
-    reference = partial(weighted_gradients, token_weights='column', **REFERENCE_OPTIONS.get(loss, {}))
+    reference_options = REFERENCE_OPTIONS.get(loss, {})
+    reference = partial(weighted_gradients, token_weights='column', **reference_options)
     model = NativeModel(loss, logits=logits)
+
     outcome = measure(model, weighted_batch_of_text(), MICROBATCH_SIZE, algorithms=[algorithm], reference=reference)
-    is_exact = loss in MEANS_OVER_TOKENS and logits == 'always'
-    assert outcome.kind == ('exact' if is_exact else 'refused'), outcome
+
+    if loss in MEANS_OVER_TOKENS and logits == 'always':
+        assert outcome.kind == 'exact', outcome
+    else:
+        assert outcome.kind == 'refused', outcome
+
+
+# The same mean over tokens, written in several ways.
 
 
 def masked_sum(logits, labels):
-    mask = (labels[:, 1:] != -100).float()
-    losses = F.cross_entropy(logits[:, :-1].transpose(1, 2), labels[:, 1:].clamp(min=0), reduction='none')
+    """Computes the losses of all positions, and multiplies those without a label by 0."""
+    next_labels = labels[:, 1:]
+    predictions = logits[:, :-1].transpose(1, 2)
+    mask = (next_labels != -100).float()
+    losses = F.cross_entropy(predictions, next_labels.clamp(min=0), reduction='none')
     return (losses * mask).sum() / mask.sum()
 
 
 def rolled(logits, labels):
+    """Moves the labels instead of the logits."""
     targets = torch.roll(labels, shifts=-1, dims=1)
     targets[:, -1] = -100
-    losses = torch.nn.CrossEntropyLoss(reduction='none')(logits.flatten(0, 1), targets.flatten())
+    cross_entropy = torch.nn.CrossEntropyLoss(reduction='none')
+    losses = cross_entropy(logits.flatten(0, 1), targets.flatten())
     return losses.sum() / (targets != -100).sum()
 
 
 def selected(logits, labels):
-    has_label = labels[:, 1:] != -100
-    return F.cross_entropy(logits[:, :-1][has_label], labels[:, 1:][has_label])
+    next_labels = labels[:, 1:]
+    has_label = next_labels != -100
+    predictions = logits[:, :-1][has_label]
+    return F.cross_entropy(predictions, next_labels[has_label])
 
 
 def chunked(logits, labels):
-    logit_chunks = logits[:, :-1].flatten(0, 1).split(7)
-    label_chunks = labels[:, 1:].flatten().split(7)
+    next_labels = labels[:, 1:].flatten()
+    predictions = logits[:, :-1].flatten(0, 1)
     total = torch.zeros(())
-    for chunk, chunk_labels in zip(logit_chunks, label_chunks, strict=True):
+    for chunk, chunk_labels in zip(predictions.split(7), next_labels.split(7), strict=True):
         total = total + F.cross_entropy(chunk, chunk_labels, reduction='sum')
-    return total / (labels[:, 1:] != -100).sum()
+    return total / (next_labels != -100).sum()
 
 
 def twice(logits, labels):
@@ -140,8 +164,11 @@ class Copying(NativeModel):
 @pytest.mark.parametrize('token_weights', ['token', 'column'])
 def test_copied_logits_are_weighted(token_weights, caplog):
     model = Copying('causal')
+    batch = weighted_batch_of_text()
+
     with caplog.at_level('INFO', logger='composer_tokacc'):
-        outcome = measure(model, weighted_batch_of_text(), MICROBATCH_SIZE, **weighted(token_weights))
+        outcome = measure(model, batch, MICROBATCH_SIZE, **weighted(token_weights))
+
     assert outcome.kind == 'exact', outcome
     assert 'not measured in training' not in caplog.text
 
@@ -150,6 +177,9 @@ def test_copied_logits_are_weighted(token_weights, caplog):
 def test_ways_to_write_token_means(token_mean):
     """The loss may use all positions, some of them, pieces of them, or the same one twice."""
     model = NativeModel(token_mean)
-    assert measure(model, collate(text_rows(SHAPE)), MICROBATCH_SIZE).kind == 'exact'
-    outcome = measure(model, weighted_batch_of_text(), MICROBATCH_SIZE, **weighted('column'))
-    assert outcome.kind == 'exact', outcome
+
+    outcome = measure(model, ragged_batch(SHAPE), MICROBATCH_SIZE)
+    weighted_outcome = measure(model, weighted_batch_of_text(), MICROBATCH_SIZE, **weighted('column'))
+
+    assert outcome.kind == 'exact'
+    assert weighted_outcome.kind == 'exact', weighted_outcome

@@ -34,13 +34,19 @@ ITEMS: Mapping[str, Sequence[Sequence[int]]] = {
 NUM_ITEMS = 1000
 """Media that random rows choose from. Every fourth one has the same size, and other pixels."""
 WORDS = [7, 3, 12, 5]
-FIRST_WORD, NUM_WORDS = 4, 90
+"""The number of words in each row."""
+FIRST_WORD = 4
+NUM_WORDS = 90
 NO_MARK = 4
 """The word that replaces a start or end token, if the type has none."""
 SIZES = [(32, 16), (16, 16), (16, 32), (32, 32)]
+"""Width and height of images and videos."""
 TYPES = {'image': 1, 'video': 2, 'audio': 3}
+"""Token types of placeholders."""
 _AUDIO_MASKS = ('attention_mask', 'input_features_mask', 'padding_mask', 'feature_attention_mask')
 _MASKS = ('input_features_mask', 'feature_attention_mask', 'padding_mask', 'audio_attention_mask', 'input_values_mask')
+NUMBER_OF_FEATURES = re.compile(r'features:? *(\d+)|tensor of shape \[(\d+), |Got (\d+) feature')
+"""In the errors of models that got another number of placeholders."""
 _SEQ2SEQ_LABELS = [[4, 5, 6, 7], [8, 9, -100, -100], [9, 8, 7, -100], [5, 6, -100, -100]]
 _TOKEN_TYPE_KEYS = ('mm_token_type_ids', 'moe_mm_token_type_ids', 'token_type_ids')
 
@@ -89,21 +95,27 @@ class Maker:
             has_media: Whether any row has media. Types that need one image in each row have them anyway.
             runs: Into how many runs the placeholders of a medium are divided.
         """
-        one_each = self.settings.one_each if modality != 'text' else ''
+        one_each = ''
         items: Sequence[Sequence[int]] = [[]] * len(WORDS)
-        if one_each:
-            items = [[0], [1], [2]]
-        elif has_media and modality != 'text':
-            items = self.settings.items.get(modality, ITEMS[modality])
-        media = self.media(modality, items) if any(items) else {}
+        if modality != 'text':
+            one_each = self.settings.one_each
+            if one_each:
+                items = [[0], [1], [2]]
+            elif has_media:
+                items = self.settings.items.get(modality, ITEMS[modality])
+
+        media = {}
+        if any(items):
+            media = self.media(modality, items)
         texts = []
         for row, items_of_row in enumerate(items):
             text = _Text()
             for item in items_of_row:
-                self._add_placeholders(text, modality, item, runs, 5 + row)
+                self._add_placeholders(text, modality, item, runs, word=5 + row)
             num_words = WORDS[row]
             if self.settings.words is not None:
-                num_words = self.settings.words(self.media(modality, [items_of_row])) - len(text.ids)
+                num_tokens = self.settings.words(self.media(modality, [items_of_row]))
+                num_words = num_tokens - len(text.ids)
             text.add(_words(row, num_words))
             texts.append(text)
         joined = self._joined(texts, one_each)
@@ -111,24 +123,23 @@ class Maker:
 
     def random_row(self, modalities: Sequence[str], rng: random.Random) -> dict[str, Any]:
         """Returns a row of words with none to two media between them. The last words have labels."""
-        takes_one_item = any(modality in self.settings.items for modality in modalities)
-        most_items = 1 if takes_one_item else 2
         items: dict[str, list[int]] = {modality: [] for modality in modalities}
         text = _Text()
-        text.add(_random_words(rng, rng.randint(1, 6)))
-        for _ in range(min(most_items, rng.choice((0, 1, 1, 2)))):
+        self._add_random_words(text, rng, 1, 6)
+        for _ in range(self._random_number_of_items(modalities, rng)):
             modality = rng.choice(modalities)
             item = rng.randrange(NUM_ITEMS)
             items[modality].append(item)
             runs = self.settings.video_runs if modality == 'video' else 1
-            self._add_placeholders(text, modality, item, runs, rng.randint(5, 90))
-            text.add(_random_words(rng, rng.randint(0, 2)))
-        num_answer_words = rng.randint(1, 9)
-        text.add(_random_words(rng, num_answer_words))
+            self._add_placeholders(text, modality, item, runs, word=rng.randint(5, 90))
+            self._add_random_words(text, rng, 0, 2)
+        num_answer_words = self._add_random_words(text, rng, 1, 9)
+
         row: dict[str, Any] = self._joined([text])
-        row['labels'] = row['input_ids'].clone()
         num_labels = rng.randint(0, num_answer_words)
-        row['labels'][:, : len(text.ids) - num_labels] = -100
+        num_unlabelled = len(text.ids) - num_labels
+        row['labels'] = row['input_ids'].clone()
+        row['labels'][:, :num_unlabelled] = -100
         for modality, items_of_modality in items.items():
             row[f'num_{modality}s'] = [len(items_of_modality)]
             if items_of_modality:
@@ -136,17 +147,31 @@ class Maker:
                 row |= media | self._image_masks(modality, row, media)
         return row
 
+    def _random_number_of_items(self, modalities: Sequence[str], rng: random.Random) -> int:
+        """Returns 0, 1 or 2, or at most 1 for types that take no more."""
+        number = rng.choice((0, 1, 1, 2))
+        takes_one_item = any(modality in self.settings.items for modality in modalities)
+        if takes_one_item:
+            return min(number, 1)
+        return number
+
+    def _add_random_words(self, text: _Text, rng: random.Random, least: int, most: int) -> int:
+        """Adds from ``least`` to ``most`` random words to a text. Returns their number."""
+        num_words = rng.randint(least, most)
+        text.add([rng.randrange(FIRST_WORD, FIRST_WORD + NUM_WORDS) for _ in range(num_words)])
+        return num_words
+
     def _add_placeholders(self, text: _Text, modality: str, item: int, runs: int, word: int) -> None:
         """Adds the ids of a medium.
 
         The placeholders are divided into runs, for example of its frames or lines. Before each run comes a word.
         """
-        token = self._token(modality)
-        number = self._number(modality, item) // runs
+        placeholder = self._token(modality)
+        number_in_run = self._number(modality, item) // runs
         text.add([self._mark(f'{modality}_start_token_id')])
         for _ in range(runs):
             text.add([word])
-            text.add([token] * number, TYPES[modality])
+            text.add([placeholder] * number_in_run, TYPES[modality])
         text.add([self._mark(f'{modality}_end_token_id')])
 
     def _token(self, modality: str) -> int:
@@ -170,14 +195,17 @@ class Maker:
     def _image_masks(self, modality: str, joined: Mapping[str, Any], media: Mapping[str, Any]) -> dict[str, Any]:
         """Returns which tokens see which images, for types that take such a mask. For Idefics also images in slots."""
         if self.settings.slots:
-            pixels = media['pixel_values'].unflatten(0, (-1, 1))
-            return {'pixel_values': pixels, 'image_attention_mask': joined['attention_mask'][..., None]}
+            pixels_in_slots = media['pixel_values'].unflatten(0, (-1, 1))
+            image_mask = joined['attention_mask'][..., None]
+            return {'pixel_values': pixels_in_slots, 'image_attention_mask': image_mask}
         if 'cross_attention_mask' in self.arguments and media:
-            sees = (joined['input_ids'] == self._token(modality)).cumsum(dim=1)
-            return {'cross_attention_mask': sees[..., None, None] * media['aspect_ratio_mask'][:, None]}
+            is_placeholder = joined['input_ids'] == self._token(modality)
+            sees_image = is_placeholder.cumsum(dim=1)[..., None, None]  # from the placeholder on
+            return {'cross_attention_mask': sees_image * media['aspect_ratio_mask'][:, None]}
         return {}
 
     def _mark(self, name: str) -> int:
+        """Returns the id of a start or end token, as the config names it."""
         mark = getattr(self.config, name, None)
         return mark if isinstance(mark, int) else NO_MARK
 
@@ -186,38 +214,55 @@ class Maker:
         ids = self._padded([text.ids for text in texts])
         token_types = self._padded([text.types for text in texts])
         mask = self._padded([[1] * len(text.ids) for text in texts])
-        labels = ids.masked_fill((mask == 0) | (token_types > 0), -100)
+        is_padding = mask == 0
+        is_placeholder = token_types > 0
+        labels = ids.masked_fill(is_padding | is_placeholder, -100)
         if self.side == 'left':  # otherwise a pad would predict the first label
-            labels = labels.masked_fill(mask.cumsum(dim=1) == 1, -100)
+            is_first_token = mask.cumsum(dim=1) == 1
+            labels = labels.masked_fill(is_first_token, -100)
+
         batch = {'input_ids': ids, 'attention_mask': mask, 'labels': labels}
+        self._change_entries(batch, token_types, one_each)
+        return batch
+
+    def _change_entries(self, batch: dict[str, Any], token_types: torch.Tensor, one_each: str) -> None:
+        """Gives a batch of text the entries that the forward of this type takes, in place."""
+        ids = batch['input_ids']
+        num_rows = len(ids)
         if self.settings.decoder_ids:
             batch['decoder_input_ids'] = ids
         if one_each == 'decoder':
-            del batch['input_ids'], batch['attention_mask']
-        if one_each == 'seq2seq' or (self.config.is_encoder_decoder and one_each != 'decoder'):
-            batch['labels'] = torch.tensor(_SEQ2SEQ_LABELS)[: len(texts)]
+            del batch['input_ids']
+            del batch['attention_mask']
+        elif one_each == 'seq2seq' or self.config.is_encoder_decoder:
+            batch['labels'] = torch.tensor(_SEQ2SEQ_LABELS)[:num_rows]
         if self.settings.codes:  # text and sound in one tensor
             codes = torch.ones(*ids.shape, self.config.num_codebooks, dtype=torch.long)
             batch['input_ids'] = torch.cat([ids[..., None], codes], dim=-1)
         if self.settings.robot:
             del batch['labels']
-            batch |= {'state': torch.zeros(len(ids), 32), 'actions': torch.zeros(len(ids), 4, 32)}
+            batch['state'] = torch.zeros(num_rows, 32)
+            batch['actions'] = torch.zeros(num_rows, 4, 32)
         if one_each == 'masked':
-            batch['image_embeds_position_mask'] = (token_types > 0).long()
+            is_placeholder = token_types > 0
+            batch['image_embeds_position_mask'] = is_placeholder.long()
         if 'bbox' in self.arguments:
             batch['bbox'] = torch.zeros(*ids.shape, 4, dtype=torch.long)
         for key in _TOKEN_TYPE_KEYS:
             if key in self.arguments and not one_each:
                 batch[key] = token_types
-        return batch
 
     def _padded(self, rows: list[list[int]]) -> torch.Tensor:
+        """Returns rows, padded with 0."""
         width = max(map(len, rows))
-        padded = []
+        padded_rows = []
         for row in rows:
             pads = [0] * (width - len(row))
-            padded.append(pads + row if self.side == 'left' else row + pads)
-        return torch.tensor(padded)
+            if self.side == 'left':
+                padded_rows.append(pads + row)
+            else:
+                padded_rows.append(row + pads)
+        return torch.tensor(padded_rows)
 
     def count(self, modality: str, item: int) -> int:
         """Returns the number of placeholders of a medium, which is the number of features that the encoder returns.
@@ -225,36 +270,41 @@ class Maker:
         A model without a method for features is tried with one placeholder. Its error tells the number.
         """
         number = self.settings.counts.get(modality)
+        if callable(number):
+            return number(item)
         if number is not None:
-            return number(item) if callable(number) else number
+            return number
         media = self.media(modality, [[item]])
         with torch.no_grad():
             num_features = self._num_features(modality, media)
             if num_features is not None:
                 return num_features
-            text = _Text([4, self._token(modality), 5], [0, TYPES[modality], 0])
-            batch = media | self._joined([text])
+            one_placeholder = _Text([4, self._token(modality), 5], [0, TYPES[modality], 0])
+            batch = media | self._joined([one_placeholder])
             try:
                 self.model(**batch, use_cache=False)
             except Exception as error:
-                numbers = re.search(r'features:? *(\d+)|tensor of shape \[(\d+), |Got (\d+) feature', str(error))
-                if numbers is None:
+                match = NUMBER_OF_FEATURES.search(str(error))
+                if match is None:
                     raise
-                return int(next(filter(None, numbers.groups())))
+                [number_of_features] = filter(None, match.groups())
+                return int(number_of_features)
         return 1
 
     def _num_features(self, modality: str, media: Mapping[str, Any]) -> int | None:
         """Returns the number of features of ``get_image_features``. None: the method is not there, or fails."""
         name = f'get_{modality}_features'
-        encode = getattr(self.model, name, None) or getattr(getattr(self.model, 'model', None), name, None)
+        inner_model = getattr(self.model, 'model', None)
+        encode = getattr(self.model, name, None) or getattr(inner_model, name, None)
         if encode is None:
             return None
-        arguments = inspect.signature(encode).parameters
+        accepted_media = _accepted(media, encode, takes_all='args')
         try:
-            features = encode(**{key: value for key, value in media.items() if key in arguments or 'args' in arguments})
-            features = getattr(features, 'pooler_output', features)
-            tensors = [features] if torch.is_tensor(features) else list(features)
-            return sum(tensor.numel() // tensor.shape[-1] for tensor in tensors)
+            outputs = encode(**accepted_media)
+            features = getattr(outputs, 'pooler_output', outputs)
+            if torch.is_tensor(features):
+                features = [features]
+            return sum(tensor.numel() // tensor.shape[-1] for tensor in features)
         except Exception:
             return None
 
@@ -268,16 +318,22 @@ class Maker:
         tensors = dict(processed)
         if 'qformer_input_ids' in self.arguments:
             num_items = sum(len(row) for row in items)
-            tensors['qformer_input_ids'] = torch.arange(4, 7).expand(num_items, 3).contiguous()
-            tensors['qformer_attention_mask'] = torch.ones_like(tensors['qformer_input_ids'])
+            questions = torch.arange(4, 7).expand(num_items, 3).contiguous()
+            tensors['qformer_input_ids'] = questions
+            tensors['qformer_attention_mask'] = torch.ones_like(questions)
+
         dtype = next(self.model.parameters()).dtype
         media = {}
         for key, value in tensors.items():
             if modality == 'audio' and key in _AUDIO_MASKS:
+                # The mask may have another name in the forward.
                 key = next((name for name in _MASKS if name in self.arguments), key)
-            if key in self.arguments:
-                tensor = value if torch.is_tensor(value) else torch.as_tensor(np.array(value))
-                media[key] = tensor.to(dtype) if tensor.is_floating_point() else tensor
+            if key not in self.arguments:
+                continue
+            tensor = value if torch.is_tensor(value) else torch.as_tensor(np.array(value))
+            if tensor.is_floating_point():
+                tensor = tensor.to(dtype)
+            media[key] = tensor
         for key in self.settings.lists:
             media[key] = media[key].tolist()
         return media
@@ -286,8 +342,7 @@ class Maker:
         """Returns the output of the type's processor."""
         all_items = list(chain.from_iterable(items))
         if self.settings.proteins:
-            proteins = torch.tensor([[5, 6, 7, 8][item:] + [1] * item for item in all_items])
-            return {'protein_input_ids': proteins, 'protein_attention_mask': (proteins != 1).long()}
+            return _proteins(all_items)
         if self.settings.sound_size:
             return self._sounds(all_items)
         processor = small_processor(self.model_type, modality, self.config)
@@ -302,16 +357,19 @@ class Maker:
             'return_tensors': 'pt',
             **self.settings.audio_call,
         }
-        arguments = inspect.signature(processor.__call__).parameters
-        options = {key: value for key, value in options.items() if key in arguments or 'kwargs' in arguments}
-        return processor([_audio(item, self.settings.sound_length) for item in all_items], **options)
+        accepted_options = _accepted(options, processor.__call__, takes_all='kwargs')
+        sounds = [_audio(item, self.settings.sound_length) for item in all_items]
+        return processor(sounds, **accepted_options)
 
     def _drawn(self, draw: Callable[[int], Any], items: Sequence[Sequence[int]]) -> list[Any]:
         """Returns the images or videos of rows, as a list for each row if the processor wants them so."""
         media = []
         for row in items:
             media_of_row = [draw(item) for item in row]
-            media += [media_of_row] if self.settings.nested else media_of_row
+            if self.settings.nested:
+                media.append(media_of_row)
+            else:
+                media.extend(media_of_row)
         return media
 
     def _sounds(self, items: Sequence[int]) -> dict[str, torch.Tensor]:
@@ -320,32 +378,57 @@ class Maker:
         For types whose processor needs a package that is not installed.
         """
         size = self.settings.sound_size
-        frames_per_token = self.settings.frames_per_token
-        counts = [15 * (item + 1) for item in items]
-        features = torch.zeros(len(items), max(counts), size)
-        for row, (item, count) in enumerate(zip(items, counts, strict=True)):
-            features[row, :count] = torch.randn(count, size, generator=torch.Generator().manual_seed(item))
-        ends = torch.tensor(counts)[:, None] // frames_per_token
-        mask = torch.arange(max(counts) // frames_per_token)[None] < ends
+        num_frames = torch.tensor([15 * (item + 1) for item in items])
+        most_frames = int(num_frames.max())
+        features = torch.zeros(len(items), most_frames, size)
+        for row, item in enumerate(items):
+            generator = torch.Generator().manual_seed(item)
+            end = int(num_frames[row])
+            features[row, :end] = torch.randn(end, size, generator=generator)
+
+        num_tokens = num_frames // self.settings.frames_per_token
+        tokens = torch.arange(most_frames // self.settings.frames_per_token)
+        mask = tokens[None] < num_tokens[:, None]
         return {'input_features': features, 'input_features_mask': mask}
 
 
+def _accepted(entries: Mapping[str, Any], function: Callable[..., Any], *, takes_all: str) -> dict[str, Any]:
+    """Returns the entries that are arguments of a function, or all of them if it has the argument ``takes_all``."""
+    arguments = inspect.signature(function).parameters
+    if takes_all in arguments:
+        return dict(entries)
+    return {key: value for key, value in entries.items() if key in arguments}
+
+
 def _words(row: int, count: int) -> list[int]:
+    """Returns words that differ from row to row."""
     return [FIRST_WORD + (row * 11 + 5 * place) % NUM_WORDS for place in range(count)]
-
-
-def _random_words(rng: random.Random, count: int) -> list[int]:
-    return [rng.randrange(FIRST_WORD, FIRST_WORD + NUM_WORDS) for _ in range(count)]
 
 
 def _image(item: int) -> Any:
     width, height = SIZES[item % len(SIZES)]
-    return Image.fromarray(np.random.default_rng(item).integers(1, 255, (height, width, 3), dtype=np.uint8))
+    return Image.fromarray(_pixels(item, height, width, 3))
 
 
 def _video(item: int) -> Any:
     width, height = SIZES[item % len(SIZES)]
-    return np.random.default_rng(item).integers(1, 255, (4, height, width, 3), dtype=np.uint8)
+    return _pixels(item, 4, height, width, 3)
+
+
+def _pixels(item: int, *shape: int) -> Any:
+    """Returns random numbers from 1 to 254."""
+    return np.random.default_rng(item).integers(1, 255, shape, dtype=np.uint8)
+
+
+def _proteins(items: Sequence[int]) -> dict[str, torch.Tensor]:
+    """Returns proteins of at most four amino acids, and their mask. An item of number n lacks the first n of them."""
+    pad = 1
+    rows = []
+    for item in items:
+        amino_acids = [5, 6, 7, 8][item:]
+        rows.append(amino_acids + [pad] * item)
+    proteins = torch.tensor(rows)
+    return {'protein_input_ids': proteins, 'protein_attention_mask': (proteins != pad).long()}
 
 
 def _audio(item: int, length: int) -> Any:

@@ -52,7 +52,7 @@ def try_types(kind: str, types: list[str]) -> None:
             outcomes = {'': 'not tried: takes over two minutes'}
         signal.alarm(0)
         if not torch.__version__.startswith('2.7'):
-            release = torch.__version__.partition('+')[0]
+            release, *_ = torch.__version__.split('+')
             outcomes = {name: f'{outcome} (torch {release})' for name, outcome in outcomes.items()}
         print(model_type, outcomes, flush=True)
         all_results = results()
@@ -85,14 +85,24 @@ def table() -> str:
         counts = ', '.join(f'{verdicts[name]} {name}' for name in ORDER if verdicts[name])
         lines += [f'{len(types)} {kind} types, exact where one modality is: {counts}.', '']
         for modality in ('image', 'video', 'audio', 'text', ''):
-            rows = [_row(name, outcomes, modality) for name, outcomes in types.items() if modality in outcomes]
+            rows = []
+            for model_type, outcomes in types.items():
+                if modality in outcomes:
+                    rows.append(_row(model_type, outcomes, modality))
             if rows:
-                title = TEXT_TITLES[kind] if modality == 'text' else modality.capitalize() or 'None'
-                lines += [f'### {title}', '', HEAD, *rows, '']
+                lines += [f'### {_title(kind, modality)}', '', HEAD, *rows, '']
     return '\n'.join(lines).rstrip() + '\n'
 
 
+def _title(kind: str, modality: str) -> str:
+    """Returns the title of a table. Types that were not tried have no modality."""
+    if modality == 'text':
+        return TEXT_TITLES[kind]
+    return modality.capitalize() or 'None'
+
+
 def _row(model_type: str, outcomes: dict[str, str], modality: str) -> str:
+    """Returns the row of a type, in the columns of :data:`HEAD`."""
     names = (modality, f'{modality}, padded left', f'{modality}, packed', 'logits')
     cells = [outcomes.get(name, '').replace('|', '/').replace('<', '&lt;') for name in names]
     return f'| `{model_type}` | {" | ".join(cells)} |'

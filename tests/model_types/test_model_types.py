@@ -61,24 +61,36 @@ def test_page_has_the_table():
 
 def outcomes_of(maker, *batches):
     """Returns the outcome of a step on each batch, in microbatches of one row."""
-    return measure_steps(HuggingFaceModel(maker.model, shift_labels=True), batches, 1)
+    model = HuggingFaceModel(maker.model, shift_labels=True)
+    return measure_steps(model, batches, 1)
 
 
 @pytest.mark.parametrize('model_type', ['qwen3_5', pytest.param('gemma4', marks=pytest.mark.slow)])
 def test_images_after_text_steps(model_type):
     maker = maker_of(model_type)
-    steps = [maker.batch('image', has_media=False), maker.batch('image'), maker.batch('image', has_media=False)]
-    outcomes = outcomes_of(maker, *steps)
+    first_text = maker.batch('image', has_media=False)
+    images = maker.batch('image')
+    later_text = maker.batch('image', has_media=False)
+
+    outcomes = outcomes_of(maker, first_text, images, later_text)
+
     assert [outcome.kind for outcome in outcomes] == ['exact'] * 3, outcomes
 
 
 def test_zero_scale_hides_no_positions():
+    """The scales depend on the logarithm of the position, but its weight is 0 in a fresh model."""
     maker = maker_of('mistral_large4')
     maker.side = 'left'
-    scales = [weight for name, weight in maker.model.named_parameters() if name.endswith('softmax_scaling.scale')]
-    assert scales
-    assert not any(bool(weight.any()) for weight in scales)
+    weights_of_scales = []
+    for name, weight in maker.model.named_parameters():
+        if name.endswith('softmax_scaling.scale'):
+            weights_of_scales.append(weight)
+    assert weights_of_scales
+    for weight in weights_of_scales:
+        assert not weight.any()
+
     (outcome,) = outcomes_of(maker, maker.batch('image'))
+
     assert outcome.kind == 'exact', outcome
 
 
@@ -86,42 +98,45 @@ ROPE_INDEX_ENTRIES = ('input_ids', 'mm_token_type_ids', 'image_grid_thw', 'atten
 
 
 def test_images_numbered_over_the_batch():
+    """The model numbers the images of a batch. The positions of each row are computed by itself."""
     maker = maker_of('hunyuan_vl')
     batch = maker.batch('image')
     layout = BatchLayout.for_model(maker.model)
-    positions = []
+    positions_of_rows = []
     for row in range(len(batch['input_ids'])):
         one_row_batch = layout.select(batch, [row])
         entries = {key: value for key, value in one_row_batch.items() if key in ROPE_INDEX_ENTRIES}
-        positions.append(maker.model.model.get_rope_index(**entries)[0])
-    batch['position_ids'] = torch.cat(positions, dim=1)
+        positions, *_ = maker.model.model.get_rope_index(**entries)
+        positions_of_rows.append(positions)
+    batch['position_ids'] = torch.cat(positions_of_rows, dim=1)
+
     (outcome,) = outcomes_of(maker, batch)
+
     assert outcome.kind == 'exact', outcome
 
 
 def test_noise_in_evaluation_is_named():
     maker = maker_of('vibevoice_asr')
     batch = maker.batch('audio')
-    (noisy,) = outcomes_of(maker, batch)
-    (without,) = outcomes_of(maker, {**batch, 'sample': False})
-    assert noisy.kind == 'refused'
-    assert 'random in evaluation' in noisy.message
-    assert without.kind == 'exact', without
+    batch_without_noise = {**batch, 'sample': False}
+
+    (noisy_outcome,) = outcomes_of(maker, batch)
+    (outcome,) = outcomes_of(maker, batch_without_noise)
+
+    assert noisy_outcome.kind == 'refused'
+    assert 'random in evaluation' in noisy_outcome.message
+    assert outcome.kind == 'exact', outcome
 
 
 IMAGE_TYPES = ['gemma3', 'internvl', 'lfm2_vl', 'minicpmv4_6', 'molmo2', 'paligemma']
 
 
+TYPES_WITH_DUMMY = [(model_type, 'image') for model_type in IMAGE_TYPES]
+TYPES_WITH_DUMMY += [('glm4v', 'video'), ('qwen3_5', 'video'), ('glmasr', 'audio')]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ('model_type', 'modality'),
-    [
-        *((model_type, 'image') for model_type in IMAGE_TYPES),
-        ('glm4v', 'video'),
-        ('qwen3_5', 'video'),
-        ('glmasr', 'audio'),
-    ],
-)
+@pytest.mark.parametrize(('model_type', 'modality'), TYPES_WITH_DUMMY)
 def test_smallest_media_row_as_dummy(model_type, modality):
     """It changes no gradient, and uses the encoder that text leaves unused."""
     maker = maker_of(model_type)
@@ -130,11 +145,14 @@ def test_smallest_media_row_as_dummy(model_type, modality):
     text = maker.batch(modality, has_media=False)
     num_frames = 2 if modality == 'video' else 1
     media = maker.batch(modality, runs=num_frames)
-    row = smallest_row([describe(layout, media)], modality)
-    assert row is not None
-    joined = without_row_counts(add_rows(layout, text, [row], 'right'))
-    assert layout.units_per_row(joined, modality)[:-1] == [0] * len(text['input_ids'])
+
+    dummy_row = smallest_row([describe(layout, media)], modality)
+    assert dummy_row is not None
+    with_dummy = without_row_counts(add_rows(layout, text, [dummy_row], 'right'))
+    *media_of_text_rows, _ = layout.units_per_row(with_dummy, modality)
+    assert media_of_text_rows == [0] * len(text['input_ids'])
+
     expected = plain_gradients(model, text)
-    gradients = plain_gradients(model, joined)
+    gradients = plain_gradients(model, with_dummy)
     assert relative_error(gradients, expected) < 1e-6
     assert gradients.keys() > expected.keys()

@@ -63,10 +63,12 @@ def maker_of(model_type: str, kind: str = 'multimodal', **settings: Any) -> Make
         settings: Settings of the config of the text model.
     """
     model_type = THINKERS.get(model_type, model_type)
-    class_name = CLASSES[kind][model_type]
-    model_class = getattr(transformers, class_name if isinstance(class_name, str) else class_name[0])
+    class_names = CLASSES[kind][model_type]
+    class_name = class_names if isinstance(class_names, str) else class_names[0]
+    model_class = getattr(transformers, class_name)
     config = tiny_config(model_type)
-    if kind == 'text' and not isinstance(config, model_class.config_class):  # the text part of a multimodal type
+    is_text_of_multimodal_type = kind == 'text' and not isinstance(config, model_class.config_class)
+    if is_text_of_multimodal_type:
         config = config.get_text_config()
     config.use_cache = False
     if kind == 'masked':
@@ -92,14 +94,16 @@ def tried(model_type: str, kind: str) -> dict[str, str]:
             maker = maker_of(model_type, kind)
         except Exception as error:
             return {'': f'not built: {_short(error)}'}
-        modalities = maker.modalities() if kind == 'multimodal' else []
+        modalities = ['text']
+        if kind == 'multimodal' and maker.modalities():
+            modalities = maker.modalities()
         outcomes: dict[str, str] = {}
         with watched_logits() as reasons:
-            for modality in modalities or ['text']:
+            for modality in modalities:
                 outcomes |= _tried(maker, modality)
         if reasons:
-            reason = next(filter(None, reasons), '')
-            outcomes['logits'] = f'all logits: {reason}' if reason else 'at labels'
+            first_reason = next(filter(None, reasons), '')
+            outcomes['logits'] = f'all logits: {first_reason}' if first_reason else 'at labels'
         return outcomes
 
 
@@ -108,31 +112,33 @@ def assert_as_the_table_says(model_type: str, kind: str) -> None:
     outcomes = tried(model_type, kind)
     if NEWER in outcomes.get('', ''):
         pytest.skip(NEWER)
-    expected = results()[kind][model_type]
-    expected_kinds = {modality: kind_of(outcome) for modality, outcome in expected.items()}
-    kinds = {modality: kind_of(outcome) for modality, outcome in outcomes.items()}
-    assert kinds == expected_kinds, outcomes
+    outcomes_in_table = results()[kind][model_type]
+    assert _kinds_of(outcomes) == _kinds_of(outcomes_in_table), outcomes
+
+
+def _kinds_of(outcomes: dict[str, str]) -> dict[str, str]:
+    """Returns the kind of each outcome, by modality."""
+    return {modality: kind_of(outcome) for modality, outcome in outcomes.items()}
 
 
 @contextmanager
 def watched_logits() -> Iterator[list[str]]:
     """Yields a list that gets, for each forward of training, why it computed all logits; '' if only at labels."""
     reasons: list[str] = []
-    begin_forward = LabelSelector.begin_forward
+    original_begin_forward = LabelSelector.begin_forward
+    original_log_all_logits = RunContext._log_all_logits
 
-    def watched(selector: LabelSelector, rule: str, num_labels: int, num_positions: int) -> None:
+    def begin_forward(selector: LabelSelector, rule: str, num_labels: int, num_positions: int) -> None:
         reasons.append('')
-        begin_forward(selector, rule, num_labels, num_positions)
+        original_begin_forward(selector, rule, num_labels, num_positions)
 
-    log_all_logits = RunContext._log_all_logits
-
-    def noted(run: RunContext, why: str) -> None:
+    def log_all_logits(run: RunContext, why: str) -> None:
         reasons.append(_stripped(why))
-        log_all_logits(run, why)
+        original_log_all_logits(run, why)
 
     with (
-        patch.object(LabelSelector, 'begin_forward', watched),
-        patch.object(RunContext, '_log_all_logits', noted),
+        patch.object(LabelSelector, 'begin_forward', begin_forward),
+        patch.object(RunContext, '_log_all_logits', log_all_logits),
     ):
         yield reasons
 
@@ -159,6 +165,7 @@ def _tried(maker: Maker, modality: str) -> dict[str, str]:
 
 
 def _measured(maker: Maker, modality: str) -> dict[str, str]:
+    """Returns the outcomes of a modality in the precision of the model."""
     batches: dict[str, dict[str, Any]] = {}
     texts: dict[str, str] = {}
     for runs in (1, 2, 4):  # some models ask for lines or frames with words between them
@@ -166,17 +173,21 @@ def _measured(maker: Maker, modality: str) -> dict[str, str]:
         texts = texts or failures
         if batches:
             break
+
     maker.model.zero_grad(set_to_none=True)
     model = HuggingFaceModel(maker.model, shift_labels=not maker.config.is_encoder_decoder)
     outcomes: dict[str, list[Outcome]] = {name: [] for name in batches}
-    for size in (1, 2, 3):
-        pending = sorted(batches, reverse=size == 2)
+    for microbatch_size in (1, 2, 3):
+        pending = sorted(batches, reverse=microbatch_size == 2)
         while pending:  # a run ends with the first batch that is refused
-            for outcome in measure_steps(model, [batches[name] for name in pending], size):
-                outcomes[pending.pop(0)].append(outcome)
+            pending_batches = [batches[name] for name in pending]
+            for outcome in measure_steps(model, pending_batches, microbatch_size):
+                name = pending.pop(0)
+                outcomes[name].append(outcome)
         if maker.model_type in PACKED and modality in batches:
-            outcome = measure(model, batches[modality], size, packing=True)
+            outcome = measure(model, batches[modality], microbatch_size, packing=True)
             outcomes.setdefault(f'{modality}, packed', []).append(outcome)
+
     for name, outcomes_of_sizes in outcomes.items():
         batch = batches[name.removesuffix(', packed')]
         texts[name] = _text_of(model, batch, outcomes_of_sizes)
@@ -196,10 +207,10 @@ def _batches(maker: Maker, modality: str, runs: int) -> tuple[dict[str, dict[str
             has_padding = not bool(batch.get('attention_mask', torch.ones(1)).all())
             if maker.side == 'left' and not has_padding:
                 continue
-            # Without a loss it is up to the package to refuse the batch.
-            loss = None if maker.settings.robot else maker.model(**batch).loss
-            if loss is not None:
-                loss.backward()
+            if not maker.settings.robot:
+                loss = maker.model(**batch).loss
+                if loss is not None:  # without a loss it is up to the package to refuse the batch
+                    loss.backward()
             batches[name] = batch
         except Exception as error:
             failures[name] = f'not tried: its own forward says {_short(error)}'
@@ -213,30 +224,38 @@ def _text_of(model: HuggingFaceModel, batch: dict[str, Any], outcomes: Sequence[
     error = max(outcome.error for outcome in outcomes)
     if worst.kind == 'exact':
         return f'exact {error:.0e}'
-    if worst.kind == 'wrong' and error < min(2 * _round_off(model, batch), MOST_ROUND_OFF):
-        return f'exact {error:.0e}'
-    return f'{worst.kind}: {_stripped(worst.message) or format(worst.error, ".0e")}'
+    if worst.kind == 'wrong':
+        limit = min(2 * _round_off(model, batch), MOST_ROUND_OFF)
+        if error < limit:
+            return f'exact {error:.0e}'
+    reason = _stripped(worst.message) or f'{worst.error:.0e}'
+    return f'{worst.kind}: {reason}'
 
 
 def _round_off(model: HuggingFaceModel, batch: dict[str, Any]) -> float:
     """Returns how much the gradient changes if the rows are in another order and further to the right."""
     layout = BatchLayout.for_model(model)
-    moved = layout.select(batch, range(layout.num_rows(batch))[::-1])
+    reversed_rows = range(layout.num_rows(batch))[::-1]
+    moved_batch = layout.select(batch, reversed_rows)
     is_padded_left = not bool(batch['attention_mask'][:, 0].all())
     if is_padded_left:
-        width = moved['labels'].shape[1]
-        padded_row = int(moved['attention_mask'][:, 0].argmin())
-        for key, value in moved.items():
+        width = moved_batch['labels'].shape[1]
+        padded_row = int(moved_batch['attention_mask'][:, 0].argmin())
+        for key, value in moved_batch.items():
             if isinstance(value, torch.Tensor) and value.shape[1:] == (width,):
                 pad = -100 if key == 'labels' else int(value[padded_row, 0])
-                moved[key] = F.pad(value, (8, 0), value=pad)
-    return relative_error(plain_gradients(model, moved), plain_gradients(model, batch))
+                moved_batch[key] = F.pad(value, (8, 0), value=pad)
+    gradients_of_moved = plain_gradients(model, moved_batch)
+    gradients = plain_gradients(model, batch)
+    return relative_error(gradients_of_moved, gradients)
 
 
 def _short(error: Exception) -> str:
+    """Returns the class of an error and the beginning of its message."""
     return _stripped(f'{type(error).__name__}: {error}')
 
 
 def _stripped(message: str) -> str:
     """Returns the beginning of a message, in one line."""
-    return re.sub(r'\s+', ' ', message).strip()[:160]
+    one_line = re.sub(r'\s+', ' ', message).strip()
+    return one_line[:160]
