@@ -254,12 +254,18 @@ def as_second_rank(monkeypatch):
 
 
 @pytest.mark.usefixtures('as_second_rank')
-@pytest.mark.parametrize('microbatch_size', [1, 3])
-def test_repeated_sample_counts_nothing(model, microbatch_size):
-    """Five samples for two ranks: the second one gets samples 1 and 3, and again sample 0 of the first rank."""
+@pytest.mark.parametrize('microbatch_size', [1, 2, 3])
+@pytest.mark.parametrize('split', ['stock', 'regrouped'])
+def test_repeated_sample_counts_nothing(model, split, microbatch_size):
+    """Five samples for two ranks: the second one gets samples 1 and 3, and again sample 0 of the first rank.
+
+    Composer's own split counts the repeated sample, when Composer weights microbatches.
+    """
     rows = text_rows(RAGGED[:5])
     sampler = DistributedSampler(rows, num_replicas=2, rank=1, shuffle=False)
-    data = token_data_spec(DataLoader(rows, batch_size=3, sampler=sampler, collate_fn=collate))
+    data = DataLoader(rows, batch_size=3, sampler=sampler, collate_fn=collate)
+    if split == 'regrouped':
+        data = token_data_spec(data)
     assert_exact(model, data, batch=collate([rows[1], rows[3]]), microbatch_size=microbatch_size)
 
 
