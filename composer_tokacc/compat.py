@@ -23,6 +23,7 @@ import torch
 
 # Tensors of torch.compile that have a shape but no data: they trace a model that does not fit into memory.
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 # The common base classes of the layers for one, two and three dimensions. SyncBatchNorm has the same base.
@@ -170,6 +171,11 @@ def reduced_parameters(model: torch.nn.parallel.DistributedDataParallel) -> set[
     for bucket in buckets:
         parameters.update(bucket.parameters())
     return parameters
+
+
+def mixed_precision_of(unit: FSDPModule) -> MixedPrecisionPolicy:
+    """Returns the types in which a unit of FSDP2 computes, and reduces gradients."""
+    return unit._get_fsdp_state()._mp_policy
 
 
 DDP_SINK = '_DDPSinkBackward'

@@ -22,14 +22,20 @@ from torch.nn.parallel import DistributedDataParallel
 
 from composer_tokacc.algorithm.loss_terms import empty_sum
 from composer_tokacc.collectives import get_world_size, max_over_ranks
-from composer_tokacc.compat import is_reduced, num_reduced, reduced_parameters, state_of_gradient
+from composer_tokacc.compat import (
+    is_reduced,
+    mixed_precision_of,
+    num_reduced,
+    reduced_parameters,
+    state_of_gradient,
+)
 from composer_tokacc.model_structure import fsdp_units
 from composer_tokacc.refusals import NotExactError
 
 NOT_REDUCED = (
     'DDP must have reduced every gradient at the end of a step, but it has not. Leave DDP as Composer makes it, '
-    "without `static_graph` or `ddp_sync_strategy='forced_sync'`, and freeze parameters before the Trainer is made "
-    '(docs/errors.md#ranks).'
+    "without `static_graph` or `ddp_sync_strategy='forced_sync'`, leave out Composer's SAM, whose first pass does not "
+    'reduce, and freeze parameters before the Trainer is made (docs/errors.md#ranks).'
 )
 
 
@@ -224,16 +230,19 @@ def check_sharding(model: torch.nn.Module) -> None:
 def excess_of_reduction(model: torch.nn.Module) -> float:
     """Returns how many times too large gradients are after FSDP2 has reduced them; 1 without FSDP2. A collective.
 
-    FSDP2 asks the backend for the mean over the ranks, but on CPUs gloo of torch 2.7 returns the sum. To find out,
-    FSDP2 reduces a gradient here that is 1 on each rank. This holds for every ``reduce_dtype`` except float16: there
-    FSDP2 divides by itself. Composer computes in float32 on CPUs, so only a user can ask for float16 there.
+    FSDP2 asks the backend for the mean over the ranks, but on CPUs gloo of torch 2.7 returns the sum. In float16 FSDP2
+    divides by itself, and gets the mean. To find out, FSDP2 reduces a gradient here that is 1 on each rank. It has the
+    type and the mixed precision of the model's gradients, from which FSDP2 chooses the type in which it reduces.
     """
     sharded = [parameter for parameter in model.parameters() if isinstance(parameter, DTensor)]
     if not sharded or sharded[0].device.type != 'cpu':
         return 1.0
+    # Composer gives all units the same precision.
+    first_unit = next(module for module in model.modules() if isinstance(module, FSDPModule))
     # The weight of this embedding is not drawn, so the random numbers of the run stay the same.
-    embedding = torch.nn.Embedding.from_pretrained(torch.ones(1, 1), freeze=False)
-    fully_shard(embedding, mesh=sharded[0].device_mesh)
+    weight = torch.ones(1, 1, dtype=sharded[0].dtype)
+    embedding = torch.nn.Embedding.from_pretrained(weight, freeze=False)
+    fully_shard(embedding, mesh=sharded[0].device_mesh, mp_policy=mixed_precision_of(first_unit))
     embedding(torch.tensor([0])).sum().backward()
     gradient: Any = embedding.weight.grad
     return float(gradient.full_tensor())

@@ -42,6 +42,7 @@ from composer_tokacc.layout.placeholders import all_placeholders
 from composer_tokacc.model_structure import shard_again
 from composer_tokacc.planning import check_choice
 from composer_tokacc.refusals import InvalidInputError, NotExactError
+from composer_tokacc.row_counts import RowCounts
 from composer_tokacc.weights import LOSS_WEIGHTS, TOKEN_WEIGHTS, with_weights_of_positions
 
 log = logging.getLogger(__name__)
@@ -232,6 +233,15 @@ class RunContext:
         self.step = step
         if self.split is not None:
             self.split.step = step
+
+    def samples_for_composer(self, rows: Sequence[RowCounts]) -> int:
+        """Returns the number of samples that Composer counts in some rows, to weight the loss of their microbatch.
+
+        A CountingDataSpec tells it the number of samples. Another DataSpec counts all rows, repeated samples too.
+        """
+        if self.split is None:
+            return len(rows)
+        return sum(row.samples for row in rows)
 
     @property
     def is_step_empty(self) -> bool:

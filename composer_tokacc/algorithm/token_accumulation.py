@@ -364,7 +364,8 @@ class TokenAccumulation(Algorithm):
         step = self._count_batch(state, batch_index)
         width = run.width_of(step)
         # One all-reduce for everything that ranks must know of each other before the batch is cut.
-        counts = [step.counts.loss_tokens, step.counts.samples, step.counts.loss_weight]
+        num_for_composer = run.samples_for_composer(step.rows)
+        counts = [step.counts.loss_tokens, step.counts.samples, step.counts.loss_weight, num_for_composer]
         flags = [run.check.has_new_rows(step.facts), self._reduces_once]
         sums = self._sums_over_ranks(state, [counts, flags, width.numbers(), numbers_to_sum(plan)])
         totals, sums_of_flags, sums_of_widths, sums_of_plans = sums
@@ -577,12 +578,17 @@ class TokenAccumulation(Algorithm):
         record.num_microbatches = self._num_microbatches_with_samples(state)
         totals = run.step.totals
         record.composers_weight = sample_weight(
+            run.samples_for_composer(record.rows),
+            int(totals.composers_samples),
+            world_size=run.world_size,
+        )
+        # The factors that a mean over the samples, and the mean over the tokens, of the microbatch must have in the
+        # step. They may be over 1, because gradients are averaged over the ranks.
+        weight_of_samples = sample_weight(
             record.counts.samples,
             int(totals.samples),
             world_size=run.world_size,
         )
-        # The factor that the mean over the tokens of the microbatch must have in the step. It may be over 1, because
-        # gradients are averaged over the ranks.
         weight_of_mean = token_weight(
             record.counts.loss_weight,
             totals.loss_weight,
@@ -598,7 +604,7 @@ class TokenAccumulation(Algorithm):
             num_microbatches = record.num_microbatches or 1  # 0 if this rank has only dummy rows
             state.loss = run.balance.with_part_of_step(state.loss, microbatch.outputs, num_microbatches)
         microbatch.outputs = None  # the backward needs the memory
-        scales = _scales_of(record, weight_of_mean)
+        scales = _scales_of(record, weight_of_mean, weight_of_samples)
         # The backward tells the record which weight Composer has applied.
         state.loss = run.terms.scaled(state.loss, scales, observe=record.observe, excess=run.excess_of_reduction)
         microbatch.edges_of_loss = _edges_of(state.loss)
@@ -930,23 +936,27 @@ def _edges_of(value: Any) -> set[Edge]:
     return {edge_of(tensor) for tensor in tensors_in(value)}
 
 
-def _scales_of(record: MicrobatchRecord, weight_of_mean: float) -> dict[str, float]:
+def _scales_of(record: MicrobatchRecord, weight_of_mean: float, weight_of_samples: float) -> dict[str, float]:
     """Returns the factor of the terms of each unit.
 
-    Afterwards Composer multiplies the loss by its own weight, which is by samples. Terms over samples need it. The
-    factors of the units ``'tokens'`` and ``'microbatches'`` are divided by it, so that it cancels.
+    Afterwards Composer multiplies the loss by its own weight. The factors are divided by it, so that it cancels.
 
-    ``weight_of_mean`` is the factor that the mean over the tokens of the microbatch must have in the step.
+    Args:
+        record: The record of the microbatch.
+        weight_of_mean: The factor that the mean over the tokens of the microbatch must have in the step.
+        weight_of_samples: The factor that a mean over its samples must have.
     """
     if record.counts.samples == 0:
-        return dict.fromkeys(LOSS_UNITS, 0.0)  # Composer's weight is 0, too, and must not be divided by
+        # Only rows that must not count. With our split, Composer's weight is 0, too, and must not be divided by.
+        return dict.fromkeys(LOSS_UNITS, 0.0)
     num_with_samples = sum(row.samples > 0 for row in record.rows)
     num_microbatches = record.num_microbatches or 1  # None if no term has the unit 'microbatches'
+    scale_of_samples = weight_of_samples / record.composers_weight
     return {
         'tokens': weight_of_mean / record.composers_weight,
         # Rows that fill up a rank add 0 to the mean over rows, but are counted in it.
-        'samples': len(record.rows) / num_with_samples,
-        'coupled_samples': 1.0,
+        'samples': scale_of_samples * len(record.rows) / num_with_samples,
+        'coupled_samples': scale_of_samples,
         'microbatches': 1.0 / (num_microbatches * record.composers_weight),
     }
 

@@ -254,6 +254,7 @@ class StepTotals(NamedTuple):
     loss_tokens: float
     samples: float
     loss_weight: float  # sum of the weights of loss-generating tokens
+    composers_samples: float  # samples as Composer counts them, perhaps also repeated ones
 
 
 @dataclass(kw_only=True, eq=False)

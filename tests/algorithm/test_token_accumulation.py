@@ -280,25 +280,33 @@ def five_rows():
     return text_rows(RAGGED[:5])
 
 
-def data_of_second_rank(rows, collate_fn):
-    """Returns the data of the second of two ranks, one batch of three samples."""
+def loader_of_second_rank(rows, collate_fn):
+    """Returns the loader of the second of two ranks, one batch of three samples."""
     sampler = DistributedSampler(rows, num_replicas=2, rank=1, shuffle=False)
-    dataloader = DataLoader(rows, batch_size=3, sampler=sampler, collate_fn=collate_fn)
-    return token_data_spec(dataloader)
+    return DataLoader(rows, batch_size=3, sampler=sampler, collate_fn=collate_fn)
 
 
 @pytest.mark.usefixtures('as_second_rank')
-@pytest.mark.parametrize('microbatch_size', [1, 3])
+@pytest.mark.parametrize('microbatch_size', [1, 2, 3])
 def test_repeated_sample_counts_nothing(model, five_rows, microbatch_size):
-    data = data_of_second_rank(five_rows, collate)
+    data = token_data_spec(loader_of_second_rank(five_rows, collate))
     expected_batch = collate([five_rows[1], five_rows[3]])
     assert_exact(model, data, batch=expected_batch, microbatch_size=microbatch_size)
 
 
 @pytest.mark.usefixtures('as_second_rank')
+@pytest.mark.parametrize('microbatch_size', [1, 2, 3])
+def test_repeated_sample_in_stock_split(model, five_rows, microbatch_size):
+    """Composer's own split counts the repeated sample, when Composer weights microbatches."""
+    dataloader = loader_of_second_rank(five_rows, collate)
+    expected_batch = collate([five_rows[1], five_rows[3]])
+    assert_exact(model, dataloader, batch=expected_batch, microbatch_size=microbatch_size)
+
+
+@pytest.mark.usefixtures('as_second_rank')
 def test_repeated_sample_in_joined_row(model, five_rows, caplog):
     """A collator joins three samples, so no row can be left out. The repeated sample counts twice, with a warning."""
-    data = data_of_second_rank(five_rows, packed_row)
+    data = token_data_spec(loader_of_second_rank(five_rows, packed_row))
     expected_batch = packed_row([five_rows[1], five_rows[3], five_rows[0]])
     assert_exact(model, data, batch=expected_batch, microbatch_size=1)
     assert 'counts twice' in caplog.text

@@ -69,6 +69,20 @@ def test_fit_after_evaluation_with_fsdp2():
 
 
 @pytest.mark.slow
+def test_fsdp2_reduces_in_half_precision():
+    """With a wrong factor the error would be 0.5 or 1."""
+    errors = launch_json('tests/ranks/fsdp_options.py', ranks=2)
+    assert len(errors) == 5
+    assert max(errors.values()) < 1e-2, errors
+
+
+@pytest.mark.slow
+def test_fsdp2_with_replicas():
+    errors = launch_json('tests/ranks/fsdp_options.py', ranks=4)
+    assert errors['replicas'] < TOLERANCE
+
+
+@pytest.mark.slow
 def test_all_ranks_decide_alike():
     """Also if only the first rank has a state that forwards write."""
     results = launch_json('tests/ranks/coupled_rows.py', ranks=2)
