@@ -57,7 +57,7 @@ from composer_tokacc.layout.pre_split import widened
 from composer_tokacc.programs import ConfigError, TrainConfig
 from composer_tokacc.programs.build import build_parts
 from composer_tokacc.programs.errors import refuse
-from composer_tokacc.programs.registry import token_accumulation_options
+from composer_tokacc.programs.registry import token_accumulation_options, uses_token_accumulation
 from composer_tokacc.programs.runner import run_program
 from composer_tokacc.programs.schema import Count, check_value
 from composer_tokacc.programs.suggest import runs_on_gpu
@@ -147,6 +147,7 @@ def verify(config: TrainConfig, *, max_rows: int = 8, tolerance: float = 1e-6) -
             forward over the rows of all ranks. If a rank has fewer rows, all ranks take as many as that rank has.
         tolerance: Largest relative error that is taken for round-off.
     """
+    _check_weights_tokens(config)
     run = _VerifiedRun(config, max_rows)
     report = compare_cuts(SIDES, run.whole_step, run.cuts, tolerance=tolerance)
     if report.is_exact:
@@ -161,6 +162,16 @@ def verify(config: TrainConfig, *, max_rows: int = 8, tolerance: float = 1e-6) -
     if tolerance < round_off < MOST_ROUND_OFF and with_round_off.is_exact:
         return with_round_off
     return report
+
+
+def _check_weights_tokens(config: TrainConfig) -> None:
+    """Raises NotExactError if the run leaves the weights of its microbatches to stock Composer."""
+    if uses_token_accumulation(config) or config.uses_composers_flag:
+        return
+    raise NotExactError(
+        'The run must weight its microbatches by their tokens, got: no `token_accumulation` in `algorithms`, so '
+        'Composer weights them by their samples. Add it: `algorithms.token_accumulation={}`.'
+    )
 
 
 class _VerifiedRun:
@@ -190,6 +201,9 @@ class _VerifiedRun:
                 f'and --rows must leave rows to cut apart, got: {len(self.rows_of_all_ranks)}',
             )
         self.options = TokenAccumulation(**token_accumulation_options(config)).options
+        self.has_algorithm = uses_token_accumulation(config)
+        self.uses_composers_flag = config.uses_composers_flag
+        """Whether Composer itself weights the microbatches. With the algorithm as well, the Trainer refuses the run."""
         self.has_router_loss = False
         """Whether the model has returned a load-balancing loss of a router."""
         self.loss_rule = ''
@@ -272,12 +286,26 @@ class _VerifiedRun:
 
     def _our_gradients(self, batch: dict[str, Any], size: int, *, regroup: bool) -> Gradients:
         """Trains one step with this package, on microbatches of at most as many tokens as ``size`` padded rows."""
-        data = token_data_spec([dict(batch)], layout=self.layout, regroup=regroup)
-        algorithm = TokenAccumulation(**vars(self.options))
-        return self._trained_gradients(data, size, algorithm)
+        # Only Composer's flag needs the model, to count its loss tokens.
+        counted_model = self.parts.model if self.uses_composers_flag else None
+        data = token_data_spec([dict(batch)], layout=self.layout, regroup=regroup, model=counted_model)
+        algorithm: Algorithm = UnusedParameters()
+        if self.has_algorithm:
+            algorithm = TokenAccumulation(**vars(self.options))
+        return self._trained_gradients(data, size, algorithm, uses_flag=self.uses_composers_flag)
 
-    def _trained_gradients(self, data: DataSpec, size: int, algorithm: Algorithm) -> Gradients:
-        """Trains one step with learning rate 0, so that every case starts from the same weights."""
+    def _trained_gradients(
+        self,
+        data: DataSpec,
+        size: int,
+        algorithm: Algorithm,
+        *,
+        uses_flag: bool = False,
+    ) -> Gradients:
+        """Trains one step with learning rate 0, so that every case starts from the same weights.
+
+        ``uses_flag`` is Composer's ``accumulate_train_batch_on_tokens``.
+        """
         model = self.parts.model
         recorder = _Recorder()
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -290,6 +318,7 @@ class _VerifiedRun:
             device_train_microbatch_size=size,
             algorithms=[algorithm],
             callbacks=[recorder],
+            accumulate_train_batch_on_tokens=uses_flag,
             precision='fp32',
             progress_bar=False,
         )

@@ -262,6 +262,11 @@ def token_accumulation_options(config: TrainConfig) -> Section:
     return {}
 
 
+def uses_token_accumulation(config: TrainConfig) -> bool:
+    """Returns whether a config names TokenAccumulation."""
+    return any(class_by_name('algorithms', name) is TokenAccumulation for name in config.algorithms)
+
+
 def _classes_of(kind: str) -> dict[str, type]:
     """Returns the classes of a kind that need no dotted name, by their names in a YAML file."""
     base = KINDS[kind].base

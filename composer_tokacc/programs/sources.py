@@ -237,7 +237,7 @@ class Source(ABC):
         }
         with building('loader'):
             dataloader, slot_tokens = self.open_loader(dataset, processor, options, is_eval=is_eval)
-        if not self.config.trainer.get('accumulate_train_batch_on_tokens'):
+        if not self.config.uses_composers_flag:
             model = None
         return token_data_spec_of(self.config, dataloader, slot_tokens=slot_tokens, layout=layout, model=model)
 
