@@ -57,7 +57,7 @@ from composer_tokacc.layout.pre_split import widened
 from composer_tokacc.programs import ConfigError, TrainConfig
 from composer_tokacc.programs.build import build_parts
 from composer_tokacc.programs.errors import refuse
-from composer_tokacc.programs.registry import token_accumulation_options, uses_token_accumulation
+from composer_tokacc.programs.registry import token_accumulation_options, uses_composers_flag, uses_token_accumulation
 from composer_tokacc.programs.runner import run_program
 from composer_tokacc.programs.schema import Count, check_value
 from composer_tokacc.programs.suggest import runs_on_gpu
@@ -166,7 +166,7 @@ def verify(config: TrainConfig, *, max_rows: int = 8, tolerance: float = 1e-6) -
 
 def _check_weights_tokens(config: TrainConfig) -> None:
     """Raises NotExactError if the run leaves the weights of its microbatches to stock Composer."""
-    if uses_token_accumulation(config) or config.uses_composers_flag:
+    if uses_token_accumulation(config) or uses_composers_flag(config):
         return
     raise NotExactError(
         'The run must weight its microbatches by their tokens, got: no `token_accumulation` in `algorithms`, so '
@@ -202,7 +202,7 @@ class _VerifiedRun:
             )
         self.options = TokenAccumulation(**token_accumulation_options(config)).options
         self.has_algorithm = uses_token_accumulation(config)
-        self.uses_composers_flag = config.uses_composers_flag
+        self.uses_composers_flag = uses_composers_flag(config)
         """Whether Composer itself weights the microbatches. With the algorithm as well, the Trainer refuses the run."""
         self.has_router_loss = False
         """Whether the model has returned a load-balancing loss of a router."""

@@ -240,11 +240,6 @@ class TrainConfig:
         parallelism = self.trainer.get('parallelism_config') or {}
         return parallelism.get('fsdp') is not None
 
-    @property
-    def uses_composers_flag(self) -> bool:
-        """Whether Composer itself weights the microbatches by tokens."""
-        return bool(self.trainer.get('accumulate_train_batch_on_tokens'))
-
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     """Reads a YAML file, changes it by ``key=value`` overrides, and checks each value.

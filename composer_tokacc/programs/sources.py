@@ -44,7 +44,7 @@ from composer_tokacc.planning import CostModel, token_budget
 from composer_tokacc.programs.errors import ConfigError, building, unknown_name
 from composer_tokacc.programs.host_types import Processor, Section
 from composer_tokacc.programs.models import is_encoder, read_config
-from composer_tokacc.programs.registry import import_by_name, token_accumulation_options
+from composer_tokacc.programs.registry import import_by_name, token_accumulation_options, uses_composers_flag
 from composer_tokacc.programs.schema import (
     Hint,
     Sections,
@@ -237,7 +237,7 @@ class Source(ABC):
         }
         with building('loader'):
             dataloader, slot_tokens = self.open_loader(dataset, processor, options, is_eval=is_eval)
-        if not self.config.uses_composers_flag:
+        if not uses_composers_flag(self.config):
             model = None
         return token_data_spec_of(self.config, dataloader, slot_tokens=slot_tokens, layout=layout, model=model)
 
