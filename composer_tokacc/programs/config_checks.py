@@ -255,6 +255,10 @@ def notes_on(config: TrainConfig) -> list[str]:
         for key in keys:
             if _value_of(config, key):
                 notes.append(f'`{key}` has no effect without `{needed_key}`')
+    parts = config.dataset.get('parts') or {}
+    for key in config.dataset:
+        if parts and all(key in part for part in parts.values()):
+            notes.append(f'`dataset.{key}` has no effect, because each of `dataset.parts` has its own')
     size = config.microbatching.device_train_microbatch_size
     if config.microbatching.device_memory_gib is not None and size != 'suggest':
         notes.append(f'`microbatching.device_memory_gib` only has an effect with `size: suggest`, got: size {size}')

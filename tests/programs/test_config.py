@@ -433,6 +433,13 @@ def test_notes_on_keys_without_effect():
     assert notes_on(config) == []
 
 
+def test_note_on_key_that_all_parts_replace():
+    parts = {'a': {'path': 'a.json'}, 'b': {'path': 'b.json', 'max_length': 8}}
+    dataset = {'path': 'c.json', 'max_length': 9, 'parts': parts}
+    config = TrainConfig(algorithms={'token_accumulation': None}, dataset=dataset)
+    assert notes_on(config) == ['`dataset.path` has no effect, because each of `dataset.parts` has its own']
+
+
 def test_note_on_weights_of_composer():
     (note,) = notes_on(TrainConfig())
     assert 'no `token_accumulation`' in note
