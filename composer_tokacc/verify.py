@@ -37,6 +37,7 @@ from composer.utils import dist
 from pydantic import Field
 
 from composer_tokacc.algorithm import TokenAccumulation
+from composer_tokacc.algorithm.setup import check_trains_something
 from composer_tokacc.batch import IGNORE_INDEX, Batch
 from composer_tokacc.checks.first_batch import find_loss_rule, rule_batch
 from composer_tokacc.checks.logits import at_predictions, router_loss_of, targets_of
@@ -184,6 +185,7 @@ class _VerifiedRun:
         # In float32, because the round-off of a shorter type would hide an error.
         model_section = replace(config.model, dtype='float32')
         self.parts = build_parts(replace(config, model=model_section))
+        check_trains_something(self.parts.model)
         # Without TF32, because its round-off would be taken for an error.
         self.device: Device = DeviceGPU(allow_tf32=False) if runs_on_gpu(config) else DeviceCPU()
         self.device.module_to_device(self.parts.model)

@@ -119,6 +119,11 @@ def test_run_without_the_algorithm(tmp_path, capsys):
     assert 'NOT exact: The run must weight its microbatches by their tokens' in capsys.readouterr().err
 
 
+def test_model_without_trained_parameters(capsys):
+    assert verify('model.freeze=[model, lm_head]') == 1
+    assert 'NOT exact: No parameter of the model requires a gradient' in capsys.readouterr().err
+
+
 def test_flag_instead_of_the_algorithm(tmp_path, capsys):
     flag = 'trainer.accumulate_train_batch_on_tokens=true'
     assert main([without_algorithm(tmp_path), '--rows', '2', *TINY, flag]) == 0

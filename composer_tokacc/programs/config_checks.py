@@ -261,7 +261,10 @@ def notes_on(config: TrainConfig) -> list[str]:
             notes.append(f'`dataset.{key}` has no effect, because each of `dataset.parts` has its own')
     size = config.microbatching.device_train_microbatch_size
     if config.microbatching.device_memory_gib is not None and size != 'suggest':
-        notes.append(f'`microbatching.device_memory_gib` only has an effect with `size: suggest`, got: size {size}')
+        notes.append(
+            '`microbatching.device_memory_gib` does not limit the microbatches of this run, because '
+            f'`microbatching.size` is {size}, not suggest'
+        )
     return notes
 
 
