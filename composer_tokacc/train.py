@@ -29,6 +29,7 @@ from composer_tokacc.programs import TrainConfig
 from composer_tokacc.programs.answers import answers_of
 from composer_tokacc.programs.build import RunParts, TrainerParts, build_parts, build_trainer, build_trainer_parts
 from composer_tokacc.programs.checkpoints import checkpoint_folder, lock_folder, repair_latest_link
+from composer_tokacc.programs.config_checks import notes_on
 from composer_tokacc.programs.metrics_file import JsonLines, read_metrics
 from composer_tokacc.programs.rehearsal import rehearsal_of
 from composer_tokacc.programs.run_result import result_folder, summarize, write_report
@@ -57,6 +58,8 @@ def run(config: TrainConfig) -> None:
     """
     share_cores(dist.get_local_world_size())
     allow_open_files()
+    for note in notes_on(config):
+        say(f'note: {note}')
     if config.dry_run:
         _dry_run(config)
         return

@@ -37,6 +37,7 @@ from composer.utils import dist
 from pydantic import Field
 
 from composer_tokacc.algorithm import TokenAccumulation
+from composer_tokacc.algorithm.setup import check_trains_something
 from composer_tokacc.batch import IGNORE_INDEX, Batch
 from composer_tokacc.checks.first_batch import find_loss_rule, rule_batch
 from composer_tokacc.checks.logits import at_predictions, router_loss_of, targets_of
@@ -57,7 +58,7 @@ from composer_tokacc.layout.pre_split import widened
 from composer_tokacc.programs import ConfigError, TrainConfig
 from composer_tokacc.programs.build import build_parts
 from composer_tokacc.programs.errors import refuse
-from composer_tokacc.programs.registry import token_accumulation_options
+from composer_tokacc.programs.registry import token_accumulation_options, uses_composers_flag, uses_token_accumulation
 from composer_tokacc.programs.runner import run_program
 from composer_tokacc.programs.schema import Count, check_value
 from composer_tokacc.programs.suggest import runs_on_gpu
@@ -147,6 +148,7 @@ def verify(config: TrainConfig, *, max_rows: int = 8, tolerance: float = 1e-6) -
             forward over the rows of all ranks. If a rank has fewer rows, all ranks take as many as that rank has.
         tolerance: Largest relative error that is taken for round-off.
     """
+    _check_weights_tokens(config)
     run = _VerifiedRun(config, max_rows)
     report = compare_cuts(SIDES, run.whole_step, run.cuts, tolerance=tolerance)
     if report.is_exact:
@@ -163,6 +165,16 @@ def verify(config: TrainConfig, *, max_rows: int = 8, tolerance: float = 1e-6) -
     return report
 
 
+def _check_weights_tokens(config: TrainConfig) -> None:
+    """Raises NotExactError if the run leaves the weights of its microbatches to stock Composer."""
+    if uses_token_accumulation(config) or uses_composers_flag(config):
+        return
+    raise NotExactError(
+        'The run must weight its microbatches by their tokens, got: no `token_accumulation` in `algorithms`, so '
+        'Composer weights them by their samples. Add it: `algorithms.token_accumulation={}`.'
+    )
+
+
 class _VerifiedRun:
     """A run's model in float32, rows of its first batch, and the options of its TokenAccumulation.
 
@@ -173,6 +185,7 @@ class _VerifiedRun:
         # In float32, because the round-off of a shorter type would hide an error.
         model_section = replace(config.model, dtype='float32')
         self.parts = build_parts(replace(config, model=model_section))
+        check_trains_something(self.parts.model)
         # Without TF32, because its round-off would be taken for an error.
         self.device: Device = DeviceGPU(allow_tf32=False) if runs_on_gpu(config) else DeviceCPU()
         self.device.module_to_device(self.parts.model)
@@ -190,6 +203,9 @@ class _VerifiedRun:
                 f'and --rows must leave rows to cut apart, got: {len(self.rows_of_all_ranks)}',
             )
         self.options = TokenAccumulation(**token_accumulation_options(config)).options
+        self.has_algorithm = uses_token_accumulation(config)
+        self.uses_composers_flag = uses_composers_flag(config)
+        """Whether Composer itself weights the microbatches. With the algorithm as well, the Trainer refuses the run."""
         self.has_router_loss = False
         """Whether the model has returned a load-balancing loss of a router."""
         self.loss_rule = ''
@@ -272,12 +288,26 @@ class _VerifiedRun:
 
     def _our_gradients(self, batch: dict[str, Any], size: int, *, regroup: bool) -> Gradients:
         """Trains one step with this package, on microbatches of at most as many tokens as ``size`` padded rows."""
-        data = token_data_spec([dict(batch)], layout=self.layout, regroup=regroup)
-        algorithm = TokenAccumulation(**vars(self.options))
-        return self._trained_gradients(data, size, algorithm)
+        # Only Composer's flag needs the model, to count its loss tokens.
+        counted_model = self.parts.model if self.uses_composers_flag else None
+        data = token_data_spec([dict(batch)], layout=self.layout, regroup=regroup, model=counted_model)
+        algorithm: Algorithm = UnusedParameters()
+        if self.has_algorithm:
+            algorithm = TokenAccumulation(**vars(self.options))
+        return self._trained_gradients(data, size, algorithm, uses_flag=self.uses_composers_flag)
 
-    def _trained_gradients(self, data: DataSpec, size: int, algorithm: Algorithm) -> Gradients:
-        """Trains one step with learning rate 0, so that every case starts from the same weights."""
+    def _trained_gradients(
+        self,
+        data: DataSpec,
+        size: int,
+        algorithm: Algorithm,
+        *,
+        uses_flag: bool = False,
+    ) -> Gradients:
+        """Trains one step with learning rate 0, so that every case starts from the same weights.
+
+        ``uses_flag`` is Composer's ``accumulate_train_batch_on_tokens``.
+        """
         model = self.parts.model
         recorder = _Recorder()
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -290,6 +320,7 @@ class _VerifiedRun:
             device_train_microbatch_size=size,
             algorithms=[algorithm],
             callbacks=[recorder],
+            accumulate_train_batch_on_tokens=uses_flag,
             precision='fp32',
             progress_bar=False,
         )

@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
+import yaml
 
 from composer_tokacc import invariance
 from composer_tokacc import verify as program
@@ -100,6 +102,34 @@ def test_tolerance_fits_the_runs_device(device, tolerance, monkeypatch):
 def test_on_two_ranks():
     printed = launch_program('composer_tokacc.verify', DIGITS, '--rows', '3', *TINY, ranks=2)
     assert max(errors(printed, 'regrouped')) < 1e-6
+
+
+def without_algorithm(folder):
+    """Returns the path of the demo without `token_accumulation`. An override cannot take it away."""
+    config = yaml.safe_load(Path(DIGITS).read_text())
+    del config['algorithms']['token_accumulation']
+    path = folder / 'stock.yaml'
+    path.write_text(yaml.safe_dump(config))
+    return str(path)
+
+
+def test_run_without_the_algorithm(tmp_path, capsys):
+    """Such a run has the weights of stock Composer."""
+    assert main([without_algorithm(tmp_path), *TINY]) == 1
+    assert 'NOT exact: The run must weight its microbatches by their tokens' in capsys.readouterr().err
+
+
+def test_model_without_trained_parameters(capsys):
+    assert verify('model.freeze=[model, lm_head]') == 1
+    assert 'NOT exact: No parameter of the model requires a gradient' in capsys.readouterr().err
+
+
+def test_flag_instead_of_the_algorithm(tmp_path, capsys):
+    flag = 'trainer.accumulate_train_batch_on_tokens=true'
+    assert main([without_algorithm(tmp_path), '--rows', '2', *TINY, flag]) == 0
+    assert max(errors(capsys.readouterr().out, 'regrouped')) < 1e-6
+    assert verify(flag) == 1  # both would weight the loss
+    assert 'Set `accumulate_train_batch_on_tokens` to False' in capsys.readouterr().err
 
 
 def test_error_over_the_tolerance(capsys, monkeypatch):

@@ -26,7 +26,14 @@ from composer_tokacc.programs.checkpoints import check_checkpoint, checkpoint_fo
 from composer_tokacc.programs.errors import ConfigError, building, local_folder
 from composer_tokacc.programs.host_types import Section
 from composer_tokacc.programs.models import EVAL_METRICS, TRAIN_METRICS, check_model
-from composer_tokacc.programs.registry import HOST_HINTS, build_part, class_by_name, report_function
+from composer_tokacc.programs.registry import (
+    HOST_HINTS,
+    build_part,
+    class_by_name,
+    report_function,
+    uses_composers_flag,
+    uses_token_accumulation,
+)
 from composer_tokacc.programs.schema import (
     Sections,
     TrainConfig,
@@ -52,6 +59,19 @@ FROM_OTHER_SECTIONS = (
 """Arguments of the Trainer that other sections of the file fill."""
 RESULT_FILES = ('metrics.jsonl', 'answers.jsonl', 'result.json', 'report.html')
 """Files that ``train`` writes into the folder of the report."""
+KEYS_NEEDING = {
+    'trainer.save_folder': (
+        'trainer.save_interval',
+        'trainer.save_filename',
+        'trainer.save_latest_filename',
+        'trainer.save_num_checkpoints_to_keep',
+        'trainer.save_weights_only',
+    ),
+    'trainer.load_path': ('trainer.load_weights_only', 'trainer.load_ignore_keys', 'trainer.load_exclude_algorithms'),
+    'dataset.eval': ('loader.global_eval_batch_size',),
+}
+"""Keys that have no effect without another key, by this other key. Composer accepts them without a word. (It warns
+itself of `eval_interval` without an eval set.)"""
 _FSDP = 'trainer.parallelism_config.fsdp'
 
 
@@ -219,6 +239,40 @@ def _check_report(config: TrainConfig) -> None:
             'must be false with FSDP, and for `model.lora` on a base with random weights, got: true. Export the '
             'checkpoint afterwards: python -m composer_tokacc.export CHECKPOINT FOLDER merge=true',
         )
+
+
+def notes_on(config: TrainConfig) -> list[str]:
+    """Returns a line for each setting that is no mistake, but may not be what the user expects."""
+    notes = []
+    if not uses_token_accumulation(config) and not uses_composers_flag(config):
+        notes.append(
+            'Composer weights microbatches by their samples, so the gradient depends on how a batch is cut, because '
+            '`algorithms` has no `token_accumulation`'
+        )
+    for needed_key, keys in KEYS_NEEDING.items():
+        if _value_of(config, needed_key):
+            continue
+        for key in keys:
+            if _value_of(config, key):
+                notes.append(f'`{key}` has no effect without `{needed_key}`')
+    parts = config.dataset.get('parts') or {}
+    for key in config.dataset:
+        if parts and all(key in part for part in parts.values()):
+            notes.append(f'`dataset.{key}` has no effect, because each of `dataset.parts` has its own')
+    size = config.microbatching.device_train_microbatch_size
+    if config.microbatching.device_memory_gib is not None and size != 'suggest':
+        notes.append(
+            '`microbatching.device_memory_gib` does not limit the microbatches of this run, because '
+            f'`microbatching.size` is {size}, not suggest'
+        )
+    return notes
+
+
+def _value_of(config: TrainConfig, key: str) -> Any:
+    """Returns the value of a key such as ``trainer.save_folder``; None if the file does not have it."""
+    section_name, _, name = key.partition('.')
+    section = getattr(config, section_name)
+    return section.get(name) if isinstance(section, dict) else getattr(section, name)
 
 
 def check_folders(config: TrainConfig) -> None:

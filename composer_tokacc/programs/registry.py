@@ -262,6 +262,16 @@ def token_accumulation_options(config: TrainConfig) -> Section:
     return {}
 
 
+def uses_token_accumulation(config: TrainConfig) -> bool:
+    """Returns whether a config names TokenAccumulation."""
+    return any(class_by_name('algorithms', name) is TokenAccumulation for name in config.algorithms)
+
+
+def uses_composers_flag(config: TrainConfig) -> bool:
+    """Returns whether Composer itself weights the microbatches of a run by their tokens."""
+    return bool(config.trainer.get('accumulate_train_batch_on_tokens'))
+
+
 def _classes_of(kind: str) -> dict[str, type]:
     """Returns the classes of a kind that need no dotted name, by their names in a YAML file."""
     base = KINDS[kind].base

@@ -44,7 +44,7 @@ from composer_tokacc.planning import CostModel, token_budget
 from composer_tokacc.programs.errors import ConfigError, building, unknown_name
 from composer_tokacc.programs.host_types import Processor, Section
 from composer_tokacc.programs.models import is_encoder, read_config
-from composer_tokacc.programs.registry import import_by_name, token_accumulation_options
+from composer_tokacc.programs.registry import import_by_name, token_accumulation_options, uses_composers_flag
 from composer_tokacc.programs.schema import (
     Hint,
     Sections,
@@ -237,7 +237,7 @@ class Source(ABC):
         }
         with building('loader'):
             dataloader, slot_tokens = self.open_loader(dataset, processor, options, is_eval=is_eval)
-        if not self.config.trainer.get('accumulate_train_batch_on_tokens'):
+        if not uses_composers_flag(self.config):
             model = None
         return token_data_spec_of(self.config, dataloader, slot_tokens=slot_tokens, layout=layout, model=model)
 
@@ -616,6 +616,14 @@ class ShardSource(Source):
             )
         if self.has_parts:
             raise ConfigError('dataset.parts', 'must be left out for streamed data. Use `dataset.streams`')
+        if (self.section.get('replication') or 1) > 1:
+            # Composer counts each replica of a sample. So a checkpoint within an epoch would name a place that is too
+            # far on, and the resumed run would leave samples out.
+            raise ConfigError(
+                'dataset.replication',
+                f'must be left out, got: {self.section["replication"]}. Several ranks would train the same samples, '
+                'and a resumed run would leave samples out',
+            )
         self._check_arguments('dataset', self._arguments(is_eval=False))
         eval_section = self.section.get('eval')
         if eval_section:
@@ -649,9 +657,6 @@ class ShardSource(Source):
         """Refuses settings with which ranks cannot exchange samples."""
         if not self.config.microbatching.regroup:
             raise ConfigError('loader.exchange_ranks', 'needs `microbatching.regroup`, got: false. Set it')
-        if (self.section.get('replication') or 1) > 1:
-            # Ranks that replicate one another read the same samples. An exchange would take them for different samples.
-            raise ConfigError('loader.exchange_ranks', 'must be false with `dataset.replication`, got: true')
         # With `suggest` the width of a slot is suggested later, together with the size.
         if self.config.microbatching.device_train_microbatch_size != 'suggest':
             self._slot_tokens()  # raises if the width is not given

@@ -21,14 +21,14 @@ from composer.loggers import LoggerDestination
 from composer_tokacc.data import to_mds
 from composer_tokacc.programs import ConfigError, TrainConfig, load_config
 from composer_tokacc.programs.build import build_trainer_parts
-from composer_tokacc.programs.config_checks import check_config
+from composer_tokacc.programs.config_checks import check_config, notes_on
 from composer_tokacc.programs.registry import (
     build_all,
     build_section,
     class_by_name,
     token_accumulation_options,
 )
-from composer_tokacc.programs.schema import check_arguments, check_value
+from composer_tokacc.programs.schema import LoaderConfig, MicrobatchingConfig, check_arguments, check_value
 from composer_tokacc.train import main
 from tests.support.launch import ROOT, launch_json
 from tests.support.programs import check_run
@@ -415,6 +415,35 @@ def test_options_are_read_under_both_names(name):
     assert token_accumulation_options(config) == {'token_weights': 'sqrt'}
     assert token_accumulation_options(TrainConfig(algorithms={name: None})) == {}
     assert token_accumulation_options(TrainConfig()) == {}
+
+
+def test_notes_on_keys_without_effect():
+    config = TrainConfig(
+        algorithms={'token_accumulation': None},
+        loader=LoaderConfig(global_eval_batch_size=4),
+        microbatching=MicrobatchingConfig(device_memory_gib=8.0),
+        trainer={'save_interval': '5ba', 'load_weights_only': True},
+    )
+    notes = notes_on(config)
+    assert len(notes) == 4
+    assert notes[0] == '`trainer.save_interval` has no effect without `trainer.save_folder`'
+    config.trainer.update(save_folder='runs', load_path='ep1.pt')
+    config.dataset['eval'] = {'path': 'eval.json'}
+    config.microbatching.device_train_microbatch_size = 'suggest'
+    assert notes_on(config) == []
+
+
+def test_note_on_key_that_all_parts_replace():
+    parts = {'a': {'path': 'a.json'}, 'b': {'path': 'b.json', 'max_length': 8}}
+    dataset = {'path': 'c.json', 'max_length': 9, 'parts': parts}
+    config = TrainConfig(algorithms={'token_accumulation': None}, dataset=dataset)
+    assert notes_on(config) == ['`dataset.path` has no effect, because each of `dataset.parts` has its own']
+
+
+def test_note_on_weights_of_composer():
+    (note,) = notes_on(TrainConfig())
+    assert 'no `token_accumulation`' in note
+    assert notes_on(TrainConfig(trainer={'accumulate_train_batch_on_tokens': True})) == []
 
 
 @pytest.mark.parametrize(

@@ -169,7 +169,7 @@ MISTAKES = {
     'dataset.streams={a: {locl: x}}': '`dataset.streams.a` has no key locl. Did you mean local?',
     'dataset.eval.num_canonical_nodes=2': '`dataset.eval` must name shards of its own',
     'microbatching.regroup=false': '`loader.exchange_ranks` needs `microbatching.regroup`',
-    'dataset.replication=2': '`loader.exchange_ranks` must be false with `dataset.replication`',
+    'dataset.replication=2': '`dataset.replication` must be left out, got: 2',
     'loader.modality=per_step': '`loader.modality` as it is set needs a plan',
     'dataset.name=llava_streeming': 'has no dataset llava_streeming',
 }
