@@ -62,7 +62,7 @@ def refusal(*batches: dict[str, Any], model: Any = None, has_spec: bool = True) 
 def test_labels_that_are_not_int64(dtype, has_spec):
     batch = batch_of()
     if dtype == torch.uint8:
-        batch['labels'] = batch['labels'].clamp(min=0)  # it has no negative numbers
+        batch['labels'] = batch['labels'].clamp(min=0)  # uint8 has no negative numbers
     batch['labels'] = batch['labels'].to(dtype)
 
     message = refusal(batch, has_spec=has_spec)

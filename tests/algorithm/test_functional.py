@@ -25,7 +25,7 @@ SHAPE = [(4, 2), (14, 11), (9, 9), (3, 1), (6, 1), (7, 2)]
 
 
 def weighted_backward(model, microbatch, weight):
-    """Adds the gradient of the model's loss times a weight to the gradients of the model. Returns the product."""
+    """Computes one microbatch: multiplies the model's loss by a weight, and calls the backward. Returns the product."""
     loss = model(**microbatch).loss
     weighted_loss = loss * weight
     weighted_loss.backward()
@@ -84,7 +84,8 @@ def test_loss_of_no_labels_is_a_number():
     single_token = {key: value[1:] for key, value in padded.items()}
     for batch in (padded, single_token):
         ((microbatch, weight),) = weighted_microbatches([batch])
-        assert weighted_backward(model, microbatch, weight) == 0
+        weighted_loss = weighted_backward(model, microbatch, weight)
+        assert weighted_loss == 0
     for gradient in composer_gradients(model).values():
         assert not gradient.any()
 
@@ -94,7 +95,7 @@ def test_loss_of_no_labels_is_a_number():
     [('causal', 3, 1), ('causal_attended', 2, 1), ('unshifted', 4, 2)],
 )
 def test_each_rule_counts_other_labels(rule, first_count, second_count):
-    """A shifted rule does not count the first label of a row. ``causal_attended`` does not count labels on padding."""
+    """Neither causal rule counts the first label of a row. ``causal_attended`` also leaves out labels on padding."""
     first = {
         'labels': torch.tensor([[7, 8, 9, 9]]),
         'attention_mask': torch.tensor([[1, 1, 1, 0]]),
@@ -195,13 +196,16 @@ def test_packed_rows_are_returned_masked():
     assert relative_error(composer_gradients(model), expected) < 1e-6
 
 
-def test_microbatches_that_are_no_list():
+def loader_of(microbatches):
+    return DataLoader(microbatches, batch_size=None)
+
+
+@pytest.mark.parametrize('as_iterable', [iter, loader_of])
+def test_microbatches_that_are_no_list(as_iterable):
     """An iterator would be used up when the loop comes, and a loader may give other batches."""
-    microbatches = [ragged_batch(SHAPE)]
-    dataloader = DataLoader(microbatches, batch_size=None)
-    for iterable in (iter(microbatches), dataloader):
-        with pytest.raises(TypeError, match='must be a list of batches'):
-            step_loss_weights(iterable)
+    microbatches = as_iterable([ragged_batch(SHAPE)])
+    with pytest.raises(TypeError, match='must be a list of batches'):
+        step_loss_weights(microbatches)
 
 
 @pytest.mark.parametrize('function', [step_loss_weights, listed_microbatches])

@@ -45,7 +45,7 @@ FEW_LABELS = [(14, 2), (5, 3), (19, 7), (24, 4), (16, 1), (13, 2)]
 LENGTHS = [length for length, _ in FEW_LABELS]
 NUM_LABELS = sum(num_labels for _, num_labels in FEW_LABELS)
 NO_LOGITS_AT_LABELS = 'Logits are computed at all positions'
-"""Begin of the message that is logged if logits are not computed only at labels."""
+"""Beginning of the message that is logged if logits are not computed only at labels."""
 
 
 def make(name, **config):
@@ -63,7 +63,7 @@ t5 = partial(make, 'T5ForConditionalGeneration', d_ff=48, num_heads=4, d_kv=8, d
 
 
 def resized():
-    """Has embeddings for new tokens, as for the control tokens of a tokenizer."""
+    """Returns a model with embeddings for new tokens, such as control tokens of a tokenizer."""
     model = one_layer_model()
     model.resize_token_embeddings(71)
     return model
@@ -120,7 +120,7 @@ def shapes():
 
 
 def assert_logits_of_all_positions(shapes):
-    """The logits of the microbatches have as many rows as the batch. Logits at labels have one row per microbatch."""
+    """Checks that the logits have as many rows as the batch. Logits at labels have one row per microbatch."""
     num_rows = sum(rows for rows, _ in shapes.values)
     assert num_rows == len(FEW_LABELS)
 
@@ -386,7 +386,7 @@ def test_reason_of_all_logits_is_logged(options, reason, caplog, shapes):
 
 @pytest.fixture
 def model_with_metrics():
-    """Returns a model that Composer computes a metric of in training."""
+    """Returns a model with a metric, which Composer computes in training."""
     return hugging_face(one_layer_model(), metrics=[LanguageCrossEntropy()])
 
 
@@ -513,7 +513,7 @@ def test_plain_loop(shifts_labels):
 
 
 def assert_one_logit_per_position(model, batch):
-    """A forward of the model computes logits at all positions."""
+    """Checks that a forward of the model computes logits at all positions."""
     outputs = model(**batch)
     assert outputs.logits.shape[:2] == batch['labels'].shape
 

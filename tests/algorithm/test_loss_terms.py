@@ -71,8 +71,8 @@ class TermsModel(CausalModel):
 
     Args:
         model: A causal language model.
-        form: ``'dict'``; ``'total'``: a dict with the sum of the terms; ``'tuple'``: two terms of tokens; ``'only
-            total'``: their sum in a dict.
+        form: What the loss is. ``'dict'``: the three terms. ``'total'``: the three terms and their sum. ``'tuple'``:
+            two terms of tokens. ``'only total'``: a dict with only the sum of those two.
         first_id_without_term: First id of the rows that do not have the term of samples.
     """
 
@@ -145,9 +145,9 @@ def batch():
     return ragged_batch(SHAPE)
 
 
-def outputs_of(model, batch, **options):
+def outputs_of(model, batch):
     """Returns the outputs of one plain forward over the whole batch, without a loss."""
-    return model(input_ids=batch['input_ids'], attention_mask=batch['attention_mask'], **options)
+    return model(input_ids=batch['input_ids'], attention_mask=batch['attention_mask'])
 
 
 def logits_of(model, batch):
@@ -156,7 +156,7 @@ def logits_of(model, batch):
 
 
 def with_dummy_rows(batch, num_dummies):
-    """Returns the batch. Its last rows count as no sample, like copies of samples that only fill it up."""
+    """Returns the batch with its last rows marked as dummy rows, which do not count as samples."""
     num_samples = len(batch['labels']) - num_dummies
     counts_of_samples = [RowCounts()] * num_samples
     counts_of_dummies = [RowCounts(samples=0)] * num_dummies
@@ -247,7 +247,7 @@ def test_term_absent_in_some_microbatches(model, batch):
 
 
 def test_term_of_one_short_row(model):
-    """Of the rows that the first-batch check also computes without labels, the longer ones, none has the term."""
+    """The first-batch check also computes the longer rows without labels. None of them has the term."""
     batch = ragged_batch([(9, 3), (4, 2), (6, 3)])
     batch['input_ids'][:, 0] = torch.tensor([5, 6, 5])
     terms_model = TermsModel(model, first_id_without_term=5)
@@ -303,7 +303,10 @@ def test_term_without_unit_is_refused(model, batch):
 
 
 def test_split_with_an_unknown_number_of_microbatches(model, batch):
-    """The router's term is divided before the last microbatch is known. Composer would make three of five rows."""
+    """The router's term is divided before the last microbatch is known.
+
+    Composer would make three microbatches of the five rows, but this split makes five.
+    """
     spec = DataSpec(loader(batch), split_batch=lambda batch, size: single_rows(batch))
     with pytest.raises(RuntimeError, match=r'number of microbatches.*got: 5, but 3'):
         fit(TermsModel(model), spec, loss_units=UNITS, microbatch_size=2)
@@ -346,19 +349,19 @@ def test_microbatch_without_a_loss(model):
     ],
 )
 def test_total_is_rounded(values, dtype):
-    """A sum has as much round-off as its terms, so the total may differ a little. A missing term is still refused."""
+    """The total may differ from the sum of the terms by round-off. A missing term is still refused."""
     values_of_terms = torch.tensor(values, dtype=dtype)
-    exact_total = values_of_terms.float().sum()
+    other_total = values_of_terms.float().sum()  # in float32, and added in another order
     lm, boxes, entropy = values_of_terms
     rounded_total = entropy + boxes + lm
-    assert rounded_total.float() != exact_total
+    assert rounded_total.float() != other_total
     loss = {'lm': lm, 'boxes': boxes, 'entropy': entropy}
     terms = LossTerms({'lm': 'tokens', 'boxes': 'samples', 'entropy': 'samples'})
 
     loss['total'] = rounded_total
     assert terms.probed(loss, {}) == {'tokens': lm, 'samples': boxes + entropy}
 
-    loss['total'] = exact_total[None]  # a total may be a tensor of shape (1,)
+    loss['total'] = other_total[None]  # a total may be a tensor of shape (1,)
     assert terms.total_error(loss).item() < 1
 
     loss['total'] = rounded_total - boxes
@@ -375,7 +378,7 @@ def test_total_is_rounded(values, dtype):
     [(0, 1, False), (0, 2, True), (0, 5, False), (1, 1, True), (1, 2, True)],
 )
 def test_loss_of_samples_only(model, batch, num_copies, microbatch_size, has_data_spec):
-    """The last rows may be copies of a sample, which count nothing."""
+    """The last rows may be copies of samples, which do not count."""
     num_samples = len(SHAPE) - num_copies
     losses = summed_by_row(logits_of(model, batch), batch['labels'])
     expected_loss = losses[:num_samples].mean() / LENGTH_OF_ALL
@@ -400,7 +403,7 @@ class NormTerm(CausalModel):
 
 
 class TermOfLabels(CausalModel):
-    """Its second term is a mean over rows of their means over labels, so NaN if a row has none."""
+    """Its second term is the mean over rows of each row's mean over its labels. It is NaN if a row has no labels."""
 
     def loss(self, outputs, batch):
         is_label = batch['labels'] != -100
@@ -410,7 +413,7 @@ class TermOfLabels(CausalModel):
 
 
 class StatesTerm(CausalModel):
-    """Its second term is a mean over all rows of their last hidden states, as the loss of a value head."""
+    """Its second term is a mean over all rows, made of hidden states, not of logits, like the loss of a value head."""
 
     def loss(self, outputs, batch):
         first_states = outputs['hidden_states'][-1][:, 0]
@@ -482,7 +485,7 @@ def test_state_of_a_composer_algorithm():
 
 @pytest.mark.parametrize('uses_logits', [False, True])
 def test_zero_reaches_only_parameters_of_the_loss(uses_logits):
-    """Under FSDP ranks must reduce gradients of the same parameters, also if a microbatch of one has no label."""
+    """Under FSDP all ranks must reduce gradients of the same parameters, also if the microbatch of one has no label."""
     head = torch.nn.Linear(3, 5)
     pooler = torch.nn.Linear(3, 5)
     scale = torch.ones(3, requires_grad=True)

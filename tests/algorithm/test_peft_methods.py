@@ -38,7 +38,7 @@ def lora_of_tied_weights() -> Any:
 
 
 def peft_model(config: Any, *, is_tied: bool = False) -> Any:
-    """Returns a model with this method. PEFT begins with many trained weights of 0, so they are drawn here."""
+    """Returns a model with this method. PEFT sets many trained weights to 0. Here they get random values."""
     base_model = one_layer_model(tie_word_embeddings=is_tied)
     model = peft.get_peft_model(base_model, config)
     torch.manual_seed(1)

@@ -29,7 +29,7 @@ HEADS = ('first', 'second')
 
 
 class TwoHeads(torch.nn.Module):
-    """A batch may use one head only, or none."""
+    """A model with two heads. A batch may use both of them, one, or none."""
 
     def __init__(self):
         super().__init__()
@@ -163,6 +163,7 @@ def test_unfrozen_parameters_are_refused(options, freezes_others):
 
     # In a microbatch that does not reduce, nothing is wrong yet.
     backward(watch, model, HEADS, reduces=False)
+    # The two are the weight and the bias of the second head.
     with pytest.raises(RuntimeError, match='2 others that are trained now'):
         backward(watch, model, HEADS)
 

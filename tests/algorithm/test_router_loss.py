@@ -191,7 +191,7 @@ def test_coefficient_is_measured(dtype, is_copied, num_elements):
     terms = LossTerms(None, 0.001)
 
     def loss_with(coefficient):
-        """Returns a loss of this number of equal elements."""
+        """Returns a loss with the router's loss times a coefficient, as ``num_elements`` equal elements."""
         loss = torch.tensor(2.0) + coefficient * router_loss
         return loss.expand(num_elements)
 

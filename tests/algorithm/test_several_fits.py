@@ -55,7 +55,7 @@ def test_fit_after_an_interrupted_one():
 
 
 class WithoutOneToken(torch.nn.Module):
-    """A model whose loss is a mean over all labels but one token. It is wrong only in rows with this token."""
+    """A model whose loss leaves out the labels of one token. It is wrong only in rows with this token."""
 
     def __init__(self, token):
         super().__init__()

@@ -371,9 +371,9 @@ class MaskedSum(torch.nn.Module):
 
 @pytest.fixture
 def projector_case():
-    """A LLaVA that trains only the projector of its images. It has four rows with images and two rows of text.
+    """A LLaVA that trains only the projector of its images, so the loss of a row of text has no gradient.
 
-    So the loss of a row of text has no gradient.
+    It has four rows with images and two rows of text.
     """
     case = FAMILIES['llava']()
     case.model.requires_grad_(False)
@@ -412,7 +412,7 @@ def test_masked_sum_without_labels_is_finite(model):
 
 
 def test_step_without_labels_moves_nothing(model, batch):
-    """Neither the weights, by weight decay or momentum, nor the state of the optimizer."""
+    """Weight decay and momentum do not change the weights. The state of the optimizer does not change either."""
     empty_batch = ragged_batch([(5, 0), (7, 0)])
     weights_after_steps = []
     moments_after_steps = []
@@ -578,7 +578,7 @@ def test_step_of_several_closures_counts_once(model, batch):
 
     recorder = fit(model, data, algorithms=[algorithm], optimizer=optimizer, max_duration='2ba')
 
-    assert len(recorder.steps) > 3
+    assert len(recorder.steps) > 3, 'each closure is recorded, and the two steps have more than three'
     assert algorithm.num_empty_steps == 1
     assert algorithm._token_choice.step == 2
 

@@ -279,7 +279,7 @@ def test_column_in_a_plain_loop(model):
 def test_padded_packed_documents_are_samples(key, values, first_weight, second_weight):
     """Two documents with 3 and 1 loss-generating tokens, and some padding, as other collators pack them.
 
-    Each document weighs 1, so its tokens weigh 1 / 3 and 1.
+    Each document weighs 1, so the tokens of the first weigh 1 / 3, and the token of the second weighs 1.
     """
     batch = {
         'labels': torch.tensor([[-100, 5, 6, 7, -100, 8, -100, -100]]),

@@ -32,7 +32,7 @@ def tensorboard(folder):
             for name in events.Tags()['scalars']:
                 for event in events.Scalars(name):
                     written[name][event.step] = event.value
-        return written
+        return dict(written)
 
     return loggers.TensorboardLogger(log_dir=str(folder)), read
 
@@ -79,7 +79,7 @@ def wandb(folder):
             for name, value in items.items():
                 if '/' in name:
                     written[name][step] = float(value)
-        return written
+        return dict(written)
 
     logger = loggers.WandBLogger(init_kwargs={'mode': 'offline', 'dir': str(folder)})
     return logger, read

@@ -41,12 +41,12 @@ def batch_of_one_source(source):
 
 
 def fit_monitored(batch, **options):
-    """Trains a step of planned microbatches with the monitor. A microbatch holds two rows of 14 tokens."""
+    """Trains a step on a batch that ``token_data_spec`` splits. A microbatch has room for two rows of 14 tokens."""
     return fit(text_model(), batch, slot_tokens=14, callbacks=[TokenMonitor()], **options)
 
 
 def fit_unplanned(*batches, **options):
-    """Trains a step on each batch of a stock loader."""
+    """Trains a step on each batch. Composer itself splits it."""
     options = {'callbacks': [TokenMonitor()], 'max_duration': f'{len(batches)}ba', **options}
     return fit(text_model(), loader(*batches), **options)
 

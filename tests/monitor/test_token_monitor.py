@@ -51,9 +51,9 @@ def with_dummy_row(batch):
 
 
 def operations_of_step(recorder, positions):
-    """Returns the operations of the first step, which computed this number of positions, from the logged rates.
+    """Returns the operations of the first step, from the logged rates. ``positions``: how many the step computed.
 
-    The run needs a monitor with ``flops``. Without them, it does not log ``tflops_per_second``.
+    The run needs a monitor with ``flops``. Otherwise ``tflops_per_second`` is not logged.
     """
     positions_per_second, *_ = figures(recorder, 'tokens_per_second')
     teraflops, *_ = figures(recorder, 'tflops_per_second')
@@ -96,6 +96,7 @@ def test_figures_of_a_stock_split(batch):
     assert figures(recorder, 'rank_imbalance') == [1, 1]
     assert min(figures(recorder, 'real_tokens_per_second')) > 0
     # One row a microbatch: the weight of each is 1/6 by samples, and its share of the labels by tokens.
+    # The error belongs to the previous step, so only the second step logs it.
     distance = 0.0
     for _, num_labels in SHAPE:
         distance += abs(1 / ROWS - num_labels / TOKENS)
@@ -135,7 +136,7 @@ def test_dummy_rows_have_their_own_figure(batch):
 
     share_of_dummies = 1 / ROWS
     assert figures(recorder, 'dummy_ratio') == pytest.approx([share_of_dummies, share_of_dummies])
-    num_real = REAL - 3
+    num_real = REAL - 3  # the dummy row has three tokens
     padding = 1 - num_real / POSITIONS
     assert figures(recorder, 'padding_ratio') == pytest.approx([padding, padding])
 
@@ -312,11 +313,11 @@ def test_all_figures_are_documented(batch):
     names = set()
     names_by_source = set()
     for key in recorder.memory.data:
-        _, _, last_part = key.rpartition('/')
         if key.startswith('token_monitor/source/'):
-            names_by_source.add(last_part)
+            _, _, name = key.rpartition('/')
+            names_by_source.add(name)
         elif key.startswith('token_monitor/'):
-            names.add(last_part)
+            names.add(key.removeprefix('token_monitor/'))
     assert {'padding_ratio', 'rank_imbalance'} < names
     assert 'loss' in names_by_source
 
@@ -367,7 +368,7 @@ FOREIGN_NAMES = ['loss_generating_tokens', 'total_tokens', 'real_tokens', 'num_m
 
 @pytest.fixture
 def foreign_batch(batch):
-    """A batch with entries of other programs, which have names as our own counts."""
+    """A batch with entries of other programs. They have the names of our own counts."""
     for name in FOREIGN_NAMES:
         batch[name] = [7] * ROWS
     return batch

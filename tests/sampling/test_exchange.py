@@ -104,7 +104,7 @@ def test_sampler_without_a_length():
 
 
 def test_samples_of_lists():
-    """A dataset of Hugging Face gives them without `with_format('torch')`."""
+    """A dataset of Hugging Face gives lists, unless `with_format('torch')` was called."""
     dataset = []
     for length in (2, 5, 3, 4):
         ones = [1] * length
@@ -117,7 +117,7 @@ def test_samples_of_lists():
     loader = ExchangingDataLoader(dataset, batch_size=4, collate_fn=collate, max_tokens=20, max_loss_tokens=7)
     (batch,) = loader
 
-    # Every token is 1 and has a label. Padding is 0.
+    # Every token is 1 and has a label, and padding is 0. So the sum of the tokens is the number of labels.
     labels_of_microbatches = [int(microbatch['input_ids'].sum()) for microbatch in batch.microbatches]
     assert sum(labels_of_microbatches) == 14
     assert max(labels_of_microbatches) <= 7
@@ -202,7 +202,7 @@ def test_ranks_exchange_what_they_read(ranks, epochs):
 
 
 def samples_of_steps(counts):
-    """Samples that all ranks read in each step. `counts` are the samples of each rank, which are numbered in turn."""
+    """Returns the samples that all ranks read in each step. Rank 0 has the first `counts[0]` samples, and so on."""
     num_steps = math.ceil(max(counts) / BATCH)
     steps = [[] for _ in range(num_steps)]
     first_of_rank = 0
@@ -214,7 +214,7 @@ def samples_of_steps(counts):
 
 
 def check_epoch(epoch, *, full_batch, drop_last):
-    """All steps that were read are computed. With ``drop_last``, only steps of a full batch."""
+    """Checks that all steps that were read are computed. With ``drop_last``, only steps of a full batch are."""
     expected = epoch['read']
     if drop_last:
         expected = [step for step in expected if len(step) == full_batch]
@@ -223,7 +223,7 @@ def check_epoch(epoch, *, full_batch, drop_last):
 
 
 def check_steps(steps, expected):
-    """Each sample that was read is computed once and complete, and every rank computes something."""
+    """Checks that each sample that was read is computed once and complete, and that every rank computes something."""
     assert len(steps) == len(expected)
     for ranks, samples_read in zip(steps, expected, strict=True):
         computed_samples = []

@@ -100,10 +100,13 @@ def test_widths_stay_within_the_budget():
 
 
 def test_later_batches_tell_the_order_of_samples():
-    """Without SkipReadBatches Composer discards the first batch of each epoch that a resumed run has behind it."""
+    """Not only the first batch of a run has the checksum: a resumed run that reads all batches discards the first one.
+
+    So the second epoch is compared, of datasets that hold the same samples in another order.
+    """
 
     def checksums_of_second_epoch(dataset):
-        """Returns the checksum of each batch. The plan has the same lengths for any order of samples."""
+        """Returns the checksum of each batch. All lengths are equal, so only the samples show their order."""
         loader = regrouping_loader(dataset, lengths=[LONGEST] * 30, global_batch_size=8, num_replicas=2, rank=0)
         next(iter(loader))
         loader.set_epoch(1)
@@ -268,6 +271,7 @@ def test_epoch_set_while_skipping():
 
 
 def test_witnesses_of_an_epoch_set_while_skipping():
+    """The first batch that is read tells what this rank has read of two samples, so that ranks compare their data."""
     loader = build(ranks=2, rank=0)
     loader.skip_to(0, 2)
     batches = iter(loader)

@@ -95,7 +95,7 @@ def token_losses(model, sample):
 
 
 def gradient_of_shared_means(model, samples):
-    """Plain autograd: the mean loss of the tokens of each dataset, times its share."""
+    """Returns the gradient of the sum over the datasets: the mean loss of their tokens, times their share."""
     total = 0.0
     for name, share in zip(SIZES, SHARES, strict=True):
         losses = [token_losses(model, sample) for sample in samples if sample['source'] == [name]]

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import itertools
 from fractions import Fraction
 
 import numpy as np
@@ -15,7 +14,7 @@ from hypothesis import strategies as st
 
 from composer_tokacc.sampling.global_batches import GlobalBatches
 from composer_tokacc.sampling.mixture import Mixture, counts_of_first, interleave
-from tests.support.sampler_steps import samplers_of_ranks, samples_of_steps
+from tests.support.sampler_steps import joined, samplers_of_ranks, samples_of_steps
 
 
 def lists_of_sizes(smallest, largest, *, min_size=1, max_size=4):
@@ -38,11 +37,6 @@ def batches(mixture, global_batch_size, epoch, **options):
     """Returns the global batches of one epoch, as lists of samples."""
     (batches_of_epoch,) = batches_of_epochs(mixture, global_batch_size, [epoch], **options)
     return batches_of_epoch
-
-
-def joined(batches_of_samples):
-    """Returns the samples of all batches in one list."""
-    return list(itertools.chain(*batches_of_samples))
 
 
 def count_samples(batches_of_samples, num_samples):
@@ -127,14 +121,14 @@ def counts_of_three_datasets(**options):
             yield np.bincount(dataset_of_sample[batch], minlength=3)
 
 
-def assert_differ_by_one(counts, expected):
-    """No count differs by more than one from the expected count."""
+def assert_at_most_one_off(counts, expected):
+    """Checks that no count differs by more than one from the expected count."""
     assert np.abs(counts - expected).max() <= 1
 
 
 def test_global_batches_hold_each_share():
     for counts in counts_of_three_datasets():
-        assert_differ_by_one(counts, [10, 20, 10])
+        assert_at_most_one_off(counts, [10, 20, 10])
 
 
 def test_shares_with_one_modality_a_step():
@@ -144,7 +138,7 @@ def test_shares_with_one_modality_a_step():
         if counts[1] > 0:
             assert counts.tolist() == [0, 40, 0]
         else:
-            assert_differ_by_one(counts, [20, 0, 20])
+            assert_at_most_one_off(counts, [20, 0, 20])
 
 
 def test_fractions_of_a_pass_go_on():

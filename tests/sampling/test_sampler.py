@@ -24,6 +24,7 @@ from composer_tokacc.sampling.sampler import prefetch
 from tests.support.sampler_steps import (
     LONGEST_SAMPLE,
     build_sampler,
+    joined,
     lognormal_lengths,
     samplers_of_ranks,
     samples_of_steps,
@@ -38,11 +39,6 @@ def table_of(num_samples):
 def build(num_samples, global_batch_size, **options):
     """Returns a sampler over samples of random lengths."""
     return build_sampler(table_of(num_samples), global_batch_size=global_batch_size, **options)
-
-
-def joined(lists):
-    """Returns the items of all lists in one list."""
-    return list(itertools.chain(*lists))
 
 
 def all_ranks(lengths, global_batch_size, ranks, **options):
@@ -163,7 +159,7 @@ def test_ranks_finish_together():
     for step in range(32):
         tokens = [lengths[list(batches[step])].sum() for batches in batches_of_ranks]
         time_of_ours += max(tokens)
-        start = 16 * step
+        start = 16 * step  # a rank has 16 of the 128 samples of a global batch
         tokens_of_stock = [lengths[order[start : start + 16]].sum() for order in orders_of_stock]
         time_of_stock += max(tokens_of_stock)
 

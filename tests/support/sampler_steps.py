@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,11 @@ import numpy as np
 from composer_tokacc.sampling import RegroupingBatchSampler
 
 LONGEST_SAMPLE = 64
+
+
+def joined(lists: Iterable[Iterable[Any]]) -> list[Any]:
+    """Returns the items of all lists in one list."""
+    return list(chain.from_iterable(lists))
 
 
 def lognormal_lengths(rng: np.random.Generator, num_samples: int) -> np.ndarray:
