@@ -17,12 +17,15 @@ Batch = dict[str, Any]
 def split(batch: Batch, size: float, **options: Any) -> list[Batch]:
     """Returns the microbatches of a copy of the batch. The options are those of ``token_data_spec``."""
     spec = token_data_spec(loader(batch), **options)
-    return list(spec.split_batch(spec.batch_transforms(copy.deepcopy(batch)), size))
+    copied = copy.deepcopy(batch)
+    transformed = spec.batch_transforms(copied)
+    return list(spec.split_batch(transformed, size))
 
 
 def loss_tokens(batch: Batch) -> int:
     """Returns the number of positions that carry the loss of a causal model."""
-    return int((batch['labels'][:, 1:] != -100).sum())
+    next_tokens = batch['labels'][:, 1:]
+    return int((next_tokens != -100).sum())
 
 
 def rows_of(microbatches: list[Batch]) -> list[list[int]]:
@@ -30,7 +33,8 @@ def rows_of(microbatches: list[Batch]) -> list[list[int]]:
     rows = []
     for microbatch in microbatches:
         for ids, mask in zip(microbatch['input_ids'], microbatch['attention_mask'], strict=True):
-            rows.append(ids[mask.bool()].tolist())
+            real_ids = ids[mask.bool()]
+            rows.append(real_ids.tolist())
     return sorted(rows)
 
 
