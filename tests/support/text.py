@@ -27,19 +27,19 @@ ONE_UNLABELLED = [(4, 2), (9, 0), (5, 3), (14, 11), (6, 1), (3, 2)]
 """The same with a row without labels."""
 
 
-def text_model(seed: int = 0, *, num_hidden_layers: int = 2, **config: Any) -> LlamaForCausalLM:
-    torch.manual_seed(seed)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=num_hidden_layers,
-            num_attention_heads=2,
-            use_cache=False,
-            **config,
-        )
+def text_model(seed: int = 0, *, num_hidden_layers: int = 2, **settings: Any) -> LlamaForCausalLM:
+    """Returns a small Llama with weights of the seed. ``settings`` are further settings of its config."""
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=num_hidden_layers,
+        num_attention_heads=2,
+        use_cache=False,
+        **settings,
     )
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(config)
 
 
 def one_layer_model(seed: int = 0, **config: Any) -> LlamaForCausalLM:
@@ -63,9 +63,19 @@ class ColumnCounter(GPT2LMHeadModel):
 
 
 def gpt2(model_class: type[GPT2LMHeadModel] = GPT2LMHeadModel) -> Any:
+    """Returns a small GPT-2 without dropout."""
+    config = GPT2Config(
+        vocab_size=VOCABULARY,
+        n_embd=32,
+        n_layer=2,
+        n_head=2,
+        n_positions=64,
+        attn_pdrop=0.0,
+        embd_pdrop=0.0,
+        resid_pdrop=0.0,
+    )
     torch.manual_seed(0)
-    sizes = {'vocab_size': VOCABULARY, 'n_embd': 32, 'n_layer': 2, 'n_head': 2, 'n_positions': 64}
-    return model_class(GPT2Config(attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, **sizes))
+    return model_class(config)
 
 
 def column_counter() -> ColumnCounter:
@@ -110,15 +120,25 @@ def text_row(length: int, labelled: int, *, seed: int = 0) -> dict[str, Any]:
 
 def text_rows(row_sizes: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
     """Returns rows of the given (length, labelled tokens)."""
-    return [text_row(length, labelled, seed=index) for index, (length, labelled) in enumerate(row_sizes)]
+    rows = []
+    for index, (length, labelled) in enumerate(row_sizes):
+        rows.append(text_row(length, labelled, seed=index))
+    return rows
 
 
 def packed_row(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Returns one row of several documents. Their positions restart at 0. It has no mask, because it has no padding."""
-    positions = [torch.arange(document['input_ids'].shape[1]) for document in documents]
+    ids = []
+    labels = []
+    positions = []
+    for document in documents:
+        length = document['input_ids'].shape[1]
+        ids.append(document['input_ids'])
+        labels.append(document['labels'])
+        positions.append(torch.arange(length))
     return {
-        'input_ids': torch.cat([document['input_ids'] for document in documents], dim=1),
-        'labels': torch.cat([document['labels'] for document in documents], dim=1),
+        'input_ids': torch.cat(ids, dim=1),
+        'labels': torch.cat(labels, dim=1),
         'position_ids': torch.cat(positions)[None],
     }
 
@@ -155,10 +175,12 @@ def ragged_batch(row_sizes: Sequence[tuple[int, int]] = RAGGED, **options: Any) 
 
 def positions_of(batch: dict[str, Any]) -> torch.Tensor:
     """Returns the ``position_ids`` of padded rows: each token has its place in the row, padding does not count."""
-    return (batch['attention_mask'].cumsum(dim=1) - 1).clamp(min=0)
+    tokens_so_far = batch['attention_mask'].cumsum(dim=1)
+    return (tokens_so_far - 1).clamp(min=0)
 
 
 def named_batch(row_sizes: Sequence[tuple[int, int]] = RAGGED, **options: Any) -> dict[str, Any]:
     """Returns the rows of :func:`ragged_batch`. The samples are called ``sample-0`` and so on."""
-    sample_ids = [f'sample-{row}' for row in range(len(row_sizes))]
-    return {**ragged_batch(row_sizes, **options), 'sample_ids': sample_ids}
+    batch = ragged_batch(row_sizes, **options)
+    batch['sample_ids'] = [f'sample-{row}' for row in range(len(row_sizes))]
+    return batch
