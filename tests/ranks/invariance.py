@@ -13,18 +13,19 @@ import torch
 from composer.utils import dist
 
 from composer_tokacc import verify_invariance
+from composer_tokacc.batch import BatchDict
 from tests.support.text import text_model, text_rows
 from tests.support.training import rank_share
 
-Loop = Callable[[list[dict[str, Any]]], dict[str, torch.Tensor]]
+Loop = Callable[[list[BatchDict]], dict[str, torch.Tensor]]
 
 
-def _num_labels(batch: dict[str, Any]) -> int:
+def _num_labels(batch: BatchDict) -> int:
     next_tokens = batch['labels'][:, 1:]
     return int((next_tokens != -100).sum())
 
 
-def _loss(model: Any, batch: dict[str, Any]) -> torch.Tensor:
+def _loss(model: Any, batch: BatchDict) -> torch.Tensor:
     arguments = inspect.signature(model.forward).parameters
     inputs = {key: value for key, value in batch.items() if key in arguments}
     return model(**inputs).loss
@@ -50,7 +51,7 @@ def step_mean(model: Any, *, keep: bool = False, over_ranks: bool = True) -> Loo
             means of the ranks.
     """
 
-    def gradients_of(microbatches: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    def gradients_of(microbatches: list[BatchDict]) -> dict[str, torch.Tensor]:
         if not keep:
             model.zero_grad()
         total = torch.zeros(())
@@ -72,7 +73,7 @@ def step_mean(model: Any, *, keep: bool = False, over_ranks: bool = True) -> Loo
 def mean_of_means(model: Any) -> Loop:
     """Returns a loop in which every microbatch weighs the same, as in most trainers until 2024."""
 
-    def gradients_of(microbatches: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    def gradients_of(microbatches: list[BatchDict]) -> dict[str, torch.Tensor]:
         model.zero_grad()
         for microbatch in microbatches:
             loss = _loss(model, microbatch)
@@ -82,11 +83,11 @@ def mean_of_means(model: Any) -> Loop:
     return gradients_of
 
 
-def _worst_error(loop: Loop, rows: list[dict[str, Any]]) -> float:
+def _worst_error(loop: Loop, rows: list[BatchDict]) -> float:
     return verify_invariance(loop, rows).worst.error
 
 
-def _refusal(loop: Loop, rows: list[dict[str, Any]]) -> str | None:
+def _refusal(loop: Loop, rows: list[BatchDict]) -> str | None:
     """Returns the message of the refusal, or None if the rows are not refused."""
     try:
         verify_invariance(loop, rows)

@@ -12,6 +12,7 @@ import math
 from typing import Any
 
 from composer_tokacc import TokenMonitor
+from composer_tokacc.batch import BatchDict
 from tests.support.text import collate, next_token_loss, text_model, text_rows
 from tests.support.training import each_run, fit, rank_share, reference_gradients
 
@@ -63,7 +64,7 @@ def figures_by_step(data: dict[str, Any]) -> list[dict[str, float]]:
     return steps
 
 
-def plain_losses(rows: list[dict[str, Any]]) -> list[float]:
+def plain_losses(rows: list[BatchDict]) -> list[float]:
     """Returns the summed loss of each row. Each row has its own forward in float64."""
     model = text_model().double()
     losses = []

@@ -18,6 +18,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from benchmarks.models import made_up_sample, text_config
+from composer_tokacc.batch import BatchDict
 from composer_tokacc.counting import loss_mask
 from composer_tokacc.data_spec.document_attention import DocumentAttention
 from composer_tokacc.data_spec.packing import pack_rows
@@ -65,7 +66,7 @@ class RealRun:
     selector: LabelSelector | None = None
     """Selects logits at labels, if it is set."""
 
-    def __init__(self, model: PreTrainedModel, first_batch: dict[str, Any], precision: str = 'fp32') -> None:
+    def __init__(self, model: PreTrainedModel, first_batch: BatchDict, precision: str = 'fp32') -> None:
         self.model = model
         self.precision = precision
         self.arguments_of_forward = inspect.signature(model.forward).parameters
@@ -73,7 +74,7 @@ class RealRun:
         self.train(first_batch)
         self.optimizer.step()  # gradients and states are there from now on
 
-    def train(self, batch: dict[str, Any]) -> None:
+    def train(self, batch: BatchDict) -> None:
         """Computes the gradient of a microbatch, as Trainer._train_microbatch does."""
         copied = {}
         for key, tensor in self.tensors(batch).items():
@@ -86,7 +87,7 @@ class RealRun:
             self.outputs = self.model(**copied)
         self.outputs.loss.backward()
 
-    def tensors(self, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
+    def tensors(self, batch: BatchDict) -> dict[str, torch.Tensor]:
         """Returns the tensors of a batch that are inputs of the model."""
         inputs = {}
         for key, value in batch.items():
@@ -94,7 +95,7 @@ class RealRun:
                 inputs[key] = value
         return inputs
 
-    def microbatch_peak(self, batch: dict[str, Any]) -> int:
+    def microbatch_peak(self, batch: BatchDict) -> int:
         """Returns the bytes at the peak of a microbatch that follows one of its shape."""
         self.train(batch)
         inputs = self.tensors(batch)
@@ -117,7 +118,7 @@ class RealRun:
         bytes_of_devices = tracker.get_tracker_snapshot('peak')
         return bytes_of_devices[CPU]['Total']
 
-    def error_of(self, memory: MemoryModel, batch: dict[str, Any], shape: BatchShape) -> float:
+    def error_of(self, memory: MemoryModel, batch: BatchDict, shape: BatchShape) -> float:
         """Returns the relative error of the predicted memory of a microbatch, without the model and its optimizer."""
         static_bytes = self.static_bytes()
         terms = memory.terms(shape)
@@ -184,7 +185,7 @@ def largest_error(errors: dict[str, float]) -> float:
     return max(abs(error) for error in errors.values())
 
 
-def num_labels(batch: dict[str, Any]) -> int:
+def num_labels(batch: BatchDict) -> int:
     """Returns how many positions of a batch have a loss."""
     mask = loss_mask(batch, 'causal')
     return int(mask.sum())

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from composer_tokacc.batch import BatchDict
 from composer_tokacc.layout.families import FAMILIES
 
 FAMILY_OF_NAME = {family.name: family for family in FAMILIES}
@@ -23,7 +24,7 @@ VIDEO = 91
 PLACEHOLDERS = {'i': IMAGE, 'v': VIDEO}
 
 
-def text_batch(lengths: list[int], *, side: str = 'right', width: int | None = None, **entries: Any) -> dict[str, Any]:
+def text_batch(lengths: list[int], *, side: str = 'right', width: int | None = None, **entries: Any) -> BatchDict:
     """Returns rows of ids 1, 2, ..., padded with 0 to ``width``. Every token has a label."""
     width = width or max(lengths)
     ids = torch.zeros(len(lengths), width, dtype=torch.long)
@@ -39,7 +40,7 @@ def text_batch(lengths: list[int], *, side: str = 'right', width: int | None = N
     }
 
 
-def square_mask(batch: dict[str, Any]) -> torch.Tensor:
+def square_mask(batch: BatchDict) -> torch.Tensor:
     """Returns a causal mask, bool of shape (rows, 1, width, width): True if a position may attend to another."""
     is_real = batch['attention_mask'].bool()
     width = is_real.shape[1]
@@ -54,7 +55,7 @@ def additive(mask: torch.Tensor) -> torch.Tensor:
     return torch.zeros(mask.shape).masked_fill(~mask, lowest)
 
 
-def drawn_batch(*rows: str, **entries: Any) -> dict[str, Any]:
+def drawn_batch(*rows: str, **entries: Any) -> BatchDict:
     """Returns rows drawn as ``'1ii2'``: a digit is its own id, ``i`` and ``v`` stand for an image and a video.
 
     They are padded on the right with 0.

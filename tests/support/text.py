@@ -18,6 +18,7 @@ from transformers import (
     WhisperForConditionalGeneration,
 )
 
+from composer_tokacc.batch import BatchDict
 from composer_tokacc.data_spec.document_attention import DocumentAttention
 
 VOCABULARY = 64
@@ -109,7 +110,7 @@ def whisper_model() -> WhisperForConditionalGeneration:
     return WhisperForConditionalGeneration(config)
 
 
-def text_row(length: int, labelled: int, *, seed: int = 0) -> dict[str, Any]:
+def text_row(length: int, labelled: int, *, seed: int = 0) -> BatchDict:
     """Returns one row. Its last ``labelled`` tokens have labels."""
     generator = torch.Generator().manual_seed(1000 * seed + length)
     ids = torch.randint(3, VOCABULARY, (1, length), generator=generator)
@@ -118,7 +119,7 @@ def text_row(length: int, labelled: int, *, seed: int = 0) -> dict[str, Any]:
     return {'input_ids': ids, 'attention_mask': torch.ones_like(ids), 'labels': labels}
 
 
-def text_rows(row_sizes: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
+def text_rows(row_sizes: Sequence[tuple[int, int]]) -> list[BatchDict]:
     """Returns rows of the given (length, labelled tokens)."""
     rows = []
     for index, (length, labelled) in enumerate(row_sizes):
@@ -126,7 +127,7 @@ def text_rows(row_sizes: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
     return rows
 
 
-def packed_row(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def packed_row(documents: Sequence[BatchDict]) -> BatchDict:
     """Returns one row of several documents. Their positions restart at 0. It has no mask, because it has no padding."""
     ids = []
     labels = []
@@ -150,9 +151,7 @@ def next_token_loss(logits: torch.Tensor, labels: torch.Tensor, **options: Any) 
     return torch.nn.functional.cross_entropy(predictions, next_labels, **options)
 
 
-def collate(
-    rows: Sequence[dict[str, Any]], *, side: str = 'right', labels_on_pads: int = -100, width: int = 0
-) -> dict[str, Any]:
+def collate(rows: Sequence[BatchDict], *, side: str = 'right', labels_on_pads: int = -100, width: int = 0) -> BatchDict:
     """Pads with plain torch, independently of BatchLayout, to the longest row or to ``width``."""
     longest = max(row['input_ids'].shape[1] for row in rows)
     width = max(width, longest)
@@ -168,18 +167,18 @@ def collate(
     return batch
 
 
-def ragged_batch(row_sizes: Sequence[tuple[int, int]] = RAGGED, **options: Any) -> dict[str, Any]:
+def ragged_batch(row_sizes: Sequence[tuple[int, int]] = RAGGED, **options: Any) -> BatchDict:
     """Returns rows of the given (length, labelled tokens). Takes the options of :func:`collate`."""
     return collate(text_rows(row_sizes), **options)
 
 
-def positions_of(batch: dict[str, Any]) -> torch.Tensor:
+def positions_of(batch: BatchDict) -> torch.Tensor:
     """Returns the ``position_ids`` of padded rows: each token has its place in the row, padding does not count."""
     tokens_so_far = batch['attention_mask'].cumsum(dim=1)
     return (tokens_so_far - 1).clamp(min=0)
 
 
-def named_batch(row_sizes: Sequence[tuple[int, int]] = RAGGED, **options: Any) -> dict[str, Any]:
+def named_batch(row_sizes: Sequence[tuple[int, int]] = RAGGED, **options: Any) -> BatchDict:
     """Returns the rows of :func:`ragged_batch`. The samples are called ``sample-0`` and so on."""
     batch = ragged_batch(row_sizes, **options)
     batch['sample_ids'] = [f'sample-{row}' for row in range(len(row_sizes))]

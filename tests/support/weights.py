@@ -10,13 +10,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from composer_tokacc.batch import BatchDict
 from tests.support.training import Gradients, composer_gradients, in_double, take_gradients, tensors_in
 
 # A token of a row with n labels weighs n ** -power.
 POWERS = {'token': 0.0, 'sqrt': 0.5, 'sample': 1.0}
 
 
-def column(batch: dict[str, Any], *, seed: int = 0, zeros: bool = True) -> torch.Tensor:
+def column(batch: BatchDict, *, seed: int = 0, zeros: bool = True) -> torch.Tensor:
     """Returns random weights of all positions. With ``zeros`` some of them are 0."""
     generator = torch.Generator().manual_seed(seed)
     weights = 0.1 + 3 * torch.rand(batch['labels'].shape, generator=generator)
@@ -26,7 +27,7 @@ def column(batch: dict[str, Any], *, seed: int = 0, zeros: bool = True) -> torch
     return weights
 
 
-def weights_of_row(batch: dict[str, Any], row: int, places: list[int], token_weights: str) -> torch.Tensor:
+def weights_of_row(batch: BatchDict, row: int, places: list[int], token_weights: str) -> torch.Tensor:
     """Returns the weights of the labels of a row, which are at these places."""
     if token_weights != 'column':
         num_labels = max(len(places), 1)  # a row without labels has no token to weigh
@@ -40,7 +41,7 @@ def weights_of_row(batch: dict[str, Any], row: int, places: list[int], token_wei
 
 def weighted_losses(
     logits: torch.Tensor,
-    batch: dict[str, Any],
+    batch: BatchDict,
     token_weights: str,
     *,
     shift: int = 1,
@@ -75,9 +76,7 @@ def weighted_losses(
     return weighted_sum / all_weights.sum(), all_losses.mean()
 
 
-def weighted_reference(
-    model: torch.nn.Module, batch: dict[str, Any], token_weights: str
-) -> tuple[Gradients, float, float]:
+def weighted_reference(model: torch.nn.Module, batch: BatchDict, token_weights: str) -> tuple[Gradients, float, float]:
     """Returns the gradient, the weighted mean loss and the plain mean loss of one float64 forward over the batch."""
     model = in_double(model)
     model.zero_grad(set_to_none=True)
@@ -90,7 +89,7 @@ def weighted_reference(
     return composer_gradients(model), weighted_mean.item(), plain_mean.item()
 
 
-def weighted_gradients(model: Any, batch: dict[str, Any], token_weights: str, **options: Any) -> Gradients:
+def weighted_gradients(model: Any, batch: BatchDict, token_weights: str, **options: Any) -> Gradients:
     """Returns the gradients of one plain forward of a Composer model, in the type of its weights.
 
     Takes the options of :func:`weighted_losses`.
