@@ -492,7 +492,13 @@ def test_isolated_models_pass(make_model, dropout):
 
 
 @pytest.mark.parametrize('mask', [-math.inf, torch.finfo(torch.float32).min])
-@pytest.mark.parametrize(('is_isolated', 'expected_pairs'), [(True, []), (False, [(0, 1, 0), (0, 2, 1)])])
+@pytest.mark.parametrize(
+    ('is_isolated', 'expected_pairs'),
+    [
+        pytest.param(True, [], id='isolated'),
+        pytest.param(False, [(0, 1, 0), (0, 2, 1)], id='leaking'),
+    ],
+)
 def test_isolation_with_masked_logits(is_isolated, expected_pairs, mask):
     """Some models mask the logits of ids that no text has. Their size says nothing about the others."""
     model = HashedBigrams(is_isolated=is_isolated)

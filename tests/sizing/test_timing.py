@@ -163,7 +163,7 @@ def linear_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
     return [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
 
 
-@pytest.mark.parametrize(('frozen', 'seconds_of_layer'), [(False, 1.0 + 10.0), (True, 1.0)])
+@pytest.mark.parametrize(('frozen', 'seconds_of_layer'), [(False, 1.0 + 10.0), (True, 1.0)], ids=['trained', 'frozen'])
 def test_time_in_the_encoder(frozen, seconds_of_layer):
     """A fake clock: a linear layer of the encoder takes 1 forward and 10 backward, one of the text 100 and 1000."""
     case = FAMILIES['qwen2_vl']()
