@@ -69,9 +69,11 @@ def export(*arguments):
 
 @functools.cache
 def digits_batch():
+    """Returns the tensors of a batch of four samples with up to three images."""
     processor = build_digits_processor()
     dataset = DigitsDataset(processor, num_samples=4, max_images=3)
-    batch = VisionLanguageCollator(processor)([dataset[index] for index in range(4)])
+    samples = [dataset[index] for index in range(4)]
+    batch = VisionLanguageCollator(processor)(samples)
     return {key: value for key, value in batch.items() if isinstance(value, torch.Tensor)}
 
 
@@ -96,23 +98,48 @@ def logits_of_checkpoint(path):
 
     config = load_config(DIGITS, TINY_DIGITS)
     model = build_transformers_model(config=config.model.config, processor=build_digits_processor(), seed=99)
-    weights = torch.load(path, weights_only=False)['state']['model']
-    model.load_state_dict({name.removeprefix('model.'): value for name, value in weights.items()})
-    with torch.no_grad():
-        return model.eval()(**digits_batch()).logits
+    checkpoint = torch.load(path, weights_only=False)
+    weights = {}
+    for name, value in checkpoint['state']['model'].items():
+        weights[name.removeprefix('model.')] = value
+    model.load_state_dict(weights)
+    return logits_of(model)
+
+
+def assert_same_inputs(processor, expected_processor):
+    """Fails unless both processors make the same tensors of a text with an image."""
+    image = Image.new('RGB', (8, 8), 'red')
+    arguments = {'text': '<image> Which?', 'images': [image], 'return_tensors': 'pt'}
+    inputs = processor(**arguments)
+    for name, expected in expected_processor(**arguments).items():
+        torch.testing.assert_close(inputs[name], expected, rtol=0, atol=0)
 
 
 @pytest.mark.slow
 def test_exports_load_with_transformers_alone(trained, tmp_path):
     checkpoint, exported_at_the_end = trained
-    assert export(checkpoint, tmp_path / 'exported') == 0
+    exported = tmp_path / 'exported'
+
+    assert export(checkpoint, exported) == 0
+
     expected = logits_of_checkpoint(checkpoint)
-    for logits in logits_of_exports(tmp_path, tmp_path / 'exported', exported_at_the_end):
+    for logits in logits_of_exports(tmp_path, exported, exported_at_the_end):
         torch.testing.assert_close(logits, expected, rtol=1e-6, atol=1e-6)
-    arguments = {'text': '<image> Which?', 'images': [Image.new('RGB', (8, 8), 'red')], 'return_tensors': 'pt'}
-    inputs = AutoProcessor.from_pretrained(exported_at_the_end)(**arguments)
-    for name, value in build_digits_processor()(**arguments).items():
-        torch.testing.assert_close(inputs[name], value, rtol=0, atol=0)
+    assert_same_inputs(AutoProcessor.from_pretrained(exported_at_the_end), build_digits_processor())
+
+
+def arguments_of_sharded_run(folder, options):
+    """Returns the arguments of a run of two steps that saves a sharded checkpoint after each."""
+    return [
+        *options,
+        'dataset.eval=null',
+        'trainer.max_duration=2ba',
+        f'report.folder={folder}',
+        'scheduler.t_warmup=0ba',
+        'trainer.save_interval=1ba',
+        'trainer.parallelism_config.fsdp={state_dict_type: sharded}',
+        f'trainer.save_folder={folder}/checkpoints',
+    ]
 
 
 @pytest.mark.slow
@@ -120,48 +147,42 @@ def test_sharded_checkpoints_are_exported(trained, tmp_path):
     pytest.importorskip('peft')
     _, base = trained
     options_of_adapter = [
+        *without_model(TINY_DIGITS),
         'model.config=null',
         f'model.pretrained={base}',
         'model.lora={r: 4, modules_to_save: [multi_modal_projector]}',
         'optimizer.lr=0.01',
     ]
     start_of_resumed = f'trainer.load_path={tmp_path}/adapter/checkpoints/ep0-ba1'
-    runs = {
+    options_of_runs = {
         'weights': TINY_DIGITS,
-        'adapter': [*without_model(TINY_DIGITS), *options_of_adapter],
-        'resumed': [*without_model(TINY_DIGITS), *options_of_adapter, start_of_resumed],
+        'adapter': options_of_adapter,
+        'resumed': [*options_of_adapter, start_of_resumed],
     }
     arguments_of_runs = []
-    for name, options in runs.items():
+    for name, options in options_of_runs.items():
         folder = tmp_path / name
         folder.mkdir()
         torch.save(digits_batch(), folder / 'batch.pt')
-        arguments_of_runs.append(
-            [
-                *options,
-                'dataset.eval=null',
-                'trainer.max_duration=2ba',
-                f'report.folder={folder}',
-                'scheduler.t_warmup=0ba',
-                'trainer.save_interval=1ba',
-                'trainer.parallelism_config.fsdp={state_dict_type: sharded}',
-                f'trainer.save_folder={folder}/checkpoints',
-            ]
-        )
-    files = launch_json('tests/ranks/sharded_export.py', json.dumps(arguments_of_runs), DIGITS, ranks=2)
-    expected = {name: torch.load(file) for name, file in zip(runs, files, strict=True)}
-    torch.testing.assert_close(expected['resumed'], expected['adapter'], rtol=0, atol=0)
-
+        arguments_of_runs.append(arguments_of_sharded_run(folder, options))
     sharded_weights = tmp_path / 'weights' / 'checkpoints' / 'ep0-ba2'
     sharded_adapter = tmp_path / 'adapter' / 'checkpoints' / 'ep0-ba2'
-    assert export(sharded_weights, tmp_path / 'exported') == 0
-    assert export(sharded_adapter, tmp_path / 'exported_adapter') == 0
-    assert export(sharded_adapter, tmp_path / 'merged', 'merge=true') == 0
-    exports = [tmp_path / 'exported', f'{base} with {tmp_path}/exported_adapter', tmp_path / 'merged']
+    exported = tmp_path / 'exported'
+    exported_adapter = tmp_path / 'exported_adapter'
+    merged = tmp_path / 'merged'
+
+    logits_files = launch_json('tests/ranks/sharded_export.py', json.dumps(arguments_of_runs), DIGITS, ranks=2)
+    assert export(sharded_weights, exported) == 0
+    assert export(sharded_adapter, exported_adapter) == 0
+    assert export(sharded_adapter, merged, 'merge=true') == 0
+
+    expected_weights, expected_adapter, resumed_adapter = [torch.load(file) for file in logits_files]
+    torch.testing.assert_close(resumed_adapter, expected_adapter, rtol=0, atol=0)
+    exports = [exported, f'{base} with {exported_adapter}', merged]
     of_weights, of_adapter, of_merged = logits_of_exports(tmp_path, *exports)
-    torch.testing.assert_close(of_weights, expected['weights'], rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(of_adapter, expected['adapter'], rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(of_merged, expected['adapter'], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(of_weights, expected_weights, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(of_adapter, expected_adapter, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(of_merged, expected_adapter, rtol=1e-5, atol=1e-5)
 
     # Without one of its shards a checkpoint is refused.
     shard = next(sharded_weights.glob('__1_*.distcp'))
@@ -175,9 +196,28 @@ def without_model(arguments):
 
 
 def tiny_config(*, tied=False):
-    text = {**LLAVA['text_config'], 'tie_word_embeddings': tied, 'attention_bias': True}
-    config = {**LLAVA, 'text_config': text, 'tie_word_embeddings': tied, 'vision_feature_layer': -2}
-    return {**config, 'vision_feature_select_strategy': 'default'}
+    """Returns the configuration of a LLaVA. ``tied``: its head and its embeddings are one weight."""
+    text_config = {**LLAVA['text_config'], 'tie_word_embeddings': tied, 'attention_bias': True}
+    return {
+        **LLAVA,
+        'text_config': text_config,
+        'tie_word_embeddings': tied,
+        'vision_feature_layer': -2,
+        'vision_feature_select_strategy': 'default',
+    }
+
+
+def write_base(folder, *, tied=False, dtype=torch.float32):
+    """Writes a model to train adapters on, stored in the type. Returns it in float32."""
+    base = build_model(config=tiny_config(tied=tied), processor=build_digits_processor()).model.to(dtype)
+    base.save_pretrained(folder)
+    return base.float()
+
+
+def train_and_save(model, *batches, optimizer, folder):
+    """Trains a step on each batch. Returns the path of the checkpoint."""
+    fit(model, *batches, optimizer=optimizer, save_folder=str(folder), **UNCHECKED)
+    return folder / 'latest-rank0.pt'
 
 
 def lora_checkpoint(folder, lora, *, tied=False, pretrained=True, dtype=torch.float32):
@@ -187,18 +227,21 @@ def lora_checkpoint(folder, lora, *, tied=False, pretrained=True, dtype=torch.fl
         The path of the checkpoint, the logits of the trained model, and the logits of its base.
     """
     pytest.importorskip('peft')
-    processor = build_digits_processor()
-    source = {'config': tiny_config(tied=tied)}
-    base = build_model(**source, processor=processor).model.to(dtype)
-    base.save_pretrained(folder / 'base')
-    base.float()
+    base = write_base(folder / 'base', tied=tied, dtype=dtype)
     if pretrained:
         source = {'pretrained': str(folder / 'base')}
-    model = build_model(**source, processor=processor, lora={'r': 2, **lora})
+    else:
+        source = {'config': tiny_config(tied=tied)}
+    model = build_model(**source, processor=build_digits_processor(), lora={'r': 2, **lora})
     optimizer = torch.optim.AdamW(trained_parameters(model), lr=0.03)
-    save_folder = str(folder / 'checkpoints')
-    fit(model, digits_batch(), digits_batch(), optimizer=optimizer, save_folder=save_folder, **UNCHECKED)
-    return folder / 'checkpoints' / 'latest-rank0.pt', logits_of(model.model), logits_of(base)
+    checkpoint = train_and_save(
+        model,
+        digits_batch(),
+        digits_batch(),
+        optimizer=optimizer,
+        folder=folder / 'checkpoints',
+    )
+    return checkpoint, logits_of(model.model), logits_of(base)
 
 
 def trained_parameters(model):
@@ -219,7 +262,7 @@ def logits_of(model):
     [
         ({'modules_to_save': ['lm_head']}, True),
         ({'modules_to_save': ['embed_tokens', 'lm_head']}, True),
-        # The adapter is merged into a weight that is also that of the embeddings.
+        # The adapter is merged into a weight that the embeddings share.
         ({'target_modules': ['q_proj', 'lm_head']}, True),
         # The loss reaches neither the last layer nor the last norm of the vision encoder.
         ({'modules_to_save': ['vision_tower', 'multi_modal_projector']}, False),
@@ -232,10 +275,12 @@ def test_exported_adapter_computes_the_same(tmp_path, lora, has_tied_embeddings)
     peft = pytest.importorskip('peft')
     checkpoint, expected, logits_of_base = lora_checkpoint(tmp_path, lora, tied=has_tied_embeddings)
     assert (expected - logits_of_base).abs().max() > 0.1, 'training has changed the model'
+
     assert export(checkpoint, tmp_path / 'adapter') == 0
     base = AutoModelForImageTextToText.from_pretrained(tmp_path / 'base')
     model_with_adapter = peft.PeftModel.from_pretrained(base, str(tmp_path / 'adapter'))
     torch.testing.assert_close(logits_of(model_with_adapter), expected, rtol=1e-6, atol=1e-6)
+
     assert export(checkpoint, tmp_path / 'merged', 'merge=true') == 0
     torch.testing.assert_close(logits_of_folder(tmp_path / 'merged'), expected, rtol=1e-5, atol=1e-6)
 
@@ -250,51 +295,63 @@ def test_adapter_merges_into_half_precision(tmp_path):
 def test_invalid_generation_config_is_kept(tmp_path, lora):
     """Vicuna, and so LLaVA-1.5, has a temperature but does not sample. transformers refuses to write that."""
     pytest.importorskip('peft')
-    build_model(config=tiny_config(), processor=build_digits_processor()).model.save_pretrained(tmp_path / 'base')
+    base = tmp_path / 'base'
+    write_base(base)
     generation = {'do_sample': False, 'temperature': 0.9, 'top_p': 0.6, 'max_length': 4096}
-    (tmp_path / 'base' / 'generation_config.json').write_text(json.dumps(generation))
-    processor = build_digits_processor()
-    model = build_model(pretrained=str(tmp_path / 'base'), processor=processor, lora=lora)
+    (base / 'generation_config.json').write_text(json.dumps(generation))
+    model = build_model(pretrained=str(base), processor=build_digits_processor(), lora=lora)
     optimizer = torch.optim.SGD(trained_parameters(model), lr=0.1)
-    fit(model, digits_batch(), optimizer=optimizer, save_folder=str(tmp_path / 'checkpoints'), **UNCHECKED)
-    checkpoint = tmp_path / 'checkpoints' / 'latest-rank0.pt'
+    checkpoint = train_and_save(model, digits_batch(), optimizer=optimizer, folder=tmp_path / 'checkpoints')
+
     merge = [] if lora is None else ['merge=true']
     assert export(checkpoint, tmp_path / 'exported', *merge) == 0
+
     exported = AutoModelForImageTextToText.from_pretrained(tmp_path / 'exported')
     assert generation.items() <= exported.generation_config.to_dict().items()
     if lora is None:
         export_model(model, tmp_path / 'at_the_end')
-        assert json.loads((tmp_path / 'at_the_end' / 'generation_config.json').read_text())['temperature'] == 0.9
+        written = json.loads((tmp_path / 'at_the_end' / 'generation_config.json').read_text())
+        assert written['temperature'] == 0.9
 
 
 def test_adapter_without_a_base(tmp_path, capsys):
+    """Its base was not read from a folder, so it can only be exported merged."""
     checkpoint, expected, _ = lora_checkpoint(tmp_path, {}, pretrained=False)
+
     assert export(checkpoint, tmp_path / 'adapter') == 2
     assert 'export with merge=true' in capsys.readouterr().err
+
     assert export(checkpoint, tmp_path / 'merged', 'merge=true') == 0
     torch.testing.assert_close(logits_of_folder(tmp_path / 'merged'), expected, rtol=1e-5, atol=1e-6)
+
     assert train([DIGITS, 'model.lora={r: 2}', 'report.export=true']) == 2
     assert '`report.export` must be false with FSDP, and for `model.lora` on a base' in capsys.readouterr().err
 
 
 def test_export_replaces_an_earlier_one(tmp_path):
     pytest.importorskip('peft')
-    build_model(config=tiny_config(), processor=build_digits_processor()).model.save_pretrained(tmp_path / 'base')
+    write_base(tmp_path / 'base')
     folder = tmp_path / 'exported'
     for lora in (None, {'r': 2}, None):
         model = build_model(pretrained=str(tmp_path / 'base'), processor=build_digits_processor(), lora=lora)
         export_model(model, folder)
-        weights_file = 'model.safetensors' if lora is None else 'adapter_model.safetensors'
-        assert [path.name for path in folder.glob('*.safetensors')] == [weights_file]
-        assert (folder / 'adapter_config.json').exists() == (lora is not None)
+        expected_file = 'model.safetensors' if lora is None else 'adapter_model.safetensors'
+        weights_files = [path.name for path in folder.glob('*.safetensors')]
+        has_adapter_config = (folder / 'adapter_config.json').exists()
+        assert weights_files == [expected_file]
+        assert has_adapter_config == (lora is not None)
         AutoProcessor.from_pretrained(folder)
+
+
+def bytes_of_files(folder):
+    return {path: path.read_bytes() for path in folder.rglob('*')}
 
 
 def test_export_that_fails_leaves_the_earlier_one(tmp_path, monkeypatch):
     model = build_model(config=tiny_config(), processor=build_digits_processor())
     folder = tmp_path / 'exported'
     export_model(model, folder)
-    files = {path: path.read_bytes() for path in folder.rglob('*')}
+    earlier_files = bytes_of_files(folder)
 
     def fail(metadata, unfinished):
         raise OSError('no space left')
@@ -302,9 +359,11 @@ def test_export_that_fails_leaves_the_earlier_one(tmp_path, monkeypatch):
     monkeypatch.setattr(export_folder, '_write_processor', fail)
     for parameter in model.parameters():
         parameter.data.zero_()
+
     with pytest.raises(OSError, match='no space left'):
         export_model(model, folder)
-    assert {path: path.read_bytes() for path in folder.rglob('*')} == files
+
+    assert bytes_of_files(folder) == earlier_files
 
 
 def damaged_checkpoints(checkpoint, folder):
@@ -314,10 +373,12 @@ def damaged_checkpoints(checkpoint, folder):
         state = torch.load(checkpoint, weights_only=False)
         weights = state['state']['model']
         name = next(name for name in weights if part in name)
+
         weight = weights.pop(name)
         missing = folder / f'without_{part}.pt'
         torch.save(state, missing)
         message_of[missing] = 'must hold a whole adapter of its base, got: 1 missing'
+
         weights[name] = weight[:1]
         narrow = folder / f'narrow_{part}.pt'
         torch.save(state, narrow)
@@ -341,11 +402,14 @@ def test_damaged_checkpoint_leaves_nothing(tmp_path, capsys):
 
 def test_unwritable_folder_is_one_line(tmp_path, capsys):
     checkpoint, _, _ = lora_checkpoint(tmp_path, {})
-    (tmp_path / 'file').write_text('keep')
-    assert export(checkpoint, tmp_path / 'file' / 'folder') == 2
+    file = tmp_path / 'file'
+    file.write_text('keep')
+    empty = tmp_path / 'empty'
+    empty.mkdir()
+
+    assert export(checkpoint, file / 'folder') == 2
     assert 'the folder to export to must be writable' in capsys.readouterr().err
-    (tmp_path / 'empty').mkdir()
-    assert export(checkpoint, tmp_path / 'empty') == 0
+    assert export(checkpoint, empty) == 0
 
 
 def test_path_that_cannot_be_read_is_one_line(tmp_path, capsys):
@@ -377,15 +441,20 @@ def test_missing_argument_shows_usage(capsys):
 def test_model_with_tokenizer_of_composer(can_generate, tmp_path):
     """Composer saves the files of a tokenizer in another form than this package."""
     tokenizer = build_digits_processor().tokenizer
-    inner = text_model()
-    if not can_generate:
+    if can_generate:
+        inner = text_model()
+    else:
         inner = BertForMaskedLM(BertConfig(num_hidden_layers=1, hidden_size=12, intermediate_size=12, vocab_size=99))
     model = hugging_face(inner, tokenizer=tokenizer)
     state = {'model': model.state_dict(), 'integrations': {'huggingface': model.get_metadata()}}
     torch.save({'state': state}, tmp_path / 'checkpoint.pt')
-    assert export(tmp_path / 'checkpoint.pt', tmp_path / 'exported') == 0
-    exported = AutoTokenizer.from_pretrained(tmp_path / 'exported')
-    assert exported('<image> Which?').input_ids == tokenizer('<image> Which?').input_ids
-    assert exported.get_vocab() == tokenizer.get_vocab()
-    assert exported.chat_template == tokenizer.chat_template
-    assert (tmp_path / 'exported' / 'generation_config.json').exists() == can_generate
+    exported = tmp_path / 'exported'
+
+    assert export(tmp_path / 'checkpoint.pt', exported) == 0
+
+    exported_tokenizer = AutoTokenizer.from_pretrained(exported)
+    assert exported_tokenizer('<image> Which?').input_ids == tokenizer('<image> Which?').input_ids
+    assert exported_tokenizer.get_vocab() == tokenizer.get_vocab()
+    assert exported_tokenizer.chat_template == tokenizer.chat_template
+    has_generation_config = (exported / 'generation_config.json').exists()
+    assert has_generation_config == can_generate

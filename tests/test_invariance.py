@@ -28,8 +28,10 @@ FEW_CUTS = {'microbatch_sizes': [2], 'padding_sides': ['right']}
 
 
 def test_mean_over_the_step_is_exact():
-    model = text_model()
-    report = verify_invariance(step_mean(model), text_rows(ROWS))
+    loop = step_mean(text_model())
+
+    report = verify_invariance(loop, text_rows(ROWS))
+
     assert report.is_exact, report
     cuts = {(case.cut, case.microbatch_size) for case in report.cases}
     expected_cuts = {('again', 5), ('uneven', 4)}
@@ -42,8 +44,11 @@ def test_mean_over_the_step_is_exact():
 
 def test_mean_of_means_is_off():
     """The report says in which cuts."""
+    loop = mean_of_means(text_model())
     batch = ragged_batch(ROWS[:4])
-    report = verify_invariance(mean_of_means(text_model()), batch, microbatch_sizes=[1, 9])
+
+    report = verify_invariance(loop, batch, microbatch_sizes=[1, 9])
+
     assert not report.is_exact
     errors_by_size = {1: [], 4: []}  # there are only 4 rows, so 9 becomes 4
     for case in report.cases:
@@ -80,25 +85,35 @@ def test_undivided_sum_shows_its_factor():
 
 def test_dropped_smaller_microbatch_is_off():
     """All sizes that are tried divide the number of rows. Only the uneven cut has a smaller microbatch."""
-    loop = step_mean(text_model())
+    right_gradients = step_mean(text_model())
+    rows = text_rows([*ROWS, (8, 3)])
 
     def without_smaller_last(microbatches):
-        is_smaller = len(microbatches[-1]['labels']) < len(microbatches[0]['labels'])
-        return loop(microbatches[:-1] if is_smaller else microbatches)
+        rows_of_first = len(microbatches[0]['labels'])
+        rows_of_last = len(microbatches[-1]['labels'])
+        if rows_of_last < rows_of_first:
+            microbatches = microbatches[:-1]
+        return right_gradients(microbatches)
 
-    report = verify_invariance(without_smaller_last, text_rows([*ROWS, (8, 3)]), padding_sides=['right'])
+    report = verify_invariance(without_smaller_last, rows, padding_sides=['right'])
+
     assert report.worst.cut == 'uneven'
     assert not report.is_exact
 
 
+def first_case(loop):
+    """Returns the first case of the report, which makes the same step again."""
+    report = verify_invariance(loop, text_rows(ROWS))
+    case = report.cases[0]
+    assert case.cut == 'again'
+    return case
+
+
 def test_step_that_differs_from_itself():
-    report = verify_invariance(step_mean(text_model(), keep=True), text_rows(ROWS))
-    repeated_step = report.cases[0]
-    assert repeated_step.cut == 'again'
-    assert repeated_step.factor == pytest.approx(2.0)
-    with_state = with_layers(spectral_norm())
-    repeated_step = verify_invariance(step_mean(with_state), text_rows(ROWS)).cases[0]
-    assert repeated_step.error > 1e-6
+    keeps_gradient = step_mean(text_model(), keep=True)
+    has_state = step_mean(with_layers(spectral_norm()))
+    assert first_case(keeps_gradient).factor == pytest.approx(2.0)
+    assert first_case(has_state).error > 1e-6
 
 
 def test_trainer_that_writes_into_batches():
@@ -107,10 +122,12 @@ def test_trainer_that_writes_into_batches():
     def gradients_of(microbatches):
         gradients = right_gradients(microbatches)
         for microbatch in microbatches:
-            microbatch['labels'][:, 1:-1] = microbatch['labels'][:, 2:].clone()
+            labels = microbatch['labels']
+            labels[:, 1:-1] = labels[:, 2:].clone()
         return gradients
 
     report = verify_invariance(gradients_of, text_rows(ROWS), padding_sides='left')
+
     assert report.is_exact, report
     assert {case.padding for case in report.cases} == {'left'}
 
@@ -118,68 +135,86 @@ def test_trainer_that_writes_into_batches():
 def test_factor_on_every_step_needs_reference():
     """A trainer that halves every gradient is the same for every cut. Only a reference shows the mistake."""
     model = text_model()
+    rows = text_rows(ROWS)
+    right = step_mean(model)
     halved = changed_step(lambda gradient, name, microbatches: gradient / 2, model)
 
     def reference(batch):
         gradients, _ = reference_gradients(model, batch)
         return {name.removeprefix('model.'): gradient for name, gradient in gradients.items()}
 
-    rows = text_rows(ROWS)
-    assert verify_invariance(halved, rows, **FEW_CUTS).is_exact
+    report_without_reference = verify_invariance(halved, rows, **FEW_CUTS)
     report = verify_invariance(halved, rows, reference=reference, **FEW_CUTS)
+    report_of_right = verify_invariance(right, rows, reference=reference, **FEW_CUTS)
+
+    assert report_without_reference.is_exact
     assert report.worst.error == pytest.approx(0.5, rel=1e-4)
-    assert verify_invariance(step_mean(model), rows, reference=reference, **FEW_CUTS).is_exact
+    assert report_of_right.is_exact
 
 
 @pytest.mark.parametrize('family', ['llava', 'qwen2_5_vl', 'idefics3'])
 def test_rows_keep_their_images(family):
     case = FAMILIES[family]()
     layout = BatchLayout.for_model(case.model)
+
     report = verify_invariance(step_mean(case.model), case.rows, layout=layout, padding_sides=['right'])
-    assert report.is_exact, report
     report_of_means = verify_invariance(mean_of_means(case.model), case.rows, **FEW_CUTS)
+
+    assert report.is_exact, report
     assert not report_of_means.is_exact
 
 
 def test_first_row_has_none_in_place_of_images():
     """It has as many keys as the others, but does not tell the family."""
     case = FAMILIES['idefics3']()
-    rows = sorted(case.rows, key=len)
-    assert 'pixel_values' not in rows[0]
-    rows[0] = {**dict.fromkeys(rows[-1]), **rows[0]}
+    first, *others = sorted(case.rows, key=len)
+    assert 'pixel_values' not in first
+    none_of_each_key = dict.fromkeys(others[-1])
+    rows = [{**none_of_each_key, **first}, *others]
+
     report = verify_invariance(step_mean(case.model), rows, padding_sides=['right'])
+
     assert report.is_exact, report
 
 
 def test_lost_or_nan_gradient_is_off():
+    """Only in cuts with several microbatches."""
     changed_name = 'lm_head.weight'
+    rows = text_rows(ROWS)
 
     def without_head(gradient, name, microbatches):
-        return None if name == changed_name and len(microbatches) > 1 else gradient
+        is_lost = name == changed_name and len(microbatches) > 1
+        return None if is_lost else gradient
 
     def nan_in_cuts(gradient, name, microbatches):
         return gradient * math.nan if len(microbatches) > 1 else gradient
 
-    rows = text_rows(ROWS)
-    report = verify_invariance(changed_step(without_head), rows, **FEW_CUTS)
-    assert changed_name in report.worst.reason
-    report = verify_invariance(changed_step(nan_in_cuts), rows, **FEW_CUTS)
-    assert report.worst.error == float('inf')
+    report_of_lost = verify_invariance(changed_step(without_head), rows, **FEW_CUTS)
+    report_of_nan = verify_invariance(changed_step(nan_in_cuts), rows, **FEW_CUTS)
+
+    assert changed_name in report_of_lost.worst.reason
+    assert report_of_nan.worst.error == float('inf')
 
 
 def test_step_of_other_batches_is_refused():
     """Its gradient is the same in every cut, so all errors are 0."""
     rows = text_rows(ROWS)
-    loop = step_mean(text_model())
+    whole_batch = collate(rows)
+    right_gradients = step_mean(text_model())
+
+    def always_the_whole_batch(microbatches):
+        return right_gradients([whole_batch])
+
     with pytest.raises(ValueError, match='the same gradient for one row as for all rows'):
-        verify_invariance(lambda microbatches: loop([collate(rows)]), rows, **FEW_CUTS)
+        verify_invariance(always_the_whole_batch, rows, **FEW_CUTS)
 
 
 def test_infinite_reference_is_refused():
     """The error would be infinity divided by infinity, which is no larger than any tolerance."""
 
     def infinite_if_padded_left(gradient, name, microbatches):
-        is_padded_left = not microbatches[0]['attention_mask'][:, 0].all()
+        mask = microbatches[0]['attention_mask']
+        is_padded_left = not mask[:, 0].all()
         return torch.full_like(gradient, math.inf) if is_padded_left else gradient
 
     with pytest.raises(ValueError, match=r'reference gradient must be .* finite'):
@@ -227,8 +262,8 @@ def test_gradients_must_be_tensors(gradients, message, options):
 def test_means_averaged_over_ranks_are_off():
     results = launch_json('tests/ranks/invariance.py', ranks=2)
     assert results['step mean'] < 1e-6
-    # What Composer's token-weighted flag and most trainers do: each rank is exact, but then its mean weighs as much as
-    # that of a rank with more tokens.
+    # As in Composer's token-weighted flag and most trainers: each rank is exact, but then its mean weighs as much as
+    # the mean of a rank with more tokens.
     assert results['mean of each rank'] > 1e-2
     assert results['images on one rank'] < 1e-6
     assert 'as many rows on every rank, and at least 2, got: [3, 2]' in results['a row less on rank 1']
@@ -239,33 +274,47 @@ def test_means_averaged_over_ranks_are_off():
 def test_ranks_send_each_row_once(monkeypatch, tmp_path):
     """Rows may be views of one large batch. Pickle would send the whole batch for each of them."""
     batch = ragged_batch(ROWS * 8)
-    views = [{key: tensor[row : row + 1] for key, tensor in batch.items()} for row in range(40)]
+    views = []
+    copies = []
+    for row in range(40):
+        view = {key: tensor[row : row + 1] for key, tensor in batch.items()}
+        views.append(view)
+        copies.append({key: tensor.clone() for key, tensor in view.items()})
     gather = torch.distributed.all_gather_object
     sent_bytes = []
 
-    def counting(values, value):
+    def counting_gather(values, value):
         sent_bytes.append(len(pickle.dumps(value)))
         gather(values, value)
 
-    monkeypatch.setattr(torch.distributed, 'all_gather_object', counting)
-    with group_of_one_rank(tmp_path):
-        verify_invariance(step_mean(text_model()), views, **FEW_CUTS)
-        most_for_views = max(sent_bytes)
+    def most_sent_bytes(rows):
         sent_bytes.clear()
-        rows = [{key: tensor.clone() for key, tensor in view.items()} for view in views]
         verify_invariance(step_mean(text_model()), rows, **FEW_CUTS)
-    assert most_for_views <= max(sent_bytes)
+        return max(sent_bytes)
+
+    monkeypatch.setattr(torch.distributed, 'all_gather_object', counting_gather)
+    with group_of_one_rank(tmp_path):
+        bytes_of_views = most_sent_bytes(views)
+        bytes_of_copies = most_sent_bytes(copies)
+
+    assert bytes_of_views <= bytes_of_copies
 
 
 def test_parameters_without_a_gradient():
+    """The expected gradient is (3, 4), so its norm is 5."""
     expected = {'a': torch.tensor([3.0]), 'b': torch.tensor([4.0])}
+    without_a = {'b': expected['b']}
+    with_c = {**expected, 'c': torch.tensor([5.0])}
+
     error, _ = relative_error(dict(expected), expected)
     assert error == 0.0
-    error, reason = relative_error({'b': expected['b']}, expected)
-    assert error == pytest.approx(0.6)
+
+    error, reason = relative_error(without_a, expected)
+    assert error == pytest.approx(3 / 5)
     assert reason == 'most of all, a is off'
-    error, reason = relative_error({**expected, 'c': torch.tensor([5.0])}, expected)
-    assert error == pytest.approx(1.0)
+
+    error, reason = relative_error(with_c, expected)
+    assert error == pytest.approx(5 / 5)
     assert reason == 'most of all, c is off'
 
 
@@ -281,30 +330,37 @@ def pairs_of(report):
 def test_isolation_of_documents(is_wrapped):
     """Positions that start again isolate documents. With running positions a document sees those before it."""
     packed = packed_row(text_rows([(4, 2), (6, 3), (5, 5)]))
+    running = {**packed, 'position_ids': torch.arange(15)[None]}
     documents = torch.tensor([[0] * 4 + [1] * 6 + [2] * 5])
     model = text_model()
     if is_wrapped:
         model = hugging_face(model)
+
     report = verify_isolation(model, packed, documents)
     assert report.is_isolated, report
     assert str(report) == 'isolated: 0 leaks'
-    packed['position_ids'] = torch.arange(15)[None]
-    report = verify_isolation(model, packed, documents)
+
+    report = verify_isolation(model, running, documents)
     assert pairs_of(report) == [(0, 1, 0), (0, 2, 0), (0, 2, 1)]
     assert 'row 0: document 1 sees document 0: ' in str(report)
     with torch.no_grad():
-        assert pairs_of(verify_isolation(model, packed, documents)) == pairs_of(report)
+        report_without_grad = verify_isolation(model, running, documents)
+    assert pairs_of(report_without_grad) == pairs_of(report)
+
     with pytest.raises(ValueError, match=r'`documents` must be integers'):
-        verify_isolation(model, packed, torch.zeros_like(documents))
+        verify_isolation(model, running, torch.zeros_like(documents))
 
 
 def test_isolation_needs_called_embeddings():
     """If a batch holds ``inputs_embeds`` instead of ids, no layer of the model embeds anything."""
     packed = packed_row(text_rows([(4, 2), (6, 3)]))
+    documents = torch.tensor([[0] * 4 + [1] * 6])
     model = text_model()
-    packed['inputs_embeds'] = model.get_input_embeddings()(packed.pop('input_ids'))
+    embed = model.get_input_embeddings()
+    ids = packed.pop('input_ids')
+    packed['inputs_embeds'] = embed(ids)
     with pytest.raises(TypeError, match=r'must call its input embeddings, got: no call of Embedding'):
-        verify_isolation(model, packed, torch.tensor([[0] * 4 + [1] * 6]))
+        verify_isolation(model, packed, documents)
 
 
 class HashedBigrams(torch.nn.Module):
@@ -372,10 +428,13 @@ DOCUMENTS = torch.tensor([[0] * 5 + [1] * 4 + [2] * 5])
 def change_of_logits(model, reader, source):
     """Returns the relative change of the logits of document ``reader`` if every id of ``source`` becomes 50."""
     changed_ids = PACKED['input_ids'].masked_fill(source == DOCUMENTS, 50)
+    changed = {**PACKED, 'input_ids': changed_ids}
+    is_read = reader == DOCUMENTS
     with torch.no_grad():
-        before = model(**PACKED)[reader == DOCUMENTS]
-        after = model(input_ids=changed_ids, position_ids=PACKED['position_ids'])[reader == DOCUMENTS]
-    return float((after - before).norm() / before.norm())
+        before = model(**PACKED)[is_read]
+        after = model(**changed)[is_read]
+    change = (after - before).norm() / before.norm()
+    return float(change)
 
 
 def test_hashed_bigrams_leak_without_gradient():
@@ -390,17 +449,22 @@ def test_hashed_bigrams_leak_without_gradient():
 # With the capacity 8, experts overflow only if a document has one id at all its positions.
 @pytest.mark.parametrize('capacity', [4, 8])
 def test_capped_experts_leak_without_gradient(capacity):
-    report = verify_isolation(CappedExperts(capacity), PACKED, DOCUMENTS)
+    model = CappedExperts(capacity)
+    report = verify_isolation(model, PACKED, DOCUMENTS)
     assert report.leaks
     for _, reader, source, _ in report.leaks:
         assert reader > source, 'experts fill up from the left'
 
 
 def test_leak_between_documents_of_one_id():
-    ids = torch.tensor([[1, 9, 9, 9, 2] * 2])
-    packed = {'input_ids': ids, 'position_ids': torch.arange(5).repeat(2)[None]}
-    documents = torch.arange(2).repeat_interleave(5)[None]
-    assert verify_isolation(CappedExperts(capacity=3), packed, documents).leaks
+    """Three tokens in the middle of each document have one id, so the first document fills their expert."""
+    packed = {
+        'input_ids': torch.tensor([[1, 9, 9, 9, 2, 1, 9, 9, 9, 2]]),
+        'position_ids': torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4]]),
+    }
+    documents = torch.tensor([[0] * 5 + [1] * 5])
+    report = verify_isolation(CappedExperts(capacity=3), packed, documents)
+    assert report.leaks
 
 
 @pytest.mark.parametrize(
@@ -413,39 +477,54 @@ def test_leak_between_documents_of_one_id():
 @pytest.mark.parametrize('dropout', [0.0, 0.5])
 def test_isolated_models_pass(make_model, dropout):
     model = make_model().train()
-    model.llama.model.layers[0].register_forward_hook(
-        lambda module, args, output: torch.nn.functional.dropout(output, dropout)
-    )
+
+    def drop(module, args, output):
+        return torch.nn.functional.dropout(output, dropout)
+
+    model.llama.model.layers[0].register_forward_hook(drop)
     if not dropout:
         for reader, source in [(0, 1), (1, 0), (2, 0), (2, 1)]:
             assert change_of_logits(model, reader, source) < 1e-6
+
     report = verify_isolation(model, PACKED, DOCUMENTS)
+
     assert report.is_isolated, report
 
 
 @pytest.mark.parametrize('mask', [-math.inf, torch.finfo(torch.float32).min])
-@pytest.mark.parametrize('is_isolated', [True, False])
-def test_isolation_with_masked_logits(is_isolated, mask):
+@pytest.mark.parametrize(
+    ('is_isolated', 'expected_pairs'),
+    [
+        pytest.param(True, [], id='isolated'),
+        pytest.param(False, [(0, 1, 0), (0, 2, 1)], id='leaking'),
+    ],
+)
+def test_isolation_with_masked_logits(is_isolated, expected_pairs, mask):
     """Some models mask the logits of ids that no text has. Their size says nothing about the others."""
     model = HashedBigrams(is_isolated=is_isolated)
 
     def mask_last_id(module, args, logits):
-        is_last_id = torch.arange(logits.shape[-1]) == logits.shape[-1] - 1
+        num_ids = logits.shape[-1]
+        is_last_id = torch.arange(num_ids) == num_ids - 1
         return logits.masked_fill(is_last_id, mask)
 
     model.register_forward_hook(mask_last_id)
+
     report = verify_isolation(model, PACKED, DOCUMENTS)
-    assert pairs_of(report) == ([] if is_isolated else [(0, 1, 0), (0, 2, 1)])
+
+    assert pairs_of(report) == expected_pairs
 
 
 def test_cache_that_grows():
     """The width of the cache is a plain number, and must fit its table in every forward."""
     packed = packed_row(text_rows([(4, 2), (6, 3)]))
     documents = torch.tensor([[0] * 4 + [1] * 6])
-    assert verify_isolation(with_layers(Cache()), packed, documents).is_isolated
+    report = verify_isolation(with_layers(Cache()), packed, documents)
+    assert report.is_isolated
 
 
 def test_random_logits_are_refused():
+    """The second call has logits that are twice as large."""
     model = text_model()
     num_calls = 0
 
@@ -455,5 +534,6 @@ def test_random_logits_are_refused():
         outputs.logits = outputs.logits * num_calls
 
     model.register_forward_hook(scale_by_calls)
+    batch = {**PACKED, 'use_cache': False}
     with pytest.raises(ValueError, match=r'same logits, got: a change of 5\.0e-01'):
-        verify_isolation(model, {**PACKED, 'use_cache': False}, DOCUMENTS)
+        verify_isolation(model, batch, DOCUMENTS)

@@ -23,38 +23,50 @@ from tests.support.programs import DIGITS
 SMALL = ['dataset.num_samples=20', 'dataset.eval.num_samples=6']
 
 
+def count_placeholders(text):
+    """Returns how many image tokens a text shows. Several in a row are shown as ``[<image> x 4]``."""
+    repetitions = [int(number) for number in re.findall(r'\[<image> x (\d+)\]', text)]
+    num_single = text.count('<image>') - len(repetitions)
+    return num_single + sum(repetitions)
+
+
 def test_text_with_labels_is_marked():
     processor = build_digits_processor()
+    image_token_id = processor.tokenizer.convert_tokens_to_ids('<image>')
     dataset = DigitsDataset(processor, num_samples=12)
     for index in range(12):
         sample = dataset[index]
+        ids = sample['input_ids']
+        labels = sample['labels'][0]
+        learned_ids = labels[labels != -100].tolist()
+
         text = described(sample, processor.tokenizer, index)
-        num_tokens = sample['input_ids'].shape[1]
-        learned = [token for token in sample['labels'][0].tolist() if token != -100]
-        assert f'{num_tokens} tokens, {len(learned)} of them learned' in text
+
+        assert f'{ids.shape[1]} tokens, {len(learned_ids)} of them learned' in text
         learned_text = ''.join(re.findall(' >> (.*?) << ', text, flags=re.DOTALL))
-        assert learned_text.split() == processor.tokenizer.decode(learned).split()
-        image_token_id = processor.tokenizer.convert_tokens_to_ids('<image>')
-        num_placeholders = int((sample['input_ids'] == image_token_id).sum())
-        # Several placeholders in a row are shown as `[<image> x 4]`.
-        repetitions = [int(number) for number in re.findall(r'\[<image> x (\d+)\]', text)]
-        num_single = text.count('<image>') - len(repetitions)
-        assert num_single + sum(repetitions) == num_placeholders
-        num_images = sum(sample['num_images'])
-        assert ('pixel_values: ' in text) == (num_images > 0)
+        expected_text = processor.tokenizer.decode(learned_ids)
+        assert learned_text.split() == expected_text.split()
+        num_placeholders = int((ids == image_token_id).sum())
+        assert count_placeholders(text) == num_placeholders
+        has_images = sum(sample['num_images']) > 0
+        shows_pixels = 'pixel_values: ' in text
+        assert shows_pixels == has_images
 
 
 @pytest.mark.parametrize(('options', 'expected'), [([], 12), (['samples=3', 'eval=true'], 3)])
 def test_number_of_samples(options, expected, capsys):
     assert main([DIGITS, *SMALL, *options]) == 0
-    assert len(re.findall('^== sample', capsys.readouterr().out, flags=re.MULTILINE)) == expected
+    printed = capsys.readouterr().out
+    headings = re.findall('^== sample', printed, flags=re.MULTILINE)
+    assert len(headings) == expected
 
 
 @pytest.mark.parametrize('wrong', ['samples=few', 'eval=perhaps'])
 def test_mistakes_are_one_line(wrong, capsys):
     assert main([DIGITS, wrong]) == 2
+    printed = capsys.readouterr().err
     key, _, value = wrong.partition('=')
-    assert re.fullmatch(f'error: .*`{key}` .*{value}.*\n', capsys.readouterr().err)
+    assert re.fullmatch(f'error: .*`{key}` .*{value}.*\n', printed)
 
 
 def test_closed_pipe_ends_quietly(monkeypatch):
@@ -66,13 +78,15 @@ def test_closed_pipe_ends_quietly(monkeypatch):
 
 
 def test_unprintable_letters_are_escaped(monkeypatch, tmp_path):
-    with (tmp_path / 'out').open('w', encoding='latin-1') as screen:
+    """A screen of latin-1 has an a with dots, but no arrow and no half of a surrogate pair."""
+    path = tmp_path / 'out'
+    with path.open('w', encoding='latin-1') as screen:
         monkeypatch.setattr(sys, 'stdout', screen)
         monkeypatch.setattr(sys, 'argv', ['look', DIGITS])
         prepare(look.__doc__)
         gc.enable()
         print('ä → \udce9')
-    assert (tmp_path / 'out').read_bytes() == b'\xe4 \\u2192 \\udce9\n'
+    assert path.read_bytes() == b'\xe4 \\u2192 \\udce9\n'
 
 
 class SamplesWithMedia(Dataset):
@@ -104,12 +118,15 @@ def test_rare_modalities_are_shown(has_method):
     modalities[59] = ('image', 'audio')
     dataset = SamplesWithMedia(modalities, has_method=has_method)
     lengths = np.arange(60)
+
     assert choose_samples(dataset, lengths, 4) == [0, 17, 41, 59]
     # If there is room for more: the shortest, the longest, and others between them.
     assert len(choose_samples(dataset, lengths, 12)) == 12
+
     four_images = SamplesWithMedia([('image',)] * 4, has_method=has_method)
-    longer = ConcatDataset([four_images, dataset])
-    assert choose_samples(longer, np.arange(4 + 60), 4) == [0, 4 + 17, 4 + 41, 4 + 59]
+    longer_dataset = ConcatDataset([four_images, dataset])
+    longer_lengths = np.arange(4 + 60)
+    assert choose_samples(longer_dataset, longer_lengths, 4) == [0, 4 + 17, 4 + 41, 4 + 59]
 
 
 def test_one_sample_shows_most_modalities():

@@ -29,17 +29,26 @@ from tests.support.programs import DIGITS, LLAVA, QUIET, TINY_DIGITS, TINY_LLAVA
 MIXTURE = str(ROOT / 'yamls' / 'llava_mixture.yaml')
 
 
+def result_of(folder: Path) -> dict:
+    """Returns what a run has written about itself."""
+    text = (folder / 'result.json').read_text()
+    return json.loads(text)
+
+
 def train(*arguments: str, folder: Path) -> dict:
+    """Runs the program in this process. Returns the result of the run."""
     assert main([*arguments, f'report.folder={folder}']) == 0
-    return json.loads((folder / 'result.json').read_text())
+    return result_of(folder)
 
 
 def launch_training(*arguments: str, folder: Path, ranks: int) -> dict:
+    """Runs the program on several ranks. Returns the result of the run."""
     launch_program('composer_tokacc.train', *arguments, f'report.folder={folder}', ranks=ranks)
-    return json.loads((folder / 'result.json').read_text())
+    return result_of(folder)
 
 
 def checkpoint(path: Path) -> dict:
+    """Returns the state that a checkpoint file holds."""
     return torch.load(path, weights_only=False)['state']
 
 
@@ -118,17 +127,25 @@ def test_run_writes_its_result(uninterrupted):
 def test_picture_is_drawn(uninterrupted):
     with Image.open(uninterrupted.picture) as picture:
         small_picture = picture.convert('L').resize((64, 64))
-    assert len(set(small_picture.getdata())) > 10, 'an empty picture has one level of gray'
+    levels_of_gray = set(small_picture.getdata())
+    assert len(levels_of_gray) > 10, 'an empty picture has one level of gray'
 
 
 def test_resume_within_epoch_is_bitwise(uninterrupted, tmp_path, capfd):
     start_path = uninterrupted.checkpoints / 'ep1-ba8-rank0.pt'
     start = checkpoint(start_path)
     assert start['timestamp']['Timestamp']['batch_in_epoch'] == 3
-    arguments = [f'trainer.load_path={start_path}', f'trainer.save_folder={tmp_path}/checkpoints']
-    assert main([DIGITS, *TINY_DIGITS, *arguments, f'report.folder={tmp_path}', 'seed=1']) == 2
+    command = [
+        DIGITS,
+        *TINY_DIGITS,
+        f'trainer.load_path={start_path}',
+        f'trainer.save_folder={tmp_path}/checkpoints',
+    ]
+
+    assert main([*command, f'report.folder={tmp_path}', 'seed=1']) == 2
     assert 'resumed within an epoch' in capfd.readouterr().err
-    train(DIGITS, *TINY_DIGITS, *arguments, folder=tmp_path)
+    train(*command, folder=tmp_path)
+
     resumed = checkpoint(tmp_path / 'checkpoints' / 'ep2-ba12-rank0.pt')
     expected = checkpoint(uninterrupted.checkpoints / 'ep2-ba12-rank0.pt')
     assert_equal_bitwise(resumed['model'], expected['model'])
@@ -147,17 +164,22 @@ def test_finished_run_writes_result_again(tmp_path):
         'trainer.autoresume=true',
         f'trainer.save_folder={tmp_path}/checkpoints',
     ]
+    page_path = tmp_path / 'report.html'
+    answers_path = tmp_path / 'answers.jsonl'
+
     first = train(*command, folder=tmp_path)
-    first_page = (tmp_path / 'report.html').read_text()
-    first_answers = (tmp_path / 'answers.jsonl').read_text()
+    first_page = page_path.read_text()
+    first_answers = answers_path.read_text()
     second = train(*command, folder=tmp_path)
-    second_page = (tmp_path / 'report.html').read_text()
+    second_page = page_path.read_text()
+    second_answers = answers_path.read_text()
+
     assert first['loss']
     assert first['token_monitor']
     for key in ('steps', 'samples', 'loss', 'eval', 'token_monitor', 'sources'):
         assert second[key] == first[key]
     assert first_answers
-    assert (tmp_path / 'answers.jsonl').read_text() == first_answers
+    assert second_answers == first_answers
     for mark in ('<polyline', 'class="answer"'):
         assert second_page.count(mark) == first_page.count(mark) > 0
 
@@ -167,6 +189,8 @@ def test_dry_run_writes_nothing(tmp_path):
     folders = [f'report.folder={tmp_path}/report', f'trainer.save_folder={tmp_path}/checkpoints']
     assert main([*command, *folders]) == 0
     assert list(tmp_path.iterdir()) == []
+
+    # Not even a dry run takes a folder that cannot be made.
     file = tmp_path / 'file'
     file.touch()
     assert main([*command, f'report.folder={file}/folder']) == 2
@@ -198,18 +222,22 @@ def test_resume_after_damaged_checkpoint(uninterrupted, tmp_path, capsys):
     # Four steps, with the learning rates of the run of twelve.
     command = [DIGITS, *saves_every_step(folder), 'trainer.max_duration=4ba', 'scheduler.t_max=12ba']
     train(*command, 'trainer.max_duration=3ba', folder=tmp_path)
-    content = (folder / 'ep0-ba3-rank0.pt').read_bytes()
+    third_checkpoint = folder / 'ep0-ba3-rank0.pt'
+    fourth_checkpoint = folder / 'ep0-ba4-rank0.pt'
+    content = third_checkpoint.read_bytes()
     first_half = content[: len(content) // 2]
     # The run was killed while it wrote this file, so `latest` is the file before.
-    (folder / 'ep0-ba4-rank0.pt').write_bytes(first_half)
+    fourth_checkpoint.write_bytes(first_half)
     # And the disk has lost half of that one.
-    (folder / 'ep0-ba3-rank0.pt').write_bytes(first_half)
+    third_checkpoint.write_bytes(first_half)
     capsys.readouterr()
+
     result = train(*command, folder=tmp_path)
-    assert f'going on from {folder}/ep0-ba2-rank0.pt: {folder}/ep0-ba3-rank0.pt is damaged' in capsys.readouterr().err
+
+    assert f'going on from {folder}/ep0-ba2-rank0.pt: {third_checkpoint} is damaged' in capsys.readouterr().err
     assert result['steps'] == 4
     assert result['first_step'] == 2
-    last = checkpoint(folder / 'ep0-ba4-rank0.pt')
+    last = checkpoint(fourth_checkpoint)
     assert last['timestamp']['Timestamp']['batch'] == 4, 'it is written again'
     expected = checkpoint(uninterrupted.checkpoints / 'ep0-ba4-rank0.pt')
     assert_equal_bitwise(last['model'], expected['model'])
@@ -228,9 +256,12 @@ def test_text_only_run_resumes_bitwise(tmp_path):
     complete = tmp_path / 'complete'
     resumed = tmp_path / 'resumed'
     train(*tiny_llava(complete, path), 'trainer.save_interval=1ba', folder=complete)
+
     command = [*tiny_llava(resumed, path), 'trainer.save_interval=1ba']
     train(*command, 'trainer.max_duration=1ba', folder=resumed)
-    assert train(*command, folder=resumed)['first_step'] == 1
+    result = train(*command, folder=resumed)
+
+    assert result['first_step'] == 1
     expected_state = checkpoint(complete / 'checkpoints' / 'ep1-ba4-rank0.pt')
     resumed_state = checkpoint(resumed / 'checkpoints' / 'ep1-ba4-rank0.pt')
     for part in ('model', 'optimizers'):
@@ -249,11 +280,13 @@ def test_llava_json_trains_with_shipped_yaml(tmp_path):
 
 
 def tiny_mixture(folder: Path) -> list[str]:
+    """Writes two files of 14 and 3 samples. Returns the arguments of a run that mixes them."""
     arguments = [MIXTURE]
     for name, num_samples in {'captions': 14, 'documents': 3}.items():
         path = write_llava_folder(folder / name, num_samples=num_samples)
+        image_folder = path.parent / 'images'
         arguments.append(f'dataset.parts.{name}.path={path}')
-        arguments.append(f'dataset.parts.{name}.image_dir={path.parent / "images"}')
+        arguments.append(f'dataset.parts.{name}.image_dir={image_folder}')
     # Without the file, its path and its folder of images, and without the scheduler of that file.
     arguments_of_llava = tiny_llava(folder, folder)[3:]
     arguments += [argument for argument in arguments_of_llava if not argument.startswith('scheduler')]
@@ -270,22 +303,29 @@ def test_mixture_of_two_files(tmp_path):
 
 @pytest.mark.slow
 def test_two_ranks_with_unmixed_steps(tmp_path):
-    # In a step without images the vision encoder has no gradient on one rank, but a gradient of 0 on several ranks.
-    # Plain SGD treats both alike. Weight decay and momentum would not.
+    """In a step without images the vision encoder has no gradient on one rank, but a gradient of 0 on several ranks.
+
+    Plain SGD treats both alike. Weight decay and momentum would not.
+    """
     arguments = [*tiny_mixture(tmp_path), 'loader.modality=per_step', 'optimizer={name: sgd, lr: 0.1}']
-    one_rank = train(*arguments, f'trainer.save_folder={tmp_path}/one', folder=tmp_path / 'one')
-    two_ranks = launch_training(*arguments, f'trainer.save_folder={tmp_path}/two', folder=tmp_path / 'two', ranks=2)
+    one = tmp_path / 'one'
+    two = tmp_path / 'two'
+    one_rank = train(*arguments, f'trainer.save_folder={one}', folder=one)
+    two_ranks = launch_training(*arguments, f'trainer.save_folder={two}', folder=two, ranks=2)
     assert_same_training(two_ranks, one_rank)
 
 
 def test_bad_samples_stop_or_are_counted(tmp_path, capsys):
     path = write_llava_folder(tmp_path / 'data', num_samples=12)
-    (path.parent / 'images' / '0_0.png').write_bytes(b'not an image')
+    image_of_first_sample = path.parent / 'images' / '0_0.png'
+    image_of_first_sample.write_bytes(b'not an image')
     command = [*tiny_llava(tmp_path, path), UNCHECKED]
+
     assert main([*command, 'dataset.on_error=raise']) == 2
     (error,) = re.findall('^error: .*', capsys.readouterr().err, re.MULTILINE)
     assert 'sample "s0"' in error
     assert '0_0.png' in error
+
     result = train(*command, 'dataset.on_error=skip', 'dataset.num_workers=0', folder=tmp_path)
     assert 'skipped 1 of 12 samples' in result['skipped'][0]
     assert result['samples'] == 2 * 11
@@ -293,18 +333,41 @@ def test_bad_samples_stop_or_are_counted(tmp_path, capsys):
 
 
 def test_stock_accumulation_of_the_same_data(tmp_path):
+    """The logged loss of the first step is a mean over microbatches. With exact weights it equals one forward."""
     config = yaml.safe_load(Path(DIGITS).read_text())
     del config['algorithms']['token_accumulation']
     stock_config = write_yaml(tmp_path / 'stock.yaml', config)
     options = [*TINY_DIGITS, 'dataset.eval=null', 'microbatching.regroup=false', 'trainer.max_duration=1ba']
+    all_rows_at_once = 'microbatching.device_train_microbatch_size=8'
+
     stock = train(stock_config, *options, folder=tmp_path / 'stock')
     exact = train(DIGITS, *options, folder=tmp_path / 'exact')
-    options.append('microbatching.device_train_microbatch_size=8')
-    one_forward = train(DIGITS, *options, folder=tmp_path / 'one_forward')
-    # The logged loss of the first step is a mean over microbatches. Only with exact weights it is that of one forward.
+    one_forward = train(DIGITS, *options, all_rows_at_once, folder=tmp_path / 'one_forward')
+
     expected_loss = one_forward['loss']['first']
     assert exact['loss']['first'] == pytest.approx(expected_loss, rel=1e-6)
     assert stock['loss']['first'] != pytest.approx(expected_loss, rel=1e-4)
+
+
+def write_parts_of_mixture(folder: Path) -> dict[str, dict]:
+    """Writes three files of three formats: images, videos, and text only. Returns the settings of each."""
+    captions = write_llava_folder(folder / 'captions', 24)
+    keep_records(captions, with_image=True)
+    video_folder = folder / 'videos'
+    video_folder.mkdir()
+    videos = write_media_folder(video_folder, [('video',), ('video', 'image'), (), ('video',)] * 3)
+    conversations = []
+    for length in range(1, 11):
+        question = {'role': 'user', 'content': f'Say {length}.'}
+        answer = {'role': 'assistant', 'content': 'b' * length}
+        conversations.append([question, answer])
+    text = folder / 'text.parquet'
+    Dataset.from_dict({'messages': conversations}).to_parquet(text)
+    return {
+        'captions': {'path': str(captions), 'image_dir': str(captions.parent / 'images')},
+        'videos': {'path': str(videos), 'epochs': 1},
+        'text': {'path': str(text), 'epochs': 2},
+    }
 
 
 @pytest.mark.slow
@@ -317,26 +380,12 @@ def test_mixture_of_media_survives_a_kill(tmp_path):
     case = MEDIA['qwen2_vl']()
     case.processor.save_pretrained(tmp_path / 'base')
     case.model.save_pretrained(tmp_path / 'base')
-    captions = write_llava_folder(tmp_path / 'captions', 24)
-    keep_records(captions, with_image=True)
-    (tmp_path / 'videos').mkdir()
-    videos = write_media_folder(tmp_path / 'videos', [('video',), ('video', 'image'), (), ('video',)] * 3)
-    conversations = []
-    for length in range(1, 11):
-        question = {'role': 'user', 'content': f'Say {length}.'}
-        answer = {'role': 'assistant', 'content': 'b' * length}
-        conversations.append([question, answer])
-    Dataset.from_dict({'messages': conversations}).to_parquet(tmp_path / 'text.parquet')
     config = yaml.safe_load(Path(MIXTURE).read_text())
     config['model'] = {'pretrained': str(tmp_path / 'base')}
     config['dataset'] = {
         'name': 'llava',
         'video': {'fps': 3, 'max_frames': 8},
-        'parts': {
-            'captions': {'path': str(captions), 'image_dir': str(captions.parent / 'images')},
-            'videos': {'path': str(videos), 'epochs': 1},
-            'text': {'path': str(tmp_path / 'text.parquet'), 'epochs': 2},
-        },
+        'parts': write_parts_of_mixture(tmp_path),
     }
     config['algorithms']['token_accumulation'] = {'loss_tokens': 'causal', 'check_loss': False}
     config['loader'] = {'global_batch_size': 8, 'drop_last': True}
@@ -344,16 +393,16 @@ def test_mixture_of_media_survives_a_kill(tmp_path):
     config_without_kill = write_yaml(tmp_path / 'complete.yaml', config)
     config['callbacks']['tests.support.killer.KillRank'] = {'rank': 1, 'batch': 9}
     config_with_kill = write_yaml(tmp_path / 'killed.yaml', config)
+    save_complete = f'trainer.save_folder={tmp_path}/complete'
+    save_resumed = f'trainer.save_folder={tmp_path}/resumed'
 
-    save_folder = f'trainer.save_folder={tmp_path}/complete'
-    launch_training(config_without_kill, *QUIET, save_folder, folder=tmp_path, ranks=2)
-    arguments = [*QUIET, f'trainer.save_folder={tmp_path}/resumed']
-    program = ['-m', 'composer_tokacc.train', config_with_kill, *arguments, f'report.folder={tmp_path}']
+    launch_training(config_without_kill, *QUIET, save_complete, folder=tmp_path, ranks=2)
+    program = ['-m', 'composer_tokacc.train', config_with_kill, *QUIET, save_resumed, f'report.folder={tmp_path}']
     killed = launch(program, ranks=2)
-    assert 'Rank 1 crashed with exit code -9' in killed.stderr
-    result = launch_training(config_without_kill, *arguments, folder=tmp_path, ranks=2)
-    assert result['first_step'] == 8, 'two steps after the end of the first epoch'
+    result = launch_training(config_without_kill, *QUIET, save_resumed, folder=tmp_path, ranks=2)
 
+    assert 'Rank 1 crashed with exit code -9' in killed.stderr
+    assert result['first_step'] == 8, 'two steps after the end of the first epoch'
     resumed = (tmp_path / 'resumed' / 'latest-rank0.pt').resolve()
     complete = (tmp_path / 'complete' / 'latest-rank0.pt').resolve()
     assert resumed.name == complete.name, 'both have made the same number of steps'
@@ -373,17 +422,24 @@ def test_dry_run_and_monitored_run(tmp_path, capsys):
         'trainer.max_duration=6ba',
         'trainer.eval_interval=6ba',
     ]
-    assert main([*command, 'dry_run=true', f'report.folder={tmp_path / "dry"}']) == 0
+    dry_folder = tmp_path / 'dry'
+    folder = tmp_path / 'run'
+
+    assert main([*command, 'dry_run=true', f'report.folder={dry_folder}']) == 0
     messages = capsys.readouterr().err
     assert 'rehearsed the heaviest microbatches of 6 steps' in messages
     assert 'dry run: all but training went well; an epoch has 5 steps' in messages
-    assert not (tmp_path / 'dry').exists()
-    result = train(*command, folder=tmp_path / 'run')
-    lines = (tmp_path / 'run' / 'metrics.jsonl').read_text().splitlines()
-    logged = [json.loads(line) for line in lines]
-    utilizations = [metrics['token_monitor/mfu'] for metrics in logged if 'token_monitor/mfu' in metrics]
+    assert not dry_folder.exists()
+
+    result = train(*command, folder=folder)
+    utilizations = []
+    for line in (folder / 'metrics.jsonl').read_text().splitlines():
+        metrics = json.loads(line)
+        if 'token_monitor/mfu' in metrics:
+            utilizations.append(metrics['token_monitor/mfu'])
     assert result['token_monitor']['mfu'] == pytest.approx(np.mean(utilizations))
-    assert result['sources'].keys() == {'scans', 'others'}
-    assert sum(row['weight'] for row in result['sources'].values()) == pytest.approx(1)
-    assert result['sources']['scans']['weight'] == pytest.approx(0.7, abs=0.1)
-    assert 'Model FLOPs utilization' in (tmp_path / 'run' / 'report.html').read_text()
+    sources = result['sources']
+    assert sources.keys() == {'scans', 'others'}
+    assert sources['scans']['weight'] + sources['others']['weight'] == pytest.approx(1)
+    assert sources['scans']['weight'] == pytest.approx(0.7, abs=0.1)
+    assert 'Model FLOPs utilization' in (folder / 'report.html').read_text()

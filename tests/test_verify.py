@@ -36,37 +36,49 @@ def verify(*overrides, rows=2):
     return main([DIGITS, '--rows', str(rows), *TINY, *overrides])
 
 
+def largest_error(printed, split):
+    return max(errors(printed, split))
+
+
 def test_demo_is_exact_and_stock_not(capsys):
     assert verify(rows=3) == 0
+
     printed = capsys.readouterr().out
     # Microbatches of 1, 2 and 3 rows, padded left and right.
     for split in ('in order', 'regrouped'):
         assert len(errors(printed, split)) == 6
-        assert max(errors(printed, split)) < 1e-6
-    assert max(errors(printed, 'stock Composer')) > 1e-2
+        assert largest_error(printed, split) < 1e-6
+    assert largest_error(printed, 'stock Composer') > 1e-2
     assert 'exact: largest relative gradient error' in printed
 
 
 def test_weighted_run_has_weighted_reference(capsys):
     assert verify('algorithms.token_accumulation.token_weights=sqrt') == 0
     printed = capsys.readouterr().out
-    assert max(errors(printed, 'regrouped')) < 1e-6
-    assert max(errors(printed, 'stock Composer')) > 1e-2
+    assert largest_error(printed, 'regrouped') < 1e-6
+    assert largest_error(printed, 'stock Composer') > 1e-2
 
 
 def test_noise_is_switched_off(capsys):
     """The layers read this number in each forward, and there is no module to switch off."""
     text_config = 'model.config.text_config'
     assert verify(f'{text_config}.model_type=mixtral', f'{text_config}.router_jitter_noise=0.2') == 0
-    assert max(errors(capsys.readouterr().out, 'regrouped')) < 1e-6
+    printed = capsys.readouterr().out
+    assert largest_error(printed, 'regrouped') < 1e-6
 
 
 def test_cuts_are_made_with_the_runs_options(monkeypatch):
     """These options are wrong for the model, and switch off the check that would say so. The run has them, too."""
     trained_gradients = mock.Mock(side_effect=NotExactError('the algorithm is known'))
+
+    def stock_gradients(self, batch, size):
+        return self.whole_step('right')
+
     monkeypatch.setattr(program._VerifiedRun, '_trained_gradients', trained_gradients)
-    monkeypatch.setattr(program._VerifiedRun, '_stock_gradients', lambda self, batch, size: self.whole_step('right'))
+    monkeypatch.setattr(program._VerifiedRun, '_stock_gradients', stock_gradients)
+
     assert verify('algorithms.token_accumulation={loss_tokens: unshifted, check_loss: false, logits: all}') == 1
+
     _, _, algorithm = trained_gradients.call_args.args
     assert "loss_tokens='unshifted'" in repr(algorithm)
     assert 'check_loss=False' in repr(algorithm)
@@ -77,8 +89,11 @@ def test_both_halves_of_an_adapter(capsys, monkeypatch):
     relative_error = mock.Mock(wraps=invariance.relative_error)
     monkeypatch.setattr(invariance, 'relative_error', relative_error)
     lora = 'model.lora={r: 4, dropout: 0.5, modules_to_save: [multi_modal_projector]}'
+
     assert verify(lora, 'model.dtype=bfloat16', 'trainer.precision=amp_bf16') == 0
-    assert max(errors(capsys.readouterr().out, 'regrouped')) < 1e-6
+
+    printed = capsys.readouterr().out
+    assert largest_error(printed, 'regrouped') < 1e-6
     # peft starts with B = 0. Then the gradient of A is 0 and cannot be wrong. So `verify` starts with other values.
     _, reference_gradients = relative_error.call_args.args
     for half in ('.lora_A.', '.lora_B.'):
@@ -101,7 +116,7 @@ def test_tolerance_fits_the_runs_device(device, tolerance, monkeypatch):
 @pytest.mark.slow
 def test_on_two_ranks():
     printed = launch_program('composer_tokacc.verify', DIGITS, '--rows', '3', *TINY, ranks=2)
-    assert max(errors(printed, 'regrouped')) < 1e-6
+    assert largest_error(printed, 'regrouped') < 1e-6
 
 
 def without_algorithm(folder):
@@ -151,24 +166,28 @@ def test_error_over_the_tolerance(capsys, monkeypatch):
 def test_model_that_cannot_be_exact(capsys, monkeypatch):
     build_parts = program.build_parts
 
+    def loss_with_z_loss(outputs, batch):
+        # A mean over all positions, also padding. It depends on which rows share a microbatch.
+        mean_square = outputs['logits'].square().mean()
+        return outputs['loss'] + mean_square
+
     def with_other_loss(config):
         parts = build_parts(config)
-
-        def loss_with_z_loss(outputs, batch):
-            # A mean over all positions, also padding. It depends on which rows share a microbatch.
-            return outputs['loss'] + outputs['logits'].square().mean()
-
         monkeypatch.setattr(parts.model, 'loss', loss_with_z_loss)
         return parts
 
     monkeypatch.setattr(program, 'build_parts', with_other_loss)
+
     assert verify() == 1
-    assert re.search(r'NOT exact: .* changes by .* a mean over other positions', capsys.readouterr().err)
+
+    printed = capsys.readouterr().err
+    assert re.search(r'NOT exact: .* changes by .* a mean over other positions', printed)
 
 
 def test_error_of_torch(capsys, monkeypatch):
     """``torch.OutOfMemoryError`` is a RuntimeError as well."""
-    monkeypatch.setattr(LossTerms, 'scaled', mock.Mock(side_effect=torch.OutOfMemoryError('out of memory')))
+    out_of_memory = mock.Mock(side_effect=torch.OutOfMemoryError('out of memory'))
+    monkeypatch.setattr(LossTerms, 'scaled', out_of_memory)
     assert verify() == 2
     assert 'error: the device must have memory' in capsys.readouterr().err
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,16 +48,25 @@ def in_float32() -> dict[str, Any]:
     return {'device': DeviceGPU(allow_tf32=False), 'precision': 'fp32'}
 
 
+def ragged_text() -> dict[str, Any]:
+    """Returns a batch of rows of 3 to 40 tokens. One row has no labels."""
+    return collate(text_rows(RAGGED))
+
+
 @pytest.mark.parametrize('microbatch_size', [1, 2, 3, 8])
 @pytest.mark.parametrize('split', ['stock', 'ordered', 'regrouped', 'packed'])
 def test_text_gradient_is_exact(split, microbatch_size):
     model = text_model()
-    batch = collate(text_rows(RAGGED))
+    batch = ragged_text()
     expected, _ = reference_gradients(model, batch)
     data: Any = loader(batch)
     if split != 'stock':
-        data = token_data_spec(data, regroup=split != 'ordered', packing=split == 'packed')
+        is_regrouped = split != 'ordered'
+        is_packed = split == 'packed'
+        data = token_data_spec(data, regroup=is_regrouped, packing=is_packed)
+
     recorder = fit(model, data, microbatch_size=microbatch_size, **in_float32())
+
     assert relative_error(recorder.gradients, expected) < TOLERANCE
 
 
@@ -67,21 +77,25 @@ def test_image_gradient_is_exact(family, microbatch_size):
     layout = BatchLayout.for_model(case.config)
     batch = layout.concat(case.rows, pad_token_id=case.pad_token_id)
     expected, _ = reference_gradients(case.model, batch)
+
     recorder = fit(case.model, batch, layout=layout, microbatch_size=microbatch_size, **in_float32())
+
     assert relative_error(recorder.gradients, expected) < TOLERANCE
 
 
 def test_listed_weights_of_rows():
-    """A loop moves the tensors of a batch to the GPU, but not a list."""
-    batch = {key: value.cuda() for key, value in collate(text_rows([(4, 2), (6, 3)])).items()}
-    weights = token_weights_of({**batch, 'loss_weights': [1.0, 2.0]}, 'column')
-    assert weights.sum(dim=1).tolist() == [2.0, 6.0]
+    """A loop moves the tensors of a batch to the GPU, but not a list. The rows have two and three labels."""
+    batch = collate(text_rows([(4, 2), (6, 3)]))
+    batch_on_gpu = {key: value.cuda() for key, value in batch.items()}
+    batch_on_gpu['loss_weights'] = [1.0, 2.0]
+    weights = token_weights_of(batch_on_gpu, 'column')
+    assert weights.sum(dim=1).tolist() == [2 * 1.0, 3 * 2.0]
 
 
 def test_stock_composer_is_wrong_here():
     """So the tests here can fail."""
     model = text_model()
-    batch = collate(text_rows(RAGGED))
+    batch = ragged_text()
     expected, _ = reference_gradients(model, batch)
     recorder, _, _ = train(model, loader(batch), microbatch_size=1, **in_float32())
     assert relative_error(recorder.gradients, expected) > 0.1
@@ -90,12 +104,14 @@ def test_stock_composer_is_wrong_here():
 @pytest.mark.parametrize('precision', ['amp_fp16', 'amp_bf16'])
 def test_half_precision_is_near(precision):
     """AMP_FP16 goes through a GradScaler, whose scale must not be taken for a wrong weight."""
-    batch = collate(text_rows(RAGGED))
+    batch = ragged_text()
     expected, _ = reference_gradients(text_model(), batch)
+
     errors = []
     for microbatch_size in (1, len(RAGGED)):
         recorder = fit(text_model(), batch, precision=precision, microbatch_size=microbatch_size, device='gpu')
         errors.append(relative_error(recorder.gradients, expected))
+
     accumulated_error, single_error = errors
     assert 0 < single_error < 0.05
     assert accumulated_error < 2 * single_error
@@ -108,15 +124,30 @@ MICROBATCH_EVENTS = (Event.BEFORE_FORWARD, Event.AFTER_LOSS, Event.BEFORE_BACKWA
 @pytest.mark.parametrize('precision', ['fp32', 'amp_bf16', 'amp_fp16'])
 def test_composers_own_settings_are_not_refused(precision, logits):
     """Composer turns TF32 on. The check must not take its round-off for a loss that depends on the cut."""
-    sizes = {'vocab_size': 4096, 'hidden_size': 512, 'intermediate_size': 1376, 'num_hidden_layers': 4}
+    config = LlamaConfig(
+        vocab_size=4096,
+        hidden_size=512,
+        intermediate_size=1376,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        use_cache=False,
+    )
     batch = collate(text_rows([*RAGGED, (600, 20), (512, 300)]))
+
     gradients = []
     for microbatch_size in (1, 10):
         torch.manual_seed(0)
-        model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=8, use_cache=False))
-        options = {'microbatch_size': microbatch_size, 'logits': logits, 'precision': precision}
-        recorder = fit(model, batch, device=DeviceGPU(), **options)
+        model = LlamaForCausalLM(config)
+        recorder = fit(
+            model,
+            batch,
+            device=DeviceGPU(),
+            microbatch_size=microbatch_size,
+            logits=logits,
+            precision=precision,
+        )
         gradients.append(recorder.gradients)
+
     assert relative_error(*gradients) < 0.05
 
 
@@ -124,7 +155,8 @@ def test_composers_own_settings_are_not_refused(precision, logits):
 def test_families_train_in_half_precision(family):
     if family == 'smolvlm' and version.parse(transformers.__version__) < version.parse('5.24'):
         pytest.skip('Transformers 5.17 cannot: it writes bfloat16 image states into float32 embeddings')
-    results = train_in_two_cuts(FAMILIES[family](), device=DeviceGPU(), precision='amp_bf16')
+    case = FAMILIES[family]()
+    results = train_in_two_cuts(case, device=DeviceGPU(), precision='amp_bf16')
     (_, accumulated_error), (_, single_error) = results
     assert 0 < accumulated_error < 2 * single_error
 
@@ -147,10 +179,10 @@ class NeverWaits(TokenAccumulation):
     def apply(self, event, state, logger):
         if event == Event.BEFORE_FORWARD:
             self.num_microbatches += 1
-        if event not in MICROBATCH_EVENTS or self.num_microbatches < 2:
-            super().apply(event, state, logger)
-            return
-        with waits_raise():
+        if event in MICROBATCH_EVENTS and self.num_microbatches > 1:
+            with waits_raise():
+                super().apply(event, state, logger)
+        else:
             super().apply(event, state, logger)
 
 
@@ -163,7 +195,7 @@ def test_waits_raise_here():
 
 def test_no_host_sync_a_microbatch():
     algorithm = NeverWaits()
-    fit(text_model(), collate(text_rows(RAGGED)), algorithms=[algorithm], microbatch_size=1, device='gpu')
+    fit(text_model(), ragged_text(), algorithms=[algorithm], microbatch_size=1, device='gpu')
     assert algorithm.num_microbatches >= 4
 
 
@@ -172,7 +204,8 @@ def test_page_locked_images_stay_page_locked():
     layout = BatchLayout.for_model(case.config)
     batch = layout.concat(case.rows, pad_token_id=case.pad_token_id)
     expected, _ = reference_gradients(case.model, batch)
-    spec = token_data_spec(DataLoader(GivenBatches([batch]), batch_size=None, pin_memory=True), layout=layout)
+    pinning_loader = DataLoader(GivenBatches([batch]), batch_size=None, pin_memory=True)
+    spec = token_data_spec(pinning_loader, layout=layout)
     split = spec.split_batch
     pinned_microbatches = []
 
@@ -185,7 +218,9 @@ def test_page_locked_images_stay_page_locked():
 
     spec.split_batch = split_and_record
     pinned_batches = On(Event.BATCH_START, lambda state: state.batch['pixel_values'].is_pinned())
+
     recorder = fit(case.model, spec, callbacks=[pinned_batches], **in_float32())
+
     assert relative_error(recorder.gradients, expected) < TOLERANCE
     assert pinned_batches.values == [True]
     assert pinned_microbatches
@@ -199,13 +234,18 @@ def test_compiled_model_has_few_graphs():
     model = text_model()
     batch = collate(text_rows([(length, length - 2) for length in lengths]))
     expected, _ = reference_gradients(model, batch)
+
     recorder = fit(model, *[batch] * 3, width_multiple=16, compile_config={'mode': 'default'}, **in_float32())
-    for step in recorder.steps:
-        gradients = {name.replace('_orig_mod.', ''): gradient for name, gradient in step.items()}
+
+    for gradients_of_step in recorder.steps:
+        gradients = {}
+        for name, gradient in gradients_of_step.items():
+            gradients[name.replace('_orig_mod.', '')] = gradient
         assert relative_error(gradients, expected) < TOLERANCE
     # One for the probe, one for the first width, one for any other width. If torch made a graph for each value of a
     # number that the package passes, each microbatch would have its own.
-    assert 0 < torch._dynamo.utils.counters['stats']['unique_graphs'] <= 4
+    num_graphs = torch._dynamo.utils.counters['stats']['unique_graphs']
+    assert 0 < num_graphs <= 4
 
 
 def test_verify_is_exact_here(capsys):
@@ -220,9 +260,10 @@ def peak_mib(model: torch.nn.Module, batch: dict[str, Any]) -> float:
     inputs = {key: value.cuda() for key, value in batch.items() if isinstance(value, torch.Tensor)}
     for _ in range(2):
         torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+        bytes_before = torch.cuda.memory_allocated()
         model(**inputs).loss.backward()
-    return (torch.cuda.max_memory_allocated() - before) / MIB
+    peak = torch.cuda.max_memory_allocated() - bytes_before
+    return peak / MIB
 
 
 def test_dummy_row_takes_no_more_memory():
@@ -235,20 +276,32 @@ def test_dummy_row_takes_no_more_memory():
     sixteen_rows = layout.concat(make_rows([width] * 16, 0, config))
     text_only = layout.select(sixteen_rows, range(1, 15, 2))
     assert layout.num_rows(text_only) == 7
-    dummy_row = zero_weight(make_rows([width], 0, config)[0])
+    (row_with_image,) = make_rows([width], 0, config)
+    dummy_row = zero_weight(row_with_image)
     with_dummy = add_rows(layout, text_only, [dummy_row], 'right')
-    assert peak_mib(model, with_dummy) <= 1.02 * peak_mib(model, eight_rows)
+
+    peak_with_dummy = peak_mib(model, with_dummy)
+    peak_of_rows = peak_mib(model, eight_rows)
+
+    assert peak_with_dummy <= 1.02 * peak_of_rows
+
+
+def write_small_llava(folder: Path) -> None:
+    """Writes a LLaVA with weights that bitsandbytes can quantize."""
+    text_config = {**LLAVA['text_config'], 'hidden_size': 64, 'intermediate_size': 128}
+    composer_model = build_model(config={**LLAVA, 'text_config': text_config}, processor=build_digits_processor())
+    composer_model.model.save_pretrained(folder)
 
 
 def test_adapters_in_four_bits(tmp_path):
     pytest.importorskip('bitsandbytes')
+    write_small_llava(tmp_path)
     processor = build_digits_processor()
-    text_config = {**LLAVA['text_config'], 'hidden_size': 64, 'intermediate_size': 128}
-    full_model = build_model(config={**LLAVA, 'text_config': text_config}, processor=processor)
-    full_model.model.save_pretrained(tmp_path)
     lora = {'r': 4, 'bits': 4, 'modules_to_save': ['multi_modal_projector']}
     dataset = DigitsDataset(processor, num_samples=8, max_images=3)
-    batch = VisionLanguageCollator(processor)([dataset[index] for index in range(8)])
+    samples = [dataset[index] for index in range(8)]
+    batch = VisionLanguageCollator(processor)(samples)
+
     gradients = []
     for microbatch_size in (1, 8):
         model = build_model(pretrained=str(tmp_path), processor=processor, lora=lora, dtype='bfloat16')
@@ -262,6 +315,7 @@ def test_adapters_in_four_bits(tmp_path):
         assert quantized_names
         assert all('language_model' in name for name in quantized_names)
         assert {weight.dtype for weight in trained.values()} == {torch.float32}
+
         recorder, _, trainer = train(
             model,
             token_data_spec(loader(batch)),
@@ -272,5 +326,7 @@ def test_adapters_in_four_bits(tmp_path):
             optimizer=torch.optim.AdamW(trained.values(), lr=1e-3),
         )
         gradients.append(recorder.gradients)
-        assert trainer.state.state_dict()['model'].keys() == trained.keys()
+        saved_names = trainer.state.state_dict()['model'].keys()
+        assert saved_names == trained.keys()
+
     assert relative_error(*gradients) < 0.05  # bfloat16

@@ -30,17 +30,20 @@ def link_latest(path: Path) -> None:
 
 
 def resume_from(folder: Path, **options) -> str:
+    """Returns the message of a run that searches a checkpoint in the folder."""
     trainer = {'autoresume': True, 'save_folder': str(folder), 'run_name': 'run', **options}
     return repair_latest_link(trainer)
 
 
 def truncate(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-500])
+    content = path.read_bytes()
+    path.write_bytes(content[:-500])
 
 
 def flip_a_byte_of_the_weights(path: Path) -> None:
     content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
+    middle = len(content) // 2
+    content[middle] ^= 1
     path.write_bytes(content)
 
 
@@ -55,9 +58,12 @@ def test_newest_intact_checkpoint_is_taken(damage_file, tmp_path):
     latest = save_checkpoint(tmp_path / 'ep0-ba6-rank0.pt', age=10)
     link_latest(latest)
     assert resume_from(tmp_path) == f'going on from {latest}'
+
     damage_file(latest)
+
     assert resume_from(tmp_path).startswith(f'going on from {older}: {latest} is damaged (')
-    assert (tmp_path / 'latest-rank0.pt').resolve() == older.resolve()
+    link = tmp_path / 'latest-rank0.pt'
+    assert link.resolve() == older.resolve()
 
 
 @pytest.mark.parametrize('name', ['ba{}.pt', 'rank0-ba{}.pt', 'ep0-ba{}-rank0-run.pt'])
@@ -74,9 +80,10 @@ def test_names_of_other_forms(name, tmp_path):
 def test_damaged_latest_file_is_replaced(tmp_path):
     """A copy of a folder may hold a file in place of the link."""
     older = save_checkpoint(tmp_path / 'ep0-ba4-rank0.pt', age=20)
-    truncate(save_checkpoint(tmp_path / 'latest-rank0.pt', age=10))
+    latest = save_checkpoint(tmp_path / 'latest-rank0.pt', age=10)
+    truncate(latest)
     assert resume_from(tmp_path).startswith(f'going on from {older}')
-    assert (tmp_path / 'latest-rank0.pt').resolve() == older.resolve()
+    assert latest.resolve() == older.resolve()
 
 
 @pytest.fixture
@@ -106,16 +113,25 @@ def test_runs_that_search_no_checkpoint(options, only_damaged):
     assert resume_from(only_damaged.parent, **options) == ''
 
 
-def test_damaged_part_of_sharded_checkpoint(tmp_path):
-    folder = tmp_path / 'ep0-ba2'
+def save_sharded_checkpoint(folder: Path) -> None:
+    """Writes the folder of a checkpoint with one part."""
     options = {}
     if 'no_dist' in inspect.signature(dcp.save).parameters:  # from torch 2.7 on
         options['no_dist'] = True
-    dcp.save({'weight': torch.randn(100)}, storage_writer=dcp.FileSystemWriter(folder), **options)
+    writer = dcp.FileSystemWriter(folder)
+    dcp.save({'weight': torch.randn(100)}, storage_writer=writer, **options)
+
+
+def test_damaged_part_of_sharded_checkpoint(tmp_path):
+    folder = tmp_path / 'ep0-ba2'
+    save_sharded_checkpoint(folder)
     assert find_damage(folder) == ''
+
     (part,) = folder.glob('*.distcp')
-    part.write_bytes(part.read_bytes()[:-100])
+    content = part.read_bytes()
+    part.write_bytes(content[:-100])
     assert find_damage(folder) == f'{part.name} is too short'
+
     (folder / '.metadata').unlink()
     assert '.metadata' in find_damage(folder)
 

@@ -21,13 +21,13 @@ from composer_tokacc import verify as verify_program
 from composer_tokacc.programs.lora import four_bit_options, identify_adapter, with_adapter
 from composer_tokacc.programs.models import build_model
 from examples.digits import build_digits_processor
-from tests.programs.test_models import LLAVA
+from tests.programs.test_models import LLAVA, trained_names
 from tests.support.families import FAMILIES
 from tests.support.launch import launch_json, launch_program
 from tests.support.process_group import group_of_one_rank
 from tests.support.programs import DIGITS, TINY_DIGITS
 from tests.support.training import loader, reference_gradients, relative_error, train
-from tests.test_train import assert_equal_bitwise
+from tests.test_train import assert_equal_bitwise, checkpoint
 
 pytest.importorskip('peft')
 
@@ -35,17 +35,16 @@ pytest.importorskip('peft')
 @pytest.fixture
 def pretrained(processor, tmp_path):
     """The folder of a base model, as on the hub."""
-    build_model(config=LLAVA, processor=processor).model.save_pretrained(tmp_path / 'base')
-    return str(tmp_path / 'base')
+    folder = tmp_path / 'base'
+    base = build_model(config=LLAVA, processor=processor).model
+    base.save_pretrained(folder)
+    return str(folder)
 
 
 def with_lora(processor, *, pretrained=None, **lora):
+    """Returns a model with an adapter of rank 4 on the folder, or on a base with fresh weights."""
     source = {'config': LLAVA} if pretrained is None else {'pretrained': pretrained}
     return build_model(**source, processor=processor, lora={'r': 4, **lora})
-
-
-def trained_names(model):
-    return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def randomize_adapters(model):
@@ -58,14 +57,20 @@ def randomize_adapters(model):
 
 @pytest.mark.parametrize('lora', [{}, {'r': 4}])
 def test_only_adapters_of_text_are_trained(processor, lora):
-    names = trained_names(build_model(config=LLAVA, processor=processor, lora=lora))
+    model = build_model(config=LLAVA, processor=processor, lora=lora)
+    names = trained_names(model)
     assert len(names) == 2 * 7 * 2  # two layers of seven linear modules, A and B
-    assert all('lora_' in name and 'language_model' in name for name in names)
+    for name in names:
+        assert 'lora_' in name
+        assert 'language_model' in name
 
 
 def test_modules_to_save_are_fully_trained(processor):
-    names = trained_names(with_lora(processor, modules_to_save=['multi_modal_projector']))
-    assert sum('multi_modal_projector.modules_to_save' in name for name in names) == 4
+    """The projector has two layers with a weight and a bias."""
+    model = with_lora(processor, modules_to_save=['multi_modal_projector'])
+    names = trained_names(model)
+    names_of_projector = [name for name in names if 'multi_modal_projector.modules_to_save' in name]
+    assert len(names_of_projector) == 4
     assert not any('vision_tower' in name for name in names)
 
 
@@ -73,24 +78,31 @@ def test_adapter_gradient_equals_one_forward(processor, batch):
     model = with_lora(processor, modules_to_save=['multi_modal_projector'])
     randomize_adapters(model)
     expected, _ = reference_gradients(model.model, batch)
+
     spec = token_data_spec(loader(batch))
     recorder, _, _ = train(model, spec, algorithms=[TokenAccumulation()], microbatch_size=3)
+
     assert recorder.gradients.keys() == trained_names(model)
     assert relative_error(recorder.gradients, expected) < 1e-6
 
 
+def as_in_ddp(model):
+    """Returns a module around the model, as DDP has it. Composer saves and loads the weights of that module."""
+    return torch.nn.ModuleDict({'module': model})
+
+
 def test_checkpoint_leaves_out_a_pretrained_base(processor, pretrained):
     model = with_lora(processor, pretrained=pretrained, modules_to_save=['multi_modal_projector'])
-    trained = trained_names(model)
-    assert set(model.state_dict()) == trained
-    # DDP wraps the model, so the state dict is asked of the module around it.
-    wrapper = torch.nn.ModuleDict({'module': model})
-    assert set(wrapper.state_dict()) == {f'module.{name}' for name in trained}
+    names = trained_names(model)
+    names_in_ddp = {f'module.{name}' for name in names}
+    assert set(model.state_dict()) == names
+    assert set(as_in_ddp(model).state_dict()) == names_in_ddp
 
 
 def test_checkpoint_keeps_base_without_a_folder(processor):
     model = with_lora(processor)
-    assert model.state_dict().keys() == {name for name, _ in model.named_parameters()}
+    all_names = {name for name, _ in model.named_parameters()}
+    assert model.state_dict().keys() == all_names
 
 
 def test_checkpoint_without_base_is_loaded_strictly(processor, pretrained):
@@ -98,10 +110,12 @@ def test_checkpoint_without_base_is_loaded_strictly(processor, pretrained):
     randomize_adapters(model)
     other = with_lora(processor, pretrained=pretrained)
     weights = model.state_dict()
+    weights_in_ddp = {f'module.{name}': weight for name, weight in weights.items()}
+
     other.load_state_dict(weights, strict=True)
     torch.testing.assert_close(dict(other.named_parameters()), dict(model.named_parameters()), rtol=0, atol=0)
-    wrapper = torch.nn.ModuleDict({'module': other})  # as DDP
-    wrapper.load_state_dict({f'module.{name}': weight for name, weight in weights.items()}, strict=True)
+    as_in_ddp(other).load_state_dict(weights_in_ddp, strict=True)
+
     weights.popitem()
     with pytest.raises(RuntimeError, match='Missing key'):
         other.load_state_dict(weights, strict=True)
@@ -112,13 +126,15 @@ def test_checkpoint_without_base_is_loaded_strictly(processor, pretrained):
 def test_fsdp_1_saves_and_loads_trained_weights(is_full, processor, pretrained, tmp_path):
     """FSDP 1 adds to the names of the parameters, but not to those in a checkpoint."""
     model = with_lora(processor, pretrained=pretrained, modules_to_save=['multi_modal_projector'])
-    trained = trained_names(model)
+    names = trained_names(model)
     options = StateDictOptions(full_state_dict=is_full, strict=True)
     with group_of_one_rank(tmp_path):
         model.model = FullyShardedDataParallel(model.model, use_orig_params=True, device_id=torch.device('cpu'))
+
         weights = get_model_state_dict(model, options=options)
-        assert set(weights) == trained
+        assert set(weights) == names
         set_model_state_dict(model, weights, options=options)
+
         with pytest.raises(RuntimeError, match='Missing key'):
             model.load_state_dict({}, strict=True)
 
@@ -168,7 +184,13 @@ def test_every_program_refuses_in_one_line(program, lora, message, capsys, tmp_p
 def test_four_bits_without_gpu_are_refused(program, pretrained, capsys):
     settings = ['model.config=null', f'model.pretrained={pretrained}', 'model.lora={bits: 4}', 'trainer.device=cpu']
     assert program.main([DIGITS, *settings]) == 2
-    assert capsys.readouterr().err.splitlines()[-1].startswith('error: `model')
+    last_line = capsys.readouterr().err.splitlines()[-1]
+    assert last_line.startswith('error: `model')
+
+
+def last_parts(names):
+    """Returns the parts behind the last dot of each name."""
+    return {name.rpartition('.')[2] for name in names}
 
 
 def test_four_bits_are_for_text_only(processor, monkeypatch):
@@ -178,13 +200,15 @@ def test_four_bits_are_for_text_only(processor, monkeypatch):
         pytest.skip('this transformers asks for bitsandbytes itself')
     monkeypatch.setattr(torch.cuda, 'current_device', lambda: 0)
     model = build_model(config=LLAVA, processor=processor).model
+    linear_layers = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+
     options = four_bit_options({'modules_to_save': ['mlp']}, model, torch.bfloat16)
+
     not_rounded = set(options['quantization_config'].llm_int8_skip_modules)
     assert {'lm_head', 'model.multi_modal_projector.linear_1'} <= not_rounded
-    linear = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
-    rounded = linear - not_rounded
+    rounded = linear_layers - not_rounded
     assert all('language_model' in name for name in rounded)
-    assert {name.rpartition('.')[2] for name in rounded} == {'q_proj', 'k_proj', 'v_proj', 'o_proj'}
+    assert last_parts(rounded) == {'q_proj', 'k_proj', 'v_proj', 'o_proj'}
 
 
 @pytest.mark.parametrize('lora', [{}, {'modules_to_save': ['embed_tokens', 'lm_head']}])
@@ -201,32 +225,45 @@ def test_weights_of_another_adapter_are_refused(processor, other_lora):
     model = with_lora(processor)
     other = build_model(config=LLAVA, processor=processor, lora=other_lora)
     for target, source in ((model, other), (other, model)):
+        weights = source.state_dict()
         with pytest.raises(RuntimeError, match=r'Missing key|Unexpected key|size mismatch'):
-            target.load_state_dict(source.state_dict())
+            target.load_state_dict(weights)
 
 
 @pytest.fixture
 def identity_of(processor):
+    """A function that builds a model with these settings, and returns the identity of its adapter."""
+
     def build_and_identify(**settings):
-        return identify_adapter(build_model(processor=processor, **settings).model)
+        model = build_model(processor=processor, **settings).model
+        return identify_adapter(model)
 
     return build_and_identify
 
 
+def change_one_embedding(folder, processor):
+    """Changes one number of the weights in the folder of a base."""
+    base = build_model(pretrained=folder, processor=processor).model
+    base.get_input_embeddings().weight.data[-1, -1] += 1
+    base.save_pretrained(folder)
+
+
 def test_identity_depends_on_the_base_weights(identity_of, processor, pretrained, tmp_path):
     """Not on the folder or the precision. Other trained parameters show in the weights of the checkpoint."""
-    identity = identity_of(pretrained=pretrained, lora={'r': 4})
-    assert identity_of(pretrained=pretrained, lora={'r': 4}, dtype='bfloat16') == identity
-    folder = str(shutil.move(pretrained, tmp_path / 'moved'))
-    assert identity_of(pretrained=folder, lora={'r': 4}) == identity
+    lora = {'r': 4}
     other_lora = {'r': 2, 'alpha': 8, 'target_modules': ['q_proj'], 'modules_to_save': ['lm_head']}
-    with_other_lora = identity_of(pretrained=folder, lora=other_lora)
-    assert with_other_lora['model.pretrained'] == identity['model.pretrained']
 
-    other = build_model(pretrained=folder, processor=processor).model
-    other.get_input_embeddings().weight.data[-1, -1] += 1
-    other.save_pretrained(folder)
-    with_other_base = identity_of(pretrained=folder, lora={'r': 4})
+    identity = identity_of(pretrained=pretrained, lora=lora)
+    in_half_precision = identity_of(pretrained=pretrained, lora=lora, dtype='bfloat16')
+    folder = str(shutil.move(pretrained, tmp_path / 'moved'))
+    in_other_folder = identity_of(pretrained=folder, lora=lora)
+    with_other_lora = identity_of(pretrained=folder, lora=other_lora)
+    change_one_embedding(folder, processor)
+    with_other_base = identity_of(pretrained=folder, lora=lora)
+
+    assert in_half_precision == identity
+    assert in_other_folder == identity
+    assert with_other_lora['model.pretrained'] == identity['model.pretrained']
     assert with_other_base.pop('model.pretrained') != identity.pop('model.pretrained')
     assert with_other_base == identity
 
@@ -238,13 +275,14 @@ def test_identity_without_base_or_adapter(identity_of):
 
 @pytest.mark.parametrize('family', ['llava', 'qwen2_5_vl', 'idefics3', 'mllama'])
 def test_default_adapts_every_familys_text(family):
-    model = with_adapter(FAMILIES[family]().model, {'r': 2}, base=None)
+    case = FAMILIES[family]()
+    model = with_adapter(case.model, {'r': 2}, base=None)
     linear_layers = set()
     for name in trained_names(model):
         assert 'language_model' in name or 'text_model' in name
         module_name, _ = name.split('.lora_')
-        linear_layers.add(module_name.rpartition('.')[2])
-    assert linear_layers == {'q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj'}
+        linear_layers.add(module_name)
+    assert last_parts(linear_layers) == {'q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj'}
 
 
 def test_trained_parameters_are_in_float32(processor):
@@ -252,8 +290,8 @@ def test_trained_parameters_are_in_float32(processor):
     model = build_model(config=LLAVA, processor=processor, lora=lora, dtype='bfloat16')
     assert trained_names(model)
     for name, parameter in model.named_parameters():
-        dtype = torch.float32 if parameter.requires_grad else torch.bfloat16
-        assert parameter.dtype == dtype, name
+        expected_dtype = torch.float32 if parameter.requires_grad else torch.bfloat16
+        assert parameter.dtype == expected_dtype, name
 
 
 @pytest.mark.parametrize(
@@ -267,16 +305,19 @@ def test_unreached_layers_are_not_trained(lora, processor):
     """The features come from before the last of the encoder's three layers, so no loss reaches that layer."""
     config = {**LLAVA, 'vision_feature_layer': -2}
     model = build_model(config=config, processor=processor, lora={'r': 2, **lora})
-    encoder = [name for name in trained_names(model) if 'vision_tower' in name]
-    assert any('.layers.1.' in name for name in encoder)
-    assert not any('.layers.2.' in name or 'post_layernorm' in name for name in encoder)
+    trained_in_encoder = [name for name in trained_names(model) if 'vision_tower' in name]
+    assert any('.layers.1.' in name for name in trained_in_encoder)
+    for name in trained_in_encoder:
+        assert '.layers.2.' not in name
+        assert 'post_layernorm' not in name
 
 
 def test_whole_base_may_be_frozen(processor):
     """An adapter freezes its base anyway, so ``model.freeze`` may name all of it."""
     parts = ['vision_tower', 'language_model', 'multi_modal_projector', 'lm_head']
-    frozen = trained_names(build_model(config=LLAVA, processor=processor, freeze=parts, lora={'r': 2}))
-    assert frozen == trained_names(build_model(config=LLAVA, processor=processor, lora={'r': 2}))
+    frozen = build_model(config=LLAVA, processor=processor, freeze=parts, lora={'r': 2})
+    not_frozen = build_model(config=LLAVA, processor=processor, lora={'r': 2})
+    assert trained_names(frozen) == trained_names(not_frozen)
 
 
 @pytest.mark.slow
@@ -307,7 +348,7 @@ def lora_run(base, folder, *overrides):
         *overrides,
     ]
     launch_program('composer_tokacc.train', DIGITS, *arguments, ranks=2)
-    return torch.load(folder / 'checkpoints' / 'latest-rank0.pt', weights_only=False)['state']
+    return checkpoint(folder / 'checkpoints' / 'latest-rank0.pt')
 
 
 @pytest.mark.slow
@@ -317,12 +358,14 @@ def test_resumed_run_ends_bitwise_the_same(tmp_path):
     config = {**LLAVA, 'vision_feature_select_strategy': 'default'}
     build_model(config=config, processor=processor).model.save_pretrained(base)
     processor.save_pretrained(base)
-    uninterrupted = lora_run(base, tmp_path / 'uninterrupted')
     after_two_steps = tmp_path / 'uninterrupted' / 'checkpoints' / 'ep0-ba2-rank0.pt'
+
+    uninterrupted = lora_run(base, tmp_path / 'uninterrupted')
     resumed = lora_run(base, tmp_path / 'resumed', f'trainer.load_path={after_two_steps}')
+
     assert int(resumed['timestamp']['Timestamp']['batch']) == 4
     assert all('lora_' in name or 'modules_to_save' in name for name in resumed['model'])
     assert_equal_bitwise(resumed['model'], uninterrupted['model'])
     assert_equal_bitwise(resumed['optimizers'], uninterrupted['optimizers'])
-    before = torch.load(after_two_steps, weights_only=False)['state']['model']
+    before = checkpoint(after_two_steps)['model']
     assert any(not torch.equal(before[name], weight) for name, weight in resumed['model'].items())

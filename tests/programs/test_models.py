@@ -54,15 +54,21 @@ def test_tokens_come_from_the_processor(model, processor):
     assert config.image_token_index == tokenizer.convert_tokens_to_ids('<image>')
 
 
+def with_text_settings(**changes):
+    """Returns the settings of the small LLaVA, with changes to its text part."""
+    return {**LLAVA, 'text_config': {**TEXT, **changes}}
+
+
 def test_given_settings_win_over_the_processor(processor):
-    settings = {**LLAVA, 'text_config': {**TEXT, 'vocab_size': 300, 'eos_token_id': 7}}
+    settings = with_text_settings(vocab_size=300, eos_token_id=7)
     config = build_model(config=settings, processor=processor).model.config
     assert config.text_config.vocab_size == 300
     assert config.text_config.eos_token_id == 7
 
 
 def test_null_for_the_language_model_is_its_default(processor):
-    config = read_config(None, {**LLAVA, 'text_config': None}, processor)
+    settings = {**LLAVA, 'text_config': None}
+    config = read_config(None, settings, processor)
     assert config.text_config.vocab_size == len(processor.tokenizer)
 
 
@@ -78,10 +84,10 @@ BLIP2 = {'model_type': 'blip-2', 'text_config': T5, 'vision_config': QFORMER, 'q
 LATE = pytest.mark.skipif(transformers.__version__.startswith('4.'), reason='refused in the first forward')
 MISTAKES = [
     ({'config': {**LLAVA, 'model_type': 'lava'}}, 'lava. Did you mean llava\\?'),
-    ({'config': {**LLAVA, 'text_config': {**TEXT, 'num_hidden_layers': 'two'}}}, "two|'str'"),
+    ({'config': with_text_settings(num_hidden_layers='two')}, "two|'str'"),
     ({'config': {**LLAVA, 'vision_confg': {}}}, 'vision_confg. Did you mean vision_config\\?'),
     ({'config': {**LLAVA, 'text_config': {'hiden_size': 8}}}, 'text_config` has no key hiden_size'),
-    ({'config': {**LLAVA, 'text_config': {**TEXT, 'vocab_size': 5}}}, "vocab_size` must be at least the tokenizer's"),
+    ({'config': with_text_settings(vocab_size=5)}, "vocab_size` must be at least the tokenizer's"),
     ({'config': {**TEXT, 'vocab_size': 5}}, '`model.config.vocab_size` must be at least'),
     pytest.param({'config': {**TEXT, 'num_attention_heads': 5}}, '5', marks=LATE),
     ({}, 'must have exactly one of'),
@@ -114,13 +120,15 @@ def test_fields_of_configs_are_known(config):
 
 def test_parts_to_freeze_have_parameters():
     """A tied head has none of its own, so it cannot be frozen without the embeddings, and is not listed."""
-    config = {**TEXT, 'vocab_size': VOCABULARY, 'tie_word_embeddings': True}
-    parts = r'has no part lm_head\. Known: model\.embed_tokens, model\.layers, model\.norm$'
-    with pytest.raises(ValueError, match=parts):
-        build_transformers_model(config=config, freeze=['lm_head'])
-    config['tie_word_embeddings'] = False
+    tied = {**TEXT, 'vocab_size': VOCABULARY, 'tie_word_embeddings': True}
+    untied = {**tied, 'tie_word_embeddings': False}
+
+    known_parts = r'has no part lm_head\. Known: model\.embed_tokens, model\.layers, model\.norm$'
+    with pytest.raises(ValueError, match=known_parts):
+        build_transformers_model(config=tied, freeze=['lm_head'])
+
     with pytest.raises(ValueError, match=r'has no part lm_heads\. Did you mean lm_head\.weight\?$'):
-        build_transformers_model(config=config, freeze=['lm_heads'])
+        build_transformers_model(config=untied, freeze=['lm_heads'])
 
 
 def test_fresh_model_keeps_rotary_frequencies(tmp_path):
@@ -128,8 +136,12 @@ def test_fresh_model_keeps_rotary_frequencies(tmp_path):
     model = build_transformers_model(config=TEXT, dtype='bfloat16')
     model.save_pretrained(tmp_path)
     loaded = build_transformers_model(pretrained=str(tmp_path), dtype='bfloat16')
-    torch.testing.assert_close(dict(model.named_buffers()), dict(loaded.named_buffers()), rtol=0, atol=0)
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+
+    buffers = dict(model.named_buffers())
+    expected_buffers = dict(loaded.named_buffers())
+    torch.testing.assert_close(buffers, expected_buffers, rtol=0, atol=0)
+    types = {parameter.dtype for parameter in model.parameters()}
+    assert types == {torch.bfloat16}
 
 
 def test_checkpoint_with_encoder_is_refused_unread(tmp_path):
@@ -143,14 +155,25 @@ def test_same_seed_gives_same_weights(processor):
     """Building a model also leaves the run's own random numbers alone."""
     torch.manual_seed(5)
     expected_draw = torch.rand(3)
+
     torch.manual_seed(5)
     first = build_model(config=LLAVA, processor=processor, seed=3).state_dict()
     again = build_model(config=LLAVA, processor=processor, seed=3).state_dict()
     other = build_model(config=LLAVA, processor=processor, seed=4).state_dict()
-    assert torch.equal(torch.rand(3), expected_draw)
+    draw = torch.rand(3)
+
+    assert torch.equal(draw, expected_draw)
     torch.testing.assert_close(again, first, rtol=0, atol=0)
     with pytest.raises(AssertionError):
         torch.testing.assert_close(other, first, rtol=0, atol=0)
+
+
+def trained_names(model):
+    return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def names_with_gradient(model):
+    return {name for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
 @pytest.mark.parametrize('encoder', ['clip_vision_model', 'siglip_vision_model'])
@@ -165,6 +188,7 @@ def test_unreached_parameters_are_frozen(encoder, feature_layer):
         'text_config': {**TEXT, 'vocab_size': 40},
         'vision_config': {**VISION, 'model_type': encoder, 'image_size': 16},
     }
+    # Four patches, and the class token of CLIP.
     num_features = 5 if encoder == 'clip_vision_model' else 4
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(6, 40, (2, 12), generator=generator)
@@ -175,12 +199,13 @@ def test_unreached_parameters_are_frozen(encoder, feature_layer):
         'pixel_values': torch.randn(2, 3, 16, 16, generator=generator),
         'labels': ids,
     }
+
     model = build_model(config=config)
-    trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    trainable = trained_names(model)
+
     model.requires_grad_(True)
     model(batch).loss.backward()
-    reached = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
-    assert trainable == reached
+    assert trainable == names_with_gradient(model)
 
 
 @pytest.mark.skipif(transformers.__version__.startswith('4.'), reason='has no processor of videos for Video-LLaVA')
@@ -192,12 +217,15 @@ def test_unreached_parameters_of_families(model_type, tmp_path):
     maker = maker_of(model_type)
     maker.config.vision_feature_layer = -2
     maker.config.save_pretrained(tmp_path)
+
     model = build_transformers_model(pretrained=str(tmp_path), load_weights=False).double()
-    trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    trainable = trained_names(model)
+
     model.requires_grad_(True)
     for modality in maker.modalities():
-        model(**maker.batch(modality)).loss.backward()
-    reached = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+        batch = maker.batch(modality)
+        model(**batch).loss.backward()
+    reached = names_with_gradient(model)
     assert len(reached) < len(list(model.parameters()))
     assert trainable == reached
 
@@ -207,16 +235,19 @@ def test_frozen_parts_keep_their_weights(processor, batch, part):
     model = build_model(config=LLAVA, processor=processor, freeze=[part])
     before = copy.deepcopy(model.model.state_dict())
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+
     model(batch).loss.backward()
     torch.optim.SGD(trainable, lr=1.0).step()
+
     prefix = part.removeprefix('model.') + '.'
     num_frozen = 0
     changed = []
     for name, weight in model.model.state_dict().items():
+        is_same = torch.equal(weight, before[name])
         if prefix in name:
             num_frozen += 1
-            assert torch.equal(weight, before[name]), name
-        elif not torch.equal(weight, before[name]):
+            assert is_same, name
+        elif not is_same:
             changed.append(name)
     assert num_frozen > 0
     assert any('language_model' in name for name in changed)
@@ -226,11 +257,14 @@ def test_frozen_parts_keep_their_weights(processor, batch, part):
 def test_checkpoint_is_loaded_in_float32(tmp_path, processor, saved_dtype):
     original = build_model(config=LLAVA, processor=processor, seed=9).model.to(saved_dtype)
     original.save_pretrained(tmp_path)
+
     loaded = build_model(pretrained=str(tmp_path), processor=processor).model
-    assert isinstance(loaded, type(AutoModelForImageTextToText.from_pretrained(tmp_path)))
+
+    expected_class = type(AutoModelForImageTextToText.from_pretrained(tmp_path))
+    assert isinstance(loaded, expected_class)
     weights = dict(loaded.named_parameters())
-    expected = dict(original.float().named_parameters())
-    torch.testing.assert_close(weights, expected, rtol=0, atol=0)
+    expected_weights = dict(original.float().named_parameters())
+    torch.testing.assert_close(weights, expected_weights, rtol=0, atol=0)
 
 
 def test_embeddings_grow_to_the_tokenizer(tmp_path, processor):
@@ -244,25 +278,26 @@ def test_embeddings_grow_to_the_tokenizer(tmp_path, processor):
 def test_metrics_count_shifted_labelled_tokens_only(model, batch):
     model.eval()
     with torch.no_grad():
-        logits = model(batch).logits[:, :-1]
+        logits = model(batch).logits
         outputs = model.eval_forward(copy.deepcopy(batch))  # Composer shifts these labels in place
     metrics = model.get_metrics(is_train=False)
     for metric in metrics.values():
         model.update_metric(batch, outputs, metric)
 
-    is_labelled = batch['labels'][:, 1:] != -100
-    labels = batch['labels'][:, 1:][is_labelled]
-    logits = logits[is_labelled]
-    is_right = logits.argmax(dim=-1) == labels
-    accuracy = is_right.float().mean()
-    loss = F.cross_entropy(logits, labels)
-    torch.testing.assert_close(metrics['MaskedAccuracy'].compute(), accuracy)
-    torch.testing.assert_close(metrics['LanguageCrossEntropy'].compute(), loss, rtol=1e-5, atol=0)
+    next_tokens = batch['labels'][:, 1:]
+    is_labelled = next_tokens != -100
+    labels = next_tokens[is_labelled]
+    predictions = logits[:, :-1][is_labelled]
+    is_right = predictions.argmax(dim=-1) == labels
+    expected_accuracy = is_right.float().mean()
+    expected_loss = F.cross_entropy(predictions, labels)
+    torch.testing.assert_close(metrics['MaskedAccuracy'].compute(), expected_accuracy)
+    torch.testing.assert_close(metrics['LanguageCrossEntropy'].compute(), expected_loss, rtol=1e-5, atol=0)
 
 
 def test_training_metrics_are_off(model, processor):
-    assert model.get_metrics(is_train=True) == {}
     with_metrics = build_model(config=LLAVA, processor=processor, train_metrics=True)
+    assert model.get_metrics(is_train=True) == {}
     assert list(with_metrics.get_metrics(is_train=True)) == ['LanguageCrossEntropy']
 
 
@@ -275,17 +310,23 @@ def test_activation_checkpointing_changes_no_gradient(model, processor, batch):
     checkpointed = build_model(config=LLAVA, processor=processor, activation_checkpointing=True).train()
     assert any(getattr(module, 'gradient_checkpointing', False) for module in checkpointed.modules())
     model.train()
+
     model(batch).loss.backward()
     checkpointed(batch).loss.backward()
+
     gradients = composer_gradients(checkpointed)
-    expected = composer_gradients(model)
-    torch.testing.assert_close(gradients, expected)
+    expected_gradients = composer_gradients(model)
+    torch.testing.assert_close(gradients, expected_gradients)
+
+
+def class_names(modules):
+    return [type(module).__name__ for module in modules]
 
 
 def test_fsdp_wraps_blocks_of_every_encoder(model):
     blocks = transformer_blocks(model.model)
-    assert [type(block).__name__ for block in blocks] == ['CLIPEncoderLayer'] * 3 + ['LlamaDecoderLayer'] * 2
     wrapped = [module for module in model.model.modules() if model.model.fsdp_wrap_fn(module)]
+    assert class_names(blocks) == ['CLIPEncoderLayer'] * 3 + ['LlamaDecoderLayer'] * 2
     assert set(wrapped) == set(blocks)
 
 
@@ -293,7 +334,7 @@ def test_experts_are_no_blocks():
     config = {**TEXT, 'model_type': 'mixtral', 'vocab_size': 32, 'num_local_experts': 4}
     model = build_model(config=config).model
     blocks = transformer_blocks(model)
-    assert [type(block).__name__ for block in blocks] == ['MixtralDecoderLayer'] * 2
+    assert class_names(blocks) == ['MixtralDecoderLayer'] * 2
 
 
 BERT = {
@@ -314,16 +355,19 @@ BERT = {
     ],
 )
 def test_text_model_from_a_config(settings, class_name, shift):
+    """The label of a position is predicted ``shift`` positions before it."""
     model = build_model(config={**settings, 'vocab_size': VOCABULARY}).eval()
-    assert type(model.model).__name__ == class_name
     ids = torch.arange(12).view(2, 6)
     batch = {'input_ids': ids, 'labels': ids.flip(1)}
+
     outputs = model.eval_forward(copy.deepcopy(batch))
     metric = model.get_metrics(is_train=False)['LanguageCrossEntropy']
     model.update_metric(batch, outputs, metric)
 
-    logits = model.model(input_ids=ids).logits[:, : 6 - shift]
-    expected = F.cross_entropy(logits.flatten(0, 1), batch['labels'][:, shift:].flatten())
+    assert type(model.model).__name__ == class_name
+    predictions = model.model(input_ids=ids).logits[:, : 6 - shift]
+    labels = batch['labels'][:, shift:]
+    expected = F.cross_entropy(predictions.flatten(0, 1), labels.flatten())
     torch.testing.assert_close(model(batch).loss, expected)
     torch.testing.assert_close(metric.compute(), expected.detach(), rtol=1e-5, atol=0)
 
@@ -332,19 +376,22 @@ def test_tokenizer_that_composer_cannot_save(tmp_path, processor):
     """Composer's metadata has no place for a folder, in which Transformers saves further chat templates."""
     tokenizer = copy.deepcopy(processor.tokenizer)
     tokenizer.chat_template = {'default': 'a', 'tool_use': 'b'}
+
     metadata = build_model(config=TEXT, processor=tokenizer).get_metadata()
+
     for name, file in metadata['processor'].items():
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(file['content'])
-    assert AutoTokenizer.from_pretrained(tmp_path).chat_template == tokenizer.chat_template
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    assert loaded.chat_template == tokenizer.chat_template
 
 
 def rates_by_name(model, rates):
     """Returns the learning rate of each trained parameter by name. None: it is in no part."""
-    groups = parameter_groups(model, {part: {'lr': rate} for part, rate in rates.items()})
+    settings_of_parts = {part: {'lr': rate} for part, rate in rates.items()}
     rate_of = {}
-    for group in groups:
+    for group in parameter_groups(model, settings_of_parts):
         for parameter in group['params']:
             assert parameter not in rate_of, 'each parameter is in one group'
             rate_of[parameter] = group.get('lr')
@@ -353,18 +400,23 @@ def rates_by_name(model, rates):
     return {name: rate_of[parameter] for name, parameter in trained.items()}
 
 
+def assert_rates(rates, expected_rates):
+    """Fails unless each parameter has the rate of the first part that its name contains, or None."""
+    for name, rate in rates.items():
+        expected_rate = None
+        for part, rate_of_part in expected_rates.items():
+            if part in name:
+                expected_rate = rate_of_part
+                break
+        assert rate == expected_rate, name
+
+
 def test_learning_rates_of_parts(processor):
     model = build_transformers_model(config=LLAVA, processor=processor, freeze=['multi_modal_projector'])
+
     rates = rates_by_name(model, {'vision_tower': 0.25, 'language_model': 0.5, 'language_model.layers.1': 0.125})
-    for name, rate in rates.items():
-        if 'vision_tower' in name:
-            assert rate == 0.25, name
-        elif 'language_model.layers.1' in name:
-            assert rate == 0.125, name
-        elif 'language_model' in name:
-            assert rate == 0.5, name
-        else:
-            assert rate is None, name
+
+    assert_rates(rates, {'vision_tower': 0.25, 'language_model.layers.1': 0.125, 'language_model': 0.5})
     with pytest.raises(ValueError, match='must name parts of the model that are trained, got: multi_modal_projector'):
         rates_by_name(model, {'multi_modal_projector': 1})
 
@@ -385,18 +437,15 @@ def test_parts_with_an_adapter(processor):
     pytest.importorskip('peft')
     lora = {'r': 2, 'modules_to_save': ['multi_modal_projector']}
     model = build_transformers_model(config=LLAVA, processor=processor, lora=lora)
+
     rates = rates_by_name(model, {'multi_modal_projector': 0.5, 'language_model.layers.1': 0.25})
+
     assert set(rates.values()) == {0.5, 0.25, None}
-    for name, rate in rates.items():
-        if 'multi_modal_projector' in name:
-            assert rate == 0.5, name
-        elif 'layers.1.' in name:
-            assert rate == 0.25, name
-        else:
-            assert rate is None, name
+    assert_rates(rates, {'multi_modal_projector': 0.5, 'layers.1.': 0.25})
     names_of_projector = [name for name in rates if 'multi_modal_projector' in name]
     full_name, _, _ = names_of_projector[0].partition('.modules_to_save')
-    assert 0.5 in rates_by_name(model, {full_name: 0.5}).values()
+    rates = rates_by_name(model, {full_name: 0.5})
+    assert 0.5 in rates.values()
 
 
 def test_part_of_all_parameters_keeps_arguments():

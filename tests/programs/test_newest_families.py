@@ -37,8 +37,8 @@ def settings(folder, name, overrides=None):
         'trainer.max_duration': '2ba',
         'microbatching.device_train_microbatch_size': 2,
         'scheduler.t_warmup': '0ba',
+        **(overrides or {}),
     }
-    values.update(overrides or {})
     if name == 'qwen3_5_moe':
         values['algorithms.token_accumulation.router_balance'] = 'step'
     arguments = [str(ROOT / 'yamls' / 'llava_json.yaml')]
@@ -49,49 +49,64 @@ def settings(folder, name, overrides=None):
 
 def train_and_export(folder, name, run, **overrides):
     """Runs ``train``, then ``export``. Returns the exported weights."""
-    overrides['trainer.autoresume'] = 'false'
-    overrides['trainer.progress_bar'] = 'false'
-    overrides['trainer.save_folder'] = folder / run
-    overrides['trainer.save_interval'] = '1ba'
-    overrides['report.folder'] = folder / run / 'report'
+    run_folder = folder / run
+    overrides = {
+        **overrides,
+        'trainer.autoresume': 'false',
+        'trainer.progress_bar': 'false',
+        'trainer.save_folder': run_folder,
+        'trainer.save_interval': '1ba',
+        'report.folder': run_folder / 'report',
+    }
+    exported = run_folder / 'exported'
     assert train.main(settings(folder, name, overrides)) == 0
-    assert export.main([f'{folder}/{run}/latest-rank0.pt', f'{folder}/{run}/exported']) == 0
-    (weights,) = (folder / run / 'exported').glob('*.safetensors')
-    return load_file(weights)
+    assert export.main([f'{run_folder}/latest-rank0.pt', str(exported)]) == 0
+    (weights_file,) = exported.glob('*.safetensors')
+    return load_file(weights_file)
+
+
+@pytest.fixture
+def folder_of(tmp_path, monkeypatch):
+    """A function that writes the checkpoint and the data of a family. The folder is the current one."""
+
+    def write(name):
+        monkeypatch.chdir(tmp_path)
+        write_checkpoint(name, tmp_path / 'base')
+        write_media_folder(tmp_path, ROWS)
+        return tmp_path
+
+    return write
 
 
 @pytest.mark.parametrize('name', CHECKPOINTS)
-def test_every_program_takes_the_family(name, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    write_checkpoint(name, tmp_path / 'base')
-    write_media_folder(tmp_path, ROWS)
-    before = load_file(tmp_path / 'base' / 'model.safetensors')
+def test_every_program_takes_the_family(name, folder_of, capsys):
+    folder = folder_of(name)
+    before = load_file(folder / 'base' / 'model.safetensors')
 
-    trained = train_and_export(tmp_path, name, 'trained')
+    trained = train_and_export(folder, name, 'trained')
     assert any(not torch.equal(weight, before[key]) for key, weight in trained.items())
-    checkpoint = {'trainer.load_path': tmp_path / 'trained' / 'ep0-ba1-rank0.pt'}
-    resumed = train_and_export(tmp_path, name, 'resumed', **checkpoint)
+
+    checkpoint = {'trainer.load_path': folder / 'trained' / 'ep0-ba1-rank0.pt'}
+    resumed = train_and_export(folder, name, 'resumed', **checkpoint)
     assert_equal_bitwise(resumed, trained)
 
-    adapted = train_and_export(tmp_path, name, 'lora', **{'model.lora': '{r: 4}'})
+    adapted = train_and_export(folder, name, 'lora', **{'model.lora': '{r: 4}'})
     adapters = [weight for key, weight in adapted.items() if 'lora_B' in key]
     assert adapters
     assert all(weight.any() for weight in adapters), 'every adapter has moved from its start at 0'
 
     capsys.readouterr()
-    assert size.main(settings(tmp_path, name, {'num_ranks': 2, 'device_memory_gib': 8})) == 0
-    assert verify.main([*settings(tmp_path, name), '--rows', '2']) == 0
+    assert size.main(settings(folder, name, {'num_ranks': 2, 'device_memory_gib': 8})) == 0
+    assert verify.main([*settings(folder, name), '--rows', '2']) == 0
     printed = capsys.readouterr().out
     assert 'token budget' in printed
     assert '\nexact: largest relative gradient error' in printed
 
 
-def test_router_loss_has_no_token_weights(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    write_checkpoint('qwen3_5_moe', tmp_path / 'base')
-    write_media_folder(tmp_path, ROWS)
+def test_router_loss_has_no_token_weights(folder_of):
+    folder = folder_of('qwen3_5_moe')
     weighted = {'algorithms.token_accumulation.token_weights': 'sqrt'}
-    assert verify.main([*settings(tmp_path, 'qwen3_5_moe', weighted), '--rows', '2']) == 0
+    assert verify.main([*settings(folder, 'qwen3_5_moe', weighted), '--rows', '2']) == 0
 
 
 @pytest.mark.parametrize(
@@ -109,12 +124,14 @@ def test_two_ranks_are_sharded_or_packed(model_type, text_settings, runs_per_vid
         {**moving, 'load_path': str(tmp_path / 'ba1.pt')},
         {**common, 'fsdp': False, 'packing': True, 'steps': 'tm'},
     ]
+
     still, uninterrupted, resumed, packed = launch_json('tests/ranks/found_families.py', json.dumps(runs), ranks=2)
-    assert len(still['errors']) == 2
+
     assert len(packed['errors']) == 2
     assert max(packed['errors']) < 1e-6  # in double precision
     # Gemma 4 in float32 is 5e-5 to 2e-4 against double precision, by the processor; a wrong cut makes 1e-2.
     tolerance = max(1e-6, 2 * still['round_off'])
+    assert len(still['errors']) == 2
     assert max(still['errors']) < tolerance < 1e-3
     assert len(uninterrupted['errors']) == 2
     assert len(resumed['errors']) == 1

@@ -40,18 +40,25 @@ from tests.support.training import On, hugging_face, logged, train
 
 
 def spec_of(dataset, *, size, batch, slot_tokens=LONGEST):
-    """Returns a data spec that regroups a dataset on one rank."""
-    options = {'global_batch_size': batch, 'max_tokens': size * LONGEST, 'num_replicas': 1, 'rank': 0}
-    return token_data_spec(regrouping_loader(dataset, **options), slot_tokens=slot_tokens)
+    """Returns a data spec that regroups a dataset on one rank. The sampler fits ``size`` of the longest rows."""
+    loader = regrouping_loader(
+        dataset,
+        global_batch_size=batch,
+        max_tokens=size * LONGEST,
+        num_replicas=1,
+        rank=0,
+    )
+    return token_data_spec(loader, slot_tokens=slot_tokens)
 
 
 def train_seven_steps(callbacks):
     """Trains with random dropout and random labels. Returns losses, parameters and buffers, and the dataset."""
     torch.manual_seed(3)
-    model = hugging_face(text_model(attention_dropout=0.2))
-    model.model.register_buffer('num_calls', torch.zeros(()))
-    model.model.register_buffer('num_tokens', torch.zeros(()))
-    model.model.register_forward_pre_hook(count_call)
+    llama = text_model(attention_dropout=0.2)
+    llama.register_buffer('num_calls', torch.zeros(()))
+    llama.register_buffer('num_tokens', torch.zeros(()))
+    llama.register_forward_pre_hook(count_call)
+    model = hugging_face(llama)
     dataset = LengthDataset(40, random_labels=True)
     _, memory, _ = train(
         model,
@@ -63,7 +70,8 @@ def train_seven_steps(callbacks):
         max_duration='7ba',
         seed=5,
     )
-    return logged(memory, 'loss/train/total'), model.state_dict(), dataset
+    losses = logged(memory, 'loss/train/total')
+    return losses, model.state_dict(), dataset
 
 
 def count_call(module, arguments):
@@ -74,8 +82,10 @@ def count_call(module, arguments):
 
 def test_rehearsal_changes_no_bit_of_run():
     rehearsal = Rehearsal()
+
     losses_without, weights_without, _ = train_seven_steps([])
     losses, weights, dataset = train_seven_steps([rehearsal])
+
     assert losses == losses_without
     for name, weight in weights.items():
         assert torch.equal(weight, weights_without[name]), name
@@ -111,13 +121,15 @@ def test_logits_are_rehearsed_as_in_run(logits, are_labels_known):
     num_logits = {'check': [], 'rehearsal': [], 'step': []}
 
     def count(module, arguments, output):
-        num_logits[phase.name].append(output.shape[0] * output.shape[1])
+        rows, positions, _ = output.shape
+        num_logits[phase.name].append(rows * positions)
 
     model.model.lm_head.register_forward_hook(count)
     labels_per_sample = None
     if are_labels_known:
         labels_per_sample = np.array([loss_tokens(dataset[index]) for index in range(60)])
     rehearsal = Rehearsal(labels_per_sample=labels_per_sample)
+
     train(
         model,
         spec_of(dataset, size=4, batch=12),
@@ -126,59 +138,69 @@ def test_logits_are_rehearsed_as_in_run(logits, are_labels_known):
         microbatch_size=4,
         max_duration='5ba',
     )
+
     assert len(num_logits['step']) >= 5
     assert rehearsal.report.num_batches == 5
+    most_in_rehearsal = max(num_logits['rehearsal'])
+    most_in_run = max(num_logits['step'])
     if logits == 'all' or are_labels_known:
-        assert max(num_logits['rehearsal']) == max(num_logits['step'])
+        assert most_in_rehearsal == most_in_run
     else:
-        assert max(num_logits['rehearsal']) > max(num_logits['step'])
+        assert most_in_rehearsal > most_in_run
+
+
+class LastLogits:
+    """A hook of the output embedding. Records in each phase whether the logits of the call before were in memory."""
+
+    def __init__(self, phase):
+        self.phase = phase
+        self.were_in_memory = {'check': [], 'rehearsal': [], 'step': []}
+        self.reference = lambda: None
+
+    def are_in_memory(self):
+        return self.reference() is not None
+
+    def look(self, module, arguments, output):
+        self.were_in_memory[self.phase.name].append(self.are_in_memory())
+        self.reference = weakref.ref(output)
 
 
 def test_outputs_stay_as_in_run():
     """A microbatch begins with the outputs of the one before in memory, and the rehearsal leaves none."""
     model = hugging_face(text_model())
     phase = Phase()
-    sees_logits_before = {'check': [], 'rehearsal': [], 'step': []}
-    last_logits = [lambda: None]
+    last_logits = LastLogits(phase)
+    model.model.lm_head.register_forward_hook(last_logits.look)
+    after_rehearsal = On(Event.BATCH_START, lambda state: last_logits.are_in_memory())
 
-    def look(module, arguments, output):
-        sees_logits_before[phase.name].append(last_logits[0]() is not None)
-        last_logits[0] = weakref.ref(output)
-
-    model.model.lm_head.register_forward_hook(look)
-    left_over = On(Event.BATCH_START, lambda state: last_logits[0]() is not None)
     train(
         model,
         spec_of(LengthDataset(40), size=2, batch=8),
         algorithms=[TokenAccumulation(loss_tokens='causal', logits='all')],
-        callbacks=[phase, Rehearsal(), left_over],
+        callbacks=[phase, Rehearsal(), after_rehearsal],
         microbatch_size=2,
         max_duration='2ba',
     )
+
     for name in ('rehearsal', 'step'):
-        first, *others = sees_logits_before[name]
+        first, *others = last_logits.were_in_memory[name]
         assert not first
         assert len(others) >= 1
         assert all(others)
-    assert not left_over.values[0]
+    assert not after_rehearsal.values[0]
 
 
 def test_microbatch_with_most_logits_comes_before_heaviest():
-    shapes = {
-        'light': BatchShape(rows=1, width=10),
-        'most logits': BatchShape(rows=2, width=20),
-        'long': BatchShape(rows=1, width=30),
-        'heaviest': BatchShape(rows=1, width=30, image_tokens=30),
-    }
-    candidates = {name: Candidate(1, [0], [[0]], shape) for name, shape in shapes.items()}
-    *lighter, heaviest = candidates.values()
-    assert _in_order([*lighter, heaviest]) == [
-        candidates['light'],
-        candidates['long'],
-        candidates['most logits'],
-        candidates['heaviest'],
-    ]
-    assert _in_order([candidates['light']]) == [candidates['light']] * 2, 'the gradients of the first are in memory'
+    def candidate(**shape):
+        return Candidate(1, [0], [[0]], BatchShape(**shape))
+
+    light = candidate(rows=1, width=10)
+    most_logits = candidate(rows=2, width=20)
+    long = candidate(rows=1, width=30)
+    heaviest = candidate(rows=1, width=30, image_tokens=30)
+
+    assert _in_order([light, most_logits, long, heaviest]) == [light, long, most_logits, heaviest]
+    assert _in_order([light]) == [light, light], 'the gradients of the first are in memory'
 
 
 def state_of_trainer(spec, model, *, size=4, batch=0, auto=True):
@@ -234,18 +256,21 @@ class OfTwoTerms(Limited):
 
 
 def test_loss_in_a_list():
-    assert rehearse(state_of_trainer(spec_of(LengthDataset(8), size=4, batch=8), OfTwoTerms(np.inf)))
+    spec = spec_of(LengthDataset(8), size=4, batch=8)
+    model = OfTwoTerms(np.inf)
+    assert rehearse(state_of_trainer(spec, model))
 
 
 def would_fail(spec, model, size):
-    """Whether any microbatch of the two epochs would fail, found by reading them all."""
+    """Returns whether any microbatch of the two epochs would fail, found by reading them all."""
     sampler = spec.dataloader.batch_sampler
     largest = 0.0
     for epoch in range(2):
         sampler.set_epoch(epoch)
         for batch in spec.dataloader:
             for microbatch in spec.split_batch(batch, size):
-                largest = max(largest, model.memory_of(*microbatch['input_ids'].shape))
+                rows, width = microbatch['input_ids'].shape
+                largest = max(largest, model.memory_of(rows, width))
     sampler.set_epoch(0)
     return largest > model.limit
 
@@ -258,7 +283,8 @@ def test_no_late_failure_after_a_rehearsal(seeds):
         spec = spec_of(LengthDataset(60, seed=seed), size=4, batch=12)
         per_area = float(rng.choice([0, 0.01, 0.05]))
         memory_of_longest_rows = Limited(np.inf, per_area).memory_of(4, LONGEST)
-        model = Limited(memory_of_longest_rows * rng.uniform(0.3, 1.05), per_area)
+        limit = memory_of_longest_rows * rng.uniform(0.3, 1.05)
+        model = Limited(limit, per_area)
         state = state_of_trainer(spec, model)
 
         report = rehearse(state, memory=model)
@@ -282,24 +308,29 @@ def test_short_rows_without_slot_tokens():
     spec = spec_of(dataset, size=4, batch=16, slot_tokens=None)
     model = Limited(limit=100)
     state = state_of_trainer(spec, model)
+
     rehearse(state, memory=model)
-    assert not would_fail(spec, model, state.device_train_microbatch_size)
+
+    size = state.device_train_microbatch_size
+    assert not would_fail(spec, model, size)
 
 
 def test_fixed_size_too_large_is_refused():
     spec = spec_of(LengthDataset(60), size=4, batch=12)
+    fits_two_rows = Limited(2 * LONGEST)
+    fits_no_row = Limited(3)
     with pytest.raises(ConfigError, match=r'got: 4. One of step \d+ does not fit .* Set it to 2, with which'):
-        rehearse(state_of_trainer(spec, Limited(2 * LONGEST), auto=False))
+        rehearse(state_of_trainer(spec, fits_two_rows, auto=False))
     with pytest.raises(ConfigError, match=r'samples .* No smaller size fits either'):
-        rehearse(state_of_trainer(spec, Limited(3), auto=False))
+        rehearse(state_of_trainer(spec, fits_no_row, auto=False))
 
 
 def test_budget_of_sampler_is_named():
     """Without ``slot_tokens`` a smaller size makes no smaller microbatches."""
-    dataset = LengthDataset(60)
+    spec = spec_of(LengthDataset(60), size=4, batch=12, slot_tokens=None)
     model = Limited(2 * LONGEST)
     with pytest.raises(ConfigError, match="Lower the sampler's `max_tokens`"):
-        rehearse(state_of_trainer(spec_of(dataset, size=4, batch=12, slot_tokens=None), model, auto=False))
+        rehearse(state_of_trainer(spec, model, auto=False))
 
 
 def test_smaller_size_must_fit_longest_sample():
@@ -309,17 +340,22 @@ def test_smaller_size_must_fit_longest_sample():
     dataset.lengths[0] = 30
     loader = regrouping_loader(dataset, global_batch_size=12, max_tokens=48, num_replicas=1, rank=0)
     spec = token_data_spec(loader, slot_tokens=12)
+    model = Limited(40)
     with pytest.raises(ConfigError, match='No smaller size fits either'):
-        rehearse(state_of_trainer(spec, Limited(40), size=4))
+        rehearse(state_of_trainer(spec, model, size=4))
 
 
 def test_size_below_one_slot():
-    loader = regrouping_loader(LengthDataset(60), global_batch_size=12, max_tokens=4 * LONGEST, num_replicas=1, rank=0)
-    spec = token_data_spec(loader, slot_tokens=8 * LONGEST)
-    report = rehearse(state_of_trainer(spec, Limited(4 * LONGEST), size=0.5))
+    """Half a slot has the budget of four of the longest rows."""
+    spec = spec_of(LengthDataset(60), size=4, batch=12, slot_tokens=8 * LONGEST)
+    fits_four_rows = Limited(4 * LONGEST)
+    fits_two_rows = Limited(2 * LONGEST)
+
+    report = rehearse(state_of_trainer(spec, fits_four_rows, size=0.5))
+
     assert report.microbatch_size == 0.5
     with pytest.raises(ConfigError, match=r'got: 0.5. One of step \d+ does not fit'):
-        rehearse(state_of_trainer(spec, Limited(2 * LONGEST), size=0.5))
+        rehearse(state_of_trainer(spec, fits_two_rows, size=0.5))
 
 
 class Lion(torch.optim.Optimizer):
@@ -332,7 +368,8 @@ class Lion(torch.optim.Optimizer):
     def step(self, closure=None):
         assert self.is_decoupled
         for parameter in self.param_groups[0]['params']:
-            self.state[parameter]['momentum'] = torch.zeros_like(parameter)
+            state = self.state[parameter]
+            state['momentum'] = torch.zeros_like(parameter)
 
 
 class EightBitLion(Lion):
@@ -340,8 +377,9 @@ class EightBitLion(Lion):
 
     def step(self, closure=None):
         for parameter in self.param_groups[0]['params']:
-            self.state[parameter]['momentum'] = torch.zeros_like(parameter, dtype=torch.uint8)
-            self.state[parameter]['table'] = torch.zeros(256)
+            state = self.state[parameter]
+            state['momentum'] = torch.zeros_like(parameter, dtype=torch.uint8)
+            state['table'] = torch.zeros(256)
 
 
 @pytest.mark.parametrize(
@@ -355,7 +393,8 @@ class EightBitLion(Lion):
     ],
 )
 def test_states_of_optimizers(optimizer_class, state_bytes, warning, caplog):
-    optimizer = optimizer_class([torch.nn.Parameter(torch.zeros(10, 100))])
+    weight = torch.nn.Parameter(torch.zeros(10, 100))
+    optimizer = optimizer_class([weight])
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     assert _state_bytes(optimizer) == pytest.approx(state_bytes, rel=1e-3)
     assert not optimizer.state
@@ -364,19 +403,20 @@ def test_states_of_optimizers(optimizer_class, state_bytes, warning, caplog):
 
 
 def test_resumed_run_rehearses_what_is_left():
-    dataset = LengthDataset(60)
-    spec = spec_of(dataset, size=4, batch=12)
+    """The run has two epochs of five batches. It goes on with the third batch of the second epoch."""
+    spec = spec_of(LengthDataset(60), size=4, batch=12)
     model = Limited(np.inf, 0.01)
+
     from_start = rehearse(state_of_trainer(spec, model), memory=model)
     from_batch_7 = rehearse(state_of_trainer(spec, model, batch=7), memory=model)
+
     assert from_start.num_batches == 10
     assert from_batch_7.num_batches == 3
-
     sampler = copy.copy(spec.dataloader.batch_sampler)
     assert sorted(spec.dataloader.batch_sampler.window(0)) == sorted(sampler.window(0))
     sampler.set_epoch(1)
     positions_left = []
-    for batch in (2, 3, 4):  # of five batches in the second epoch
+    for batch in (2, 3, 4):
         for microbatch in sampler.plan(batch).ranks[0]:
             positions_left.append(len(microbatch.indices) * microbatch.width)
     rehearsed_positions = []
@@ -388,13 +428,15 @@ def test_resumed_run_rehearses_what_is_left():
 
 
 def test_end_in_samples_of_growing_batches():
-    """A schedule of the global batch begins with more, smaller batches than its largest size tells."""
-    loader = regrouping_loader(
-        LengthDataset(60), global_batch_size=[[0, 4], ['5ba', 12]], max_tokens=4 * LONGEST, num_replicas=1, rank=0
-    )
-    state = state_of_trainer(token_data_spec(loader, slot_tokens=LONGEST), Limited(np.inf))
+    """A schedule of the global batch begins with more, smaller batches than its largest size tells.
+
+    Five batches of 4 samples and three of 12 have 56 samples, so the 60th is in a fourth one.
+    """
+    spec = spec_of(LengthDataset(60), size=4, batch=[[0, 4], ['5ba', 12]])
+    state = state_of_trainer(spec, Limited(np.inf))
     state.max_duration = Time.from_sample(60)
-    assert rehearse(state).num_batches == 5 + 4
+    report = rehearse(state)
+    assert report.num_batches == 5 + 4
 
 
 def test_first_batches_of_each_epoch_are_rehearsed():
@@ -403,15 +445,22 @@ def test_first_batches_of_each_epoch_are_rehearsed():
     state = state_of_trainer(spec, Limited(np.inf))
     state.dataloader_len = Time.from_batch(2)
     run = PlannedRun(
-        state=state, accumulation=None, sampler=spec.dataloader.batch_sampler, memory=None, labels_per_sample=None
+        state=state,
+        accumulation=None,
+        sampler=spec.dataloader.batch_sampler,
+        memory=None,
+        labels_per_sample=None,
     )
+
     windows = [window for _, _, window in _plans_left(run)]
-    expected = []
+
+    expected_windows = []
     for epoch in range(2):
         sampler = copy.copy(run.sampler)
         sampler.set_epoch(epoch)
-        expected += [sampler.window(0), sampler.window(1)]
-    assert windows == expected
+        expected_windows.append(sampler.window(0))
+        expected_windows.append(sampler.window(1))
+    assert windows == expected_windows
 
 
 def test_resumed_run_with_shorter_epochs():
@@ -419,7 +468,8 @@ def test_resumed_run_with_shorter_epochs():
     spec = spec_of(LengthDataset(60), size=4, batch=12)
     state = state_of_trainer(spec, Limited(np.inf), batch=3)
     state.dataloader_len = Time.from_batch(2)
-    assert rehearse(state).num_batches == 2
+    report = rehearse(state)
+    assert report.num_batches == 2
 
 
 class Broken(Limited):
@@ -446,8 +496,12 @@ def test_ranks_of_ddp_and_fsdp_rehearse():
         runs.append({'fsdp': fsdp, 'rehearses': False})
         runs.append({'fsdp': fsdp})
         runs.append({'fsdp': fsdp, 'limit': limit})
+
     results = launch_json('tests/ranks/rehearsal.py', json.dumps(runs), ranks=2)
-    for plain, rehearsed, limited in (results[:3], results[3:]):
+
+    ddp_results = results[:3]
+    fsdp_results = results[3:]
+    for plain, rehearsed, limited in (ddp_results, fsdp_results):
         assert len(plain['losses']) == 6
         assert rehearsed['losses'] == plain['losses']
         assert rehearsed['norms'] == plain['norms']
@@ -456,4 +510,6 @@ def test_ranks_of_ddp_and_fsdp_rehearse():
         assert limited['early'] > limit
         assert limited['largest'] <= limit
         assert set(limited['size']) == {2}
-    assert results[3]['norms'] == pytest.approx(results[0]['norms'], rel=1e-4), 'FSDP as DDP'
+    norms_of_ddp = ddp_results[0]['norms']
+    norms_of_fsdp = fsdp_results[0]['norms']
+    assert norms_of_fsdp == pytest.approx(norms_of_ddp, rel=1e-4)

@@ -40,6 +40,7 @@ def lines_of(page):
 
 @pytest.fixture(scope='module')
 def run(tmp_path_factory):
+    """The folder and the logger of a run of five steps. Its rows are of two sources."""
     folder = tmp_path_factory.mktemp('run')
     batch = {**collate(text_rows(SHAPE)), 'source': ['a', 'b<', 'a']}
     _, memory, trainer = train(
@@ -61,15 +62,17 @@ def test_lines_match_other_loggers(run):
     lines = [json.loads(line) for line in written.splitlines()]
     for name in ('loss/train/total', 'token_monitor/seconds_p99', 'token_monitor/source/a/loss'):
         values = [(line['step'], line[name]) for line in lines if name in line]
-        expected = logged(memory, name)
-        assert values == list(enumerate(expected, start=1))
+        expected_values = list(enumerate(logged(memory, name), start=1))
+        assert values == expected_values
 
 
 def test_page_draws_what_was_logged(run, tmp_path):
     folder, _ = run
     (tmp_path / 'result.png').write_bytes(b'PNG')
     path = tmp_path / 'report.html'
+
     write_page(path, 'a <b>', [('loss', '1 < 2')], read_metrics(folder))
+
     page = path.read_text()
     assert 'a <b>' not in page, 'names are escaped'
     assert 'http' not in page
@@ -80,8 +83,10 @@ def test_page_draws_what_was_logged(run, tmp_path):
     lines = lines_of(page)
     assert lines
     for line in lines:
-        assert len(line) == 5
-        assert all(0 <= x <= 640 and 0 <= y <= 200 for x, y in line)
+        assert len(line) == 5, 'a point for each step'
+        for x, y in line:
+            assert 0 <= x <= 640
+            assert 0 <= y <= 200
 
 
 def test_long_run_keeps_spikes(tmp_path):
@@ -91,13 +96,16 @@ def test_long_run_keeps_spikes(tmp_path):
     values[3000] = -1e5
     values[-1] = values[-2] - 0.5  # neither the lowest nor the highest value of the last steps
     path = tmp_path / 'report.html'
+
     write_page(path, 'long', [], {'loss/train/total': (steps, values)})
+
     (line,) = lines_of(path.read_text())
     assert MOST_POINTS / 2 < len(line) <= MOST_POINTS
     xs, ys = zip(*line, strict=True)
     assert list(xs) == sorted(xs)
     steps_per_pixel = (len(steps) - 1) / (xs[-1] - xs[0])
-    assert steps_per_pixel * (xs[-1] - xs[-2]) < 1.5, 'the last two steps are drawn'
+    last_distance = steps_per_pixel * (xs[-1] - xs[-2])
+    assert last_distance < 1.5, 'the last two steps are drawn'
     assert (min(ys), max(ys)) == (10, 180), 'the spikes reach both ends of the axis'
 
 
@@ -106,7 +114,8 @@ def test_single_value_has_a_mark(tmp_path):
     metrics = {'metrics/eval/a': ([8], [1.5]), 'metrics/eval/b': ([4, 8], [2.0, 1.0])}
     path = tmp_path / 'report.html'
     write_page(path, 'short', [], metrics)
-    assert path.read_text().count('<circle') == 1
+    page = path.read_text()
+    assert page.count('<circle') == 1
 
 
 def state_at(step):
@@ -131,8 +140,11 @@ def test_report_gets_a_path(tmp_path):
     report = {'folder': str(tmp_path), 'name': f'{__name__}.name_of_file', 'file': 'folder/notes.txt'}
     parts = SimpleNamespace(train_dataset=None, eval_dataset=None, model=None, processor=None)
     result = summarize(state_at(0), {}, parts, first_step=0, seconds=1.0)
+
     summary = write_report(TrainConfig(report=report), parts, result, {}, InMemoryLogger(), [])
-    assert ['file', 'notes.txt'] in [line.split() for line in summary.splitlines()]
+
+    words_of_lines = [line.split() for line in summary.splitlines()]
+    assert ['file', 'notes.txt'] in words_of_lines
 
 
 def log_steps(folder, metrics_of_steps, *, first_step=1):
@@ -142,7 +154,8 @@ def log_steps(folder, metrics_of_steps, *, first_step=1):
     for step, metrics in enumerate(metrics_of_steps, start=first_step):
         lines.log_metrics(metrics)
         lines.run_event(Event.BATCH_END, state_at(step), None)
-    lines.close(state_at(first_step + len(metrics_of_steps) - 1), None)
+    last_step = first_step + len(metrics_of_steps) - 1
+    lines.close(state_at(last_step), None)
 
 
 def test_resumed_run_replaces_later_lines(tmp_path):
@@ -164,16 +177,22 @@ def test_resumed_run_replaces_later_lines(tmp_path):
 )
 def test_only_numbers_are_written(metrics, tmp_path):
     """Composer lets a callback of the user log anything."""
-    log_steps(tmp_path, [{'loss': torch.tensor(1.5), **metrics}])
+    metrics_of_step = {'loss': torch.tensor(1.5), **metrics}
+    log_steps(tmp_path, [metrics_of_step])
     assert read_metrics(tmp_path) == {'loss': ([1], [1.5])}
 
 
 def test_source_whose_name_is_a_pattern():
+    """Each figure was 4 in the first step and 2 in the second. Tokens are added up, shares are averaged."""
+    figures_of_steps = ([1, 2], [4.0, 2.0])
     metrics = {}
     for name in ('tokens', 'weight', 'positions', 'loss'):
-        metrics[f'token_monitor/source/captions[en]/{name}'] = ([1, 2], [4.0, 2.0])
-    source = {'tokens': 6.0, 'weight': 3.0, 'positions': 3.0, 'first_loss': 4.0, 'last_loss': 2.0}
-    assert _sources(metrics) == {'captions[en]': source}
+        metrics[f'token_monitor/source/captions[en]/{name}'] = figures_of_steps
+
+    sources = _sources(metrics)
+
+    expected = {'tokens': 6.0, 'weight': 3.0, 'positions': 3.0, 'first_loss': 4.0, 'last_loss': 2.0}
+    assert sources == {'captions[en]': expected}
 
 
 def test_full_disk_is_reported_once(tmp_path):

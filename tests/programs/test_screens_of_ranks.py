@@ -47,10 +47,12 @@ def screen(folder: Path, ending: str, *overrides: str, **arguments: Any) -> tupl
     assert process.stdout
     lines = []
     for line in process.stdout:
-        lines.append(line.rstrip('\n'))
         if line.startswith('Waiting up to'):
             kill_stopped_ranks(process.pid)
-    return process.wait(timeout=60), [line for line in lines if line.strip()]
+        if line.strip():
+            lines.append(line.rstrip('\n'))
+    status = process.wait(timeout=60)
+    return status, lines
 
 
 def kill_stopped_ranks(launcher: int) -> None:
@@ -74,9 +76,11 @@ def test_bad_sample_on_another_rank(tmp_path):
 def test_bug_on_another_rank(tmp_path):
     status, lines = screen(tmp_path, 'FailOnRank', rank=1, bad_sample=False)
     assert status in (1, ENDED_BY_LAUNCHER)
-    assert sum('Traceback' in line for line in lines) == 1
+    tracebacks = [line for line in lines if 'Traceback' in line]
+    assert len(tracebacks) == 1
     # Torch begins each line with the rank.
-    assert sum(line.endswith("KeyError: 'a bug of ours'") for line in lines) == 1
+    last_lines = [line for line in lines if line.endswith("KeyError: 'a bug of ours'")]
+    assert len(last_lines) == 1
 
 
 def test_hanging_rank_is_reported_after_timeout(tmp_path):

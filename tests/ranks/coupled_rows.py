@@ -51,9 +51,10 @@ def branching_model() -> torch.nn.Module:
     embedding.branches = torch.nn.ModuleList([torch.nn.Linear(32, 32), torch.nn.Linear(32, 32)])
 
     def add_branch(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
-        first_ids = args[0][:, :1, None]
-        for remainder, branch in enumerate(module.branches):
-            is_used = first_ids % 2 == remainder
+        (ids,) = args
+        remainders = ids[:, :1, None] % 2
+        for number, branch in enumerate(module.branches):
+            is_used = remainders == number
             if is_used.any():
                 output = output + is_used * branch(output)
         return output
@@ -65,10 +66,10 @@ def branching_model() -> torch.nn.Module:
 def rows_of_branches() -> list[Any]:
     """Returns rows that use the first layer on the first rank, and the second layer on the second rank."""
     rows = text_rows(ROWS)
-    for row in rows[: SHARES[0]]:
-        row['input_ids'][0, 0] = 4
-    for row in rows[SHARES[0] :]:
-        row['input_ids'][0, 0] = 5
+    rows_of_first_rank, _ = SHARES
+    for index, row in enumerate(rows):
+        first_id = 4 if index < rows_of_first_rank else 5
+        row['input_ids'][0, 0] = first_id
     return rows
 
 
@@ -76,7 +77,8 @@ def train(model: torch.nn.Module, *, fsdp: bool, rows: list[Any] | None = None) 
     """Trains one step. Returns the message of each rank, or the error of its gradient if it is not refused."""
     rows = rows or text_rows(ROWS)
     expected, _ = reference_gradients(model, collate(rows))
-    data = token_data_spec(loader(collate(rank_share(rows, SHARES))))
+    rank_batch = collate(rank_share(rows, SHARES))
+    data = token_data_spec(loader(rank_batch))
     options = {}
     if fsdp:
         model = sharded(model)

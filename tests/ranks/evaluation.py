@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader
 
 from composer_tokacc import BatchLayout, token_data_spec
 from tests.support.families import FAMILIES, Case, ragged_samples
+from tests.support.training import tensors_in
 
 DEVICE_BATCHES = (1, 3, 32)
 Row = dict[str, Any]
@@ -40,24 +41,27 @@ def held_out(case: Case, count: int) -> list[Row]:
     samples = []
     for seed in range(4, 7):  # their batches have unlike mean losses
         samples += ragged_samples(seed=seed)
-    rows = [{**case.encode(sample), 'num_images': [len(sample.media('image'))]} for sample in samples[:count]]
+    rows = []
+    for sample in samples[:count]:
+        num_images = len(sample.media('image'))
+        rows.append({**case.encode(sample), 'num_images': [num_images]})
+    model = case.model.eval()
     for row in rows[::2]:
         labels = row['labels']
-        answers = logits_of(case.model.eval(), row).argmax(-1)
-        trained = torch.where(labels[:, 1:] == -100, -100, answers)
-        row['labels'] = torch.cat([labels[:, :1], trained], dim=1)
+        answers = logits_of(model, row).argmax(-1)
+        next_labels = torch.where(labels[:, 1:] == -100, -100, answers)
+        row['labels'] = torch.cat([labels[:, :1], next_labels], dim=1)
     rows[-2]['labels'] = torch.full_like(rows[-2]['labels'], -100)
     return rows
 
 
 def logits_of(model: torch.nn.Module, row: Row) -> torch.Tensor:
     """Returns the logits of every token but the first, (1, tokens - 1, vocabulary)."""
-    inputs = {}
-    for name, value in row.items():
-        if isinstance(value, torch.Tensor) and name != 'labels':
-            inputs[name] = value.to(model.dtype) if value.is_floating_point() else value
+    inputs = tensors_in(row, model.dtype)
+    del inputs['labels']
     with torch.no_grad():
-        return model(**inputs).logits[:, :-1]
+        logits = model(**inputs).logits
+    return logits[:, :-1]
 
 
 def reference(case: Case, rows: Sequence[Row]) -> dict[str, float]:
@@ -67,12 +71,14 @@ def reference(case: Case, rows: Sequence[Row]) -> dict[str, float]:
     num_hits = 0
     num_labels = 0
     for row in rows:
-        labels = row['labels'][0, 1:]
-        has_label = labels != -100
+        next_tokens = row['labels'][0, 1:]
+        has_label = next_tokens != -100
+        labels = next_tokens[has_label]
         logits = logits_of(model, row)[0][has_label]
-        labels = labels[has_label]
-        total_loss += float(torch.nn.functional.cross_entropy(logits, labels, reduction='sum'))
-        num_hits += int((logits.argmax(-1) == labels).sum())
+        loss = torch.nn.functional.cross_entropy(logits, labels, reduction='sum')
+        hits = logits.argmax(-1) == labels
+        total_loss += float(loss)
+        num_hits += int(hits.sum())
         num_labels += len(labels)
     return {'LanguageCrossEntropy': total_loss / num_labels, 'MaskedAccuracy': num_hits / num_labels}
 
@@ -82,25 +88,29 @@ def mean_of_batches(case: Case, layout: BatchLayout, rows: Sequence[Row], size: 
     model = copy.deepcopy(case.model).eval()
     losses = []
     for start in range(0, len(rows), size):
-        batch = layout.concat(list(rows[start : start + size]))
+        rows_of_batch = rows[start : start + size]
+        batch = layout.concat(list(rows_of_batch))
         inputs = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
         inputs.pop('num_images', None)
-        if (batch['labels'][:, 1:] != -100).any():
+        has_labels = (batch['labels'][:, 1:] != -100).any()
+        if has_labels:
             with torch.no_grad():
-                losses.append(float(model(**inputs).loss))
+                loss = model(**inputs).loss
+            losses.append(float(loss))
     return sum(losses) / len(losses)
 
 
 def evaluated(case: Case, layout: BatchLayout, rows: Sequence[Row], size: int, microbatch: int) -> dict[str, Any]:
     """Returns the metrics of the Trainer."""
+    dataset = list(rows)
     model = HuggingFaceModel(
         copy.deepcopy(case.model),
         shift_labels=True,
         use_logits=True,
         eval_metrics=[LanguageCrossEntropy(), MaskedAccuracy()],
     )
-    sampler = dist.get_sampler(list(rows), shuffle=False, drop_last=False)
-    loader = DataLoader(list(rows), batch_size=size, sampler=sampler, collate_fn=layout.concat)
+    sampler = dist.get_sampler(dataset, shuffle=False, drop_last=False)
+    loader = DataLoader(dataset, batch_size=size, sampler=sampler, collate_fn=layout.concat)
     evaluator = Evaluator(
         label='eval',
         dataloader=token_data_spec(loader, layout=layout),
@@ -110,19 +120,31 @@ def evaluated(case: Case, layout: BatchLayout, rows: Sequence[Row], size: int, m
         warnings.simplefilter('ignore')
         trainer = Trainer(model=model, eval_dataloader=evaluator, device='cpu', progress_bar=False)
         trainer.eval()
-    return {name: float(metric.compute()) for name, metric in trainer.state.eval_metrics['eval'].items()}
+    metrics = trainer.state.eval_metrics['eval']
+    return {name: float(metric.compute()) for name, metric in metrics.items()}
 
 
 def compare(case: Case, layout: BatchLayout, rows: Sequence[Row], size: int) -> dict[str, float]:
     """Returns the largest relative difference of each metric, over the microbatches of a device batch."""
     expected = reference(case, rows)
     differences = dict.fromkeys(expected, 0.0)
-    for microbatch in sorted({1, min(size, 2), size}):
-        for name, value in evaluated(case, layout, rows, size, microbatch).items():
-            differences[name] = max(differences[name], abs(value / expected[name] - 1))
-    mean = mean_of_batches(case, layout, rows, size * dist.get_world_size())
+    microbatch_sizes = {1, min(size, 2), size}
+    for microbatch_size in sorted(microbatch_sizes):
+        metrics = evaluated(case, layout, rows, size, microbatch_size)
+        for name, value in metrics.items():
+            difference = abs(value / expected[name] - 1)
+            differences[name] = max(differences[name], difference)
+    global_size = size * dist.get_world_size()
+    mean = mean_of_batches(case, layout, rows, global_size)
     differences['mean of batches'] = abs(mean / expected['LanguageCrossEntropy'] - 1)
     return differences
+
+
+def print_table(results: dict[str, dict[str, float]]) -> None:
+    print(f'relative difference from the reference, {dist.get_world_size()} ranks')
+    for name, differences in results.items():
+        columns = [f'{metric} {difference:.1e}' for metric, difference in differences.items()]
+        print(f'{name:24}', '  '.join(columns))
 
 
 def main() -> dict[str, dict[str, float]]:
@@ -139,8 +161,6 @@ def main() -> dict[str, dict[str, float]]:
 if __name__ == '__main__':
     torch.set_num_threads(1)
     dist.initialize_dist('cpu')
-    found = main()
+    results = main()
     if dist.get_global_rank() == 0:
-        print(f'relative difference from the reference, {dist.get_world_size()} ranks')
-        for name, differences in found.items():
-            print(f'{name:24}', '  '.join(f'{metric} {value:.1e}' for metric, value in differences.items()))
+        print_table(results)

@@ -21,7 +21,7 @@ from composer.utils import dist
 from tests.matrix.harness import plain_gradients, quiet
 from tests.model_types.trial import maker_of
 from tests.support.fsdp import FSDP, sharded
-from tests.support.training import Gradients, each_run, fit, relative_error, saving, state_of
+from tests.support.training import Gradients, each_run, fit, relative_error, saving, state_of, tensors_in
 
 
 def run(
@@ -38,7 +38,7 @@ def run(
     folder: str | None = None,
     load_path: str | None = None,
 ) -> dict[str, Any]:
-    """One Trainer.
+    """Trains with one Trainer. Rank 0 returns the errors of the gradients of all steps, and the parameters.
 
     Args:
         model_type: Of ``tests.model_types``.
@@ -54,31 +54,39 @@ def run(
         load_path: Checkpoint to resume from.
     """
     case = _case(model_type, modality, json.dumps(settings or {}), runs)
+    is_first = dist.get_global_rank() == 0
+    batches = []
+    for letter in steps:
+        has_media = letter == 'm' and is_first
+        batches.append(case.media if has_media else case.text)
     plain = copy.deepcopy(case.model)
     if lr:  # what has no gradient has no optimizer state, which torch misses on loading
         for name, parameter in plain.named_parameters():
             parameter.requires_grad_(name in case.gradients)
-    is_first = not dist.get_global_rank()
-    batches = [case.media if kind == 'm' and is_first else case.text for kind in steps]
-    options: dict[str, Any] = {**(FSDP if fsdp else {}), **saving(folder), 'load_path': load_path}
-    trained = sharded(plain.model) if fsdp else plain
+    trained = plain
+    options: dict[str, Any] = {**saving(folder), 'load_path': load_path}
+    if fsdp:
+        trained = sharded(plain.model)
+        options = {**options, **FSDP}
     optimizer = torch.optim.AdamW(trained.parameters(), lr=lr, weight_decay=0.0)
+
     with quiet():
         recorder = fit(trained, *batches, packing=packing, microbatch_size=size, optimizer=optimizer, **options)
     dist.barrier()
     state = state_of(recorder.trainer.state.model)
     recorder.trainer.close()
+
     if not is_first:
         return {}
-    kinds = steps[len(steps) - len(recorder.steps) :]
     errors = []
-    for gradients, kind in zip(recorder.steps, kinds, strict=True):
-        errors.append(relative_error(gradients, case.expected[kind]))
+    first_step = len(steps) - len(recorder.steps)  # after those before the checkpoint
+    for gradients, letter in zip(recorder.steps, steps[first_step:], strict=True):
+        errors.append(relative_error(gradients, case.expected[letter]))
     return {'round_off': case.round_off, 'errors': errors, 'parameters': state['parameters']}
 
 
 class _Case:
-    """A model in double precision, its batches, and what a run of it is held to. No run changes them."""
+    """A model in double precision, its batches, and the expected gradients. No run changes them."""
 
     def __init__(self, model_type: str, modality: str, settings: dict[str, Any], runs: int) -> None:
         maker = maker_of(model_type, **settings)
@@ -101,10 +109,11 @@ class _Case:
 
     @cached_property
     def round_off(self) -> float:
-        """How far the gradients in float32 are from those in double precision."""
+        """The relative difference between the gradients in float32 and in double precision."""
         in_float = copy.deepcopy(self.model).float()
-        media = {key: value.float() if value.is_floating_point() else value for key, value in self.media.items()}
-        return relative_error(plain_gradients(in_float, media), self.gradients)
+        media = tensors_in(self.media, torch.float32)
+        gradients_in_float = plain_gradients(in_float, media)
+        return relative_error(gradients_in_float, self.gradients)
 
 
 @lru_cache(maxsize=1)
@@ -113,14 +122,19 @@ def _case(model_type: str, modality: str, settings: str, runs: int) -> _Case:
     return _Case(model_type, modality, json.loads(settings), runs)
 
 
-def _weighted(model, batches):
-    """The gradients of the mean over all tokens, of batches whose rows know nothing of each other."""
-    counts = [int((batch['labels'][:, 1:] != -100).sum()) for batch in batches]
-    total: dict = {}
-    for batch, count in zip(batches, counts, strict=True):
+def _weighted(model: HuggingFaceModel, batches: list[dict[str, Any]]) -> Gradients:
+    """Returns the gradients of the mean over all tokens. Each batch has its own forward."""
+    labels_of_batches = []
+    for batch in batches:
+        next_tokens = batch['labels'][:, 1:]
+        labels_of_batches.append(int((next_tokens != -100).sum()))
+    total_labels = sum(labels_of_batches)
+    mean: Gradients = {}
+    for batch, num_labels in zip(batches, labels_of_batches, strict=True):
+        share = num_labels / total_labels
         for name, gradient in plain_gradients(model, batch).items():
-            total[name] = total.get(name, 0) + gradient * (count / sum(counts))
-    return total
+            mean[name] = mean.get(name, 0) + share * gradient
+    return mean
 
 
 main = each_run(run)

@@ -39,7 +39,8 @@ def main() -> dict[str, Any]:
 def plain_norm(model: torch.nn.Module, rows: torch.Tensor) -> float:
     """Returns the norm of the gradient without FSDP."""
     plain = copy.deepcopy(model)
-    plain(rows).square().sum().backward()
+    loss = plain(rows).square().sum()
+    loss.backward()
     gradients = [parameter.grad for parameter in plain.parameters() if parameter.grad is not None]
     return float(torch.nn.utils.get_total_norm(gradients))
 
@@ -51,14 +52,16 @@ def sharded_norm(model: torch.nn.Sequential, rows: torch.Tensor, strategy: str) 
         'use_orig_params': True,
         'device_id': torch.device('cpu'),
     }
-    sharded = copy.deepcopy(model)
-    sharded[1] = FullyShardedDataParallel(sharded[1], **options)
-    outer = FullyShardedDataParallel(sharded, **options)
-    outer(rows).square().sum().backward()
+    inner = copy.deepcopy(model)
+    inner[1] = FullyShardedDataParallel(inner[1], **options)
+    outer = FullyShardedDataParallel(inner, **options)
+    loss = outer(rows).square().sum()
+    loss.backward()
+
     norm = GradientNorm()
     state: Any = SimpleNamespace(model=outer)
     logger: Any = None
     norm.apply(Event.AFTER_TRAIN_BATCH, state, logger)
-    square = torch.tensor(norm.square_on_rank())
-    dist.all_reduce(square)
-    return float(square.sqrt())
+    squared_norm = torch.tensor(norm.square_on_rank())
+    dist.all_reduce(squared_norm)
+    return float(squared_norm.sqrt())

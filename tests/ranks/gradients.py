@@ -11,7 +11,6 @@ the message.
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -73,14 +72,17 @@ PACKED_WEIGHTED_CUTS = ((3, 'sqrt'), (1, 'sample'), (3, 'column'))
 
 def share_of(rows: Sequence[Any], order: str = 'mixed') -> list[Any]:
     """Returns the rows of this rank."""
-    return rank_share(rows, SHARES[order][dist.get_world_size()])
+    sizes = SHARES[order][dist.get_world_size()]
+    return rank_share(rows, sizes)
 
 
 def batches_of(
     layout: BatchLayout, rows: Sequence[Any], order: str = 'mixed', **options: Any
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns all rows as one batch, and the rows of this rank. Takes the options of ``concat``."""
-    return layout.concat(rows, **options), layout.concat(share_of(rows, order), **options)
+    batch = layout.concat(rows, **options)
+    rank_batch = layout.concat(share_of(rows, order), **options)
+    return batch, rank_batch
 
 
 def measure(
@@ -100,8 +102,6 @@ def measure(
     Returns:
         On rank 0 the errors of the gradient and of the logged losses.
     """
-    if weights != 'token':
-        options['token_weights'] = weights
     is_first = dist.get_global_rank() == 0
     expected = {}
     losses: Sequence[float] = ()
@@ -110,12 +110,16 @@ def measure(
             expected, *losses = reference_gradients(model, batch)
         else:
             expected, *losses = weighted_reference(model, batch, weights)
+
     options = {'callbacks': [NaNMonitor()], **options}
+    if weights != 'token':
+        options['token_weights'] = weights
     trained_model = model
     if fsdp:
         trained_model = sharded(model)
         options = {**options, **FSDP, 'logits': 'labels'}
     recorder = fit(trained_model, data, microbatch_size=size, **options)
+
     if fsdp:
         parameters = recorder.trainer.state.model.parameters()
         assert any(hasattr(parameter, 'full_tensor') for parameter in parameters), 'FSDP has sharded the model'
@@ -124,8 +128,10 @@ def measure(
     loss_errors = []
     # The mean loss is only known, and only logged, if tokens have weights.
     for name, loss in zip((TOTAL, MEAN_LOSS), losses, strict=False):
-        loss_errors.append(abs(recorder.logged(name)[-1] / loss - 1))
-    return {'error': relative_error(recorder.gradients, expected), 'loss_error': max(loss_errors)}
+        last_logged = recorder.logged(name)[-1]
+        loss_errors.append(abs(last_logged / loss - 1))
+    gradient_error = relative_error(recorder.gradients, expected)
+    return {'error': gradient_error, 'loss_error': max(loss_errors)}
 
 
 def refusal(model: Any, data: Any, **options: Any) -> str:
@@ -147,15 +153,17 @@ def family_results(name: str) -> Results:
     case = FAMILIES[name]()
     rows = case.rows
     layout = BatchLayout.for_model(case.config)
-    rows[2] = {**rows[2], 'labels': torch.full_like(rows[2]['labels'], -100)}
+    no_labels = torch.full_like(rows[2]['labels'], -100)
+    rows[2] = {**rows[2], 'labels': no_labels}
     packings = (False, True) if name in PACKED_FAMILIES else (False,)
-    for packing, (order, side, size) in itertools.product(packings, CUTS_OF_FAMILIES):
-        ordered_rows = [rows[index] for index in ORDERS[order]]
-        options = {'padding_side': side, 'pad_token_id': case.pad_token_id}
-        batch, rank_batch = batches_of(layout, ordered_rows, order, **options)
-        data = token_data_spec(loader(rank_batch), layout=layout, packing=packing)
-        label = f'{name} {side} {order} microbatch {size}{packed_label(packing)}'
-        yield label, measure(case.model, batch, data, size)
+    for packing in packings:
+        for order, side, size in CUTS_OF_FAMILIES:
+            ordered_rows = [rows[index] for index in ORDERS[order]]
+            options = {'padding_side': side, 'pad_token_id': case.pad_token_id}
+            batch, rank_batch = batches_of(layout, ordered_rows, order, **options)
+            data = token_data_spec(loader(rank_batch), layout=layout, packing=packing)
+            label = f'{name} {side} {order} microbatch {size}{packed_label(packing)}'
+            yield label, measure(case.model, batch, data, size)
     if name == 'llava':
         yield 'llava with an unknown type', measure_unknown_type(case)
 
@@ -188,14 +196,17 @@ def text_results() -> Results:
     for split, data in data_of_splits.items():
         for size in MICROBATCH_SIZES[dist.get_world_size()]:
             yield f'text {split} microbatch {size}', measure(model, batch, data, size)
+
     yield 'text rank without labels', measure_text(model, FIRST_RANK_HAS_NO_LABELS)
     yield 'text rank with rows of one token', measure_text(model, FIRST_RANK_HAS_NO_LOSS)
     yield 'text rank with rows of one token in fixed width', measure_text(model, FIRST_RANK_HAS_NO_LOSS, width=16)
     yield 'text plain loop', measure_plain_loop(rows)
-    data = token_data_spec(loader(rank_batch), model=model)
-    errors = measure(model, batch, data, algorithms=[], callbacks=[], **COMPOSERS_FLAG)
+
+    exact_counter = token_data_spec(loader(rank_batch), model=model)
+    errors = measure(model, batch, exact_counter, algorithms=[], callbacks=[], **COMPOSERS_FLAG)
     # Composer logs another mean, which is NaN if a row has no labels.
     yield 'text flag without algorithm', {**errors, 'loss_error': 0.0}
+
     yield 'refused default counter', refusal(text_model(), loader(rank_batch), **COMPOSERS_FLAG)
     yield 'refused exact counter', refusal(text_model(), token_data_spec(loader(rank_batch)), **COMPOSERS_FLAG)
 
@@ -204,7 +215,8 @@ def measure_text(model: Any, shape: Sequence[tuple[int, int]], width: int = 0) -
     """Each rank pads its rows to its longest one, or to ``width``."""
     rows = text_rows(shape)
     rank_batch = collate(share_of(rows), width=width)
-    return measure(model, collate(rows), token_data_spec(loader(rank_batch)))
+    data = token_data_spec(loader(rank_batch))
+    return measure(model, collate(rows), data)
 
 
 def masked_results() -> Results:
@@ -212,10 +224,11 @@ def masked_results() -> Results:
     batch = masked_batch(lengths)
     rows_of_rank = rank_share(range(len(lengths)), (3, 5))
     rank_batch = {key: value[rows_of_rank] for key, value in batch.items()}
-    for packing, size in itertools.product((False, True), (1, 3, 8)):
-        data = token_data_spec(loader(rank_batch), packing=packing)
-        label = f'masked microbatch {size}{packed_label(packing)}'
-        yield label, measure(masked_model('modernbert'), batch, data, size)
+    for packing in (False, True):
+        for size in (1, 3, 8):
+            data = token_data_spec(loader(rank_batch), packing=packing)
+            label = f'masked microbatch {size}{packed_label(packing)}'
+            yield label, measure(masked_model('modernbert'), batch, data, size)
 
 
 def measure_plain_loop(rows: Sequence[Any]) -> dict[str, float]:
@@ -225,13 +238,19 @@ def measure_plain_loop(rows: Sequence[Any]) -> dict[str, float]:
     parallel: Any = torch.nn.parallel.DistributedDataParallel(model)
     microbatches = []
     for row in share_of(rows):
-        if (row['labels'] != -100).any():  # the model's mean over no labels is NaN
+        has_labels = (row['labels'] != -100).any()
+        if has_labels:  # the model's mean over no labels is NaN
             microbatches.append(collate([row]))
+
     weights = step_loss_weights(microbatches)
     for index, (microbatch, weight) in enumerate(zip(microbatches, weights, strict=True)):
-        parallel.require_backward_grad_sync = index == len(microbatches) - 1
-        (parallel(**microbatch).loss * weight).backward()
-    return {'error': relative_error(composer_gradients(model), expected), 'loss_error': 0.0}
+        is_last = index == len(microbatches) - 1
+        parallel.require_backward_grad_sync = is_last
+        loss = parallel(**microbatch).loss
+        (loss * weight).backward()
+
+    gradient_error = relative_error(composer_gradients(model), expected)
+    return {'error': gradient_error, 'loss_error': 0.0}
 
 
 def with_weights(rows: Sequence[Any], num_zero_rows: int = 0) -> list[dict[str, Any]]:
@@ -258,20 +277,24 @@ def weight_results(name: str) -> Results:
         pad_token_id = case.pad_token_id
         order = 'text_rank'
     layout = BatchLayout.for_model(model)
-    weighted_rows = with_weights([rows[index] for index in ORDERS[order]])
+
+    ordered_rows = [rows[index] for index in ORDERS[order]]
+    weighted_rows = with_weights(ordered_rows)
     batch, rank_batch = batches_of(layout, weighted_rows, order, pad_token_id=pad_token_id)
-    for packing, cuts in ((False, WEIGHTED_CUTS), (True, PACKED_WEIGHTED_CUTS)):
-        if packing and name == 'qwen2_5_vl':
-            continue
-        for size, weights in cuts:
-            data = token_data_spec(loader(rank_batch), packing=packing)
-            label = f'{name} {weights} microbatch {size}{packed_label(packing)}'
-            yield label, measure(model, batch, data, size, weights=weights)
+    cuts = [(False, *cut) for cut in WEIGHTED_CUTS]
+    if name != 'qwen2_5_vl':
+        cuts += [(True, *cut) for cut in PACKED_WEIGHTED_CUTS]
+    for packing, size, weights in cuts:
+        data = token_data_spec(loader(rank_batch), packing=packing)
+        label = f'{name} {weights} microbatch {size}{packed_label(packing)}'
+        yield label, measure(model, batch, data, size, weights=weights)
+
     num_rows_of_first_rank, *_ = SHARES['mixed'][dist.get_world_size()]
     weighted_rows = with_weights(rows, num_zero_rows=num_rows_of_first_rank)
     batch, rank_batch = batches_of(layout, weighted_rows, pad_token_id=pad_token_id)
     data = token_data_spec(loader(rank_batch))
     yield f'{name} rank without weight', measure(model, batch, data, weights='column')
+
     if name == 'text':
         yield 'router of a mixture of experts', measure_weighted_router(rows)
 
@@ -282,13 +305,15 @@ def measure_weighted_router(rows: Sequence[Any]) -> dict[str, float]:
     microbatches = Microbatches()
     rank_batch = collate(share_of(rows))
     recorder = fit(model, rank_batch, token_weights='sqrt', microbatch_size=1, callbacks=[microbatches])
+
     microbatches_of_ranks = dist.all_gather_object(microbatches.inputs)
     expected, *losses = expected_step(model, collate(rows), microbatches_of_ranks, 'sqrt')
     loss_errors = []
     for term, loss in zip(('tokens', 'router'), losses, strict=True):
-        logged = recorder.logged(f'loss/train/{term}')[-1]
-        loss_errors.append(abs(logged / loss - 1))
-    return {'error': relative_error(recorder.gradients, expected), 'loss_error': max(loss_errors)}
+        last_logged = recorder.logged(f'loss/train/{term}')[-1]
+        loss_errors.append(abs(last_logged / loss - 1))
+    gradient_error = relative_error(recorder.gradients, expected)
+    return {'error': gradient_error, 'loss_error': max(loss_errors)}
 
 
 def fsdp_results(name: str) -> Results:
@@ -301,11 +326,13 @@ def fsdp_results(name: str) -> Results:
         data = token_data_spec(loader(rank_batch), layout=layout)
         label = f'fsdp {name} {order} microbatch {size} {weights}'
         yield label, measure(case.model, batch, data, size, weights=weights, fsdp=True)
+
     # If the root is left out of FSDP, its own parameters are never reduced over the ranks.
     model = sharded(case.model)
     model.model._fsdp_wrap = False
     batch = layout.concat(case.rows, pad_token_id=case.pad_token_id)
-    yield f'refused unsharded root of {name}', refusal(model, token_data_spec(loader(batch)), **FSDP)
+    data = token_data_spec(loader(batch))
+    yield f'refused unsharded root of {name}', refusal(model, data, **FSDP)
 
 
 def evaluated_results() -> Results:
@@ -324,10 +351,9 @@ def evaluated_results() -> Results:
         recorder.trainer.fit(duration='1ba')
         error = relative_error(recorder.gradients, expected)
         yield f'fsdp after an evaluation, blocks={has_blocks}', {'error': error, 'loss_error': 0.0}
-    yield (
-        'refused unequal counts',
-        refusal(sharded(model), token_data_spec(loader(rank_batch), equal_counts=False), **FSDP),
-    )
+
+    unequal_counts = token_data_spec(loader(rank_batch), equal_counts=False)
+    yield 'refused unequal counts', refusal(sharded(model), unequal_counts, **FSDP)
 
 
 def router_results() -> Results:
@@ -340,10 +366,12 @@ def router_results() -> Results:
             data = token_data_spec(loader(rank_batch), packing=packing)
             label = f'router, fsdp={fsdp} microbatch {size}{packed_label(packing)}'
             yield label, measure(mixture_of_experts(), batch, data, size, fsdp=fsdp, router_balance='step')
+
     model = mixture_with_vision()
     layout = BatchLayout.for_model(model)
     batch = Maker('qwen3_vl_moe', model).batch('image')
-    rank_batch = layout.select(batch, rows_with_images_on_first_rank(layout, batch))
+    rows_of_rank = rows_with_images_on_first_rank(layout, batch)
+    rank_batch = layout.select(batch, rows_of_rank)
     for fsdp, packing in ((False, False), (False, True), (True, False)):
         data = token_data_spec(loader(rank_batch), packing=packing)
         label = f'router and images, fsdp={fsdp}{packed_label(packing)}'
@@ -363,7 +391,8 @@ def rows_with_images_on_first_rank(layout: BatchLayout, batch: Any) -> list[int]
     is_first = dist.get_global_rank() == 0
     rows = []
     for row, num_images in enumerate(layout.media_per_row(batch)):
-        if (num_images > 0) == is_first:
+        has_images = num_images > 0
+        if has_images == is_first:
             rows.append(row)
     return rows
 

@@ -13,17 +13,19 @@ import torch
 from composer.utils import dist
 
 from composer_tokacc import verify_invariance
+from composer_tokacc.batch import BatchDict
 from tests.support.text import text_model, text_rows
 from tests.support.training import rank_share
 
-Loop = Callable[[list[dict[str, Any]]], dict[str, torch.Tensor]]
+Loop = Callable[[list[BatchDict]], dict[str, torch.Tensor]]
 
 
-def _num_labels(batch: dict[str, Any]) -> int:
-    return int((batch['labels'][:, 1:] != -100).sum())
+def _num_labels(batch: BatchDict) -> int:
+    next_tokens = batch['labels'][:, 1:]
+    return int((next_tokens != -100).sum())
 
 
-def _loss(model: Any, batch: dict[str, Any]) -> torch.Tensor:
+def _loss(model: Any, batch: BatchDict) -> torch.Tensor:
     arguments = inspect.signature(model.forward).parameters
     inputs = {key: value for key, value in batch.items() if key in arguments}
     return model(**inputs).loss
@@ -49,17 +51,20 @@ def step_mean(model: Any, *, keep: bool = False, over_ranks: bool = True) -> Loo
             means of the ranks.
     """
 
-    def gradients_of(microbatches: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    def gradients_of(microbatches: list[BatchDict]) -> dict[str, torch.Tensor]:
         if not keep:
             model.zero_grad()
-        total = torch.tensor(float(sum(map(_num_labels, microbatches))))
+        total = torch.zeros(())
+        for microbatch in microbatches:
+            total += _num_labels(microbatch)
         if over_ranks:
             dist.all_reduce(total)
             total /= dist.get_world_size()
         for microbatch in microbatches:
             num_labels = _num_labels(microbatch)
-            if num_labels:
-                (_loss(model, microbatch) * num_labels / total).backward()
+            if num_labels:  # the model's mean over no labels is NaN
+                loss = _loss(model, microbatch)
+                (loss * num_labels / total).backward()
         return _averaged_gradients(model)
 
     return gradients_of
@@ -68,36 +73,48 @@ def step_mean(model: Any, *, keep: bool = False, over_ranks: bool = True) -> Loo
 def mean_of_means(model: Any) -> Loop:
     """Returns a loop in which every microbatch weighs the same, as in most trainers until 2024."""
 
-    def gradients_of(microbatches: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    def gradients_of(microbatches: list[BatchDict]) -> dict[str, torch.Tensor]:
         model.zero_grad()
         for microbatch in microbatches:
-            (_loss(model, microbatch) / len(microbatches)).backward()
+            loss = _loss(model, microbatch)
+            (loss / len(microbatches)).backward()
         return _averaged_gradients(model)
 
     return gradients_of
 
 
+def _worst_error(loop: Loop, rows: list[BatchDict]) -> float:
+    return verify_invariance(loop, rows).worst.error
+
+
+def _refusal(loop: Loop, rows: list[BatchDict]) -> str | None:
+    """Returns the message of the refusal, or None if the rows are not refused."""
+    try:
+        verify_invariance(loop, rows)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
 def main() -> dict[str, Any]:
-    """Returns the largest error of each loop, that of rows with images on one rank only, and two refusals."""
+    """Returns the largest error of each loop, the error with images on one rank only, and two refusals."""
     model = text_model()
-    loops = {'step mean': step_mean(model), 'mean of each rank': step_mean(model, over_ranks=False)}
-    rows = rank_share(text_rows([(4, 2), (14, 11), (9, 9), (6, 1), (5, 3), (3, 2)]), [3, 3])
-    results: dict[str, Any] = {}
-    for name, loop in loops.items():
-        results[name] = verify_invariance(loop, rows).worst.error
+    exact_loop = step_mean(model)
+    all_rows = text_rows([(4, 2), (14, 11), (9, 9), (6, 1), (5, 3), (3, 2)])
+    rows = rank_share(all_rows, [3, 3])
+
     media: dict[str, Any] = {'num_images': [0]}
     if dist.get_global_rank() == 1:
         # The keys of text do not tell that an image has several patches.
         media = {'num_images': [1], 'pixel_values': torch.ones(4, 6), 'image_grid_thw': torch.tensor([[1, 2, 2]])}
     rows_with_media = [{**row, **media} for row in rows]
-    results['images on one rank'] = verify_invariance(step_mean(model), rows_with_media).worst.error
-    refused_rows = {
-        'a row less on rank 1': rows[: 3 - dist.get_global_rank()],
-        'same rows': text_rows([(4, 2), (14, 11), (10, 9)]),
+    one_row_less_on_rank_1 = rows[: 3 - dist.get_global_rank()]
+    rows_of_all_ranks = text_rows([(4, 2), (14, 11), (10, 9)])
+
+    return {
+        'step mean': _worst_error(exact_loop, rows),
+        'mean of each rank': _worst_error(step_mean(model, over_ranks=False), rows),
+        'images on one rank': _worst_error(exact_loop, rows_with_media),
+        'a row less on rank 1': _refusal(exact_loop, one_row_less_on_rank_1),
+        'same rows': _refusal(exact_loop, rows_of_all_ranks),
     }
-    for name, rows_of_rank in refused_rows.items():
-        try:
-            verify_invariance(step_mean(model), rows_of_rank)
-        except ValueError as error:
-            results[name] = str(error)
-    return results

@@ -41,12 +41,18 @@ def measure(
     batch = collate(rows, side=side)
     start = 2 * dist.get_global_rank()
     rows_of_rank = slice(start, start + 2)
-    rank_batch = collate(rows[rows_of_rank], side=side)
     if equal_widths:
         rank_batch = {key: value[rows_of_rank] for key, value in batch.items()}
-    earlier_batches = [collate(text_rows(earlier_shape), side=side) for earlier_shape in earlier_shapes]
+    else:
+        rank_batch = collate(rows[rows_of_rank], side=side)
+    batches = []
+    for earlier_shape in earlier_shapes:
+        earlier_rows = text_rows(earlier_shape)
+        batches.append(collate(earlier_rows, side=side))
+    batches.append(rank_batch)
+
     try:
-        recorder = fit(model, *earlier_batches, rank_batch, microbatch_size=1)
+        recorder = fit(model, *batches, microbatch_size=1)
     except RuntimeError as error:
         return str(error)
     expected, _ = reference_gradients(model, batch)

@@ -21,7 +21,9 @@ from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples
 from tests.support.text import text_model
 from tests.support.training import each_run, fit, hugging_face, saving, state_of
 
-NUM_SAMPLES, GLOBAL_BATCH, SEED = 44, 8, 3
+SEED = 3
+NUM_SAMPLES = 44
+GLOBAL_BATCH = 8
 """Six steps an epoch, the last one of four samples."""
 
 
@@ -30,15 +32,17 @@ class SeeSteps(Callback):
 
     def __init__(self) -> None:
         self.steps: dict[str, Any] = {}
-        self.mine: list[int] = []
+        self.samples_of_rank: list[int] = []
 
     def batch_start(self, state: Any, logger: Any) -> None:
-        self.mine = [int(name) for name in state.batch['sample_ids']]
+        self.samples_of_rank = [int(name) for name in state.batch['sample_ids']]
 
     def batch_end(self, state: Any, logger: Any) -> None:
-        shares = dist.all_gather_object(self.mine)
-        samples = sorted(index for share in shares for index in share)
-        self.steps[str(int(state.timestamp.batch) - 1)] = {'samples': samples, **state_of(state.model)}
+        samples = []
+        for samples_of_rank in dist.all_gather_object(self.samples_of_rank):
+            samples += samples_of_rank
+        step = int(state.timestamp.batch) - 1
+        self.steps[str(step)] = {'samples': sorted(samples), **state_of(state.model)}
 
 
 def run(
@@ -51,27 +55,50 @@ def run(
     skip: bool = True,
     random: bool = True,
 ) -> dict[str, Any]:
-    """One Trainer; `durations` after the first are those of further calls of ``fit``."""
+    """Runs one Trainer. Returns its steps, and how many samples all ranks have read.
+
+    Args:
+        folder: Where checkpoints are saved.
+        load_path: Checkpoint to resume from.
+        durations: The duration of the run, and of further calls of ``fit``.
+        num_workers: Workers of the loader.
+        stock: Whether the loader is a stock one, not the regrouping loader.
+        skip: Whether a resumed run does not read again the batches before its checkpoint.
+        random: Whether labels and dropout are random.
+    """
+    first_duration, *further_durations = durations
     dataset = LengthDataset(NUM_SAMPLES, random_labels=random)
     if stock:
         loader = stock_loader(dataset, num_workers)
     else:
         loader = regrouping_loader(dataset, num_workers=num_workers, global_batch_size=GLOBAL_BATCH, seed=SEED)
     # Dropout makes the parameters depend on the state of the random number generators.
-    model = hugging_face(text_model(attention_dropout=0.2 if random else 0.0))
-    steps = SeeSteps()
-    callbacks: list[Any] = [steps]
+    dropout = 0.2 if random else 0.0
+    model = hugging_face(text_model(attention_dropout=dropout))
+    see_steps = SeeSteps()
+    callbacks: list[Any] = [see_steps]
     if skip:
         callbacks.append(SkipReadBatches())
-    options = {'callbacks': callbacks, 'load_path': load_path, 'seed': 5, 'max_duration': durations[0]}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    data = token_data_spec(loader, slot_tokens=LONGEST)
-    trainer = fit(model, data, optimizer=optimizer, **options, **saving(folder)).trainer
-    for duration in durations[1:]:
-        trainer.fit(duration=duration)
+
+    recorder = fit(
+        model,
+        token_data_spec(loader, slot_tokens=LONGEST),
+        optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2),
+        callbacks=callbacks,
+        load_path=load_path,
+        seed=5,
+        max_duration=first_duration,
+        **saving(folder),
+    )
+    for duration in further_durations:
+        recorder.trainer.fit(duration=duration)
     dist.barrier()
-    trainer.close()
-    return {'steps': steps.steps, 'reads': sum(len(read) for read in dist.all_gather_object(dataset.read))}
+    recorder.trainer.close()
+
+    num_read = 0
+    for samples_of_rank in dist.all_gather_object(dataset.read):
+        num_read += len(samples_of_rank)
+    return {'steps': see_steps.steps, 'reads': num_read}
 
 
 def stock_loader(dataset: LengthDataset, num_workers: int) -> DataLoader:

@@ -17,8 +17,12 @@ from tests.data.test_headers import PROCESSORS, open_dataset
 
 def main(path: str, num_checked: str) -> list[dict[str, Any]]:
     """Returns for each rank the table, and which samples it has read."""
-    dataset = open_dataset(Path(path), PROCESSORS['llava_next']())
+    processor = PROCESSORS['llava_next']()
+    dataset = open_dataset(Path(path), processor)
     with mock.patch.multiple(lengths, MOST_SAMPLES_WITHOUT_HEADERS=0, NUM_CHECKED=int(num_checked)):
         table = lengths.build_length_table(dataset, dataset.encoder.processor, num_workers=0)
-    columns = {name: getattr(table, name).tolist() for name in lengths.TABLE_COLUMNS}
+    columns = {}
+    for name in lengths.TABLE_COLUMNS:
+        column = getattr(table, name)
+        columns[name] = column.tolist()
     return dist.all_gather_object({'columns': columns, 'reads': dataset.reads})

@@ -8,12 +8,12 @@ Returns the logged figures, and losses of plain forwards.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
-import torch
-
 from composer_tokacc import TokenMonitor
-from tests.support.text import collate, text_model, text_rows
+from composer_tokacc.batch import BatchDict
+from tests.support.text import collate, next_token_loss, text_model, text_rows
 from tests.support.training import each_run, fit, rank_share, reference_gradients
 
 SHAPE = [(4, 2), (5, 0), (9, 7), (14, 11), (6, 1), (3, 2), (12, 5), (7, 3)]
@@ -25,20 +25,29 @@ def run(**options: Any) -> dict[str, Any]:
     """Runs four steps. The first of two ranks has two rows, the second one has six."""
     rows_of_ranks = (2, 6)
     rows = text_rows(SHAPE)
+    rank_batch = collate(rank_share(rows, rows_of_ranks))
     batches = []
     for sources in STEPS:
-        batch: dict[str, Any] = collate(rank_share(rows, rows_of_ranks))
-        batch['source'] = rank_share(sources, rows_of_ranks)
-        batches.append(batch)
-    callbacks = [TokenMonitor()]
-    recorder = fit(text_model(), *batches, slot_tokens=14, microbatch_size=1, callbacks=callbacks, **options)
+        sources_of_rank = rank_share(sources, rows_of_ranks)
+        batches.append({**rank_batch, 'source': sources_of_rank})
+    recorder = fit(
+        text_model(),
+        *batches,
+        slot_tokens=14,
+        microbatch_size=1,
+        callbacks=[TokenMonitor()],
+        **options,
+    )
+
     expected_gradients, _ = reference_gradients(text_model(), collate(rows))
-    squares = [gradient.double().square().sum() for gradient in expected_gradients.values()]
+    squared_norm = 0.0
+    for gradient in expected_gradients.values():
+        squared_norm += float(gradient.double().square().sum())
     return {
         'logged': figures_by_step(recorder.memory.data),
         'losses': plain_losses(rows),
         'norms': recorder.logged('token_monitor/gradient_norm'),
-        'first_norm': float(sum(squares).sqrt()),
+        'first_norm': math.sqrt(squared_norm),
     }
 
 
@@ -48,19 +57,20 @@ def figures_by_step(data: dict[str, Any]) -> list[dict[str, float]]:
     for name, logged in data.items():
         if '/source/' not in name:
             continue
+        figure = name.removeprefix('token_monitor/source/')
         for time, value in logged:
             step = int(time.batch.value) - 1
-            steps[step][name.removeprefix('token_monitor/source/')] = float(value)
+            steps[step][figure] = float(value)
     return steps
 
 
-def plain_losses(rows: list[dict[str, Any]]) -> list[float]:
+def plain_losses(rows: list[BatchDict]) -> list[float]:
     """Returns the summed loss of each row. Each row has its own forward in float64."""
     model = text_model().double()
     losses = []
     for row in rows:
-        logits = model(input_ids=row['input_ids']).logits[0, :-1]
-        loss = torch.nn.functional.cross_entropy(logits, row['labels'][0, 1:], reduction='sum')
+        logits = model(input_ids=row['input_ids']).logits
+        loss = next_token_loss(logits, row['labels'], reduction='sum')
         losses.append(float(loss))
     return losses
 

@@ -30,21 +30,25 @@ class UnseededDataset(LengthDataset):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         sample = super().__getitem__(index)
-        sample['input_ids'] = torch.from_numpy(self.generator.integers(3, 40, sample['input_ids'].shape))
+        ids = self.generator.integers(3, 40, sample['input_ids'].shape)
+        sample['input_ids'] = torch.from_numpy(ids)
         return sample
 
 
 def regrouping(dataset: Any = None, *, num_workers: int = 0, **options: Any) -> DataLoader:
+    """Returns our loader with our sampler."""
+    if dataset is None:
+        dataset = LengthDataset(NUM_SAMPLES)
     options = {'global_batch_size': GLOBAL_BATCH, **options}
     if num_workers:
         options |= {'num_workers': num_workers, 'multiprocessing_context': 'forkserver'}
-    return regrouping_loader(dataset or LengthDataset(NUM_SAMPLES), **options)
+    return regrouping_loader(dataset, **options)
 
 
 def plain(**options: Any) -> DataLoader:
     """Returns a stock DataLoader with our sampler."""
-    loader = regrouping(**options)
-    return DataLoader(LengthDataset(NUM_SAMPLES), batch_sampler=loader.batch_sampler, collate_fn=collate_samples)
+    sampler = regrouping(**options).batch_sampler
+    return DataLoader(LengthDataset(NUM_SAMPLES), batch_sampler=sampler, collate_fn=collate_samples)
 
 
 def stock(num_samples: int = NUM_SAMPLES, num_replicas: int | None = None, rank: int | None = None, **options: Any):
@@ -55,6 +59,7 @@ def stock(num_samples: int = NUM_SAMPLES, num_replicas: int | None = None, rank:
 
 
 def exchanging(seed: int = 0, max_tokens: int = 2 * LONGEST, **options: Any) -> DataLoader:
+    """Returns our exchanging loader with torch's sampler."""
     dataset = LengthDataset(NUM_SAMPLES)
     return ExchangingDataLoader(
         dataset,
@@ -67,12 +72,14 @@ def exchanging(seed: int = 0, max_tokens: int = 2 * LONGEST, **options: Any) -> 
 
 
 def at_batch(batch: int) -> DataLoader:
+    """Returns our loader, which begins with this batch."""
     loader: Any = regrouping()
     loader.batch_sampler.skip_to(batch)
     return loader
 
 
 def reordered(rank: int, **options: Any) -> DataLoader:
+    """Returns our loader. Only the first rank has the samples in their own order."""
     dataset = LengthDataset(NUM_SAMPLES)
     if rank:
         dataset = Reversed(dataset)
@@ -116,7 +123,8 @@ def run(build: Callable[[int], DataLoader]) -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     message = ''
     try:
-        data = token_data_spec(build(dist.get_global_rank()), slot_tokens=LONGEST)
+        loader = build(dist.get_global_rank())
+        data = token_data_spec(loader, slot_tokens=LONGEST)
         fit(model, data, recorder=recorder, optimizer=optimizer, max_duration='2ba')
     except RuntimeError as error:
         message = str(error)
@@ -129,7 +137,9 @@ def run(build: Callable[[int], DataLoader]) -> dict[str, Any]:
 
 
 def parameters(model: torch.nn.Module) -> torch.Tensor:
-    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    """Returns a copy of all weights in one row."""
+    flat_parameters = [parameter.detach().flatten() for parameter in model.parameters()]
+    return torch.cat(flat_parameters)
 
 
 def errors_of_plain_loop(seed: int) -> list[str]:
@@ -167,8 +177,8 @@ def errors_of_gradients() -> list[float]:
     errors = []
     dataset = LengthDataset(NUM_SAMPLES)
     for window, gradients in zip(windows, recorder.steps, strict=True):
-        batch = collate_samples([dataset[index] for index in window])
-        expected, _ = reference_gradients(model, batch)
+        samples = [dataset[index] for index in window]
+        expected, _ = reference_gradients(model, collate_samples(samples))
         errors.append(relative_error(gradients, expected))
     return errors
 

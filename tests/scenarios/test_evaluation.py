@@ -24,12 +24,13 @@ from tests.support.launch import launch_json
 @pytest.mark.parametrize('ranks', [2, 4])
 def test_metrics_depend_on_no_cut(ranks):
     results = launch_json('tests/ranks/evaluation.py', ranks=ranks)
+
     assert len(results) == 2 * len(DEVICE_BATCHES)
-    for name, case in results.items():
-        assert case['LanguageCrossEntropy'] < 1e-6, (name, case)
-        assert case['MaskedAccuracy'] < 1e-6, (name, case)
-    # The rows show a difference where there is one.
-    assert max(case['mean of batches'] for case in results.values()) > 1e-2
+    for name, differences in results.items():
+        assert differences['LanguageCrossEntropy'] < 1e-6, (name, differences)
+        assert differences['MaskedAccuracy'] < 1e-6, (name, differences)
+    # A mean over batches is off, so these rows can show a mistake.
+    assert max(differences['mean of batches'] for differences in results.values()) > 1e-2
 
 
 class OwnLoss(Metric):
@@ -40,16 +41,25 @@ class OwnLoss(Metric):
     def __init__(self):
         super().__init__()
         self.add_state('total', default=torch.tensor(0.0, dtype=torch.float64), dist_reduce_fx='sum')
-        self.add_state('count', default=torch.tensor(0), dist_reduce_fx='sum')
+        self.add_state('num_labels', default=torch.tensor(0), dist_reduce_fx='sum')
 
     def update(self, batch, outputs, labels):
-        count = int((batch['labels'][:, 1:] != -100).sum())
-        if count:
-            self.total += outputs.loss.double() * count
-        self.count += count
+        next_tokens = batch['labels'][:, 1:]
+        num_labels = int((next_tokens != -100).sum())
+        if num_labels:  # the model's mean over no labels is NaN
+            self.total += outputs.loss.double() * num_labels
+        self.num_labels += num_labels
 
     def compute(self):
-        return self.total / self.count
+        return self.total / self.num_labels
+
+
+class KeepsLabels(HuggingFaceModel):
+    """As Composer's, which moves the labels it took out itself, and has taken none here."""
+
+    def update_metric(self, batch, outputs, metric):
+        metric.update(batch, outputs, None)
+        return {}
 
 
 @pytest.mark.parametrize('microbatch', [1, 2, 5])
@@ -57,19 +67,15 @@ def test_labels_stay_in_evaluation(microbatch):
     case = FAMILIES['llava']()
     layout = BatchLayout.for_model(case.model)
     rows = held_out(case, 7)
-
-    class KeepsLabels(HuggingFaceModel):
-        """As Composer's, which moves the labels it took out itself, and has taken none here."""
-
-        def update_metric(self, batch, outputs, metric):
-            metric.update(batch, outputs, None)
-            return {}
-
-    wrapped = KeepsLabels(copy.deepcopy(case.model), shift_labels=True, use_logits=False, eval_metrics=[OwnLoss()])
+    expected = reference(case, rows)
+    model = KeepsLabels(copy.deepcopy(case.model), shift_labels=True, use_logits=False, eval_metrics=[OwnLoss()])
     loader = DataLoader(rows, batch_size=5, collate_fn=layout.concat)
     spec = token_data_spec(loader, layout=layout)
     evaluator = Evaluator(label='eval', dataloader=spec, device_eval_microbatch_size=microbatch)
-    trainer = Trainer(model=wrapped, eval_dataloader=evaluator, device='cpu', progress_bar=False)
+    trainer = Trainer(model=model, eval_dataloader=evaluator, device='cpu', progress_bar=False)
+
     trainer.eval()
-    mean_loss = float(trainer.state.eval_metrics['eval']['OwnLoss'].compute())
-    assert mean_loss == pytest.approx(reference(case, rows)['LanguageCrossEntropy'], rel=1e-6)
+
+    metric = trainer.state.eval_metrics['eval']['OwnLoss']
+    mean_loss = float(metric.compute())
+    assert mean_loss == pytest.approx(expected['LanguageCrossEntropy'], rel=1e-6)

@@ -19,9 +19,10 @@ PRECISIONS = ('amp_bf16', 'amp_fp16')
 def families_and_precisions():
     """Yields all families with both precisions. One of them is not slow, in turn."""
     for number, family in enumerate(FAMILIES):
+        quick_precision = PRECISIONS[number % 2]
         for precision in PRECISIONS:
-            is_quick = precision == PRECISIONS[number % 2]
-            yield pytest.param(family, precision, marks=() if is_quick else pytest.mark.slow)
+            marks = () if precision == quick_precision else pytest.mark.slow
+            yield pytest.param(family, precision, marks=marks)
 
 
 @pytest.mark.parametrize(('family', 'precision'), families_and_precisions())
@@ -31,7 +32,11 @@ def test_families(family, precision, monkeypatch):
     case = FAMILIES[family]()
     batch = family_batch(case)
     expected, _ = reference_gradients(case.model, batch)
-    round_off = relative_error(gradients_of_one_forward(case, batch, precision), expected)
+    one_forward = gradients_of_one_forward(case, batch, precision)
+    round_off = relative_error(one_forward, expected)
+
     recorder = fit(case.model, batch, callbacks=set_precision(precision, monkeypatch))
+
     assert recorder.trainer.state.scaler.get_scale() == SCALE
-    assert 0 < relative_error(recorder.gradients, expected) < 2 * round_off
+    error = relative_error(recorder.gradients, expected)
+    assert 0 < error < 2 * round_off

@@ -22,9 +22,11 @@ TINY = [setting for setting in TINY_DIGITS if not setting.startswith(('scheduler
 
 
 def arguments(folder: Path, steps: int) -> list[str]:
+    """Writes the YAML file of a run of the demo, and returns its path and further settings."""
     config = yaml.safe_load(Path(DIGITS).read_text())
     # Plain gradient descent, because Adam amplifies the round-off of gradients near 0.
-    config |= {'optimizer': {'name': 'sgd', 'lr': 0.1}, 'scheduler': {'name': 'constant'}}
+    config['optimizer'] = {'name': 'sgd', 'lr': 0.1}
+    config['scheduler'] = {'name': 'constant'}
     config['trainer'] |= {
         'max_duration': f'{steps}ba',
         'eval_interval': '2ba',
@@ -39,28 +41,36 @@ def arguments(folder: Path, steps: int) -> list[str]:
 
 
 def result_of(folder: Path) -> dict:
-    return json.loads((folder / 'result.json').read_text())
-
-
-def eval_loss_of(result: dict) -> float:
-    return result['eval']['LanguageCrossEntropy']
+    text = (folder / 'result.json').read_text()
+    return json.loads(text)
 
 
 def weights_of(folder: Path) -> dict:
-    return torch.load(folder / 'checkpoints' / 'latest-rank0.pt', weights_only=False)['state']['model']
+    """Returns the weights of the last checkpoint of a run."""
+    checkpoint = torch.load(folder / 'checkpoints' / 'latest-rank0.pt', weights_only=False)
+    return checkpoint['state']['model']
+
+
+def assert_same_evaluation(result: dict, expected: dict) -> None:
+    loss = result['eval']['LanguageCrossEntropy']
+    expected_loss = expected['eval']['LanguageCrossEntropy']
+    assert loss == pytest.approx(expected_loss, rel=1e-5)
 
 
 # Kept for the session, because tests of other files run between the tests of two and of four ranks.
 @pytest.fixture(scope='session')
 def one_rank(tmp_path_factory):
     """The folders of two steps and of four, by their number."""
-    folders = {steps: tmp_path_factory.mktemp(f'one_{steps}') for steps in (2, 4)}
-    for steps, folder in folders.items():
+    folders = {}
+    for steps in (2, 4):
+        folder = tmp_path_factory.mktemp(f'one_{steps}')
         assert main([*arguments(folder, steps), UNCHECKED]) == 0
+        folders[steps] = folder
     return folders
 
 
 def train_sharded(folder, *, steps, ranks):
+    """Trains, or goes on, with FSDP. Returns the result of the run."""
     fsdp = 'trainer.parallelism_config.fsdp={state_dict_type: sharded}'
     launch_program('composer_tokacc.train', *arguments(folder, steps), fsdp, ranks=ranks)
     return result_of(folder)
@@ -70,20 +80,24 @@ def train_sharded(folder, *, steps, ranks):
 def two_sharded_ranks(tmp_path_factory):
     """The folder of two steps, and their result."""
     folder = tmp_path_factory.mktemp('two_sharded_ranks')
-    return folder, train_sharded(folder, steps=2, ranks=2)
+    result = train_sharded(folder, steps=2, ranks=2)
+    return folder, result
 
 
 def test_two_nodes_train_as_one_rank(one_rank, tmp_path):
     """And one rank goes on from their checkpoint. Each node has one rank, whose local number is not its global one."""
     screens = launch_nodes(['-m', 'composer_tokacc.train', *arguments(tmp_path, 2)], nodes=2, ranks=1)
-    assert not any('Traceback' in screen for screen in screens)
+    for screen in screens:
+        assert 'Traceback' not in screen
     result = result_of(tmp_path)
     expected = result_of(one_rank[2])
     assert result['samples'] == expected['samples'] == 16
-    assert eval_loss_of(result) == pytest.approx(eval_loss_of(expected), rel=1e-5)
+    assert_same_evaluation(result, expected)
     torch.testing.assert_close(weights_of(tmp_path), weights_of(one_rank[2]), rtol=0, atol=1e-6)
+
     assert main([*arguments(tmp_path, 4), UNCHECKED]) == 0
-    assert result_of(tmp_path)['first_step'] == 2
+    resumed = result_of(tmp_path)
+    assert resumed['first_step'] == 2
     torch.testing.assert_close(weights_of(tmp_path), weights_of(one_rank[4]), rtol=0, atol=2e-6)
 
 
@@ -96,4 +110,4 @@ def test_fsdp2_trains_as_one_rank(ranks, steps, one_rank, two_sharded_ranks):
         assert result['first_step'] == 2
     expected = result_of(one_rank[steps])
     assert result['loss']['last'] == pytest.approx(expected['loss']['last'], rel=1e-5)
-    assert eval_loss_of(result) == pytest.approx(eval_loss_of(expected), rel=1e-5)
+    assert_same_evaluation(result, expected)

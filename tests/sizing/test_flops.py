@@ -57,7 +57,8 @@ build_llama = partial(LlamaForCausalLM, LLAMA)
 
 @pytest.fixture(scope='module')
 def flops_of_llama():
-    return count_flops(build_llama, LLAMA, text_rows([(9, 4), (20, 9)]), width=64)
+    samples = text_rows([(9, 4), (20, 9)])
+    return count_flops(build_llama, LLAMA, samples, width=64)
 
 
 def test_llama_costs_as_counted_by_hand(flops_of_llama):
@@ -73,13 +74,18 @@ def test_logits_only_at_labels_cost_less(flops_of_llama):
     num_logits = num_labels + 1  # the last token has logits, too, but predicts nothing
     (batch,) = text_rows([(length, num_labels)])
     step = StepTracer(build_llama, batch, on_gpu=False, logits='labels')
-    expected = flops_of_llama.text(1, length) - flops_of_llama.logits(length - num_logits)
-    assert step.count_flops(batch) == pytest.approx(expected, rel=1e-6)
+
+    flops = step.count_flops(batch)
+
+    saved = flops_of_llama.logits(length - num_logits)
+    expected = flops_of_llama.text(1, length) - saved
+    assert flops == pytest.approx(expected, rel=1e-6)
 
 
 def test_samples_without_gradient_are_refused():
     """Only a projector is trained, and the samples are text."""
     config = LlamaConfig(vocab_size=50, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+    samples = text_rows([(9, 4), (20, 9)])
 
     def build():
         model = LlamaForCausalLM(config).requires_grad_(False)
@@ -87,7 +93,7 @@ def test_samples_without_gradient_are_refused():
         return model
 
     with pytest.raises(ValueError, match='No gradient comes from any of the samples'):
-        count_flops(build, config, text_rows([(9, 4), (20, 9)]), width=64)
+        count_flops(build, config, samples, width=64)
 
 
 @pytest.mark.slow
@@ -98,12 +104,15 @@ def test_demo_costs_as_counted_by_hand():
     config._attn_implementation = 'eager'
     dataset = DigitsDataset(processor, num_samples=30)
     samples = [dataset[index] for index in range(30)]
-    build = partial(LlavaForConditionalGeneration._from_config, config, attn_implementation='eager')
-    flops = count_flops(build, config, samples, width=100)
     batch = VisionLanguageCollator(processor)(samples)
     num_images = sum(batch['num_images'])
-    assert flops.media(batch) == pytest.approx(num_images * clip_image_by_hand(config), rel=0.01)
+    build = partial(LlavaForConditionalGeneration._from_config, config, attn_implementation='eager')
+
+    flops = count_flops(build, config, samples, width=100)
+
+    expected_of_images = num_images * clip_image_by_hand(config)
+    assert flops.media(batch) == pytest.approx(expected_of_images, rel=0.01)
     for rows, width in ((4, 60), (16, 100)):
-        expected = llama_by_hand(config.text_config, rows, width)
-        assert flops.text(rows, width) == pytest.approx(expected, rel=0.01)
+        expected_of_text = llama_by_hand(config.text_config, rows, width)
+        assert flops.text(rows, width) == pytest.approx(expected_of_text, rel=0.01)
     assert flops.residual < 1e-6

@@ -42,11 +42,12 @@ SAFETY = 0.92
 
 def most_positions(device_memory_gib: float, *, model_gib: float = MODEL_GIB, bytes_each: float = PER_POSITION) -> int:
     """Returns how many positions of a microbatch fit into the memory that the model leaves."""
-    return int((SAFETY * device_memory_gib - model_gib) * GIB / bytes_each)
+    free_gib = SAFETY * device_memory_gib - model_gib
+    return int(free_gib * GIB / bytes_each)
 
 
 def memory_model(**changes: Any) -> MemoryModel:
-    """4 GiB of model in float32 with AdamW, 1.5 MiB a token, a quarter MiB an image token."""
+    """Returns 4 GiB of model in float32 with AdamW, 1.5 MiB a token, a quarter MiB an image token."""
     static = StaticBytes(
         parameters=PARAMETERS,
         buffers=0,
@@ -66,10 +67,12 @@ def memory_model(**changes: Any) -> MemoryModel:
         'weights': {},
     }
     fit = ActivationFit(coefficients=coefficients, area='never', residual=0.01)
-    return replace(MemoryModel(static=static, phases={'head': fit}), **changes)
+    memory = MemoryModel(static=static, phases={'head': fit})
+    return replace(memory, **changes)
 
 
 def table(num_samples: int = 1000, seed: int = 0) -> LengthTable:
+    """Returns samples of lognormal length. Three of five have an image of 64 tokens; half of the text has labels."""
     rng = np.random.default_rng(seed)
     has_image = rng.random(num_samples) < 0.6
     images = 64 * has_image.astype(np.int64)
@@ -84,7 +87,7 @@ def table(num_samples: int = 1000, seed: int = 0) -> LengthTable:
 
 
 def sizes_of(lengths: Any, image_tokens: Any = 0, loss_tokens: Any = 0, vision_patches: Any = 0) -> LengthTable:
-    """A table of these columns; a number stands for a column of it."""
+    """Returns a table of these columns. A number stands for a column of it."""
     columns = {
         'lengths': lengths,
         'image_tokens': image_tokens,
@@ -92,15 +95,22 @@ def sizes_of(lengths: Any, image_tokens: Any = 0, loss_tokens: Any = 0, vision_p
         'vision_patches': vision_patches,
     }
     num_samples = max(np.size(column) for column in columns.values())
-    return LengthTable(**{name: np.full(num_samples, column) for name, column in columns.items()})
+    full_columns = {name: np.full(num_samples, column) for name, column in columns.items()}
+    return LengthTable(**full_columns)
 
 
 def suggest(lengths: Any = None, **changes: Any) -> Any:
     """Returns the report for four ranks with 16 GiB, unless `changes` say otherwise."""
     if lengths is None:
         lengths = table()
-    arguments = {'num_ranks': 4, 'global_batch_size': 128, 'memory': memory_model(), 'device_memory_gib': 16.0}
-    return suggest_microbatching(lengths, **{**arguments, **changes})
+    arguments = {
+        'num_ranks': 4,
+        'global_batch_size': 128,
+        'memory': memory_model(),
+        'device_memory_gib': 16.0,
+        **changes,
+    }
+    return suggest_microbatching(lengths, **arguments)
 
 
 def suggest_for_one_rank(lengths: Any, **changes: Any) -> Any:
@@ -109,68 +119,80 @@ def suggest_for_one_rank(lengths: Any, **changes: Any) -> Any:
     return suggest(lengths, **arguments)
 
 
-def test_largest_safe_size_by_hand() -> None:
+def test_largest_safe_size_by_hand():
+    """In 16 GiB all 64 rows fit at once. In 8 GiB the memory of the text is the limit."""
     lengths = [100] * 64
-    report = suggest_for_one_rank(lengths, device_memory_gib=16.0)
+
+    large = suggest_for_one_rank(lengths, device_memory_gib=16.0)
+    small = suggest_for_one_rank(lengths, device_memory_gib=8.0)
+
     assert most_positions(16) // 100 > 64
-    assert report.device_train_microbatch_size == 64
-    assert report.peak_gib <= SAFETY * 16
-    half = suggest_for_one_rank(lengths, device_memory_gib=8.0)
-    assert half.device_train_microbatch_size == most_positions(8) // 100
-    assert half.binds == 'text'
+    assert large.device_train_microbatch_size == 64
+    assert large.peak_gib <= SAFETY * 16
+    assert small.device_train_microbatch_size == most_positions(8) // 100
+    assert small.binds == 'text'
 
 
-def test_lengths_may_be_a_tensor() -> None:
+def test_lengths_may_be_a_tensor():
     lengths = [100, 20] * 16
     assert suggest_for_one_rank(torch.tensor(lengths)) == suggest_for_one_rank(lengths)
 
 
-def test_numbers_of_numpy(tmp_path: Any) -> None:
+def test_numbers_of_numpy(tmp_path):
     counts = {'num_ranks': 4, 'global_batch_size': 128, 'slot_tokens': 300, 'max_image_tokens': 256}
     numbers_of_numpy = {name: np.int64(count) for name, count in counts.items()}
+
     report = suggest(**numbers_of_numpy, device_memory_gib=np.float32(12.5))
-    assert report.yaml() == suggest(**counts, device_memory_gib=12.5).yaml()
-    report.save(tmp_path / 'size.json')
-    assert json.loads((tmp_path / 'size.json').read_text())['device_memory_gib'] == 12.5
+
+    expected = suggest(**counts, device_memory_gib=12.5)
+    assert report.yaml() == expected.yaml()
+    path = tmp_path / 'size.json'
+    report.save(path)
+    assert json.loads(path.read_text())['device_memory_gib'] == 12.5
 
 
 @pytest.mark.parametrize(('slot_tokens', 'device_memory_gib'), [(None, 7.0), (16, 6.65), (300, 6.65)])
-def test_budget_of_any_slot_fits(slot_tokens: int | None, device_memory_gib: float) -> None:
+def test_budget_of_any_slot_fits(slot_tokens, device_memory_gib):
     """A microbatch of the suggested budget fits at every width, and one row more does not fit."""
     sizes = table()
-    report = suggest(sizes, device_memory_gib=device_memory_gib, global_batch_size=512, slot_tokens=slot_tokens)
-    if slot_tokens is not None:
-        assert 1 < report.max_tokens / sizes.lengths.max() < 1.5
     limit = SAFETY * device_memory_gib * GIB
     image_shares = sizes.image_tokens / sizes.lengths
 
-    def peak(rows: int, width: int, num_tokens: int) -> float:
+    def peak_of(rows, width, num_tokens):
         image_tokens = int(num_tokens * image_shares.max())
         shape = BatchShape(rows=rows, width=width, image_tokens=image_tokens)
         return memory_model().peak(shape, num_ranks=4)
 
+    report = suggest(sizes, device_memory_gib=device_memory_gib, global_batch_size=512, slot_tokens=slot_tokens)
+
+    budget = report.max_tokens
+    if slot_tokens is not None:
+        # The memory is only a little more than the longest sample needs.
+        assert 1 < budget / sizes.lengths.max() < 1.5
     for width in np.unique(sizes.lengths).tolist():
-        rows = max(report.max_tokens // width, 1)
-        assert peak(rows, width, report.max_tokens) <= limit
-    rows = report.device_train_microbatch_size + 1
-    assert peak(rows, report.slot_tokens, rows * report.slot_tokens) > limit
+        rows_that_fit = max(budget // width, 1)
+        assert peak_of(rows_that_fit, width, budget) <= limit
+    one_row_more = report.device_train_microbatch_size + 1
+    assert peak_of(one_row_more, report.slot_tokens, one_row_more * report.slot_tokens) > limit
 
 
-def test_budget_fits_with_rounded_widths() -> None:
+def test_budget_fits_with_rounded_widths():
     """Planned rows of 130 tokens become 192 wide, with more entries of attention for as many positions."""
     coefficients = {'text': {'area': PER_TOKEN / 64}, 'logits': {}, 'vision': {}}
-    phases = {'head': ActivationFit(coefficients=coefficients, area='always', residual=0.0)}
-    memory = memory_model(phases=phases)
+    fit = ActivationFit(coefficients=coefficients, area='always', residual=0.0)
+    memory = memory_model(phases={'head': fit})
+
     report = suggest_for_one_rank([130] * 64, memory=memory, width_multiple=64, device_memory_gib=8.0)
-    rows, rest = divmod(report.max_tokens, 192)
-    assert (rows, rest) == (report.device_train_microbatch_size, 0)
+
+    rows = report.device_train_microbatch_size
+    assert report.max_tokens == rows * 192
     peak = memory.peak(BatchShape(rows=rows, width=192))
     assert peak == report.peak_gib * GIB
     assert peak <= SAFETY * 8 * GIB
 
 
 def at_labels(**changes: Any) -> MemoryModel:
-    """Half a MiB for each position at which logits are computed."""
+    """Returns a memory model with half a MiB for each position at which logits are computed."""
     coefficients = {
         'text': {'tokens': PER_TOKEN},
         'logits': {'logits': PER_LOGIT_ROW},
@@ -189,16 +211,19 @@ def at_labels(**changes: Any) -> MemoryModel:
         ([0] * 64, 1.0),  # unknown
     ],
 )
-def test_logits_count_by_the_largest_share(loss_tokens: list[int], share: float) -> None:
+def test_logits_count_by_the_largest_share(loss_tokens, share):
     sizes = sizes_of(100, loss_tokens=loss_tokens)
+
     report = suggest(sizes, memory=at_labels(), num_ranks=1, global_batch_size=256, device_memory_gib=20.0)
+
     bytes_of_position = PER_TOKEN + share * PER_LOGIT_ROW + 48
     positions = most_positions(20, bytes_each=bytes_of_position)
+    assert report.logits == 'labels'
     assert report.device_train_microbatch_size == positions // 100
     assert report.most_logits == pytest.approx(share * report.max_tokens, abs=1)
-    assert report.logits == 'labels'
     assert report.as_dict()['most_logits'] == report.most_logits
-    assert (f'at most {report.most_logits:,} of' in report.text()) == (share < 1)
+    says_how_many = f'at most {report.most_logits:,} of' in report.text()
+    assert says_how_many == (share < 1)
     # Stock Composer computes all logits.
     assert report.stock_microbatch_size == most_positions(20) // 100
 
@@ -213,59 +238,70 @@ def densest_microbatch(sizes: LengthTable, samples: np.ndarray, max_tokens: int)
     return BatchShape(rows=rows, width=int(widths[rows - 1]), labels=int(labels) + 1)
 
 
-def test_any_microbatch_fits_with_its_labels() -> None:
+def test_any_microbatch_fits_with_its_labels():
     """Also the worst: the samples with the most labels for their length."""
     rng = np.random.default_rng(2)
     sizes = table()
-    loss_tokens = np.minimum(rng.integers(0, 64, len(sizes)), sizes.lengths // 4)
+    drawn_labels = rng.integers(0, 64, len(sizes))
+    loss_tokens = np.minimum(drawn_labels, sizes.lengths // 4)
     sizes = replace(sizes, loss_tokens=loss_tokens)
     memory = at_labels()
     arguments = {'num_ranks': 1, 'global_batch_size': 512, 'device_memory_gib': 6.0, 'slot_tokens': 16}
+
     report = suggest(sizes, memory=memory, **arguments)
+
     with_all_logits = suggest(sizes, memory=replace(memory, logits='all'), **arguments)
     assert report.max_tokens > 1.1 * with_all_logits.max_tokens
-    most_labels = np.argsort(-loss_tokens / sizes.lengths)
+    most_labels_first = np.argsort(-loss_tokens / sizes.lengths)
     for start in range(0, 200, 7):
-        shape = densest_microbatch(sizes, most_labels[start:], report.max_tokens)
+        shape = densest_microbatch(sizes, most_labels_first[start:], report.max_tokens)
         assert memory.peak(shape) <= SAFETY * 6 * GIB
 
 
-def test_profile_against_a_plain_count() -> None:
+def test_profile_against_a_plain_count():
     sizes = table(512)
-    # One rank has all samples in one global batch. Stock Composer computes each as wide as the longest.
+
     report = suggest_for_one_rank(sizes)
-    padding = 1 - sizes.lengths.sum() / (512 * sizes.lengths.max())
-    assert report.figures['stock'].padding_ratio == pytest.approx(padding)
-    profile = report.profile
+
+    # One rank has all samples in one global batch. Stock Composer computes each as wide as the longest.
+    computed_tokens = 512 * sizes.lengths.max()
+    stock_padding = 1 - sizes.lengths.sum() / computed_tokens
     is_text = sizes.image_tokens == 0
-    assert profile.text_only_share == pytest.approx(is_text.mean())
+    assert report.figures['stock'].padding_ratio == pytest.approx(stock_padding)
     assert report.figures['split'].padding_ratio < report.figures['stock'].padding_ratio
+    assert report.profile.text_only_share == pytest.approx(is_text.mean())
 
 
-def test_seconds_of_a_step_by_hand() -> None:
+def test_seconds_of_a_step_by_hand():
     """Four rows of 100 tokens on one rank, one microbatch: 4 x (100 + 100 x 100 / 1000) + 5 units."""
     measured_cost = CostModel(quadratic=1000.0, launch=5.0, seconds_per_token=1e-2)
     report = suggest_for_one_rank([100] * 4, measured_cost=measured_cost, seconds_per_step=0.5)
     assert report.step_seconds('stock') == pytest.approx(445e-2 + 0.5)
     assert report.step_seconds('split') == pytest.approx(445e-2 + 0.5)
-    assert suggest().step_seconds('stock') is None
+
+    not_measured = suggest()
+    assert not_measured.step_seconds('stock') is None
 
 
-def test_cost_of_the_run_cuts_steps() -> None:
+def test_cost_of_the_run_cuts_steps():
     """The measured cost only prices them. Cheap launches make a microbatch of each width, dear ones as few as fit."""
     lengths = [10, 11] * 64
-    cheap = suggest_for_one_rank(lengths, cost=CostModel(launch=1.0), measured_cost=CostModel()).figures
-    dear = suggest_for_one_rank(lengths, cost=CostModel(launch=1e6), measured_cost=CostModel()).figures
+    cheap_launches = CostModel(launch=1.0)
+    dear_launches = CostModel(launch=1e6)
+
+    cheap = suggest_for_one_rank(lengths, cost=cheap_launches, measured_cost=CostModel()).figures
+    dear = suggest_for_one_rank(lengths, cost=dear_launches, measured_cost=CostModel()).figures
+
     for method in ('split', 'planned'):
         assert cheap[method].microbatches == 2
         assert dear[method].microbatches == 1
     assert cheap['stock'] == dear['stock']
 
 
-def test_measured_encoder_time_counts() -> None:
+def test_measured_encoder_time_counts():
     """One rank, one microbatch of four rows of 100 tokens: 440 units, 5 of launch, and two images in the encoder."""
     patches = np.array([10, 0, 30, 0])
-    sizes = sizes_of(100, patches // 10, patches, patches)
+    sizes = sizes_of(100, image_tokens=patches // 10, loss_tokens=patches, vision_patches=patches)
     measured_cost = CostModel(
         quadratic=1000.0,
         launch=5.0,
@@ -274,32 +310,39 @@ def test_measured_encoder_time_counts() -> None:
         vision_per_square=0.01,
         seconds_per_token=1e-2,
     )
+
     report = suggest_for_one_rank(sizes, measured_cost=measured_cost)
-    cost_of_step = 445 + 2 * 3.0 + 0.5 * 40 + 0.01 * (10**2 + 30**2)
+
+    cost_of_encoder = 2 * 3.0 + 0.5 * 40 + 0.01 * (10**2 + 30**2)
+    cost_of_step = 445 + cost_of_encoder
     assert report.step_seconds('stock') == pytest.approx(cost_of_step * 1e-2)
     assert report.step_seconds('planned') == pytest.approx(cost_of_step * 1e-2)
     assert report.bound == pytest.approx(cost_of_step)
-    assert CostModel(**pasted_keys(report)['cost']) == replace(measured_cost, seconds_per_token=None)
+    pasted_cost = CostModel(**pasted_keys(report)['cost'])
+    assert pasted_cost == replace(measured_cost, seconds_per_token=None)
     assert 'cost' not in pasted_keys(suggest())
 
 
-def test_pasted_lines_keep_cost_and_equal_counts() -> None:
+def test_pasted_lines_keep_cost_and_equal_counts():
     cost = CostModel(quadratic=1 / 3, launch=12345.6)
-    report = suggest(cost=cost, equal_counts=True)
-    keys = pasted_keys(report)
+    measured_cost = CostModel(launch=5.0)
+
+    keys = pasted_keys(suggest(cost=cost, equal_counts=True))
+    default_keys = pasted_keys(suggest())
+    measured_keys = pasted_keys(suggest(cost=cost, measured_cost=measured_cost))
+
     assert CostModel(**keys['cost']) == cost
     assert keys['equal_counts'] is True
-    assert pasted_keys(suggest())['equal_counts'] == 'auto'
-    measured_cost = CostModel(launch=5.0)
-    assert pasted_keys(suggest(cost=cost, measured_cost=measured_cost))['cost'] == {'launch': 5.0}
+    assert default_keys['equal_counts'] == 'auto'
+    assert measured_keys['cost'] == {'launch': 5.0}
 
 
 def pasted_keys(report: Any) -> dict[str, Any]:
-    """The keys that a user pastes into the YAML file of the run."""
+    """Returns the keys that a user pastes into the YAML file of the run."""
     return yaml.safe_load(report.yaml())['microbatching']
 
 
-def test_packed_steps_have_no_padding() -> None:
+def test_packed_steps_have_no_padding():
     packed = suggest(packing=True)
     padded = suggest()
     assert packed.figures['split'].padding_ratio == 0
@@ -310,11 +353,12 @@ def test_packed_steps_have_no_padding() -> None:
 
 
 def padding_of_a_step(method: str, tokens: list[int], image_tokens: list[int], **options: Any) -> float:
-    """Share of padding if two ranks compute all samples in one step."""
+    """Returns the share of padding if two ranks compute all samples in one step."""
     sizes = SampleSizes(tokens=np.array(tokens), image_tokens=np.array(image_tokens))
+    all_samples = np.arange(len(sizes))
     step = simulate_steps(
         sizes,
-        [np.arange(len(sizes))],
+        [all_samples],
         method=method,
         num_ranks=2,
         microbatch_rows=1,
@@ -324,10 +368,11 @@ def padding_of_a_step(method: str, tokens: list[int], image_tokens: list[int], *
     return step.padding_ratio
 
 
-def test_dummies_of_plans_are_not_packed() -> None:
+def test_dummies_of_plans_are_not_packed():
     """Under FSDP the plan gives the second rank a copy of the only image. The run does not read it for packing."""
     options = {'max_tokens': 100, 'packing': True, 'objective': 'fsdp'}
-    assert padding_of_a_step('planned', [40, 10, 10, 10], [20, 0, 0, 0], **options) == 0
+    padding = padding_of_a_step('planned', [40, 10, 10, 10], [20, 0, 0, 0], **options)
+    assert padding == 0
 
 
 @pytest.mark.parametrize(
@@ -338,37 +383,45 @@ def test_dummies_of_plans_are_not_packed() -> None:
         pytest.param(True, 8, 30, id='the shortest row with an image'),
     ],
 )
-def test_dummy_rows_of_equal_counts(equal_counts: bool, image_tokens: int, dummy_tokens: int) -> None:
+def test_dummy_rows_of_equal_counts(equal_counts, image_tokens, dummy_tokens):
     """Rank 0 makes two microbatches of 500 tokens, rank 1 only one. For equal counts it repeats a row."""
+    lengths = [500, 10, 500, 30]
     images = [image_tokens, 0, image_tokens, image_tokens]
-    padding = padding_of_a_step('split', [500, 10, 500, 30], images, max_tokens=500, equal_counts=equal_counts)
-    computed = 500 + 500 + 2 * 30 + dummy_tokens
+
+    padding = padding_of_a_step('split', lengths, images, max_tokens=500, equal_counts=equal_counts)
+
+    computed = 500 + 500 + 2 * 30 + dummy_tokens  # the row of 10 tokens is padded to 30
     assert padding == pytest.approx(1 - 1040 / computed)
 
 
-def test_planning_is_best_within_the_bound() -> None:
+def test_planning_is_best_within_the_bound():
     report = suggest()
     assert 0 < report.share_of_bound('split') <= report.share_of_bound('planned') <= 1
     assert report.speedup('planned') >= report.speedup('split') >= 1
 
 
-def test_microbatches_of_stock_composer() -> None:
-    report = suggest([100] * 64, num_ranks=4, global_batch_size=48, device_memory_gib=8.0)
-    assert report.stock_microbatch_size == 12
-    assert report.identity() == '(12 x 1) rows x 4 ranks = 48 samples a step'
-    tight = suggest([100] * 64, num_ranks=4, global_batch_size=48, device_memory_gib=6.3)
+def test_microbatches_of_stock_composer():
+    arguments = {'num_ranks': 4, 'global_batch_size': 48}
+
+    enough = suggest([100] * 64, device_memory_gib=8.0, **arguments)
+    tight = suggest([100] * 64, device_memory_gib=6.3, **arguments)
+
+    assert enough.stock_microbatch_size == 12
+    assert enough.identity() == '(12 x 1) rows x 4 ranks = 48 samples a step'
     # The buckets of DDP take another GiB.
     assert most_positions(6.3, model_gib=MODEL_GIB + 1) // 100 == 5
     assert tight.identity() == '(5 x 2 + 2) rows x 4 ranks = 48 samples a step'
 
 
-def test_stock_composer_may_not_fit() -> None:
+def test_stock_composer_may_not_fit():
     """With logits only at few labels rows of 1000 tokens fit, but one row with all its logits does not."""
     sizes = sizes_of([1000] * 64, loss_tokens=[20] * 64)
     fit = memory_model().phases['head']
-    large_logits = replace(fit, coefficients={**fit.coefficients, 'logits': {'logits': 4 * PER_LOGIT_ROW}})
-    memory = memory_model(logits='labels', phases={'head': large_logits})
+    coefficients = {**fit.coefficients, 'logits': {'logits': 4 * PER_LOGIT_ROW}}
+    memory = memory_model(logits='labels', phases={'head': replace(fit, coefficients=coefficients)})
+
     report = suggest_for_one_rank(sizes, memory=memory, device_memory_gib=7.0)
+
     assert report.device_train_microbatch_size == 2
     assert report.stock_microbatch_size == 0
     assert report.speedup('split') is None
@@ -376,12 +429,13 @@ def test_stock_composer_may_not_fit() -> None:
     assert report.identity() == '(1 x 64) rows x 1 ranks = 64 samples a step'
     [warning] = report.warnings()
     assert 'one row of the longest sample (1000 tokens) may not fit' in warning
+
     large_device = suggest_for_one_rank(sizes, memory=memory, device_memory_gib=8.0)
     assert large_device.stock_microbatch_size == 1
     assert large_device.speedup('split') > 1
 
 
-def test_sharding_makes_room() -> None:
+def test_sharding_makes_room():
     sharded = memory_model(strategy='fsdp')
     two_ranks = suggest(memory=sharded, num_ranks=2, device_memory_gib=6.0)
     eight_ranks = suggest(memory=sharded, num_ranks=8, device_memory_gib=6.0)
@@ -389,83 +443,102 @@ def test_sharding_makes_room() -> None:
     assert eight_ranks.terms['parameters'] == pytest.approx(1 / 8)
 
 
-def test_samples_over_the_budget_are_named() -> None:
+def test_samples_over_the_budget_are_named():
+    """The device has 0.9 GiB for activations."""
     lengths = [50] * 60 + [900, 700, 50, 50]
     ids = [f'sample-{index}' for index in range(64)]
+
     report = suggest_for_one_rank(lengths, device_memory_gib=4.9 / SAFETY, sample_ids=ids)
+
     limit = int(0.9 * GIB / PER_POSITION)
     assert 50 < limit < 700
+    assert report.max_tokens <= limit
     assert report.too_large == ['"sample-60": 900 tokens', '"sample-61": 700 tokens']
     assert 'dataset.max_length' in report.warnings()[0]
-    assert report.max_tokens <= limit
 
 
-def test_rough_memory_model_warns() -> None:
+def test_rough_memory_model_warns():
     fit = memory_model().phases['head']
-    rough = memory_model(phases={'head': replace(fit, residual=0.08)})
-    report = suggest(memory=rough)
-    assert '8.0%' in '\n'.join(report.warnings())
-    assert suggest().warnings() == []
+    rough_fit = replace(fit, residual=0.08)
+
+    rough = suggest(memory=memory_model(phases={'head': rough_fit}))
+    good = suggest()
+
+    assert '8.0%' in '\n'.join(rough.warnings())
+    assert good.warnings() == []
 
 
-def test_report_as_text_json_yaml_picture(tmp_path: Any) -> None:
+def test_report_as_text_json_yaml_picture(tmp_path):
     report = suggest(table(600))
     text = report.text()
     for words in ('largest safe size', 'DDP buckets', 'stock Composer'):
         assert words in text
     assert report.yaml() in text
-    report.save(tmp_path / 'size.json')
-    stored = json.loads((tmp_path / 'size.json').read_text())
+
+    json_path = tmp_path / 'size.json'
+    report.save(json_path)
+    stored = json.loads(json_path.read_text())
     assert stored['profile']['num_samples'] == 600
     for keys in (stored, pasted_keys(report)):
         assert keys['device_train_microbatch_size'] * keys['slot_tokens'] == stored['max_tokens']
-    draw_report(tmp_path / 'size.svg', report)
-    drawn = (tmp_path / 'size.svg').read_text()
+
+    picture_path = tmp_path / 'size.svg'
+    draw_report(picture_path, report)
+    picture = picture_path.read_text()
     for words in ('Computed positions that are padding', 'planned over ranks', 'Peak memory of a rank'):
-        assert f'<!-- {words}' in drawn
+        assert f'<!-- {words}' in picture
 
 
 def check_capped_steps(sizes: LengthTable, cap: dict[str, int], **arguments: Any) -> tuple[Any, Any]:
-    """Eight rows fit at once. A cap that holds for two rows makes four microbatches. Returns both reports."""
+    """Checks that eight rows fit at once, and that a cap which holds for two rows makes four microbatches.
+
+    Returns the reports without and with the cap.
+    """
     free = suggest_for_one_rank(sizes, **arguments)
     capped = suggest_for_one_rank(sizes, **cap, **arguments)
+    packed = suggest_for_one_rank(sizes, packing=True, **cap, **arguments)
+
     for method in ('split', 'planned'):
         assert free.figures[method].microbatches == 1
         assert capped.figures[method].microbatches == 4
-    assert free.figures['stock'] == capped.figures['stock']
-    packed = suggest_for_one_rank(sizes, packing=True, **cap, **arguments)
     assert packed.figures['split'].microbatches == 4
+    assert free.figures['stock'] == capped.figures['stock']
     assert cap.items() <= pasted_keys(capped).items()
     return free, capped
 
 
-def test_image_cap_bounds_memory_and_steps() -> None:
-    sizes = sizes_of([100] * 8, 60, 1, 60)
+def test_image_cap_bounds_memory_and_steps():
+    sizes = sizes_of([100] * 8, image_tokens=60, loss_tokens=1, vision_patches=60)
     free, capped = check_capped_steps(sizes, {'max_image_tokens': 120}, width_multiple=2)
     # A microbatch of all rows has 480 image tokens, and one under the cap 120.
     saved_bytes = (free.peak_gib - capped.peak_gib) * GIB
     assert saved_bytes == pytest.approx(360 * PER_IMAGE_TOKEN)
-    too_small = suggest_for_one_rank(sizes, max_image_tokens=59)
-    assert len(too_small.oversize) == 8
+
+    below_a_sample = suggest_for_one_rank(sizes, max_image_tokens=59)
+    assert len(below_a_sample.oversize) == 8
 
 
-def test_loss_cap_bounds_logits_and_steps() -> None:
-    sizes = sizes_of([100] * 8, 0, 50)
+def test_loss_cap_bounds_logits_and_steps():
+    sizes = sizes_of([100] * 8, loss_tokens=50)
     free, capped = check_capped_steps(sizes, {'max_loss_tokens': 100}, memory=at_labels())
     # 51 of 100 positions of each row may need logits. Under the cap a microbatch with logits everywhere has 112.
     assert free.most_logits == 408
     assert capped.most_logits == 113
     saved_bytes = (free.peak_gib - capped.peak_gib) * GIB
     assert saved_bytes == pytest.approx((408 - 113) * PER_LOGIT_ROW)
-    too_small = suggest_for_one_rank(sizes, memory=at_labels(), max_loss_tokens=49)
-    assert len(too_small.oversize) == 8
+
+    below_a_sample = suggest_for_one_rank(sizes, memory=at_labels(), max_loss_tokens=49)
+    assert len(below_a_sample.oversize) == 8
 
 
-def test_loss_cap_allows_larger_microbatches() -> None:
+def test_loss_cap_allows_larger_microbatches():
     """One sample has a label everywhere. Without a cap a microbatch could hold only such samples."""
-    sizes = sizes_of([100] * 63 + [50], 0, [4] * 63 + [50])
-    free = suggest_for_one_rank(sizes, memory=at_labels(), device_memory_gib=7.0)
-    capped = suggest_for_one_rank(sizes, memory=at_labels(), device_memory_gib=7.0, max_loss_tokens=60)
+    sizes = sizes_of([100] * 63 + [50], loss_tokens=[4] * 63 + [50])
+    arguments = {'memory': at_labels(), 'device_memory_gib': 7.0}
+
+    free = suggest_for_one_rank(sizes, **arguments)
+    capped = suggest_for_one_rank(sizes, max_loss_tokens=60, **arguments)
+
     assert capped.device_train_microbatch_size > free.device_train_microbatch_size
     assert capped.peak_gib <= SAFETY * 7.0
 
@@ -479,29 +552,39 @@ def test_loss_cap_allows_larger_microbatches() -> None:
         (4900, 0, 5056, {'max_image_tokens': 100, 'width_multiple': 64}),
     ],
 )
-def test_memory_of_a_sample_alone(image_tokens: int, loss_tokens: int, width: int, options: dict[str, int]) -> None:
+def test_memory_of_a_sample_alone(image_tokens, loss_tokens, width, options):
     """A cap of a microbatch does not bound a sample that is over it."""
-    sizes = sizes_of([100] * 7 + [5000], [20] * 7 + [image_tokens], [4] * 7 + [loss_tokens])
+    sizes = sizes_of(
+        [100] * 7 + [5000],
+        image_tokens=[20] * 7 + [image_tokens],
+        loss_tokens=[4] * 7 + [loss_tokens],
+    )
     memory = at_labels() if loss_tokens else memory_model()
-    alone = BatchShape(rows=1, width=width, image_tokens=image_tokens)
-    needed_gib = memory.peak(alone) / GIB
+    large_sample = BatchShape(rows=1, width=width, image_tokens=image_tokens)
+    needed_gib = memory.peak(large_sample) / GIB
     arguments = {'memory': memory, 'slot_tokens': 100, **options}
+
     enough = suggest_for_one_rank(sizes, device_memory_gib=(needed_gib + 0.1) / SAFETY, **arguments)
-    assert enough.too_large == []
-    assert enough.max_tokens == 800
-    assert enough.peak_gib == pytest.approx(needed_gib)
-    assert [row.peak_gib for row in enough.sizes] == pytest.approx([needed_gib] * len(enough.sizes))
     too_little = suggest_for_one_rank(sizes, device_memory_gib=(needed_gib - 0.1) / SAFETY, **arguments)
+
+    assert enough.too_large == []
+    assert enough.max_tokens == 800  # as many slots as the batch has rows
+    assert enough.peak_gib == pytest.approx(needed_gib)
+    for size in enough.sizes:
+        assert size.peak_gib == pytest.approx(needed_gib)
     assert too_little.too_large == ['sample 7: 5000 tokens']
     assert too_little.peak_gib < needed_gib - 0.1
 
 
-def test_labels_of_a_sample_alone() -> None:
+def test_labels_of_a_sample_alone():
     """It has few labels, and short samples have a label everywhere. They are not in its microbatch."""
-    sizes = sizes_of([100] * 7 + [5000], 0, [99] * 7 + [50])
+    sizes = sizes_of([100] * 7 + [5000], loss_tokens=[99] * 7 + [50])
     memory = at_labels()
-    needed_gib = memory.peak(BatchShape(rows=1, width=5000, labels=51)) / GIB
+    large_sample = BatchShape(rows=1, width=5000, labels=51)
+    needed_gib = memory.peak(large_sample) / GIB
+
     report = suggest_for_one_rank(sizes, memory=memory, slot_tokens=100, device_memory_gib=(needed_gib + 0.1) / SAFETY)
+
     assert report.oversize == ['sample 7: 5000 tokens']
     assert report.too_large == []
 
@@ -520,7 +603,7 @@ def test_labels_of_a_sample_alone() -> None:
         ({'slot_tokens': 0}, '`slot_tokens` must be a positive integer'),
     ],
 )
-def test_bad_input_is_refused(arguments: dict[str, Any], message: str) -> None:
+def test_bad_input_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message) as caught:
         suggest(**arguments)
     assert '\n' not in str(caught.value)

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,6 @@ PER_IMAGE_TOKEN = 1e-5
 PER_LAUNCH = 3e-3
 QUADRATIC = 768.0
 
-
 PER_SQUARE = 4e-9
 PER_PATCH = 1e-6
 PER_IMAGE = 2e-4
@@ -33,7 +31,7 @@ PER_IMAGE = 2e-4
 
 
 def filled_timer(num_delayed: int = 0) -> MicrobatchTimer:
-    """Returns a timer with exact times of 40 microbatches, of which some took six times as long."""
+    """Returns a timer with exact times of 40 microbatches. The delayed ones took six times as long."""
     rng = np.random.default_rng(0)
     timer = MicrobatchTimer()
     for _ in range(40):
@@ -41,25 +39,30 @@ def filled_timer(num_delayed: int = 0) -> MicrobatchTimer:
         width = int(rng.integers(5, 60))
         image_tokens = int(rng.integers(0, 50))
         text_seconds = PER_TOKEN * rows * (width + width**2 / QUADRATIC)
-        seconds = text_seconds + PER_IMAGE_TOKEN * image_tokens + PER_LAUNCH
+        image_seconds = PER_IMAGE_TOKEN * image_tokens
+        seconds = text_seconds + image_seconds + PER_LAUNCH
         timer.microbatches.append(TimedMicrobatch(rows, width, image_tokens, seconds))
-    for index in range(num_delayed):
-        microbatch = timer.microbatches[7 * index]
-        timer.microbatches[7 * index] = microbatch._replace(seconds=6 * microbatch.seconds)
+    for delayed in range(num_delayed):
+        index = 7 * delayed
+        microbatch = timer.microbatches[index]
+        timer.microbatches[index] = microbatch._replace(seconds=6 * microbatch.seconds)
     timer.outside.extend([0.01, 0.02, 0.9])
     return timer
 
 
-def test_terms_come_back_from_exact_times() -> None:
+def test_terms_come_back_from_exact_times():
     cost, outside = fit_cost([filled_timer()], quadratic=QUADRATIC)
+
     assert cost.seconds_per_token == pytest.approx(PER_TOKEN)
+    # The other terms are in units of a token.
     assert cost.vision_per_token == pytest.approx(PER_IMAGE_TOKEN / PER_TOKEN)
     assert cost.launch == pytest.approx(PER_LAUNCH / PER_TOKEN)
     assert outside == 0.02, 'the median'
 
 
-def test_delayed_microbatches_hardly_count() -> None:
-    cost, _ = fit_cost([filled_timer(num_delayed=3)], quadratic=QUADRATIC)
+def test_delayed_microbatches_hardly_count():
+    timer = filled_timer(num_delayed=3)
+    cost, _ = fit_cost([timer], quadratic=QUADRATIC)
     assert cost.seconds_per_token == pytest.approx(PER_TOKEN, rel=0.05)
     assert cost.launch == pytest.approx(PER_LAUNCH / PER_TOKEN, rel=0.1)
 
@@ -67,37 +70,43 @@ def test_delayed_microbatches_hardly_count() -> None:
 @pytest.mark.parametrize(
     ('family', 'modality'), [pytest.param('qwen2_vl', 'video', marks=pytest.mark.slow), ('qwen2_audio', 'audio')]
 )
-def test_placeholders_of_videos_and_sounds(family: str, modality: str) -> None:
+def test_placeholders_of_videos_and_sounds(family, modality):
     case = MEDIA[family]()
     row = case.rows[case.kinds.index(modality)]
-    timer = MicrobatchTimer(BatchLayout.for_model(case.model), skip=0)
+    layout = BatchLayout.for_model(case.model)
+    timer = MicrobatchTimer(layout, skip=0)
+    placeholder_id = getattr(case.model.config, f'{modality}_token_id')
+    num_placeholders = int((row['input_ids'] == placeholder_id).sum())
+
     train(case.model, token_data_spec(loader(row)), callbacks=[timer])
-    config: Any = case.model.config
-    token_id = config.video_token_id if modality == 'video' else config.audio_token_id
-    num_placeholders = int((row['input_ids'] == token_id).sum())
-    assert num_placeholders > 0
+
     (microbatch,) = timer.microbatches
+    assert num_placeholders > 0
     assert microbatch.image_tokens == num_placeholders
 
 
-def test_first_steps_of_resumed_run_are_skipped(tmp_path: Path) -> None:
+def test_first_steps_of_resumed_run_are_skipped(tmp_path):
     case = FAMILIES['qwen2_vl']()
     batches = [case.rows[0]] * 8
     train(case.model, token_data_spec(loader(*batches)), max_duration='4ba', **saving(str(tmp_path)))
     timer = MicrobatchTimer(skip=2)
+
+    spec = token_data_spec(loader(*batches))
     load_path = str(tmp_path / 'ba4.pt')
-    train(case.model, token_data_spec(loader(*batches)), max_duration='8ba', load_path=load_path, callbacks=[timer])
+    train(case.model, spec, max_duration='8ba', load_path=load_path, callbacks=[timer])
+
     assert len(timer.microbatches) == 2  # steps 6 and 7
     assert len(timer.outside) == 1  # of step 6: a step ends when the next one starts
 
 
-def test_encoder_has_its_own_terms() -> None:
+def time_encoder(timer: MicrobatchTimer) -> None:
+    """Gives each microbatch images, and the seconds that they take in an encoder, instead of its image tokens."""
     rng = np.random.default_rng(1)
-    timer = filled_timer()
     for index, microbatch in enumerate(timer.microbatches):
-        patches = np.zeros(2, int)
-        num_images = 0
-        if index != 3:  # one microbatch without images
+        if index == 3:  # one microbatch without images
+            num_images = 0
+            patches = np.zeros(2, int)
+        else:
             num_images = int(rng.integers(1, 5))
             patches = rng.integers(16, 4096, num_images)
         encoder_seconds = PER_SQUARE * (patches**2).sum() + PER_PATCH * patches.sum() + PER_IMAGE * num_images
@@ -105,9 +114,19 @@ def test_encoder_has_its_own_terms() -> None:
         seconds = text_seconds + encoder_seconds
         if index == 20:  # a delayed microbatch
             seconds *= 5
-        times = {'seconds': seconds, 'vision_seconds': encoder_seconds}
-        timer.microbatches[index] = microbatch._replace(patches=patches.tolist(), **times)
+        timer.microbatches[index] = microbatch._replace(
+            patches=patches.tolist(),
+            seconds=seconds,
+            vision_seconds=encoder_seconds,
+        )
+
+
+def test_encoder_has_its_own_terms():
+    timer = filled_timer()
+    time_encoder(timer)
+
     cost, _ = fit_cost([timer], quadratic=QUADRATIC)
+
     unit = cost.seconds_per_token
     assert unit == pytest.approx(PER_TOKEN, rel=0.05)
     assert cost.vision_per_square == pytest.approx(PER_SQUARE / unit)
@@ -121,8 +140,11 @@ class FakeClock:
 
     seconds = 0.0
 
+    def now(self) -> float:
+        return self.seconds
+
     def watch(self, layers: list[torch.nn.Module], *, forward: float, backward: float) -> None:
-        """Makes each of these layers take so many seconds."""
+        """Makes each of these layers take the given seconds."""
 
         def on_backward(gradient: torch.Tensor) -> None:
             self.seconds += backward
@@ -141,8 +163,8 @@ def linear_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
     return [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
 
 
-@pytest.mark.parametrize('frozen', [False, True])
-def test_time_in_the_encoder(frozen: bool) -> None:
+@pytest.mark.parametrize(('frozen', 'seconds_of_layer'), [(False, 1.0 + 10.0), (True, 1.0)], ids=['trained', 'frozen'])
+def test_time_in_the_encoder(frozen, seconds_of_layer):
     """A fake clock: a linear layer of the encoder takes 1 forward and 10 backward, one of the text 100 and 1000."""
     case = FAMILIES['qwen2_vl']()
     (encoder,) = [module for name, module in case.model.named_modules() if name.endswith('visual')]
@@ -154,17 +176,19 @@ def test_time_in_the_encoder(frozen: bool) -> None:
     clock.watch(text_layers, forward=100.0, backward=1000.0)
     layout = BatchLayout.for_model(case.model)
     timer = MicrobatchTimer(layout, patches=partial(count_patches, patch_size=14), skip=0)
-    timer._now = lambda: clock.seconds  # type: ignore[method-assign]
+    timer._now = clock.now
     batch = layout.concat(case.rows, pad_token_id=case.pad_token_id)
+
     spec = token_data_spec(loader(batch))
     train(case.model, spec, callbacks=[timer], microbatch_size=len(case.rows))
+
     (microbatch,) = timer.microbatches
-    assert microbatch.patches == [computed_patches(case.model, row) for row in case.rows]
-    seconds_of_layer = 1.0 if frozen else 11.0
+    expected_patches = [computed_patches(case.model, row) for row in case.rows]
+    assert microbatch.patches == expected_patches
     assert microbatch.vision_seconds == len(encoder_layers) * seconds_of_layer
     assert microbatch.seconds == microbatch.vision_seconds + len(text_layers) * 1100.0
 
 
-def test_nothing_timed_is_refused() -> None:
+def test_nothing_timed_is_refused():
     with pytest.raises(ValueError, match='at least one microbatch'):
         fit_cost([MicrobatchTimer()], quadratic=QUADRATIC)

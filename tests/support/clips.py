@@ -25,6 +25,14 @@ SHADES = [20, 120, 60, 220, 180, 90, 250, 40, 150, 200]
 """The grey of each frame of a video. A test recognises the frames by it."""
 
 
+def _frame_of_shade(shade: int, size: tuple[int, int]) -> av.VideoFrame:
+    """Returns a grey frame whose left half is black."""
+    width, height = size
+    picture = np.full((height, width, 3), shade, np.uint8)
+    picture[:, : width // 2] = 0
+    return av.VideoFrame.from_ndarray(picture, format='rgb24')
+
+
 def write_video(
     path: Path,
     shades: Sequence[int] = SHADES,
@@ -51,12 +59,10 @@ def write_video(
         sound: Samples of a sound track, 16,000 per second. None: no sound.
     """
     milliseconds = Fraction(1, 1000)
-    width, height = size
     container_options = {'movflags': 'faststart'} if path.suffix == '.mp4' else {}
     with av.open(str(path), 'w', options=container_options) as container:
         stream: Any = container.add_stream(codec, rate=rate, options=options)
-        stream.width = width
-        stream.height = height
+        stream.width, stream.height = size
         stream.pix_fmt = pixels
         if times is not None:
             stream.codec_context.time_base = milliseconds
@@ -64,27 +70,30 @@ def write_video(
         if sound is not None:
             sound_stream = container.add_stream('aac', rate=16000, layout='mono')
         container.start_encoding()
+
         for index, shade in enumerate(shades):
-            picture = np.full((height, width, 3), shade, np.uint8)
-            picture[:, : width // 2] = 0
-            frame = av.VideoFrame.from_ndarray(picture, format='rgb24')
+            frame = _frame_of_shade(shade, size)
             if times is not None:
                 frame.pts = times[index]
                 frame.time_base = milliseconds
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
+
         if sound is not None:
-            frame = av.AudioFrame.from_ndarray(sound[None].astype(np.float32), format='fltp', layout='mono')
-            frame.sample_rate = 16000
-            container.mux(sound_stream.encode(frame))
+            samples = sound[None].astype(np.float32)
+            sound_frame = av.AudioFrame.from_ndarray(samples, format='fltp', layout='mono')
+            sound_frame.sample_rate = 16000
+            container.mux(sound_stream.encode(sound_frame))
             container.mux(sound_stream.encode())
     return path
 
 
 def sine(seconds: float, *, rate: int = 16000, pitch: float = 440.0) -> np.ndarray:
     """Returns the samples of a tone, at half of the greatest loudness."""
-    times = np.arange(round(seconds * rate)) / rate
-    return (0.5 * np.sin(2 * np.pi * pitch * times)).astype(np.float32)
+    num_samples = round(seconds * rate)
+    times = np.arange(num_samples) / rate
+    samples = 0.5 * np.sin(2 * np.pi * pitch * times)
+    return samples.astype(np.float32)
 
 
 def write_sound(path: Path, samples: np.ndarray, *, rate: int = 16000) -> Path:
@@ -104,12 +113,15 @@ def write_encoded_sound(
     **options: str,
 ) -> Path:
     """Writes a tone, encoded by PyAV. Its number of samples must be a multiple of 960."""
+    layout = 'mono' if channels == 1 else '7.1'
+    blocks = sine(seconds, rate=rate).reshape(-1, 960)
     # Without a duration of pages, one page of an Ogg file would hold all samples.
     with av.open(str(path), 'w', options={'page_duration': '20000', **options}) as container:
-        stream: Any = container.add_stream(codec, rate=rate, layout='mono' if channels == 1 else '7.1')
-        for samples in sine(seconds, rate=rate).reshape(-1, 960):
-            values = np.repeat((samples * 32767).astype(np.int16), channels)[None]
-            frame = av.AudioFrame.from_ndarray(values, format='s16', layout=stream.layout.name)
+        stream: Any = container.add_stream(codec, rate=rate, layout=layout)
+        for block in blocks:
+            samples = (block * 32767).astype(np.int16)
+            interleaved = np.repeat(samples, channels)
+            frame = av.AudioFrame.from_ndarray(interleaved[None], format='s16', layout=stream.layout.name)
             frame.sample_rate = rate
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
@@ -152,15 +164,22 @@ def _write_random_media(stem: Path, modality: str, rng: random.Random) -> Path:
     if modality == 'image':
         path = stem.with_suffix('.png')
         width, height = rng.choice([(16, 16), (40, 16), (16, 32), (24, 24), (16, 48)])
-        Image.frombytes('RGB', (width, height), rng.randbytes(3 * width * height)).save(path)
+        pixels = rng.randbytes(3 * width * height)
+        Image.frombytes('RGB', (width, height), pixels).save(path)
         return path
     if modality == 'video':
         num_frames = rng.randint(6, 20)
-        return write_video(stem.with_suffix('.mp4'), [rng.randrange(256) for _ in range(num_frames)])
+        shades = [rng.randrange(256) for _ in range(num_frames)]
+        return write_video(stem.with_suffix('.mp4'), shades)
     rate = rng.choice([8000, 16000, 44100])
-    tone = sine(rng.uniform(0.1, 0.6), rate=rate, pitch=rng.uniform(200, 2000))
+    seconds = rng.uniform(0.1, 0.6)
+    pitch = rng.uniform(200, 2000)
+    tone = sine(seconds, rate=rate, pitch=pitch)
     return write_sound(stem.with_suffix('.wav'), tone, rate=rate)
 
 
 def _words(rng: random.Random) -> str:
-    return ' '.join(rng.choice(WORDS) for _ in range(rng.randint(1, 9)))
+    """Returns one to nine random words."""
+    num_words = rng.randint(1, 9)
+    words = [rng.choice(WORDS) for _ in range(num_words)]
+    return ' '.join(words)

@@ -40,7 +40,9 @@ def message(role: str, *parts: Any) -> dict[str, Any]:
     """Returns a message of these parts, in the form of a processor. A string is a text."""
     content = []
     for part in parts:
-        content.append({'type': 'text', 'text': part} if isinstance(part, str) else part)
+        if isinstance(part, str):
+            part = {'type': 'text', 'text': part}
+        content.append(part)
     return {'role': role, 'content': content}
 
 
@@ -56,7 +58,8 @@ def assistant(text: str) -> dict[str, Any]:
 
 def parse(data: Any, folder: Path = Path()) -> Record:
     """Returns the record of an entry of a file. ``folder`` has its media."""
-    return parse_record(RawRecord('data.json', 'line 3', data), folder)
+    raw_record = RawRecord('data.json', 'line 3', data)
+    return parse_record(raw_record, folder)
 
 
 def write_json(folder: Path, records: Sequence[Any]) -> Path:
@@ -68,5 +71,7 @@ def write_json(folder: Path, records: Sequence[Any]) -> Path:
 
 def write_dataset_info(folder: Path, entry: dict[str, Any]) -> str:
     """Writes a ``dataset_info.json`` of LLaMA-Factory, and returns the path of its dataset with this entry."""
-    (folder / 'dataset_info.json').write_text(json.dumps({'other': {}, DATASET_NAME: entry}, indent=2))
-    return f'{folder}/dataset_info.json#{DATASET_NAME}'
+    entries = {'other': {}, DATASET_NAME: entry}
+    path = folder / 'dataset_info.json'
+    path.write_text(json.dumps(entries, indent=2))
+    return f'{path}#{DATASET_NAME}'

@@ -118,7 +118,8 @@ class SampleEncoder:
         """Returns the tensors of the processor for one sample, and labels."""
         encoded = self.together([sample])
         row = {key: value for key, value in encoded.items() if isinstance(value, torch.Tensor)}
-        first_answer = row['input_ids'].shape[1] - len(sample.answer.split())
+        num_answer_tokens = len(sample.answer.split())  # a word is a token
+        first_answer = row['input_ids'].shape[1] - num_answer_tokens
         row['labels'] = row['input_ids'].clone()
         row['labels'][:, :first_answer] = -100
         return row
@@ -130,16 +131,18 @@ class SampleEncoder:
         options: dict[str, Any] = {'return_tensors': 'pt'}
         if len(samples) > 1:
             options |= {'padding': True, 'padding_side': padding_side}
-        texts = [self._text(sample) for sample in samples]
+        questions = [self._text(sample) for sample in samples]
         answers = [sample.answer for sample in samples]
         media = self._media(samples)
         if not self.family.suffix:
-            complete = [f'{text} {answer}' for text, answer in zip(texts, answers, strict=True)]
-            return dict(self.processor(text=complete, **media, **options))
-        if media:
-            return dict(self.processor(text=texts, suffix=answers, **media, **options))
-        ended = [f'{answer}</s>' for answer in answers]
-        return dict(self.tokenizer(text=texts, text_pair=ended, return_token_type_ids=True, **options))
+            texts = [f'{question} {answer}' for question, answer in zip(questions, answers, strict=True)]
+            encoded = self.processor(text=texts, **media, **options)
+        elif media:
+            encoded = self.processor(text=questions, suffix=answers, **media, **options)
+        else:
+            ended_answers = [f'{answer}</s>' for answer in answers]
+            encoded = self.tokenizer(text=questions, text_pair=ended_answers, return_token_type_ids=True, **options)
+        return dict(encoded)
 
     def _text(self, sample: Sample) -> str:
         texts = []
@@ -165,8 +168,9 @@ class SampleEncoder:
         if self.family.video_metadata and 'videos' in arguments:
             times = []
             for frames in arguments['videos']:
-                count = len(frames)
-                times.append({'total_num_frames': count, 'fps': 1.0, 'frames_indices': list(range(count))})
+                num_frames = len(frames)
+                frames_indices = list(range(num_frames))
+                times.append({'total_num_frames': num_frames, 'fps': 1.0, 'frames_indices': frames_indices})
             arguments['videos_kwargs'] = {'video_metadata': times, 'do_sample_frames': False}
         return arguments
 
@@ -211,11 +215,14 @@ class Case:
     def loss(self, batch: Mapping[str, Any]) -> torch.Tensor:
         """Returns the model's own mean loss. Drops entries that its forward does not take, as HuggingFaceModel does."""
         arguments = inspect.signature(self.model.forward).parameters
-        return self.model(**{key: value for key, value in batch.items() if key in arguments}).loss
+        inputs = {key: value for key, value in batch.items() if key in arguments}
+        return self.model(**inputs).loss
 
     def loss_sum(self, batch: Mapping[str, Any]) -> torch.Tensor:
         """Returns the sum of the model's loss over its labels. It does not depend on how rows are grouped."""
-        return self.loss(batch) * (batch['labels'][:, 1:] != -100).sum()
+        next_tokens = batch['labels'][:, 1:]
+        num_labels = (next_tokens != -100).sum()
+        return self.loss(batch) * num_labels
 
 
 class _Drawing:
@@ -241,25 +248,32 @@ class _Drawing:
                     pieces.append(self._words(piece))
                 else:
                     pieces.append((piece, self._media(piece)))
-            samples.append(Sample(pieces=pieces, answer=self._words(num_answer_words)))
+            answer = self._words(num_answer_words)
+            samples.append(Sample(pieces=pieces, answer=answer))
         return samples
 
     def _words(self, count: int) -> str:
-        return ' '.join(self.rng.choice(WORDS) for _ in range(count))
+        words = [self.rng.choice(WORDS) for _ in range(count)]
+        return ' '.join(words)
 
     def _media(self, modality: str) -> Any:
+        """Returns an image, the samples of a sound, or the frames of a video."""
         if modality == 'image':
             width, height = SIZES[self.num_images % len(SIZES)]
             self.num_images += 1
-            return Image.frombytes('RGB', (width, height), self.rng.randbytes(3 * width * height))
+            pixels = self.rng.randbytes(3 * width * height)
+            return Image.frombytes('RGB', (width, height), pixels)
         noise = np.random.default_rng(self.rng.randrange(1000))
         if modality == 'audio':
             # Another tone each time, because all noise sounds the same to a small encoder.
-            seconds = np.arange(self.rng.randrange(2000, 9000)) / 16000
-            tone = np.sin(2 * np.pi * self.rng.randrange(200, 7000) * seconds)
-            return (tone + 0.1 * noise.standard_normal(len(tone))).astype(np.float32)
-        shape = (self.rng.choice(self.frames), IMAGE, IMAGE, 3)
-        return noise.integers(0, 255, shape, dtype=np.uint8)
+            num_samples = self.rng.randrange(2000, 9000)
+            pitch = self.rng.randrange(200, 7000)
+            seconds = np.arange(num_samples) / 16000
+            tone = np.sin(2 * np.pi * pitch * seconds)
+            sound = tone + 0.1 * noise.standard_normal(num_samples)
+            return sound.astype(np.float32)
+        num_frames = self.rng.choice(self.frames)
+        return noise.integers(0, 255, (num_frames, IMAGE, IMAGE, 3), dtype=np.uint8)
 
 
 def ragged_samples(*, seed: int) -> list[Sample]:
@@ -323,11 +337,12 @@ def _case(name: str, build: Callable[[str], Case]) -> Case:
 
 @functools.cache
 def _image_case(name: str) -> Case:
-    plan = IMAGE_ROWS if 'image' in _FAMILIES[name].texts else TEXT_ROWS
-    case = _new_case(name, plan)
+    has_images = 'image' in _FAMILIES[name].texts
+    case = _new_case(name, IMAGE_ROWS if has_images else TEXT_ROWS)
     for index, row in enumerate(case.rows):
+        num_images = case.truth[index].get('image', 0)
         row['sample_ids'] = [f'sample-{index}']
-        row['num_images'] = [case.truth[index].get('image', 0)]
+        row['num_images'] = [num_images]
     freeze_unreached(case)
     return case
 
@@ -352,15 +367,19 @@ def _new_case(name: str, plan: Plan) -> Case:
     encode = SampleEncoder(family_processors.PROCESSORS[name](), family)
     config = tiny_config(family.model_type or name, family.settings, tokenizer=encode.tokenizer)
     samples = _Drawing(0, family.frames).samples(plan)
-    pieces = set(chain.from_iterable(plan))
-    modalities = [modality for modality in family.texts if modality in pieces]
-    truth = [{modality: len(sample.media(modality)) for modality in modalities} for sample in samples]
+    pieces_of_plan = set(chain.from_iterable(plan))
+    modalities = [modality for modality in family.texts if modality in pieces_of_plan]
+    rows = []
+    truth = []
+    for sample in samples:
+        rows.append(encode(sample))
+        truth.append({modality: len(sample.media(modality)) for modality in modalities})
     return Case(
         name=name,
         model=float32_model(config),
         encode=encode,
         samples=samples,
-        rows=[encode(sample) for sample in samples],
+        rows=rows,
         truth=truth,
         kinds=[_kinds_of(counts) for counts in truth],
     )

@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import Dataset
 
 from composer_tokacc import RegroupingBatchSampler, RegroupingDataLoader
+from composer_tokacc.batch import BatchDict
 from tests.support.text import collate, text_row
 
 LONGEST = 48
@@ -26,20 +27,23 @@ class LengthDataset(Dataset):
 
     def __init__(self, num_samples: int, *, seed: int = 0, random_labels: bool = False) -> None:
         rng = np.random.default_rng(seed)
-        self.lengths = np.clip(rng.lognormal(2.2, 0.7, num_samples).astype(int), 2, LONGEST)
+        drawn = rng.lognormal(2.2, 0.7, num_samples)
+        self.lengths = np.clip(drawn.astype(int), 2, LONGEST)
         self.random_labels = random_labels
         self.read: list[int] = []
 
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index: int) -> BatchDict:
         self.read.append(int(index))
         length = int(self.lengths[index])
         labelled = 1 + index % (length - 1)
         if self.random_labels:
             labelled = int(torch.randint(1, length, ()))
-        return {**text_row(length, labelled, seed=index), 'sample_ids': [str(index)]}
+        row = text_row(length, labelled, seed=index)
+        row['sample_ids'] = [str(index)]
+        return row
 
 
 class Reversed(Dataset):
@@ -52,12 +56,16 @@ class Reversed(Dataset):
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return self.dataset[len(self.dataset) - 1 - index]
+    def __getitem__(self, index: int) -> BatchDict:
+        last = len(self.dataset) - 1
+        return self.dataset[last - index]
 
 
-def collate_samples(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    return {**collate(samples), 'sample_ids': [sample['sample_ids'][0] for sample in samples]}
+def collate_samples(samples: Sequence[BatchDict]) -> BatchDict:
+    """Returns the padded batch of these samples, with their names."""
+    batch = collate(samples)
+    batch['sample_ids'] = [sample['sample_ids'][0] for sample in samples]
+    return batch
 
 
 def regrouping_loader(

@@ -20,7 +20,8 @@ NUM_IMAGES = (1, 0, 2, 1)
 def write_llava_folder(folder: Path, num_samples: int, *, seed: int = 0) -> Path:
     """Writes ``images/`` and ``data.json``. Returns the path of the latter. Sample ``i`` has the id ``s<i>``."""
     rng = np.random.default_rng(seed)
-    (folder / 'images').mkdir(parents=True)
+    image_folder = folder / 'images'
+    image_folder.mkdir(parents=True)
     records: list[dict[str, Any]] = []
     for index in range(num_samples):
         num_images = NUM_IMAGES[index % len(NUM_IMAGES)]
@@ -28,17 +29,21 @@ def write_llava_folder(folder: Path, num_samples: int, *, seed: int = 0) -> Path
         for name in names:
             height = int(rng.integers(12, 40))
             pixels = rng.integers(0, 255, (height, 24, 3), dtype=np.uint8)
-            Image.fromarray(pixels).save(folder / 'images' / name)
+            Image.fromarray(pixels).save(image_folder / name)
         turns = []
         prefix = '<image>\n' * num_images
         num_questions = 1 + index % 2
         for _ in range(num_questions):
-            turns.append({'from': 'human', 'value': prefix + _words(rng, 4)})
-            turns.append({'from': 'gpt', 'value': _words(rng, 60)})
-            prefix = ''
+            question = prefix + _words(rng, 4)
+            answer = _words(rng, 60)
+            turns.append({'from': 'human', 'value': question})
+            turns.append({'from': 'gpt', 'value': answer})
+            prefix = ''  # only the first question shows the images
         record: dict[str, Any] = {'id': f's{index}', 'conversations': turns}
-        if names:
-            record['image'] = names[0] if num_images == 1 else names
+        if num_images == 1:
+            record['image'] = names[0]
+        elif names:
+            record['image'] = names
         records.append(record)
     path = folder / 'data.json'
     path.write_text(json.dumps(records))
@@ -46,5 +51,7 @@ def write_llava_folder(folder: Path, num_samples: int, *, seed: int = 0) -> Path
 
 
 def _words(rng: np.random.Generator, most: int) -> str:
-    number = 1 + min(int(rng.lognormal(1.5, 0.8)), most)
-    return ' '.join(rng.choice(WORDS, number)) + '.'
+    """Returns a sentence of at most ``most`` words and one."""
+    drawn = int(rng.lognormal(1.5, 0.8))
+    num_words = 1 + min(drawn, most)
+    return ' '.join(rng.choice(WORDS, num_words)) + '.'

@@ -36,10 +36,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 def masked_model(name: str, kernel: str = 'sdpa') -> Any:
     """Returns a model of :data:`MODELS` with fresh weights."""
     prefix, settings = MODELS[name]
-    model_type = getattr(transformers, f'{prefix}Config').model_type
+    config_class = getattr(transformers, f'{prefix}Config')
+    model_class = getattr(transformers, f'{prefix}ForMaskedLM')
     sizes = {'vocab_size': VOCABULARY, 'max_position_embeddings': 64, 'pad_token_id': PAD}
-    config = tiny_config(model_type, {**sizes, **settings})
-    model = float32_model(config, std=None, model_class=getattr(transformers, f'{prefix}ForMaskedLM'))
+    config = tiny_config(config_class.model_type, {**sizes, **settings})
+    model = float32_model(config, std=None, model_class=model_class)
     if name != 'deberta':
         model.set_attn_implementation(kernel)
     return model
@@ -55,14 +56,15 @@ def masked_batch(lengths: Sequence[int], *, side: str = 'right') -> dict[str, to
         'attention_mask': torch.zeros(shape, dtype=torch.int64),
         'labels': torch.full(shape, -100),
     }
-    for row, text in enumerate(text_rows([(length, length) for length in lengths])):
-        length = lengths[row]
+    texts = text_rows([(length, length) for length in lengths])
+    for row, (length, text) in enumerate(zip(lengths, texts, strict=True)):
         columns = slice(width - length, width) if side == 'left' else slice(0, length)
         has_label = torch.rand(length, generator=generator) < 0.4
         has_label[-1] = True
         if row % 2 == 0:
             has_label[0] = True
-        is_masked = has_label & (torch.rand(length, generator=generator) < 0.7)
+        may_be_masked = torch.rand(length, generator=generator) < 0.7
+        is_masked = has_label & may_be_masked
         is_masked[-1] = False  # ESM divides by the share of tokens that are not masked
         ids = text['input_ids'][0]
         batch['input_ids'][row, columns] = ids.masked_fill(is_masked, MASK)

@@ -22,7 +22,9 @@ def joined(lists: Iterable[Iterable[Any]]) -> list[Any]:
 
 
 def lognormal_lengths(rng: np.random.Generator, num_samples: int) -> np.ndarray:
-    lengths = rng.lognormal(2.5, 0.8, num_samples).astype(int) + 1
+    """Returns lengths of 1 to LONGEST_SAMPLE."""
+    drawn = rng.lognormal(2.5, 0.8, num_samples)
+    lengths = drawn.astype(int) + 1
     return np.minimum(lengths, LONGEST_SAMPLE)
 
 
@@ -30,9 +32,10 @@ def build_sampler(
     lengths: Sequence[int], *, num_samples: int | None = None, ranks: int = 1, rank: int = 0, **options: Any
 ) -> RegroupingBatchSampler:
     """Returns the sampler of one rank. `num_samples` is for tests of a table that does not fit its dataset."""
-    dataset = range(len(lengths) if num_samples is None else num_samples)
+    if num_samples is None:
+        num_samples = len(lengths)
     options = {'lengths': lengths, 'max_tokens': 3 * LONGEST_SAMPLE, **options}
-    return RegroupingBatchSampler(dataset, num_replicas=ranks, rank=rank, **options)
+    return RegroupingBatchSampler(range(num_samples), num_replicas=ranks, rank=rank, **options)
 
 
 def samplers_of_ranks(
@@ -63,4 +66,8 @@ def samples_of_steps(batches_of_ranks: Iterable[Iterable[Any]]) -> list[list[int
 
 def sample_numbers(batches: Iterable[dict[str, Any]]) -> list[list[int]]:
     """Returns the numbers of the samples of each batch. The batches are of a LengthDataset."""
-    return [[int(name) for name in batch['sample_ids']] for batch in batches]
+    numbers_of_batches = []
+    for batch in batches:
+        numbers = [int(name) for name in batch['sample_ids']]
+        numbers_of_batches.append(numbers)
+    return numbers_of_batches

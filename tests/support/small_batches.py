@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from composer_tokacc import BatchLayout
+from composer_tokacc.batch import BatchDict
 from composer_tokacc.layout.families import FAMILIES
 
 FAMILY_OF_NAME = {family.name: family for family in FAMILIES}
@@ -30,7 +31,7 @@ def layout_of_model(model_type: str, **config: Any) -> BatchLayout:
     return BatchLayout.for_model(SimpleNamespace(model_type=model_type, **config))
 
 
-def text_batch(lengths: list[int], *, side: str = 'right', width: int | None = None, **entries: Any) -> dict[str, Any]:
+def text_batch(lengths: list[int], *, side: str = 'right', width: int | None = None, **entries: Any) -> BatchDict:
     """Returns rows of ids 1, 2, ..., padded with 0 to ``width``. Every token has a label."""
     width = width or max(lengths)
     ids = torch.zeros(len(lengths), width, dtype=torch.long)
@@ -38,31 +39,40 @@ def text_batch(lengths: list[int], *, side: str = 'right', width: int | None = N
         start = width - length if side == 'left' else 0
         ids[row, start : start + length] = torch.arange(1, length + 1)
     is_token = ids > 0
-    return {'input_ids': ids, 'attention_mask': is_token.long(), 'labels': ids.masked_fill(~is_token, -100), **entries}
+    return {
+        'input_ids': ids,
+        'attention_mask': is_token.long(),
+        'labels': ids.masked_fill(~is_token, -100),
+        **entries,
+    }
 
 
-def square_mask(batch: dict[str, Any]) -> torch.Tensor:
+def square_mask(batch: BatchDict) -> torch.Tensor:
     """Returns a causal mask, bool of shape (rows, 1, width, width): True if a position may attend to another."""
     is_real = batch['attention_mask'].bool()
     width = is_real.shape[1]
-    causal = torch.ones(width, width).tril().bool()
-    return (causal & is_real[:, None, :])[:, None]
+    is_before = torch.ones(width, width).tril().bool()
+    may_attend = is_before & is_real[:, None, :]
+    return may_attend[:, None]
 
 
 def additive(mask: torch.Tensor) -> torch.Tensor:
     """Returns a mask as models add it to the scores: 0, or the lowest number where nothing is attended."""
-    return torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
+    lowest = torch.finfo(torch.float32).min
+    return torch.zeros(mask.shape).masked_fill(~mask, lowest)
 
 
-def drawn_batch(*rows: str, **entries: Any) -> dict[str, Any]:
+def drawn_batch(*rows: str, **entries: Any) -> BatchDict:
     """Returns rows drawn as ``'1ii2'``: a digit is its own id, ``i`` and ``v`` stand for an image and a video.
 
     They are padded on the right with 0.
     """
-    batch = text_batch([len(row) for row in rows], **entries)
+    lengths = [len(row) for row in rows]
+    batch = text_batch(lengths, **entries)
     for row, drawing in enumerate(rows):
         for place, character in enumerate(drawing):
-            batch['input_ids'][row, place] = PLACEHOLDERS.get(character) or int(character)
+            token_id = PLACEHOLDERS.get(character) or int(character)
+            batch['input_ids'][row, place] = token_id
     return batch
 
 
@@ -79,4 +89,5 @@ def numbered_images(count: int) -> torch.Tensor:
 
 def numbers_of(entries: torch.Tensor) -> list[int]:
     """Returns the first number in each entry."""
-    return entries.reshape(len(entries), -1)[:, 0].tolist()
+    flat_entries = entries.reshape(len(entries), -1)
+    return flat_entries[:, 0].tolist()

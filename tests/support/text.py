@@ -18,6 +18,7 @@ from transformers import (
     WhisperForConditionalGeneration,
 )
 
+from composer_tokacc.batch import BatchDict
 from composer_tokacc.data_spec.document_attention import DocumentAttention
 
 VOCABULARY = 64
@@ -27,19 +28,19 @@ ONE_UNLABELLED = [(4, 2), (9, 0), (5, 3), (14, 11), (6, 1), (3, 2)]
 """The same with a row without labels."""
 
 
-def text_model(seed: int = 0, *, num_hidden_layers: int = 2, **config: Any) -> LlamaForCausalLM:
-    torch.manual_seed(seed)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=num_hidden_layers,
-            num_attention_heads=2,
-            use_cache=False,
-            **config,
-        )
+def text_model(seed: int = 0, *, num_hidden_layers: int = 2, **settings: Any) -> LlamaForCausalLM:
+    """Returns a small Llama with weights of the seed. ``settings`` are further settings of its config."""
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=num_hidden_layers,
+        num_attention_heads=2,
+        use_cache=False,
+        **settings,
     )
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(config)
 
 
 def one_layer_model(seed: int = 0, **config: Any) -> LlamaForCausalLM:
@@ -63,9 +64,19 @@ class ColumnCounter(GPT2LMHeadModel):
 
 
 def gpt2(model_class: type[GPT2LMHeadModel] = GPT2LMHeadModel) -> Any:
+    """Returns a small GPT-2 without dropout."""
+    config = GPT2Config(
+        vocab_size=VOCABULARY,
+        n_embd=32,
+        n_layer=2,
+        n_head=2,
+        n_positions=64,
+        attn_pdrop=0.0,
+        embd_pdrop=0.0,
+        resid_pdrop=0.0,
+    )
     torch.manual_seed(0)
-    sizes = {'vocab_size': VOCABULARY, 'n_embd': 32, 'n_layer': 2, 'n_head': 2, 'n_positions': 64}
-    return model_class(GPT2Config(attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, **sizes))
+    return model_class(config)
 
 
 def column_counter() -> ColumnCounter:
@@ -99,7 +110,7 @@ def whisper_model() -> WhisperForConditionalGeneration:
     return WhisperForConditionalGeneration(config)
 
 
-def text_row(length: int, labelled: int, *, seed: int = 0) -> dict[str, Any]:
+def text_row(length: int, labelled: int, *, seed: int = 0) -> BatchDict:
     """Returns one row. Its last ``labelled`` tokens have labels."""
     generator = torch.Generator().manual_seed(1000 * seed + length)
     ids = torch.randint(3, VOCABULARY, (1, length), generator=generator)
@@ -108,17 +119,27 @@ def text_row(length: int, labelled: int, *, seed: int = 0) -> dict[str, Any]:
     return {'input_ids': ids, 'attention_mask': torch.ones_like(ids), 'labels': labels}
 
 
-def text_rows(row_sizes: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
+def text_rows(row_sizes: Sequence[tuple[int, int]]) -> list[BatchDict]:
     """Returns rows of the given (length, labelled tokens)."""
-    return [text_row(length, labelled, seed=index) for index, (length, labelled) in enumerate(row_sizes)]
+    rows = []
+    for index, (length, labelled) in enumerate(row_sizes):
+        rows.append(text_row(length, labelled, seed=index))
+    return rows
 
 
-def packed_row(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def packed_row(documents: Sequence[BatchDict]) -> BatchDict:
     """Returns one row of several documents. Their positions restart at 0. It has no mask, because it has no padding."""
-    positions = [torch.arange(document['input_ids'].shape[1]) for document in documents]
+    ids = []
+    labels = []
+    positions = []
+    for document in documents:
+        length = document['input_ids'].shape[1]
+        ids.append(document['input_ids'])
+        labels.append(document['labels'])
+        positions.append(torch.arange(length))
     return {
-        'input_ids': torch.cat([document['input_ids'] for document in documents], dim=1),
-        'labels': torch.cat([document['labels'] for document in documents], dim=1),
+        'input_ids': torch.cat(ids, dim=1),
+        'labels': torch.cat(labels, dim=1),
         'position_ids': torch.cat(positions)[None],
     }
 
@@ -130,9 +151,7 @@ def next_token_loss(logits: torch.Tensor, labels: torch.Tensor, **options: Any) 
     return torch.nn.functional.cross_entropy(predictions, next_labels, **options)
 
 
-def collate(
-    rows: Sequence[dict[str, Any]], *, side: str = 'right', labels_on_pads: int = -100, width: int = 0
-) -> dict[str, Any]:
+def collate(rows: Sequence[BatchDict], *, side: str = 'right', labels_on_pads: int = -100, width: int = 0) -> BatchDict:
     """Pads with plain torch, independently of BatchLayout, to the longest row or to ``width``."""
     longest = max(row['input_ids'].shape[1] for row in rows)
     width = max(width, longest)
@@ -148,12 +167,12 @@ def collate(
     return batch
 
 
-def ragged_batch(row_sizes: Sequence[tuple[int, int]] = RAGGED, **options: Any) -> dict[str, Any]:
+def ragged_batch(row_sizes: Sequence[tuple[int, int]] = RAGGED, **options: Any) -> BatchDict:
     """Returns rows of the given (length, labelled tokens). Takes the options of :func:`collate`."""
     return collate(text_rows(row_sizes), **options)
 
 
-def single_rows(batch: dict[str, Any]) -> list[dict[str, Any]]:
+def single_rows(batch: BatchDict) -> list[BatchDict]:
     """Returns each row of a batch as a batch. All entries must have one value per row."""
     rows = []
     for row in range(len(batch['labels'])):
@@ -162,12 +181,14 @@ def single_rows(batch: dict[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
-def positions_of(batch: dict[str, Any]) -> torch.Tensor:
+def positions_of(batch: BatchDict) -> torch.Tensor:
     """Returns the ``position_ids`` of padded rows: each token has its place in the row, padding does not count."""
-    return (batch['attention_mask'].cumsum(dim=1) - 1).clamp(min=0)
+    tokens_so_far = batch['attention_mask'].cumsum(dim=1)
+    return (tokens_so_far - 1).clamp(min=0)
 
 
-def named_batch(row_sizes: Sequence[tuple[int, int]] = RAGGED, **options: Any) -> dict[str, Any]:
+def named_batch(row_sizes: Sequence[tuple[int, int]] = RAGGED, **options: Any) -> BatchDict:
     """Returns the rows of :func:`ragged_batch`. The samples are called ``sample-0`` and so on."""
-    sample_ids = [f'sample-{row}' for row in range(len(row_sizes))]
-    return {**ragged_batch(row_sizes, **options), 'sample_ids': sample_ids}
+    batch = ragged_batch(row_sizes, **options)
+    batch['sample_ids'] = [f'sample-{row}' for row in range(len(row_sizes))]
+    return batch

@@ -64,7 +64,8 @@ class GradientRecorder(Callback):
             gradients = {}
             for name, parameter in unwrapped(state.model).named_parameters():
                 if parameter.grad is not None:
-                    gradients[name] = full(parameter.grad).cpu().clone()
+                    gradient = full(parameter.grad)
+                    gradients[name] = gradient.cpu().clone()
             self.steps.append(gradients)
         elif event == Event.BATCH_END:
             self.losses.append(state.loss)
@@ -93,12 +94,17 @@ class On(Callback):
 
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
-    return model.module if isinstance(model, torch.nn.parallel.DistributedDataParallel) else model
+    """Returns the model without the wrapper of DDP."""
+    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        return model.module
+    return model
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the whole tensor, also of a sharded one."""
-    return tensor.full_tensor() if hasattr(tensor, 'full_tensor') else tensor
+    if hasattr(tensor, 'full_tensor'):
+        return tensor.full_tensor()
+    return tensor
 
 
 def state_of(model: torch.nn.Module) -> dict[str, Any]:
@@ -225,11 +231,16 @@ def assert_exact(
     """
     if batch is None:
         batches = data
+    elif isinstance(batch, list):
+        batches = batch
     else:
-        batches = batch if isinstance(batch, list) else [batch]
+        batches = [batch]
     references = [reference_gradients(model, reference_batch, reference_dtype) for reference_batch in batches]
+
     recorder = fit(model, *data, **options)
-    for reference, gradients, loss in zip(references, recorder.steps, recorder.logged(TOTAL), strict=True):
+
+    losses = recorder.logged(TOTAL)
+    for reference, gradients, loss in zip(references, recorder.steps, losses, strict=True):
         expected_gradients, expected_loss = reference
         assert relative_error(gradients, expected_gradients) < TOLERANCE
         assert abs(loss - expected_loss) < TOLERANCE * abs(expected_loss)
@@ -277,7 +288,9 @@ def tensors_in(batch: dict[str, Any], dtype: torch.dtype) -> dict[str, torch.Ten
     tensors = {}
     for key, value in batch.items():
         if isinstance(value, torch.Tensor):
-            tensors[key] = value.to(dtype) if value.is_floating_point() else value
+            if value.is_floating_point():
+                value = value.to(dtype)
+            tensors[key] = value
     return tensors
 
 
@@ -304,7 +317,11 @@ def gradients_of(model: torch.nn.Module, loss: torch.Tensor) -> Gradients:
 
 def num_hooks(model: torch.nn.Module) -> int:
     """Returns the number of hooks around the forwards of a model's modules."""
-    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
+    total = 0
+    for module in model.modules():
+        total += len(module._forward_hooks)
+        total += len(module._forward_pre_hooks)
+    return total
 
 
 def relative_error(gradients: Gradients, expected: Gradients) -> float:
@@ -314,8 +331,11 @@ def relative_error(gradients: Gradients, expected: Gradients) -> float:
     for name in gradients.keys() | expected.keys():
         difference = gradients.get(name, zero) - expected.get(name, zero)
         squared_error = squared_error + difference.double().square().sum()
-    squared_norm = sum(gradient.double().square().sum() for gradient in expected.values())
-    return float((squared_error / squared_norm).sqrt())
+    squared_norm = zero.double()
+    for gradient in expected.values():
+        squared_norm = squared_norm + gradient.double().square().sum()
+    relative_square = squared_error / squared_norm
+    return float(relative_square.sqrt())
 
 
 def logged(memory: InMemoryLogger, name: str) -> list[float]:
@@ -336,4 +356,5 @@ def rank_share(items: Sequence[Any], sizes: Sequence[int]) -> list[Any]:
     """Returns the items of this rank. ``sizes`` says how many each rank gets, one rank after the other."""
     rank = dist.get_global_rank()
     start = sum(sizes[:rank])
-    return list(items[start : start + sizes[rank]])
+    end = start + sizes[rank]
+    return list(items[start:end])

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from composer_tokacc.batch import BatchDict
 from tests.support.training import Gradients, composer_gradients, in_double, take_gradients, tensors_in
 
 # A token of a row with n labels weighs n ** -power.
 POWERS = {'token': 0.0, 'sqrt': 0.5, 'sample': 1.0}
 
 
-def column(batch: dict[str, Any], *, seed: int = 0, zeros: bool = True) -> torch.Tensor:
+def column(batch: BatchDict, *, seed: int = 0, zeros: bool = True) -> torch.Tensor:
     """Returns random weights of all positions. With ``zeros`` some of them are 0."""
     generator = torch.Generator().manual_seed(seed)
     weights = 0.1 + 3 * torch.rand(batch['labels'].shape, generator=generator)
@@ -26,9 +27,21 @@ def column(batch: dict[str, Any], *, seed: int = 0, zeros: bool = True) -> torch
     return weights
 
 
+def weights_of_row(batch: BatchDict, row: int, places: list[int], token_weights: str) -> torch.Tensor:
+    """Returns the weights of the labels of a row, which are at these places."""
+    if token_weights != 'column':
+        num_labels = max(len(places), 1)  # a row without labels has no token to weigh
+        weight = num_labels ** -POWERS[token_weights]
+        return torch.full((len(places),), weight, dtype=torch.float64)
+    weights = batch['loss_weights'][row]
+    if weights.dim() == 0:  # one weight for all positions of the row
+        return weights.expand(len(places))
+    return weights[places]
+
+
 def weighted_losses(
     logits: torch.Tensor,
-    batch: dict[str, Any],
+    batch: BatchDict,
     token_weights: str,
     *,
     shift: int = 1,
@@ -56,24 +69,14 @@ def weighted_losses(
         losses_of_row = F.cross_entropy(predictions, targets, reduction='none', label_smoothing=label_smoothing)
         z_losses = predictions.logsumexp(dim=-1).square()
         losses.append(losses_of_row + z_weight * z_losses)
-        if token_weights == 'column':
-            weights_of_row = batch['loss_weights'][row]
-            if weights_of_row.dim() == 0:  # one weight for all positions of the row
-                weights.append(weights_of_row.expand(len(places)))
-            else:
-                weights.append(weights_of_row[places])
-        else:
-            weight = max(len(places), 1) ** -POWERS[token_weights]  # a row without labels has no token to weigh
-            weights.append(torch.full((len(places),), weight, dtype=logits.dtype))
+        weights.append(weights_of_row(batch, row, places, token_weights))
     all_losses = torch.cat(losses)
     all_weights = torch.cat(weights).to(logits.dtype)
-    weighted_mean = (all_losses * all_weights).sum() / all_weights.sum()
-    return weighted_mean, all_losses.mean()
+    weighted_sum = (all_losses * all_weights).sum()
+    return weighted_sum / all_weights.sum(), all_losses.mean()
 
 
-def weighted_reference(
-    model: torch.nn.Module, batch: dict[str, Any], token_weights: str
-) -> tuple[Gradients, float, float]:
+def weighted_reference(model: torch.nn.Module, batch: BatchDict, token_weights: str) -> tuple[Gradients, float, float]:
     """Returns the gradient, the weighted mean loss and the plain mean loss of one float64 forward over the batch."""
     model = in_double(model)
     model.zero_grad(set_to_none=True)
@@ -86,13 +89,14 @@ def weighted_reference(
     return composer_gradients(model), weighted_mean.item(), plain_mean.item()
 
 
-def weighted_gradients(model: Any, batch: dict[str, Any], token_weights: str, **options: Any) -> Gradients:
+def weighted_gradients(model: Any, batch: BatchDict, token_weights: str, **options: Any) -> Gradients:
     """Returns the gradients of one plain forward of a Composer model, in the type of its weights.
 
     Takes the options of :func:`weighted_losses`.
     """
+    inputs = {key: value for key, value in batch.items() if key != 'loss_weights'}
     model.zero_grad(set_to_none=True)
-    outputs = model({key: value for key, value in batch.items() if key != 'loss_weights'})
+    outputs = model(inputs)
     weighted_mean, _ = weighted_losses(outputs['logits'], batch, token_weights, **options)
     weighted_mean.backward()
     return take_gradients(model)
