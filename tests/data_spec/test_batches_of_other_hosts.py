@@ -68,7 +68,7 @@ def test_batch_without_input_ids(whisper, options, expected_kinds):
 def test_rows_without_input_ids(size):
     """Rows are not trimmed: an encoder makes as many states of audio with a short text as with a long one.
 
-    So six rows always need the memory of six rows.
+    So each microbatch has exactly `size` rows, although some texts are short.
     """
     batch = whisper_batch(0)
 

@@ -416,7 +416,7 @@ def test_kernel_gets_the_dtype_of_autocast(monkeypatch):
 
 @pytest.mark.parametrize('takes_groups', [True, False])
 def test_torchs_kernel_is_called_as_declared(takes_groups, monkeypatch):
-    """Query heads may share a key and a value, if the kernel takes groups of heads. If not, these are repeated."""
+    """Query heads may share a key and a value. A kernel that takes no groups of heads gets them repeated."""
     varlen: Any = pytest.importorskip('torch.nn.attention.varlen')
     signature = inspect.signature(varlen.varlen_attn)
     if not takes_groups:  # as in torch 2.11

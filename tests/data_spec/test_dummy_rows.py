@@ -160,6 +160,7 @@ def test_dummy_row_is_the_smallest(name):
     dummy = smallest_row([describe(layout, batch)], 'image')
 
     assert layout.images_per_row(dummy) == [min(image_counts)]
+    # The rows with the fewest images, by family.
     assert dummy['sample_ids'][0] in ('sample-1', 'sample-2')
     width = dummy['input_ids'].shape[1]
     assert describe(layout, dummy).lengths == [width], 'no padding'
@@ -257,7 +258,7 @@ def receive(monkeypatch, row):
 
 
 def packed_microbatches(batch, layout, slot_tokens):
-    """Returns the microbatches of one slot each into which a batch is cut after the check has found that it packs."""
+    """Returns the microbatches of a packed batch, one slot each. The check is left out: packing is taken as proven."""
     spec = token_data_spec(loader(batch), layout=layout, packing=True, slot_tokens=slot_tokens)
     microbatch_split = split.split_of(spec.dataloader)
     microbatch_split.start(one_layer_model(), batch, 1, layout)

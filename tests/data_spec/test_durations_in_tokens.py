@@ -29,11 +29,11 @@ DURATION = 80
 def batches() -> list[dict[str, torch.Tensor]]:
     """Returns the batch of each step."""
     rows = text_rows(SHAPE)
-    batches = []
+    batches_of_steps = []
     for start in range(0, len(rows), ROWS_PER_STEP):
         rows_of_step = rows[start : start + ROWS_PER_STEP]
-        batches.append(collate(rows_of_step))
-    return batches
+        batches_of_steps.append(collate(rows_of_step))
+    return batches_of_steps
 
 
 def padded():
@@ -75,7 +75,7 @@ def train(data: Any) -> tuple[list[int], list[float]]:
 
 @pytest.mark.parametrize('make_data', [padded, packed, planned])
 def test_real_tokens_count(make_data):
-    """A step begins when fewer tokens than the duration are trained."""
+    """The last step is the one that reaches the duration."""
     tokens_of_steps = [int(batch['attention_mask'].sum()) for batch in batches()]
     starts = accumulate(tokens_of_steps, initial=0)
     expected_starts = [start for start in starts if start < DURATION]

@@ -60,7 +60,7 @@ def test_leak_between_documents_is_refused(monkeypatch):
 
 
 def test_leak_is_refused_in_half_precision():
-    """It changes the gradient by the logits of this fresh model by 5e-3, less than the round-off of bfloat16."""
+    """In this fresh model the leak changes the gradient at the logits by 5e-3, less than the round-off of bfloat16."""
     torch.manual_seed(0)
     config = MptConfig(vocab_size=VOCABULARY, d_model=32, n_layers=2, n_heads=2, max_seq_len=64, initializer_range=0.01)
     model = MptForCausalLM(config).bfloat16()

@@ -33,7 +33,7 @@ from tests.support.training import On, assert_exact, fit
 LENGTHS = [[9, 8], [5, 4, 4, 3], [10]]
 """Lengths of the rows of each microbatch."""
 CAP = 20
-"""Most positions, rows times width, of a microbatch that the loader has planned."""
+"""The largest number of positions, rows times width, of a microbatch that the loader plans."""
 TRIM = CutRules(left=sys.maxsize, right=sys.maxsize)
 """Padding of any width may be cut off on both sides."""
 TEXT_LAYOUT = BatchLayout(family=TEXT)
@@ -253,7 +253,7 @@ def test_evaluation_keeps_rows_in_order():
 
 
 def test_layout_of_all_microbatches():
-    """No microbatch by itself need tell the layout. The first one has as many keys as the other."""
+    """The first microbatch does not tell the layout, although it has as many keys as the other one."""
     without_image = text_batch([4], pixel_values=None)
     with_image = text_batch([5], pixel_values=torch.zeros(1, 3, 4, 4))
     batch = PreSplitBatch([without_image, with_image], max_tokens=CAP)
@@ -437,8 +437,8 @@ def test_gradient_of_each_global_batch(width_multiple):
     assert num_trained == 20
 
 
-class StaleTable:
-    """A loader whose table says that all samples have half their tokens, and the longest one only two.
+class StaleLengths:
+    """A dataset, and a loader that plans with wrong lengths: half of each length, and 2 for the longest sample.
 
     The cap is the length of the second longest sample. So only the longest one does not fit.
     """
@@ -457,10 +457,10 @@ class StaleTable:
 
 
 def test_stale_lengths_stop_the_run():
-    table = StaleTable()
-    spec = token_data_spec(table.loader, slot_tokens=table.cap)
+    stale = StaleLengths()
+    spec = token_data_spec(stale.loader, slot_tokens=stale.cap)
 
-    message = f'got: {table.longest_in_messages}, over the cap of {table.cap} .* measure the lengths'
+    message = f'got: {stale.longest_in_messages}, over the cap of {stale.cap} .* measure the lengths'
     with pytest.raises(ValueError, match=message):
         fit(one_layer_model(), spec, microbatch_size=1, max_duration='1ep')
 
@@ -471,23 +471,23 @@ def samples_over(microbatches, cap):
 
 
 def test_stale_lengths_may_only_warn(caplog):
-    table = StaleTable()
-    spec = token_data_spec(table.loader, slot_tokens=table.cap, on_oversize='warn')
+    stale = StaleLengths()
+    spec = token_data_spec(stale.loader, slot_tokens=stale.cap, on_oversize='warn')
 
     over_as_planned = []
     over_as_cut = []
-    for batch in table.loader:
+    for batch in stale.loader:
         microbatches = spec.split_batch(batch, 1)
-        over_as_planned += samples_over(batch.microbatches, table.cap)
-        over_as_cut += samples_over(microbatches, table.cap)
+        over_as_planned += samples_over(batch.microbatches, stale.cap)
+        over_as_cut += samples_over(microbatches, stale.cap)
 
     assert len(over_as_planned) > 1
-    assert over_as_cut == [[table.name_of_longest]]  # by itself, because it is over the cap
+    assert over_as_cut == [[stale.name_of_longest]]  # by itself, because it is over the cap
 
-    batches = global_batches(table.dataset, table.loader)
+    batches = global_batches(stale.dataset, stale.loader)
     with caplog.at_level(logging.WARNING, logger='composer_tokacc'):
         assert_exact(one_layer_model(), spec, batch=batches, microbatch_size=1, max_duration='1ep')
-    assert table.longest_in_messages in caplog.text
+    assert stale.longest_in_messages in caplog.text
 
 
 @pytest.mark.parametrize('name', ['llava', 'qwen2_5_vl'])

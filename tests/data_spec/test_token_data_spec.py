@@ -185,6 +185,7 @@ def test_counters_are_exact_ints():
     batch = ragged_batch()
     spec = token_data_spec(loader(batch))
     for counted in (batch, spec.batch_transforms(batch)):
+        # The rows of RAGGED have 2 + 3 + 7 + 11 + 1 + 2 labels.
         assert spec.get_num_tokens_in_batch(counted, token_type='loss_generating') == 26
         assert spec.get_num_tokens_in_batch(counted) == NUM_TOKENS
         assert spec.get_num_samples_in_batch(counted) == 6
@@ -294,7 +295,7 @@ def test_evaluation_has_layout_of_the_model():
 
 
 def test_shared_loader_keeps_its_layout():
-    """Evaluation splits the batches of the loader that training reads."""
+    """Training and evaluation read the same loader. An evaluation must not change the layout of its split."""
     data = token_data_spec(loader(ragged_batch()))
     evaluator = Evaluator(label='eval', dataloader=data, device_eval_microbatch_size=2)
 
@@ -477,7 +478,7 @@ def test_entry_that_only_another_rank_has(monkeypatch):
 
 
 def test_unknown_entry_under_either_split():
-    """If the user's own split cuts the batch, an entry that nothing tells by row only means that rows stay unknown."""
+    """Nothing tells the rows of an entry. Under the user's split there is no layout. Our split refuses the batch."""
     batch = {**ragged_batch(), 'notes': ['one', 'two']}  # of six rows
     state: Any = SimpleNamespace(model=hugging_face(one_layer_model()), batch=batch)
     data = loader(batch)

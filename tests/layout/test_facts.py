@@ -23,9 +23,9 @@ LAYOUT = BatchLayout(family=QWEN, config=SimpleNamespace(image_token_id=IMAGE))
 
 @pytest.mark.parametrize(('side', 'start'), [('right', 1), ('left', 4)])
 def test_types_are_padded_like_the_ids(side, start):
-    """Other types would be trimmed, and the model would number an image as text."""
+    """Types on the padding would be trimmed, and the model would number an image as text."""
     batch = text_batch([7, 4], side=side, sample_ids=['a', 'b'])
-    batch['input_ids'][1, start : start + 2] = IMAGE
+    batch['input_ids'][1, start : start + 2] = IMAGE  # in the middle of the four tokens of this row
     types = (batch['input_ids'] == IMAGE).long()
     types_on_padding = types.flip(1)
 
@@ -57,7 +57,6 @@ def test_facts_hold_until_an_entry_changes():
     batch = text_batch([7, 4])
     another_layout = BatchLayout(family=QWEN, config=LAYOUT.config)
     with_another_key = {**batch, 'more': torch.zeros(2)}
-    with_copied_labels = {**batch, 'labels': batch['labels'].clone()}
 
     facts = describe(LAYOUT, batch)
 
@@ -65,7 +64,9 @@ def test_facts_hold_until_an_entry_changes():
     assert facts.describes(LAYOUT, dict(batch))
     assert not facts.describes(another_layout, batch)
     assert not facts.describes(LAYOUT, with_another_key)
-    assert not facts.describes(LAYOUT, with_copied_labels)
+    # The entry is replaced in the batch itself. The facts must have a copy of the old batch.
+    batch['labels'] = batch['labels'].clone()
+    assert not facts.describes(LAYOUT, batch)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +79,7 @@ def test_facts_hold_until_an_entry_changes():
     ],
 )
 def test_largest_positions_of_rows(positions, expected):
-    """Counted from 1, as the model's table of positions must be that long."""
+    """The result is the largest position plus one. Without positions it is the length of the row."""
     batch = text_batch([4, 3])
     if positions is not None:
         batch['position_ids'] = torch.tensor(positions)

@@ -17,9 +17,11 @@ from composer_tokacc.layout.families import FAMILIES as LAYOUTS
 from tests.support.families import FAMILIES, IMAGE_FAMILIES, MEDIA, Case
 
 TEXT_ROWS = [0, 4]
+"""The rows of a case that have no image."""
 IMAGE_ROWS = [1, 2, 3, 5]
 UNCOUNTED = [*MEDIA, *(name for name in IMAGE_FAMILIES if name not in MEDIA)]
 COUNT_TILES = ('idefics3', 'smolvlm')
+"""Families whose rows count tiles if they carry no `num_images`."""
 TOUCHING_IMAGES = {'llava_next': 5, 'llava_next_video': 5}
 """The row in which two images of unequal size have no token between them. Only `num_images` tells them apart."""
 
@@ -151,8 +153,9 @@ def test_batch_without_any_image(name):
         assert layout.media_per_row(batch) == [0, 0]
 
         batch['pixel_values'] = None
-        for layout_of_none in (layout, BatchLayout.infer(batch)):
-            second_row = layout_of_none.select(batch, [1])
+        layout_of_batch = BatchLayout.infer(batch)
+        for selecting_layout in (layout, layout_of_batch):
+            second_row = selecting_layout.select(batch, [1])
             assert second_row['pixel_values'] is None
 
 
@@ -231,7 +234,7 @@ def test_rows_of_twenty_random_batches(name):
         media_of_rows = {sum(case.truth[row].values()) for row in rows}
         if len(media_of_rows) > 1:
             num_unequal += 1
-    assert num_unequal > 5, 'if all rows had as many media, any way to share them would do'
+    assert num_unequal > 5, 'too few batches have rows with unequal numbers of media'
 
 
 def test_unequal_touching_images_need_their_number():
@@ -297,10 +300,10 @@ def test_wrong_carried_counts_give_way():
     batch = all_rows_joined(case, layout)
     num_rows = len(case.rows)
     expected = counts_of(case, range(num_rows), 'video')
-    a_count_for_each_row = [1] * num_rows
+    one_for_each_row = [1] * num_rows
     too_few = expected[:-1]
     too_many = [*expected, 0]
 
-    for wrong_counts in (a_count_for_each_row, too_few, too_many):
+    for wrong_counts in (one_for_each_row, too_few, too_many):
         batch['num_videos'] = wrong_counts
         assert layout.units_per_row(batch, 'video') == expected

@@ -303,7 +303,7 @@ def test_media_mask_as_wide_as_text(layout, key, shape, mask_key):
 
 @pytest.mark.parametrize('shape', [(3, 3, 4, 4), (6, 5, 6)], ids=['as many images as rows', 'as wide as the text'])
 def test_text_integers_named_after_a_modality(shape):
-    """They are not a mask of the images, because only one of the two sizes fits."""
+    """The integers are not a mask of the images, because only one of the two sizes fits."""
     marks = torch.arange(18).view(3, 6)
     batch = three_rows(pixel_values=torch.rand(shape), image_marks=marks)
 
@@ -369,7 +369,7 @@ def test_column_of_rows_divides_no_images(entries, per_row, is_declared):
 
 @pytest.mark.parametrize('key', ['supervision', 'percentile', 'dispatch_weights'])
 def test_words_that_end_in_a_modality(key):
-    """A number for each token is trimmed with the text, although its name ends like a modality."""
+    """``vision``, ``tile`` and ``patch`` name images only at the start of a word, so this tensor is of the tokens."""
     batch = text_batch([2, 1], width=4, **{key: torch.rand(2, 4)})
 
     trimmed = LAYOUT.trim(batch)

@@ -42,7 +42,7 @@ def three_rows(**options):
 
 
 def lengths_of(batch, layout=TEXT_LAYOUT):
-    """Returns the number of tokens of each row, without padding."""
+    """Returns the width of each row without its padding, at least 1."""
     return describe(layout, batch).lengths
 
 
@@ -175,7 +175,7 @@ MASK_FORMS = {
     'integer': lambda mask: mask.long(),
     'three-dimensional': lambda mask: mask[:, 0],
 }
-"""Turns a mask of :func:`.square_mask` into another form that models take."""
+"""Functions that turn a mask of :func:`.square_mask` into another form that models take."""
 
 
 @pytest.mark.parametrize('form', MASK_FORMS)

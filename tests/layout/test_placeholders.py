@@ -65,7 +65,7 @@ def test_query_tokens_are_never_guessed():
     ],
 )
 def test_instruction_goes_with_its_media(model_type, modality, shape, placeholders_of_item):
-    """Its Q-Former reads the instruction of each item. These ids have a row for each item, not for each row of text."""
+    """The Q-Former reads ``qformer_input_ids``. They have a row for each item, not for each row of text."""
     token_id = {f'{modality}_token_id': IMAGE}
     layout = layout_of_model(model_type, num_query_tokens=2, **token_id)
     with_item = placeholders_of_item + '1'

@@ -74,11 +74,12 @@ def test_reads_as_one_batch(side):
     assert batch['labels'] is batch['labels'], 'joined once'
 
 
-def test_padding_is_no_hidden_placeholder():
-    """LLaMA-Factory hides the placeholders of a dummy image behind the first row of a batch without images."""
+@pytest.mark.parametrize(('side', 'column_of_placeholder'), [('left', 1), ('right', 3)])
+def test_padding_is_no_hidden_placeholder(side, column_of_placeholder):
+    """If a batch has no image, LLaMA-Factory hides placeholders of a dummy image between text and padding."""
     placeholder = 99
-    with_dummy = text_batch([3], width=5)
-    with_dummy['input_ids'][0, 3] = placeholder
+    with_dummy = text_batch([3], side=side, width=5)
+    with_dummy['input_ids'][0, column_of_placeholder] = placeholder
     family = BatchLayout.infer(with_dummy).family
     layout = BatchLayout(family=family, config=SimpleNamespace(image_token_id=placeholder))
 

@@ -14,7 +14,7 @@ from composer_tokacc.planning import CostModel
 
 
 def test_formula_by_hand():
-    """A row costs its length, and the square of its length over ``quadratic``."""
+    """A row costs its length plus the square of its length divided by ``quadratic``."""
     cost = CostModel(quadratic=100.0)
     cost_without_attention = CostModel(quadratic=math.inf)
 
@@ -35,7 +35,10 @@ def test_packed_row_costs_its_documents():
 
 
 def test_vision_encoder_by_hand():
-    """The first row has 10 tokens of an image of 100 patches. The last row has tokens, but no patches."""
+    """The first row has an image of 10 tokens and 100 patches. The last row has tokens, but no patches.
+
+    The image costs 7, its tokens 10 * 0.5, its patches 100 * 0.1, and their square 100 * 100 * 0.001.
+    """
     cost = CostModel(vision_per_token=0.5, vision_per_image=7.0, vision_per_patch=0.1, vision_per_square=0.001)
     tokens = np.array([10, 0, 4])
     patches = np.array([100, 0, 0])

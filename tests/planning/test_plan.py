@@ -53,7 +53,7 @@ def check_costs(samples, plan, cost):
 @settings(max_examples=100, deadline=None)
 @given(samples_under_caps(most=40), st.integers(1, 16), st.sampled_from([1, 8, 64]))
 def test_any_global_batch(objective, samples, num_ranks, width_multiple):
-    """Under 'ddp' ranks wait once a step, so the rank with most work tells the time. Under 'fsdp' see times_of_slots.
+    """Under 'ddp' ranks wait for the slowest rank once a step. Under 'fsdp' they wait in each slot.
 
     Costly microbatches come first.
     """
@@ -149,7 +149,10 @@ def test_plan_against_every_possible_plan(seed):
 
 
 def test_stats_by_hand():
-    """The cost of a row is its length, because the quadratic term is negligible. A launch costs 1."""
+    """The cost of a row is its length, because the quadratic term is negligible. A launch costs 1.
+
+    So the ranks take 12 + 1 and 8 + 1, on average 11.
+    """
     cost = CostModel(quadratic=1e12, launch=1.0)
 
     plan = plan_microbatches([8, 4, 4, 4], num_ranks=2, max_tokens=12, cost=cost)
@@ -283,7 +286,7 @@ def test_bad_input(options, message):
 
 
 def test_encoder_cost_is_balanced_for_waits():
-    """An encoder's cost of 1 a token may be given as a cost of each sample, or as its tokens and a price."""
+    """The encoder's cost may be given for each sample, or as its tokens and a cost per token. The plans are equal."""
     num_samples = 512
     num_ranks = 32
     rng = np.random.default_rng(0)

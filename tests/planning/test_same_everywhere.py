@@ -87,7 +87,7 @@ def test_hash_seed_and_compilation_change_nothing():
 
 @pytest.mark.slow
 def test_processor_changes_nothing():
-    """Numpy rounds some functions differently if the processor has AVX512. On others, this test compares the same."""
+    """Numpy rounds some functions differently if the processor has AVX512. On others both runs are the same."""
     features = 'AVX512F AVX512CD AVX512_SKX AVX512_CLX AVX512_CNL AVX512_ICL'
 
     cuts = run_script(LEAST_PADDED_CUTS)
