@@ -34,6 +34,7 @@ FIRST_CHANGED = 12
 RARE = 63
 """A token that no row has as a label before the loss changes."""
 COMMON = 5
+"""The label that is in its place until then."""
 
 
 @dataclass
@@ -85,7 +86,7 @@ class ChangingModel(NativeModel):
 
 
 def low_weight_of_rare():
-    """Returns a weight for each id of the vocabulary."""
+    """Returns a weight for each id of the vocabulary: 0.1 for the rare label, 1 for all others."""
     weights = torch.ones(VOCABULARY)
     weights[RARE] = 0.1
     return weights
@@ -180,7 +181,10 @@ for loss in LOSSES:
 
 
 def batches(first_changed: int = FIRST_CHANGED) -> list[dict[str, Any]]:
-    """Returns random rows. The rare label is in none of them before step 12, or else in many from the start."""
+    """Returns random rows. The rare label is in none of them before step 12.
+
+    If ``first_changed`` is 0, it is in many of them from the start.
+    """
     rng = random.Random(0)
     all_batches = []
     for step in range(NUM_STEPS):
@@ -277,12 +281,12 @@ def test_model_begins_to_see_the_width(packing, monkeypatch):
         width = embedded.shape[1]
         return embedded + 0.01 * width
 
-    def change_after_step_2(state):
+    def change_after_two_steps(state):
         if state.timestamp.batch == 2:
             model.model.embed_tokens.register_forward_hook(add_width)
 
     eight_batches = [ragged_batch()] * 8
-    callbacks = [On(Event.BATCH_END, change_after_step_2)]
+    callbacks = [On(Event.BATCH_END, change_after_two_steps)]
     recorder = GradientRecorder()
     with pytest.raises(RuntimeError, match='Earlier steps had rows like these'):
         fit(model, *eight_batches, callbacks=callbacks, recorder=recorder, packing=packing)
@@ -313,9 +317,9 @@ DYNAMIC_ROPE = {'rope_type': 'dynamic', 'factor': 4.0}
     ],
 )
 def test_rows_are_trimmed_later(config, untrimmed, trimmed, side, monkeypatch):
-    """The rows of the first four steps cannot be trimmed. The check of step 4 trims rows for the first time.
+    """The rows of the first four steps cannot be trimmed. The fifth step trims rows for the first time.
 
-    It refuses nothing.
+    Everything is checked again before the fifth step, and nothing is refused.
     """
     monkeypatch.setattr(first_batch, 'LOOK_AGAIN', 4)
     model = one_layer_model(**config)
@@ -362,6 +366,7 @@ class CommonHead(ChangingModel):
     ('make_model', 'token_weights'), [(separate_heads, 'sqrt'), (separate_heads, 'column'), (CommonHead, 'sqrt')]
 )
 def test_unweighted_term_is_refused_with_weights(make_model, token_weights):
+    """Token weights apply to the losses of the logits. The term of the values would stay unweighted."""
     batch = ragged_batch()
     model = make_model()
 
@@ -445,12 +450,12 @@ def test_norms_thawed_later_are_refused():
     def freeze_norm(state):
         state.model.norm.eval()
 
-    def thaw_after_step_3(state):
+    def thaw_after_three_steps(state):
         if state.timestamp.batch == 3:
             state.model.train()
 
     six_batches = batches()[:6]
-    callbacks = [On(Event.EPOCH_START, freeze_norm), On(Event.BATCH_END, thaw_after_step_3)]
+    callbacks = [On(Event.EPOCH_START, freeze_norm), On(Event.BATCH_END, thaw_after_three_steps)]
 
     steps = gradients_of_steps(WithNorm(), six_batches, callbacks=callbacks)
 
@@ -483,6 +488,7 @@ def test_rows_coupled_later_are_refused(units):
 
 @pytest.mark.parametrize('loss', [doubled, penalty])
 def test_unchecked_loss_may_change(loss):
+    """With the check the first changed step is refused. Without it all 16 steps run."""
     data = batches()[:16]
 
     checked_steps = gradients_of_steps(ChangingModel(loss), data)

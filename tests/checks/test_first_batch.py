@@ -45,7 +45,10 @@ WITHOUT_PADDING = [(9, 4), (9, 7), (9, 2), (9, 8)]
 
 
 def rules_after_exact_steps(model, *batches, **options):
-    """Returns the rules by which rows are cut at the end. A rule that was proven also has the width of its rows."""
+    """Returns the rules by which rows are cut at the end.
+
+    A rule that was proven has the width of the widest rows that were checked. The widest row of :data:`RAGGED` has 14.
+    """
     recorder = assert_exact(model, *batches, **options)
     return split_of(recorder.trainer.state.train_dataloader).rules
 
@@ -139,7 +142,7 @@ def test_model_that_needs_rounded_widths(model_class):
 
 
 class SeesNextColumns(ColumnCounter):
-    """Each token sees the second token after it, and so the last but one sees a column of padding."""
+    """Adds to each token 0.1 times the embedding two columns later. For the last two tokens that is padding or 0."""
 
     def forward(self, input_ids=None, attention_mask=None, labels=None):
         embeddings = self.transformer.wte(input_ids)
@@ -152,7 +155,7 @@ class SeesNextColumns(ColumnCounter):
 
 
 def test_row_that_fills_a_rounded_width():
-    """Rounded to 8 columns, all trimmed rows but the one of 8 tokens keep some padding."""
+    """Trimmed rows are rounded to 8 columns. Only the row of 8 tokens in the second batch keeps no padding."""
     first = ragged_batch([(9, 7), (20, 11), (5, 2)])
     second = ragged_batch([(8, 7), (20, 11), (6, 2)])
     model = gpt2(SeesNextColumns)
@@ -333,7 +336,7 @@ def test_rule_is_found_on_media(layout_with_images):
 
 
 def test_rows_with_new_images_are_kept(layout_with_images):
-    """Although there are rows of text that are shorter, and the microbatches of the run have two rows."""
+    """There are shorter rows of text, and microbatches have two rows. The rows with images are chosen nevertheless."""
     drawings = ['12345678', '12', '123', '124', '1iiii2', '123i4']
     batch = drawn_batch(*drawings, pixel_values=numbered(2, 3, 4, 4))
     longest = 0
@@ -347,7 +350,7 @@ def test_rows_with_new_images_are_kept(layout_with_images):
 
 
 def test_media_are_compared_if_padded_otherwise():
-    """Of each row that is asked for. Others would take another forward that shows nothing."""
+    """Returns only media that are padded further in the whole batch. Media of the same size need no second check."""
     one_tile = text_batch([4, 3], num_images=[1, 1], pixel_values=torch.ones(2, 1, 5))
     two_tiles = text_batch([5, 2], num_images=[1, 0], pixel_values=torch.ones(1, 2, 5))
     batch = PreSplitBatch([one_tile, two_tiles], max_tokens=20)

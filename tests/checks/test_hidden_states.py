@@ -136,7 +136,7 @@ def distilled(logits, labels):
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize('loss_of', [F.cross_entropy, smoothed, focal, with_z_loss, binary, distilled])
 def test_losses_tell_logits_from_states(loss_of, dtype):
-    """A gradient of zero does not tell."""
+    """In the gradient by logits the label stands out, or the entries sum to 0. A gradient of 0 tells nothing."""
     targets = targets_of(ragged_batch(SHAPE), 'causal')
     has_target = targets != -100
     hidden_size = 96  # wider than the vocabulary, so every label could be an entry of a state

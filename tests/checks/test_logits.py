@@ -175,10 +175,10 @@ def test_sketches_keep_sizes_of_differences(in_parts):
     second = torch.randn(3, 4, 5000)
     small = first[..., :9]
 
-    sketch_of_difference = sketch(first) - sketch(second)
+    difference_of_sketches = sketch(first) - sketch(second)
 
     expected_norm = float((first - second).norm())
-    assert sketch_of_difference.norm() == pytest.approx(expected_norm, rel=0.1)
+    assert difference_of_sketches.norm() == pytest.approx(expected_norm, rel=0.1)
     assert torch.equal(sketch(small), small)
 
 

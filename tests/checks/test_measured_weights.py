@@ -51,6 +51,7 @@ def stock_split():
 
 
 def exact_split():
+    """Returns data that the package splits."""
     return token_data_spec(loader(BATCH))
 
 
@@ -148,10 +149,10 @@ def test_measuring_changes_no_gradient():
 
 def test_label_with_one_rival():
     """Both entries of the gradient are equal except for round-off. The wrong one would give a negative weight."""
-    logits_of_id = torch.tensor([0.0, 0.85, -20.0, -20.0])  # the last two entries of the vocabulary are hopeless
+    same_logits = torch.tensor([0.0, 0.85, -20.0, -20.0])  # of every id: only the first two labels are likely
     model = torch.nn.Embedding(4, 4, dtype=torch.bfloat16)
     with torch.no_grad():
-        model.weight.copy_(logits_of_id)
+        model.weight.copy_(same_logits)
     ids = torch.zeros(1, 3, dtype=torch.long)
     labels = torch.tensor([0, 0, 1])
 
@@ -174,7 +175,7 @@ def test_certain_tokens_are_left_out():
         logits = model(ids)[0]
         F.cross_entropy(logits, labels).backward()
 
-    # The loss is the mean of four. The first two predictions are right.
+    # The loss is the mean of four. The model is sure of the first two labels, so only the others are measured.
     assert_weights(report, torch.full((2,), 0.25))
     assert '2 left out: 1 - p of the label below 0.001' in str(report)
 
@@ -351,12 +352,12 @@ def train_detached(model):
 @pytest.mark.parametrize(
     ('make', 'run', 'reason'),
     [
-        (one_layer_model, do_nothing, 'made no forward with gradients'),
-        (one_layer_model, copy.deepcopy, 'made no forward with gradients'),
-        (one_layer_model, evaluate, 'made no forward with gradients'),
-        (FusedLoss, train_without_logits, 'hold no logits'),
-        (one_layer_model, forward, 'no gradient came to its logits'),
-        (one_layer_model, train_detached, 'no gradient came to its logits'),
+        pytest.param(one_layer_model, do_nothing, 'made no forward with gradients', id='nothing'),
+        pytest.param(one_layer_model, copy.deepcopy, 'made no forward with gradients', id='copy'),
+        pytest.param(one_layer_model, evaluate, 'made no forward with gradients', id='no graph'),
+        pytest.param(FusedLoss, train_without_logits, 'hold no logits', id='no logits'),
+        pytest.param(one_layer_model, forward, 'no gradient came to its logits', id='no backward'),
+        pytest.param(one_layer_model, train_detached, 'no gradient came to its logits', id='detached'),
     ],
 )
 def test_nothing_measured_is_refused(make, run, reason):
@@ -448,7 +449,7 @@ def test_fused_head_with_log_probabilities():
 
 
 def test_report_without_tokens():
-    """Neither before the first backward, nor if all weights are 0."""
+    """No token is measured before the first backward, nor if the gradient is 0."""
     model = one_layer_model()
 
     with measure_token_weights(model) as report:

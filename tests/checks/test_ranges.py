@@ -122,6 +122,10 @@ def test_padding_on_both_sides_comes_later(make_model, packing, second_step):
     assert kinds == ['exact', second_step]
 
 
+HIDDEN_SIZE = 32
+"""Of the Llama of :class:`NativeModel`."""
+
+
 class AddsMemory(NativeModel):
     """A Llama that adds one vector to all embeddings of a row: a sum over its memory.
 
@@ -146,8 +150,6 @@ class AddsMemory(NativeModel):
         return {'loss': loss, 'logits': logits}
 
 
-HIDDEN_SIZE = 32
-"""Of the Llama of :class:`NativeModel`."""
 NUM_STATES = 16
 
 
@@ -257,7 +259,7 @@ class PadsToLargestImage(AddsMemory):
     def vectors_of_rows(self, batch: Any) -> torch.Tensor:
         is_placeholder = batch['input_ids'] == IMAGE_ID
         longest_run = 0
-        begins_longer_run = is_placeholder  # whether more than `longest_run` placeholders begin at a position
+        begins_longer_run = is_placeholder  # whether a run longer than `longest_run` begins at a position
         while begins_longer_run.any():
             longest_run += 1
             begins_longer_run = begins_longer_run[:, :-1] & is_placeholder[:, longest_run:]

@@ -43,7 +43,10 @@ def test_batch_norm_is_accepted_on_request():
 
 
 def with_term(term_of):
-    """Returns a model with a second term ``term_of(model, outputs, batch)``. None: the microbatch leaves it out."""
+    """Returns a model with a second term ``term_of(model, outputs, batch)``.
+
+    If that is None, the loss has no second term.
+    """
     model = hugging_face(one_layer_model())
     plain_loss = model.loss
 
@@ -168,7 +171,7 @@ def size_of_first_states(model, batch, has_term):
 
 
 def of_long_rows(model, outputs, batch):
-    """It is not made of the last layers, so only its value shows that it is divided by some of the rows."""
+    """It is not made of the last layers, so only its value shows that it is a mean over some of the rows."""
     is_long = batch['attention_mask'].sum(dim=1) > 5
     if not is_long.any():
         return None
@@ -176,7 +179,7 @@ def of_long_rows(model, outputs, batch):
 
 
 def of_labelled_rows(model, outputs, batch):
-    """All rows have labels, but the row without labels that fills up a rank would not be counted."""
+    """All rows have labels. But a dummy row that fills up a rank has none, and would not be counted."""
     first_logits = outputs['logits'][is_labelled_row(batch), 0]
     return first_logits.square().mean()
 
@@ -331,7 +334,7 @@ def test_label_whose_logit_is_masked():
 
 
 def leaking_model():
-    """Returns a fresh GPT-2. The rows see each other in its attention, which is small beside biases that are not 0."""
+    """Returns a fresh GPT-2, whose biases are 0. Its rows see each other in the attention of one layer."""
     model = gpt2()
 
     def subtract_mean_of_rows(module, args, output):
@@ -343,8 +346,8 @@ def leaking_model():
     return model
 
 
-def test_leak_beside_zero_biases():
-    """The probe varies biases that are all 0."""
+def test_leak_beside_varied_biases():
+    """The probe varies biases that are all 0. The leak is small compared with them, but not without them."""
     with pytest.raises(RuntimeError, match='rows beside it'):
         fit(leaking_model(), ragged_batch())
 

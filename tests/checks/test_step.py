@@ -30,7 +30,7 @@ RARE = 63
 
 
 def without_label(label):
-    """Returns a model whose loss leaves out a label. Some leave out the id of padding wherever they see it."""
+    """Returns a model whose loss leaves out a label. Some models leave out the id of padding in every row."""
 
     def loss(logits, labels):
         counted_labels = labels.masked_fill(labels == label, -100)
@@ -219,6 +219,7 @@ def test_tokens_of_a_sharded_vocabulary(measures_all, tmp_path, monkeypatch):
     monkeypatch.setattr(step, 'NUM_SAMPLED', 100)  # all tokens, in the same order
     logits = torch.randn(3, 5, 16)
     gradient = torch.randn(3, 5, 16)
+    expected = measured_deviations(logits, gradient, measures_all)
 
     with group_of_one_rank(tmp_path):
         mesh = init_device_mesh('cpu', (1,))
@@ -226,5 +227,4 @@ def test_tokens_of_a_sharded_vocabulary(measures_all, tmp_path, monkeypatch):
         sharded_gradient = distribute_tensor(gradient, mesh, [Shard(2)])
         deviations = measured_deviations(sharded_logits, sharded_gradient, measures_all)
 
-    expected = measured_deviations(logits, gradient, measures_all)
     torch.testing.assert_close(deviations, expected)

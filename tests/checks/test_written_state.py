@@ -330,6 +330,7 @@ def test_noise_moves_states_of_any_size(value):
 
     noise = (model.state - value).abs() / written_state.PERTURBATION
     mean_size_of_normal_number = 0.8
+    # The size of an entry, the mean size, which is the same here, and 0.01.
     expected_noise = mean_size_of_normal_number * (2 * abs(value) + 0.01)
     assert noise.mean() == pytest.approx(expected_noise, rel=0.1)
 

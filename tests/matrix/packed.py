@@ -37,7 +37,7 @@ KERNELS = ('sdpa', 'eager')
 NUM_BATCHES = 4
 TOLERANCE = 1e-6
 MOST_TIMES_ROUND_OFF = 1.2
-"""Packed rows are exact if their error divided by the error of padded rows is below this number."""
+"""Packed rows are also exact if their error is below this number times the error of padded rows."""
 PAGE = Path(__file__).parents[2] / 'docs' / 'packing.md'
 
 # Families that the general matrix does not have: sinks, a convolution, a gated delta rule.

@@ -52,8 +52,8 @@ def check(outcomes, num_batches, *, packing=False):
     allowed_kinds = ['exact']
     if packing:
         allowed_kinds.append('refused')
-    for outcome in outcomes:
-        assert outcome.kind in allowed_kinds, str(outcome)
+    for step, outcome in enumerate(outcomes):
+        assert outcome.kind in allowed_kinds, f'step {step}: {outcome}'
     was_refused = outcomes[-1].kind == 'refused'
     assert len(outcomes) == num_batches or was_refused
 
@@ -261,9 +261,9 @@ def packed_rows(lengths_of_rows):
 def test_rotary_embedding_of_packed_rows():
     """All rows are equally wide. One document beyond the rotary limit changes the rows that share its microbatch."""
     within_the_limit = [[10, 10], [5, 5, 10], [8, 7, 5], [10, 10]]
-    beyond_the_limit = [[8, 12], [10, 10]]
+    row_beyond_the_limit = [8, 12]
     short = packed_rows(within_the_limit * 3)
-    long = packed_rows(within_the_limit * 2 + beyond_the_limit)
+    long = packed_rows(within_the_limit * 2 + [row_beyond_the_limit, [10, 10]])
 
     kinds = kinds_of_steps(long_rope(), [short, long])
 
@@ -397,7 +397,7 @@ def with_two_labels(row):
 
 
 def changing_pixels(name, change):
-    """Returns a model that changes its pixels at the begin of the forward."""
+    """Returns a model that changes its pixels at the beginning of the forward."""
     model = SUBJECTS[name].model('large')
 
     def hook(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:

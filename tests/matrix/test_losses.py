@@ -402,19 +402,19 @@ def hidden_entropy_over_tokens(logits, labels):
 
 
 def hidden_factor_of_rows(logits, labels):
-    """Makes the gradient as many times larger as there are rows."""
+    """Returns a term that multiplies the gradient of the causal loss by the number of rows."""
     num_rows = len(logits)
     return without_value(causal(logits, labels)) * (num_rows - 1)
 
 
 def hidden_factor(logits, labels):
-    """Makes the gradient eight times larger."""
+    """Returns a term that multiplies the gradient of the causal loss by eight."""
     return without_value(causal(logits, labels)) * 7
 
 
 @pytest.mark.parametrize('options', [{}, {'packing': True}], ids=['padded', 'packed'])
 @pytest.mark.parametrize(
-    ('loss', 'kind'),
+    ('hidden_term', 'kind'),
     [
         pytest.param(hidden_entropy_over_all, 'refused', id='term over all'),
         pytest.param(hidden_entropy_over_tokens, 'exact', id='term over tokens'),
@@ -422,11 +422,11 @@ def hidden_factor(logits, labels):
         pytest.param(hidden_factor, 'exact', id='times eight'),
     ],
 )
-def test_gradient_of_another_loss(loss, kind, options):
+def test_gradient_of_another_loss(hidden_term, kind, options):
     """The value of the loss is the causal one. Its gradient is not."""
 
     def term(outputs, labels):
-        return loss(outputs.logits, labels)
+        return hidden_term(outputs.logits, labels)
 
     outcome = outcome_of(in_forward(term), **options)
 

@@ -46,7 +46,7 @@ TYPES = {'image': 1, 'video': 2, 'audio': 3}
 _AUDIO_MASKS = ('attention_mask', 'input_features_mask', 'padding_mask', 'feature_attention_mask')
 _MASKS = ('input_features_mask', 'feature_attention_mask', 'padding_mask', 'audio_attention_mask', 'input_values_mask')
 NUMBER_OF_FEATURES = re.compile(r'features:? *(\d+)|tensor of shape \[(\d+), |Got (\d+) feature')
-"""In the errors of models that got another number of placeholders."""
+"""Finds the number of features in the error of a model that got another number of placeholders."""
 _SEQ2SEQ_LABELS = [[4, 5, 6, 7], [8, 9, -100, -100], [9, 8, 7, -100], [5, 6, -100, -100]]
 _TOKEN_TYPE_KEYS = ('mm_token_type_ids', 'moe_mm_token_type_ids', 'token_type_ids')
 
@@ -222,10 +222,10 @@ class Maker:
             labels = labels.masked_fill(is_first_token, -100)
 
         batch = {'input_ids': ids, 'attention_mask': mask, 'labels': labels}
-        self._change_entries(batch, token_types, one_each)
+        self._add_entries_of_type(batch, token_types, one_each)
         return batch
 
-    def _change_entries(self, batch: dict[str, Any], token_types: torch.Tensor, one_each: str) -> None:
+    def _add_entries_of_type(self, batch: dict[str, Any], token_types: torch.Tensor, one_each: str) -> None:
         """Gives a batch of text the entries that the forward of this type takes, in place."""
         ids = batch['input_ids']
         num_rows = len(ids)

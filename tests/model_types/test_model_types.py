@@ -78,7 +78,7 @@ def test_images_after_text_steps(model_type):
 
 
 def test_zero_scale_hides_no_positions():
-    """The scales depend on the logarithm of the position, but its weight is 0 in a fresh model."""
+    """Queries are multiplied by ``scale * log(position + 1) + bias``. In a fresh model ``scale`` is 0."""
     maker = maker_of('mistral_large4')
     maker.side = 'left'
     weights_of_scales = []
@@ -98,7 +98,7 @@ ROPE_INDEX_ENTRIES = ('input_ids', 'mm_token_type_ids', 'image_grid_thw', 'atten
 
 
 def test_images_numbered_over_the_batch():
-    """The model numbers the images of a batch. The positions of each row are computed by itself."""
+    """The model numbers the images of a batch. So the positions are computed for one row at a time."""
     maker = maker_of('hunyuan_vl')
     batch = maker.batch('image')
     layout = BatchLayout.for_model(maker.model)
