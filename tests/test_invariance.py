@@ -101,8 +101,8 @@ def test_dropped_smaller_microbatch_is_off():
     assert not report.is_exact
 
 
-def first_case(loop):
-    """Returns the first case of the report, which makes the same step again."""
+def case_of_repeated_step(loop):
+    """Returns the case that compares a step with the same step, made again. It is the first one of the report."""
     report = verify_invariance(loop, text_rows(ROWS))
     case = report.cases[0]
     assert case.cut == 'again'
@@ -112,8 +112,8 @@ def first_case(loop):
 def test_step_that_differs_from_itself():
     keeps_gradient = step_mean(text_model(), keep=True)
     has_state = step_mean(with_layers(spectral_norm()))
-    assert first_case(keeps_gradient).factor == pytest.approx(2.0)
-    assert first_case(has_state).error > 1e-6
+    assert case_of_repeated_step(keeps_gradient).factor == pytest.approx(2.0)
+    assert case_of_repeated_step(has_state).error > 1e-6
 
 
 def test_trainer_that_writes_into_batches():
@@ -178,7 +178,7 @@ def test_first_row_has_none_in_place_of_images():
 
 
 def test_lost_or_nan_gradient_is_off():
-    """Only in cuts with several microbatches."""
+    """The gradient is lost, or NaN, only in cuts with several microbatches."""
     changed_name = 'lm_head.weight'
     rows = text_rows(ROWS)
 

@@ -78,7 +78,7 @@ def test_closed_pipe_ends_quietly(monkeypatch):
 
 
 def test_unprintable_letters_are_escaped(monkeypatch, tmp_path):
-    """A screen of latin-1 has an a with dots, but no arrow and no half of a surrogate pair."""
+    """Latin-1 has the letter ä, but no arrow and no half of a surrogate pair."""
     path = tmp_path / 'out'
     with path.open('w', encoding='latin-1') as screen:
         monkeypatch.setattr(sys, 'stdout', screen)

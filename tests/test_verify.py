@@ -31,13 +31,13 @@ def errors(printed, split):
     return [float(number) for number in numbers]
 
 
+def largest_error(printed, split):
+    return max(errors(printed, split))
+
+
 def verify(*overrides, rows=2):
     """Returns the exit status."""
     return main([DIGITS, '--rows', str(rows), *TINY, *overrides])
-
-
-def largest_error(printed, split):
-    return max(errors(printed, split))
 
 
 def test_demo_is_exact_and_stock_not(capsys):
@@ -158,6 +158,7 @@ def test_error_over_the_tolerance(capsys, monkeypatch):
     monkeypatch.setattr(step, '_check_tokens', lambda *_: None)  # it would refuse the step
     assert verify() == 1
     printed = capsys.readouterr().out
+    # Microbatches of 1 and 2 rows, padded left and right.
     assert errors(printed, 'regrouped') == pytest.approx([1e-3] * 4, rel=1e-2)
     assert re.search(r'over tolerance; .*\S+weight is off', printed)
     assert 'NOT exact' in printed

@@ -87,8 +87,8 @@ def test_answer_is_that_of_plain_generation(model, dataset, processor, tmp_path)
         assert line['generated'] == answer.generated
 
 
-def row_of_unlabelled(ids):
-    """Returns the text entries of a sample with these ids, none of which has a label."""
+def unlabelled_row(ids):
+    """Returns a row of these ids, with its mask and its labels. No token has a label."""
     row = ids[None]
     return {
         'input_ids': row,
@@ -102,14 +102,14 @@ def text_without_labels(sample):
     del sample['pixel_values']
     is_text = sample['input_ids'] != build_digits_processor().image_token_id
     text_ids = sample['input_ids'][is_text]
-    sample.update(row_of_unlabelled(text_ids))
+    sample.update(unlabelled_row(text_ids))
 
 
 def with_media_at_its_end(sample):
     """Adds the images once more after the answer, in a turn without loss."""
     is_image = sample['input_ids'] == build_digits_processor().image_token_id
     image_ids = sample['input_ids'][is_image]
-    for key, added in row_of_unlabelled(image_ids).items():
+    for key, added in unlabelled_row(image_ids).items():
         sample[key] = torch.cat([sample[key], added], dim=1)
     sample['pixel_values'] = torch.cat([sample['pixel_values'], sample['pixel_values']])
 

@@ -42,7 +42,7 @@ def pretrained(processor, tmp_path):
 
 
 def with_lora(processor, *, pretrained=None, **lora):
-    """Returns a model with an adapter of rank 4 on the folder, or on a base with fresh weights."""
+    """Returns a model with an adapter of rank 4. Its base is read from a folder, or has fresh weights."""
     source = {'config': LLAVA} if pretrained is None else {'pretrained': pretrained}
     return build_model(**source, processor=processor, lora={'r': 4, **lora})
 
@@ -249,7 +249,10 @@ def change_one_embedding(folder, processor):
 
 
 def test_identity_depends_on_the_base_weights(identity_of, processor, pretrained, tmp_path):
-    """Not on the folder or the precision. Other trained parameters show in the weights of the checkpoint."""
+    """It does not depend on the folder or the precision.
+
+    Other trained parameters show in the weights of the checkpoint.
+    """
     lora = {'r': 4}
     other_lora = {'r': 2, 'alpha': 8, 'target_modules': ['q_proj'], 'modules_to_save': ['lm_head']}
 
@@ -323,7 +326,7 @@ def test_whole_base_may_be_frozen(processor):
 @pytest.mark.slow
 def test_gradient_on_two_ranks_is_exact():
     results = launch_json('tests/ranks/lora.py', ranks=2)
-    assert len(results) == 8
+    assert len(results) == 8  # every case of the program has run
     for name, error in results.items():
         assert error < 1e-6, name
 

@@ -444,8 +444,8 @@ def test_parts_with_an_adapter(processor):
     assert_rates(rates, {'multi_modal_projector': 0.5, 'layers.1.': 0.25})
     names_of_projector = [name for name in rates if 'multi_modal_projector' in name]
     full_name, _, _ = names_of_projector[0].partition('.modules_to_save')
-    rates = rates_by_name(model, {full_name: 0.5})
-    assert 0.5 in rates.values()
+    rates_with_full_name = rates_by_name(model, {full_name: 0.5})
+    assert 0.5 in rates_with_full_name.values()
 
 
 def test_part_of_all_parameters_keeps_arguments():

@@ -40,7 +40,7 @@ from tests.support.training import On, hugging_face, logged, train
 
 
 def spec_of(dataset, *, size, batch, slot_tokens=LONGEST):
-    """Returns a data spec that regroups a dataset on one rank. The sampler fits ``size`` of the longest rows."""
+    """Returns a data spec that regroups a dataset on one rank. Its budget is ``size`` of the longest rows."""
     loader = regrouping_loader(
         dataset,
         global_batch_size=batch,

@@ -79,8 +79,8 @@ def test_bug_on_another_rank(tmp_path):
     tracebacks = [line for line in lines if 'Traceback' in line]
     assert len(tracebacks) == 1
     # Torch begins each line with the rank.
-    last_lines = [line for line in lines if line.endswith("KeyError: 'a bug of ours'")]
-    assert len(last_lines) == 1
+    error_lines = [line for line in lines if line.endswith("KeyError: 'a bug of ours'")]
+    assert len(error_lines) == 1
 
 
 def test_hanging_rank_is_reported_after_timeout(tmp_path):

@@ -66,9 +66,9 @@ def branching_model() -> torch.nn.Module:
 def rows_of_branches() -> list[Any]:
     """Returns rows that use the first layer on the first rank, and the second layer on the second rank."""
     rows = text_rows(ROWS)
-    rows_of_first_rank, _ = SHARES
+    num_rows_of_first_rank, _ = SHARES
     for index, row in enumerate(rows):
-        first_id = 4 if index < rows_of_first_rank else 5
+        first_id = 4 if index < num_rows_of_first_rank else 5
         row['input_ids'][0, 0] = first_id
     return rows
 

@@ -1,10 +1,10 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Under the composer launcher: types whose layout is found, with steps of text alone and media on one rank only.
+"""Under the composer launcher: types whose layout is found, with steps of text only, and of media on one rank only.
 
-Arguments: a JSON list of runs (the keyword arguments of :func:`run`). Gradients of every step are held to
-each rank's batch by itself, weighed by its loss-generating tokens.
+Arguments: a JSON list of runs (the keyword arguments of :func:`run`). The gradients of every step are
+compared with those of each rank's batch by itself, weighted by its loss-generating tokens.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ def run(
     folder: str | None = None,
     load_path: str | None = None,
 ) -> dict[str, Any]:
-    """Trains with one Trainer. Rank 0 returns the errors of the gradients of all steps, and the parameters.
+    """Trains with one Trainer. Rank 0 returns the round-off, the error of each step, and a hash of the parameters.
 
     Args:
         model_type: Of ``tests.model_types``.
         modality: Of the media.
-        steps: A letter a step: ``'t'`` text only, ``'m'`` with media on the first rank alone.
+        steps: A letter a step: ``'t'`` text only, ``'m'`` with media on the first rank only.
         fsdp: Whether the model is sharded.
         packing: Whether rows are packed.
         size: Microbatch size.
@@ -79,7 +79,7 @@ def run(
     if not is_first:
         return {}
     errors = []
-    first_step = len(steps) - len(recorder.steps)  # after those before the checkpoint
+    first_step = len(steps) - len(recorder.steps)  # a resumed run makes only the last ones
     for gradients, letter in zip(recorder.steps, steps[first_step:], strict=True):
         errors.append(relative_error(gradients, case.expected[letter]))
     return {'round_off': case.round_off, 'errors': errors, 'parameters': state['parameters']}

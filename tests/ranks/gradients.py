@@ -182,6 +182,7 @@ def measure_unknown_type(case: Any) -> dict[str, float]:
 
 
 def text_results() -> Results:
+    """Cuts ragged rows of text in five ways, also packed."""
     rows = text_rows(SHAPE)
     model = text_model()
     batch = collate(rows)
@@ -220,6 +221,7 @@ def measure_text(model: Any, shape: Sequence[tuple[int, int]], width: int = 0) -
 
 
 def masked_results() -> Results:
+    """Cuts rows of an encoder with a masked loss, also packed."""
     lengths = [4, 5, 9, 14, 6, 3, 2, 9]
     batch = masked_batch(lengths)
     rows_of_rank = rank_share(range(len(lengths)), (3, 5))
@@ -254,7 +256,7 @@ def measure_plain_loop(rows: Sequence[Any]) -> dict[str, float]:
 
 
 def with_weights(rows: Sequence[Any], num_zero_rows: int = 0) -> list[dict[str, Any]]:
-    """Returns rows with random weights. The weights of the first rows may be 0."""
+    """Returns rows with random weights. The first ``num_zero_rows`` rows have only weights of 0."""
     weighted_rows = []
     for index, row in enumerate(rows):
         weights = column(row, seed=index)
@@ -265,6 +267,7 @@ def with_weights(rows: Sequence[Any], num_zero_rows: int = 0) -> list[dict[str, 
 
 
 def weight_results(name: str) -> Results:
+    """Cuts rows with token weights in several ways. In one case all weights of the first rank are 0."""
     if name == 'text':
         rows = text_rows(SHAPE)
         model: Any = text_model()

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Under the composer launcher: runs one after the other with the regrouping loader; what each of them saw.
+"""Under the composer launcher: several runs with the regrouping loader, one after the other. Returns what each saw.
 
 Arguments: a JSON list of runs (the keyword arguments of :func:`run`).
 """
@@ -60,11 +60,11 @@ def run(
     Args:
         folder: Where checkpoints are saved.
         load_path: Checkpoint to resume from.
-        durations: The duration of the run, and of further calls of ``fit``.
+        durations: The duration of the run, then those of further calls of ``fit``.
         num_workers: Workers of the loader.
         stock: Whether the loader is a stock one, not the regrouping loader.
-        skip: Whether a resumed run does not read again the batches before its checkpoint.
-        random: Whether labels and dropout are random.
+        skip: Whether a resumed run skips the batches before its checkpoint. If not, it reads them again.
+        random: Whether the number of labels is random, and the model has dropout.
     """
     first_duration, *further_durations = durations
     dataset = LengthDataset(NUM_SAMPLES, random_labels=random)

@@ -55,7 +55,7 @@ class OwnLoss(Metric):
 
 
 class KeepsLabels(HuggingFaceModel):
-    """As Composer's, which moves the labels it took out itself, and has taken none here."""
+    """Gives a metric no labels. Composer's method needs labels that it took out of the batch, and here it took none."""
 
     def update_metric(self, batch, outputs, metric):
         metric.update(batch, outputs, None)

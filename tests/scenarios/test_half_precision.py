@@ -17,7 +17,7 @@ PRECISIONS = ('amp_bf16', 'amp_fp16')
 
 
 def families_and_precisions():
-    """Yields all families with both precisions. One of them is not slow, in turn."""
+    """Yields all families with both precisions. One precision of each family is quick, in turn; the other is slow."""
     for number, family in enumerate(FAMILIES):
         quick_precision = PRECISIONS[number % 2]
         for precision in PRECISIONS:

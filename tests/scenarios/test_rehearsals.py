@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ import yaml
 
 from composer_tokacc.train import main
 from tests.support.launch import launch_nodes, launch_program
-from tests.support.programs import DIGITS, TINY_DIGITS, UNCHECKED
+from tests.support.programs import DIGITS, TINY_DIGITS, UNCHECKED, result_of
 
 pytestmark = pytest.mark.slow
 
@@ -38,11 +37,6 @@ def arguments(folder: Path, steps: int) -> list[str]:
     path = folder / 'run.yaml'
     path.write_text(yaml.safe_dump(config, sort_keys=False))
     return [str(path), *TINY]
-
-
-def result_of(folder: Path) -> dict:
-    text = (folder / 'result.json').read_text()
-    return json.loads(text)
 
 
 def weights_of(folder: Path) -> dict:

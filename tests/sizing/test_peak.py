@@ -292,9 +292,9 @@ def test_peak_of_videos_alone(family):
         rows_of_kind[kind].append(row)
     text_1, text_2 = rows_of_kind['none'][:2]
     video_1, video_2 = rows_of_kind['video'][:2]
-    videos_only = replace(case, rows=[text_1, video_1, video_2, video_1, text_2, video_2])
+    case_without_images = replace(case, rows=[text_1, video_1, video_2, video_1, text_2, video_2])
 
-    errors = errors_of_shapes(videos_only, 'sdpa', checkpointing=False)
+    errors = errors_of_shapes(case_without_images, 'sdpa', checkpointing=False)
 
     assert largest_error(errors) < 0.05, errors
 

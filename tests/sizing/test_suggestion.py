@@ -47,7 +47,7 @@ def most_positions(device_memory_gib: float, *, model_gib: float = MODEL_GIB, by
 
 
 def memory_model(**changes: Any) -> MemoryModel:
-    """Returns 4 GiB of model in float32 with AdamW, 1.5 MiB a token, a quarter MiB an image token."""
+    """Returns a memory model: 4 GiB for float32 and AdamW, 1.5 MiB a token, a quarter MiB an image token."""
     static = StaticBytes(
         parameters=PARAMETERS,
         buffers=0,
@@ -207,7 +207,7 @@ def at_labels(**changes: Any) -> MemoryModel:
     ('loss_tokens', 'share'),
     [
         ([9] * 63 + [19], 0.2),  # one more for each sample: a model that does not shift counts its first label
-        ([9] * 63 + [95], 1.0),  # a microbatch of such samples computes all logits
+        ([9] * 63 + [95], 1.0),  # from 90 % of labels on, a microbatch computes all logits
         ([0] * 64, 1.0),  # unknown
     ],
 )
@@ -414,7 +414,10 @@ def test_microbatches_of_stock_composer():
 
 
 def test_stock_composer_may_not_fit():
-    """With logits only at few labels rows of 1000 tokens fit, but one row with all its logits does not."""
+    """With logits only at few labels rows of 1000 tokens fit, but one row with all its logits does not.
+
+    A row takes 1.0 GiB, and 2.0 GiB more for all its logits. The devices have 2.4 GiB and 3.4 GiB for activations.
+    """
     sizes = sizes_of([1000] * 64, loss_tokens=[20] * 64)
     fit = memory_model().phases['head']
     coefficients = {**fit.coefficients, 'logits': {'logits': 4 * PER_LOGIT_ROW}}
@@ -521,7 +524,8 @@ def test_image_cap_bounds_memory_and_steps():
 def test_loss_cap_bounds_logits_and_steps():
     sizes = sizes_of([100] * 8, loss_tokens=50)
     free, capped = check_capped_steps(sizes, {'max_loss_tokens': 100}, memory=at_labels())
-    # 51 of 100 positions of each row may need logits. Under the cap a microbatch with logits everywhere has 112.
+    # Without the cap each of 8 rows may need logits at 51 positions. With it, a microbatch of 100 labels computes all
+    # logits if it has at most 100 / 0.9 positions, rounded up to 112. One more is counted, for the last token.
     assert free.most_logits == 408
     assert capped.most_logits == 113
     saved_bytes = (free.peak_gib - capped.peak_gib) * GIB
@@ -570,6 +574,7 @@ def test_memory_of_a_sample_alone(image_tokens, loss_tokens, width, options):
     assert enough.too_large == []
     assert enough.max_tokens == 800  # as many slots as the batch has rows
     assert enough.peak_gib == pytest.approx(needed_gib)
+    assert enough.sizes
     for size in enough.sizes:
         assert size.peak_gib == pytest.approx(needed_gib)
     assert too_little.too_large == ['sample 7: 5000 tokens']

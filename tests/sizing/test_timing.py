@@ -99,8 +99,8 @@ def test_first_steps_of_resumed_run_are_skipped(tmp_path):
     assert len(timer.outside) == 1  # of step 6: a step ends when the next one starts
 
 
-def time_encoder(timer: MicrobatchTimer) -> None:
-    """Gives each microbatch images, and the seconds that they take in an encoder, instead of its image tokens."""
+def add_encoder_times(timer: MicrobatchTimer) -> None:
+    """Replaces the seconds of the image tokens of each microbatch with the seconds of some images in an encoder."""
     rng = np.random.default_rng(1)
     for index, microbatch in enumerate(timer.microbatches):
         if index == 3:  # one microbatch without images
@@ -123,7 +123,7 @@ def time_encoder(timer: MicrobatchTimer) -> None:
 
 def test_encoder_has_its_own_terms():
     timer = filled_timer()
-    time_encoder(timer)
+    add_encoder_times(timer)
 
     cost, _ = fit_cost([timer], quadratic=QUADRATIC)
 

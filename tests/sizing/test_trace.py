@@ -137,6 +137,7 @@ def test_pixels_of_text_do_not_count():
     image = BatchShape(rows=1, width=1024, image_tokens=16, pixel_bytes=12288)
     bytes_of_parts = {'text': 1000, 'logits': 10, 'vision': 10, 'weights': 0}
     peaks = [MicrobatchPeaks(shape, {'blocks': bytes_of_parts}) for shape in (text, image)]
+    # The batches that are measured are called 0 and 1.
     step = SimpleNamespace(
         measure=peaks.__getitem__,
         static=None,

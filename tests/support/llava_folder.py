@@ -51,7 +51,7 @@ def write_llava_folder(folder: Path, num_samples: int, *, seed: int = 0) -> Path
 
 
 def _words(rng: np.random.Generator, most: int) -> str:
-    """Returns a sentence of at most ``most`` words and one."""
+    """Returns a sentence of 1 to ``most + 1`` words."""
     drawn = int(rng.lognormal(1.5, 0.8))
     num_words = 1 + min(drawn, most)
     return ' '.join(rng.choice(WORDS, num_words)) + '.'

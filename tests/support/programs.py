@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from composer_tokacc.programs import load_config
 from composer_tokacc.programs.build import build_trainer_parts
@@ -51,6 +53,12 @@ TINY_DIGITS = [
     'report.max_new_tokens=4',
     'report.picture=false',
 ]
+
+
+def result_of(folder: Path) -> dict[str, Any]:
+    """Returns what a run has written about itself."""
+    text = (folder / 'result.json').read_text()
+    return json.loads(text)
 
 
 def check_run(path: Path | str, overrides: Sequence[str], *, num_ranks: int) -> None:

@@ -51,8 +51,8 @@ def square_mask(batch: BatchDict) -> torch.Tensor:
     """Returns a causal mask, bool of shape (rows, 1, width, width): True if a position may attend to another."""
     is_real = batch['attention_mask'].bool()
     width = is_real.shape[1]
-    is_before = torch.ones(width, width).tril().bool()
-    may_attend = is_before & is_real[:, None, :]
+    is_causal = torch.ones(width, width).tril().bool()
+    may_attend = is_causal & is_real[:, None, :]
     return may_attend[:, None]
 
 

@@ -28,7 +28,7 @@ def column(batch: BatchDict, *, seed: int = 0, zeros: bool = True) -> torch.Tens
 
 
 def weights_of_row(batch: BatchDict, row: int, places: list[int], token_weights: str) -> torch.Tensor:
-    """Returns the weights of the labels of a row, which are at these places."""
+    """Returns the weights of the labels of a row. ``places`` are the positions of these labels."""
     if token_weights != 'column':
         num_labels = max(len(places), 1)  # a row without labels has no token to weigh
         weight = num_labels ** -POWERS[token_weights]
