@@ -242,7 +242,7 @@ def excess_of_reduction(model: torch.nn.Module) -> float:
     for parameter in model.parameters():
         if isinstance(parameter, DTensor) and parameter.requires_grad:
             trained.append(parameter)
-    if not units or not trained or trained[0].device.type != 'cpu':
+    if not units or not trained or trained[0].device_mesh.device_type != 'cpu':
         return 1.0
     precision = mixed_precision_of(units[0])  # Composer gives all units the same precision
     excess_by_type: dict[torch.dtype, float] = {}
