@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import numpy as np
@@ -23,7 +23,6 @@ import torch
 
 # Tensors of torch.compile that have a shape but no data: they trace a model that does not fit into memory.
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 # The common base classes of the layers for one, two and three dimensions. SyncBatchNorm has the same base.
@@ -37,6 +36,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # Nested lists and dicts of tensors. The public `torch.utils.pytree` is newer than torch 2.7.
 from torch.utils._pytree import tree_iter, tree_map_only
 from torch.utils.data import DataLoader
+
+if TYPE_CHECKING:  # code that only reads data imports this module, and FSDP would make its import slower
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 __all__ = [
     'BatchNorm',

@@ -19,7 +19,9 @@ import pytest
 import torch
 from composer.models import HuggingFaceModel
 from torch import nn
+from torch.distributed import init_device_mesh
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from composer_tokacc import compat
@@ -170,6 +172,13 @@ def test_outputs_of_ddp_are_found_before_its_sink(tmp_path):
         node, _ = compat.edge_before_sink(output.grad_fn, output.output_nr)
         names_before_sink.append(node.name())
     assert names_before_sink == ['SumBackward0', 'AddmmBackward0']
+
+
+def test_mixed_precision_of_a_unit(tmp_path):
+    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float16)
+    with group_of_one_rank(tmp_path):
+        unit = fully_shard(nn.Linear(2, 2), mesh=init_device_mesh('cpu', (1,)), mp_policy=precision)
+    assert compat.mixed_precision_of(unit) == precision
 
 
 def test_hooks_of_a_parameter_are_listed():

@@ -68,6 +68,13 @@ def test_planner_needs_only_numpy():
         assert modules & HOSTS == {'numpy'}
 
 
+def test_loader_needs_no_fsdp():
+    """It would double the number of modules that each worker of a loader imports."""
+    (modules,) = loaded('from composer_tokacc import RegroupingDataLoader')
+    assert 'torch' in modules
+    assert 'torch.distributed.fsdp' not in modules
+
+
 def in_fork(function, *arguments):
     """Calls a function in a fork of this process. Torch and Composer, which take seconds, are loaded there already."""
     assert composer.__name__ in sys.modules

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from composer.core import State
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -231,18 +231,44 @@ def excess_of_reduction(model: torch.nn.Module) -> float:
     """Returns how many times too large gradients are after FSDP2 has reduced them; 1 without FSDP2. A collective.
 
     FSDP2 asks the backend for the mean over the ranks, but on CPUs gloo of torch 2.7 returns the sum. In float16 FSDP2
-    divides by itself, and gets the mean. To find out, FSDP2 reduces a gradient here that is 1 on each rank. It has the
-    type and the mixed precision of the model's gradients, from which FSDP2 chooses the type in which it reduces.
+    divides by itself, and gets the mean. So the factor depends on the type in which gradients are reduced. It is
+    measured for each type of the trained weights, because FSDP2 reduces in this type unless it has a `reduce_dtype`.
+
+    Raises:
+        RuntimeError: If the factors differ, because one factor of the loss cannot correct them.
     """
-    sharded = [parameter for parameter in model.parameters() if isinstance(parameter, DTensor)]
-    if not sharded or sharded[0].device.type != 'cpu':
+    units = [unit for unit in fsdp_units(model) if isinstance(unit, FSDPModule)]
+    trained: list[DTensor] = []
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor) and parameter.requires_grad:
+            trained.append(parameter)
+    if not units or not trained or trained[0].device_mesh.device_type != 'cpu':
         return 1.0
-    # Composer gives all units the same precision.
-    first_unit = next(module for module in model.modules() if isinstance(module, FSDPModule))
+    precision = mixed_precision_of(units[0])  # Composer gives all units the same precision
+    excess_by_type: dict[torch.dtype, float] = {}
+    for parameter in trained:  # a list, not a set of types, because all ranks must reduce in the same order
+        if parameter.dtype not in excess_by_type:
+            excess_by_type[parameter.dtype] = _measured_excess(parameter, precision)
+    if len(set(excess_by_type.values())) > 1:
+        raise NotExactError(
+            'FSDP2 must reduce the gradients of all trained weights alike, got: gradients that are too large by these '
+            f'factors, by the type of the weights: {excess_by_type}. Set a `reduce_dtype` in `mixed_precision` of the '
+            'FSDP config, or give all trained weights one type (docs/errors.md#ranks).'
+        )
+    return excess_by_type[trained[0].dtype]
+
+
+def _measured_excess(parameter: DTensor, precision: MixedPrecisionPolicy) -> float:
+    """Lets FSDP2 reduce a gradient that is 1 on each rank, and returns the result. A collective.
+
+    Args:
+        parameter: A parameter of the model. The gradient has its type, and is reduced over the same ranks.
+        precision: The mixed precision of the model.
+    """
     # The weight of this embedding is not drawn, so the random numbers of the run stay the same.
-    weight = torch.ones(1, 1, dtype=sharded[0].dtype)
+    weight = torch.ones(1, 1, dtype=parameter.dtype)
     embedding = torch.nn.Embedding.from_pretrained(weight, freeze=False)
-    fully_shard(embedding, mesh=sharded[0].device_mesh, mp_policy=mixed_precision_of(first_unit))
+    fully_shard(embedding, mesh=parameter.device_mesh, mp_policy=precision)
     embedding(torch.tensor([0])).sum().backward()
     gradient: Any = embedding.weight.grad
     return float(gradient.full_tensor())

@@ -91,10 +91,10 @@ class TokenAccumulation(Algorithm):
     .. math::
         s_{rm} = \frac{t_{rm}}{T} \cdot \frac{N}{n_{rm}}
 
-    Here :math:`t` and :math:`n` are the loss-generating tokens and the samples of the microbatch. :math:`T` and
-    :math:`N` are the same two numbers for the step, over all ranks. If tokens have weights (``token_weights``),
-    :math:`t` and :math:`T` are sums of their weights. Together with Composer's weight this gives the gradient of one
-    forward over the whole global batch, for any microbatch size, number of ranks and padding.
+    Here :math:`t` is the number of loss-generating tokens of the microbatch, and :math:`n` the number of its samples as
+    Composer counts them. :math:`T` and :math:`N` are the same two numbers for the step, over all ranks. If tokens have
+    weights (``token_weights``), :math:`t` and :math:`T` are sums of their weights. Together with Composer's weight this
+    gives the gradient of one forward over the whole global batch, for any microbatch size, number of ranks and padding.
 
     Its main events are ``Event.BATCH_START`` (counts, and sums over the ranks), ``BEFORE_FORWARD``, ``AFTER_LOSS``,
     ``BEFORE_BACKWARD`` (scales), ``AFTER_BACKWARD`` (restores the raw loss), ``AFTER_TRAIN_BATCH`` (checks the weights
@@ -364,8 +364,8 @@ class TokenAccumulation(Algorithm):
         step = self._count_batch(state, batch_index)
         width = run.width_of(step)
         # One all-reduce for everything that ranks must know of each other before the batch is cut.
-        num_for_composer = run.samples_for_composer(step.rows)
-        counts = [step.counts.loss_tokens, step.counts.samples, step.counts.loss_weight, num_for_composer]
+        composers_samples = run.samples_for_composer(step.rows)
+        counts = [step.counts.loss_tokens, step.counts.samples, step.counts.loss_weight, composers_samples]
         flags = [run.check.has_new_rows(step.facts), self._reduces_once]
         sums = self._sums_over_ranks(state, [counts, flags, width.numbers(), numbers_to_sum(plan)])
         totals, sums_of_flags, sums_of_widths, sums_of_plans = sums

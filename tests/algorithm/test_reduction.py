@@ -12,12 +12,14 @@ import pytest
 import torch
 from composer.algorithms import SAM
 from composer.core import Algorithm, Event
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from composer_tokacc import TokenAccumulation
 from composer_tokacc.algorithm.loss_terms import LossTerms
-from composer_tokacc.algorithm.reduction import ReductionWatch, check_sharding
+from composer_tokacc.algorithm.reduction import ReductionWatch, check_sharding, excess_of_reduction
 from composer_tokacc.data_spec.split import split_of
 from tests.support.process_group import group_of_one_rank
 from tests.support.text import one_layer_model, ragged_batch
@@ -358,3 +360,47 @@ def test_one_rank_may_leave_parameters_out():
     model = TwoHeads()
     fully_shard(model.first)
     check_sharding(model)
+
+
+@pytest.fixture
+def sum_unless_half(monkeypatch):
+    """Lets FSDP2 seem to sum the gradients of two ranks, except those in float16. Gloo of torch 2.7 does so."""
+
+    def excess(parameter, precision):
+        reduce_type = precision.reduce_dtype or parameter.dtype
+        return 1.0 if reduce_type == torch.float16 else 2.0
+
+    monkeypatch.setattr('composer_tokacc.algorithm.reduction._measured_excess', excess)
+
+
+def heads_of_two_types(**precision):
+    """Returns a model with a head in float16 and one in float32, each a unit of FSDP2."""
+    model = TwoHeads()
+    model.first.half()
+    for head in (model.first, model.second):
+        fully_shard(head, mp_policy=MixedPrecisionPolicy(**precision))
+    return model
+
+
+@pytest.mark.usefixtures('sum_unless_half')
+@pytest.mark.parametrize(('frozen_head', 'excess'), [('first', 2.0), ('second', 1.0)])
+def test_frozen_weights_decide_no_excess(frozen_head, excess):
+    model = heads_of_two_types()
+    getattr(model, frozen_head).requires_grad_(False)
+    assert excess_of_reduction(model) == excess
+
+
+@pytest.mark.usefixtures('sum_unless_half')
+def test_gradients_must_be_reduced_alike():
+    with pytest.raises(RuntimeError, match=r'alike, got: .*torch.float16: 1.0, torch.float32: 2.0'):
+        excess_of_reduction(heads_of_two_types())
+    assert excess_of_reduction(heads_of_two_types(reduce_dtype=torch.float32)) == 2.0
+
+
+def test_no_excess_without_fsdp2():
+    """A tensor-parallel model may have DTensors, too."""
+    model = TwoHeads()
+    assert excess_of_reduction(model) == 1.0
+    mesh = init_device_mesh('cpu', (1,))
+    model.first.weight = torch.nn.Parameter(distribute_tensor(model.first.weight.detach(), mesh))
+    assert excess_of_reduction(model) == 1.0

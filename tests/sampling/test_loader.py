@@ -431,13 +431,15 @@ def test_rank_without_samples_gets_a_copy():
 def test_last_steps_on_two_ranks():
     # Once, two ranks also trained torch's repeated samples. So their last step differed from the step on one rank.
     results = launch_json('tests/ranks/last_steps.py', ranks=2)
-    assert len(results) == 4 * len(CASES)
+    assert len(results) == 5 * len(CASES)
     for name, run in results.items():
-        case, *_ = name.split(', ')
+        assert len(run['errors']) == 2
+        assert max(run['errors'] + run['loss_errors']) < 1e-6, name
+        case, build, *_ = name.split(', ')
+        if build == 'plain':
+            continue  # Composer's time counts the repeated sample twice
         num_samples, global_batch = CASES[case]
         assert run['epochs'] == [num_samples, 2 * num_samples], name
         first_epoch = [*range(global_batch, num_samples, global_batch), num_samples]
         second_epoch = [num_samples + count for count in first_epoch]
         assert run['batches'] == first_epoch + second_epoch, name
-        assert len(run['errors']) == 2
-        assert max(run['errors'] + run['loss_errors']) < 1e-6, name
