@@ -705,10 +705,11 @@ def _check_texts_of_other_keys(data: JsonObject, keys_read: Container[str], turn
     for key in other_keys:
         letters_of_turns = letters_of_answers if key in KEYS_OF_ANSWERS else all_letters
         for text in leaves_of(data[key]):
-            # In a list of turns, the names of speakers and types of parts are strings, too.
-            if not isinstance(text, str) or text in ROLES or text in MODALITY_OF_PART:
+            if not isinstance(text, str) or _letters_of(text) in letters_of_turns:
                 continue
-            if _letters_of(text) in letters_of_turns:
+            # In a list of turns, the names of speakers and types of parts are strings, too.
+            is_in_list = text is not data[key]
+            if is_in_list and (text in ROLES or text in MODALITY_OF_PART):
                 continue
             if key in KEYS_OF_SYSTEM:
                 raise InvalidInputError(f'`{key}` is not supported, {REFUSED_KEYS[key]}')

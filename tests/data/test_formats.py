@@ -479,6 +479,7 @@ REFUSED = {
         "`response` must not hold .*, got: 'Red.'",
     ),
     'answer that only a question has': (ask_text('Red or blue?', output='blue'), "`output` must not .*, got: 'blue'"),
+    'answer that names a role': (ask_text('What?', response='model'), "`response` must not .*, got: 'model'"),
     'system text elsewhere': (about_red(system_message='Be short.'), '`system_message` .* Call it `system`'),
     'mask of a sample': (about_red(loss_mask=[0, 1]), 'Give each answer without loss `weight` 0'),
     'no conversation': ({'text': 'x', 'label': 3}, r"got the keys: \['id', 'label', 'text'\]"),
@@ -511,7 +512,7 @@ def test_dropped_content_is_refused(record, message):
         {'prompt': 'Write a dialogue about colours.'},
         {'output': 'Red.<|im_end|>'},
         {'instruction': 'Which colour?', 'response': 'Red.'},  # Magpie
-        {'prompt': [QUESTION], 'input': '', 'query': None},
+        {'instruction': [QUESTION], 'input': '', 'query': None},
     ],
 )
 def test_copies_of_turns_are_ignored(copy):
