@@ -444,24 +444,27 @@ def _find_endings(example: _TextsOfExample, tokenizer: Any, tokens: set[str]) ->
     tokens_after_answer = _first_tokens(example.after_answer, tokens)
     after_questions = _first_tokens(example.after_question, tokens)[:1]
     before_questions = _first_tokens(example.before, tokens)
-    # A token that begins a conversation and answers begins all turns. It ends none, unless it is the `eos_token`, which
-    # some templates write between all turns.
-    begins_turns = set(after_questions).intersection(before_questions) - {tokenizer.eos_token}
+    # Some templates end every conversation with a generation prompt, also if none is asked for (the first one of Llama
+    # 3). It is the text before an answer. The ending of an answer, or that of a question, may stand before it.
+    texts = [example.after_last.rstrip(), example.after_question.rstrip()]
+    shorter_text, longer_text = sorted(texts, key=len)
+    begins_prompt = []
+    if longer_text.endswith(shorter_text):
+        begins_prompt = _first_tokens(shorter_text, tokens)[:1]
     # After an earlier answer, the tokens that begin the next question may follow. After the last one there are none.
     # So the tokens that both texts begin with are the ending.
     shared = []
     for token_after_last, token_after_answer in zip(tokens_after_last, tokens_after_answer, strict=False):
-        if token_after_last != token_after_answer or token_after_last in begins_turns:
+        if token_after_last != token_after_answer:
             break
-        # Some templates end every conversation with a generation prompt, also if none is asked for. Then a token that
-        # begins every turn may follow the ending in both texts (`<|start_header_id|>` in the first one of Llama 3).
-        if shared and token_after_last in before_questions:
+        # A token that begins all turns may come after the ending, or first if answers have none: in one text it begins
+        # the prompt, and in the other the next question.
+        if token_after_last in before_questions and (shared or token_after_last in begins_prompt):
             break
         shared.append(token_after_last)
     if shared:
         return (''.join(shared),)
-    # A token that begins answers ends none. It is here if the template always writes a generation prompt.
-    if tokens_after_last and tokens_after_last[0] not in after_questions:
+    if tokens_after_last and tokens_after_last[0] not in begins_prompt:
         # The last answer has its own ending. The first token after an earlier answer may end this answer, or begin the
         # next question. It is an ending if it also ends questions, and does not begin them.
         endings = tokens_after_last[:1]

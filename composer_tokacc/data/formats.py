@@ -5,7 +5,7 @@
 
 Reads the formats of LLaVA, VILA, LLaMA-Factory, TRL, OpenAI, ms-swift, Monkey, The Cauldron and VideoChat2. Every key
 of a format is used as its own project means it, or the record is refused. A record is also refused if it has one of
-``REFUSED_KEYS``, if another key seems to hold a medium, or if a key of another format holds a text that no turn has.
+``REFUSED_KEYS``, if another key seems to hold a medium, or if one of ``KEYS_OF_TEXTS`` holds a text that no turn has.
 All other keys, such as ``category``, are ignored.
 
 :func:`parse_record` is the entry. The errors of the other functions describe only the fault. It adds the sample.
@@ -60,6 +60,8 @@ MODALITY_OF_TAG = {
 # `<img>`: otherwise a text with many unclosed `<img>` would be searched to its end for each of them.
 MEDIUM_IN_TEXT = re.compile(rf'<img>((?:(?!</?img>).)*)</img>|{"|".join(MODALITY_OF_TAG)}', re.DOTALL)
 
+TAG = re.compile(r'<[^<>\s]*>')
+"""A tag of any kind, such as ``<|im_end|>`` or ``<b>``."""
 SWIFT_TAG = re.compile('<(ref-object|bbox)>')
 """Stands for a name or a box in the ``objects`` of ms-swift."""
 
@@ -121,6 +123,9 @@ may be anywhere. Any turn may be the last: a question without an answer has no l
 _NO_TOOLS = "because each model writes tools in its own way. Write the text of the model's template into the turns"
 _NO_PREFERENCES = 'because this is training on answers, not on preferences'
 _WEIGHT_OF_SAMPLE = 'because turns have a weight of their own. Call the weight of a whole sample `loss_weights`'
+_NAME_OF_SYSTEM = 'because it would be dropped. Call it `system`, or take it out'
+KEYS_OF_SYSTEM = ('system_message', 'system_prompt')
+"""Names that other projects give to the key ``system``."""
 REFUSED_KEYS = {
     'tools': _NO_TOOLS,
     'functions': _NO_TOOLS,
@@ -134,11 +139,11 @@ REFUSED_KEYS = {
     'loss_weight': _WEIGHT_OF_SAMPLE,
     'sample_weight': _WEIGHT_OF_SAMPLE,
     'loss_mask': 'because it would be dropped. Give each answer without loss `weight` 0',
-    'system_prompt': 'because it would be dropped. Call it `system`, or take it out',
-    'system_message': 'because it would be dropped. Call it `system`, or take it out',
+    **dict.fromkeys(KEYS_OF_SYSTEM, _NAME_OF_SYSTEM),
     'chat_template_kwargs': "because it changes the template's text of this sample (TRL). Take it out",
 }
-"""Keys that are not supported but would change the training, and the reason for the message."""
+"""Keys that are not supported but would change the training, and the reason for the message. ``KEYS_OF_SYSTEM`` are
+allowed if they repeat a turn, see `_check_texts_of_other_keys`."""
 
 KEYS_OF_EVERY_FORMAT = {
     'id',
@@ -225,7 +230,8 @@ def _parse_data(data: object, record: Record) -> Record:
         raise InvalidInputError(f'must be a JSON object, got: {type(data).__name__}')
     for key, value in data.items():
         # LLaMA-Factory and others write the tools as a JSON text, '[]' for none.
-        if key in REFUSED_KEYS and is_given(value) and value != '[]':
+        is_refused = key in REFUSED_KEYS and key not in KEYS_OF_SYSTEM
+        if is_refused and is_given(value) and value != '[]':
             raise InvalidInputError(f'`{key}` is not supported, {REFUSED_KEYS[key]}')
     record_format = _format_of(data)
     slots: list[Medium] = []  # of all turns, in the order of their placeholders. `_parse_turn` adds those of a turn
@@ -249,7 +255,7 @@ def _parse_data(data: object, record: Record) -> Record:
         slots = [Medium('video')] * len(slots)
     media = _fill_slots(slots, listed)
     _check_turns(turns)
-    _check_texts_of_other_formats(data, keys_read, turns)
+    _check_texts_of_other_keys(data, keys_read, turns)
     texts = [turn.text for turn in turns]
     if is_given(data.get('objects')) and SWIFT_TAG.search('\n'.join(texts)):
         raise InvalidInputError(
@@ -387,11 +393,12 @@ FORMATS = (
 )
 """All formats that are read. A record must have the keys of exactly one."""
 
-KEYS_OF_TEXTS: set[str] = set()
-"""Keys that hold texts of the conversation in some format. Not ``texts`` and ``QA``, which other projects use, too."""
-for _format in FORMATS:
-    if not _format.keys_of_entry:
-        KEYS_OF_TEXTS.update(_format.keys, _format.further_keys)
+KEYS_OF_ANSWERS = ('completion', 'output', 'response')
+"""Keys that hold the last answer in some format."""
+KEYS_OF_TEXTS = (*KEYS_OF_ANSWERS, *KEYS_OF_SYSTEM, 'history', 'input', 'instruction', 'query')
+"""Keys that hold a text of the conversation in some format, or in other projects. Not ``prompt``: without a
+``completion`` it is a note in many data sets. It repeats the first question (UltraChat) or the whole sample with the
+tags of a template (tables of Alpaca), or it made a model write the conversation."""
 
 
 def _format_of(data: JsonObject) -> RecordFormat:
@@ -681,36 +688,40 @@ def _check_turns(turns: Sequence[Turn]) -> None:
             )
 
 
-def _check_texts_of_other_formats(data: JsonObject, keys_read: Container[str], turns: Sequence[Turn]) -> None:
-    """Raises ValueError if a key of another format has a text that no turn has, such as an answer beside ``messages``.
+def _check_texts_of_other_keys(data: JsonObject, keys_read: Container[str], turns: Sequence[Turn]) -> None:
+    """Raises ValueError if one of ``KEYS_OF_TEXTS`` is not read, and has a text that no turn has.
 
-    It would be lost. A copy is allowed: UltraChat repeats the first question as the ``prompt``, and tables of Alpaca
-    repeat the whole sample there, with the tags of a template. Spaces and placeholders do not matter.
+    The text would be lost, such as an answer beside ``messages``. A copy of a turn, or of a part of one, is allowed.
+    A copy of an answer must be in the turns of the assistant. Spaces and tags do not matter.
     """
-    conversation = ''.join(_letters_of(turn.text) for turn in turns)
-    first_question = next(turn.text for turn in turns if turn.role == 'user')
-    # Only one line, because the template of Alpaca writes a heading between `instruction` and `input`.
-    first_lines = [_letters_of(line) for line in first_question.splitlines()]
-    first_line = next(filter(None, first_lines), None)
-    for key in sorted(KEYS_OF_TEXTS.intersection(data)):
-        if key in keys_read:
-            continue
+    other_keys = [key for key in KEYS_OF_TEXTS if key in data and key not in keys_read]
+    if not other_keys:
+        return
+    all_letters = ''.join(_letters_of(turn.text) for turn in turns)
+    letters_of_answers = ''
+    if turns[-1].role == 'assistant':  # otherwise a further answer belongs to the last question
+        answers = [turn.text for turn in turns if turn.role == 'assistant']
+        letters_of_answers = ''.join(_letters_of(answer) for answer in answers)
+    for key in other_keys:
+        letters_of_turns = letters_of_answers if key in KEYS_OF_ANSWERS else all_letters
         for text in leaves_of(data[key]):
-            # In a list of turns, the names of speakers and types of parts are strings, too.
-            if not isinstance(text, str) or text in ROLES or text in MODALITY_OF_PART:
+            if not isinstance(text, str) or _letters_of(text) in letters_of_turns:
                 continue
-            letters = _letters_of(text)
-            is_tagged_copy = first_line is not None and first_line in letters
-            if letters not in conversation and not is_tagged_copy:
-                raise InvalidInputError(
-                    f'`{key}` must not hold a text that no turn has, because this record is not read from it, got: '
-                    f'{short_repr(text)}. Write it into the turns, or take it out'
-                )
+            # In a list of turns, the names of speakers and types of parts are strings, too.
+            is_in_list = text is not data[key]
+            if is_in_list and (text in ROLES or text in MODALITY_OF_PART):
+                continue
+            if key in KEYS_OF_SYSTEM:
+                raise InvalidInputError(f'`{key}` is not supported, {REFUSED_KEYS[key]}')
+            raise InvalidInputError(
+                f'`{key}` must not hold a text that no turn has, because this record is not read from it, got: '
+                f'{short_repr(text)}. Write it into the turns, or take it out'
+            )
 
 
 def _letters_of(text: str) -> str:
-    """Returns a text without spaces, line breaks and placeholders of media."""
-    return ''.join(MEDIUM_IN_TEXT.sub('', text).split())
+    """Returns a text without spaces, line breaks, placeholders of media, and tags such as ``<|im_end|>``."""
+    return ''.join(TAG.sub('', MEDIUM_IN_TEXT.sub('', text)).split())
 
 
 def _check_characters(text: str) -> None:

@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
-import json
+import pickle
 from typing import Any
 
 import numpy as np
+from tokenizers import Tokenizer
 from torch.utils.data import ConcatDataset
 
 from composer_tokacc.cache import fingerprint
@@ -96,17 +97,27 @@ def identify_tokenization(processor: Any) -> str:
     """Returns a fingerprint of everything that decides how a fast tokenizer cuts a text into tokens.
 
     :func:`identify_vocabulary` does not see the merges, the normalizer or which tokens are matched first. It stays as
-    it is, because checkpoints hold it.
+    it is, because checkpoints hold it. The code of a part that is written in Python is not seen.
     """
     tokenizer = getattr(processor, 'tokenizer', processor)
-    backend: Any = getattr(tokenizer, 'backend_tokenizer', None)
-    if not hasattr(backend, 'to_str'):
+    backend = getattr(tokenizer, 'backend_tokenizer', None)
+    if not isinstance(backend, Tokenizer):
         return ''
-    settings = json.loads(backend.to_str())
-    for key in ('padding', 'truncation'):  # each call of the tokenizer sets them
-        settings.pop(key, None)
+    # Not `backend.to_str()`, because it also has the padding and truncation of the last call, and parsing it takes
+    # seconds for a large vocabulary.
+    parts = [backend.normalizer, backend.pre_tokenizer, backend.post_processor, backend.model]
+    settings_of_parts = [_settings_of_tokenizer_part(part) for part in parts]
+    added_tokens = [(token_id, repr(token)) for token_id, token in sorted(tokenizer.added_tokens_decoder.items())]
     splits_special_tokens = getattr(tokenizer, 'split_special_tokens', False)
-    return fingerprint([settings, splits_special_tokens])
+    return fingerprint([settings_of_parts, added_tokens, splits_special_tokens])
+
+
+def _settings_of_tokenizer_part(part: Any) -> str:
+    """Returns a fingerprint of the settings of a normalizer, pre-tokenizer, post-processor or model, or of None."""
+    try:
+        return fingerprint(iter([pickle.dumps(part, protocol=4)]))
+    except Exception:  # this class is raised for a part that is written in Python (RoFormer's)
+        return class_name(part)
 
 
 def class_name(instance: object) -> str:

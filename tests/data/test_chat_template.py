@@ -239,14 +239,44 @@ def test_token_that_begins_turns_ends_none(warnings):
     assert len(warnings.messages) == 1
 
 
+@pytest.mark.parametrize(
+    ('turn', 'start', 'last_end'),
+    [
+        ('<|end|>{}:Q', '', '<|end|>'),  # between all turns, also before the first
+        ('{}:Q<|end|>', '<|start|><|end|>', ''),  # an empty system turn (EXAONE 4)
+    ],
+)
+def test_token_that_also_begins_ends_answers(turn, start, last_end, warnings):
+    """The ending token is not the `eos_token`, and the conversation begins with it."""
+    words = tokenizer('<|start|>', '<|end|>', '</s>', eos_token='</s>')
+    written_turn = turn.format('{{ m.role }}').replace('Q', '{{ m.content }}')
+    words.chat_template = f'{start}{{% for m in messages %}}{written_turn}{{% endfor %}}{last_end}'
+    assert learned_text(ConversationEncoder(words)(PLAIN), words) == 'Red.<|end|>Red.<|end|>'
+    assert not warnings.messages
+
+
+def test_last_answer_that_ends_like_questions():
+    """Questions and the last answer have one ending, and earlier answers have another."""
+    words = tokenizer('<|end|>', '<|next|>', '</s>', eos_token='</s>')
+    words.chat_template = (
+        '{% for m in messages %}{{ m.role }}:{{ m.content }}'
+        "{% if m.role == 'user' or loop.last %}<|end|>{% else %}<|next|>{% endif %}{% endfor %}"
+    )
+    assert ConversationEncoder(words).template.end_token == '<|end|>'
+
+
+@pytest.mark.parametrize('question_end', ['<|end|>', '', '<|next|>'])
 @pytest.mark.parametrize('ending', ['<|end|>', ''])
 @pytest.mark.parametrize('turn', ['<|start|>{}:', '<|{}|>'])
-def test_prompt_that_is_always_written(turn, ending):
+def test_prompt_that_is_always_written(turn, ending, question_end):
     """The template ends every conversation with a generation prompt (the first one of Llama 3). It is not learned."""
-    words = tokenizer('<|start|>', '<|assistant|>', '<|end|>', eos_token='<|end|>')
+    words = tokenizer('<|start|>', '<|assistant|>', '<|end|>', '<|next|>', eos_token='<|end|>')
     turn_of_message = turn.format('{{ m.role }}')
     prompt = turn.format('assistant')
-    words.chat_template = f'{{% for m in messages %}}{turn_of_message}{{{{ m.content }}}}{ending}{{% endfor %}}{prompt}'
+    end_of_turn = f"{{% if m.role == 'user' %}}{question_end}{{% else %}}{ending}{{% endif %}}"
+    words.chat_template = (
+        f'{{% for m in messages %}}{turn_of_message}{{{{ m.content }}}}{end_of_turn}{{% endfor %}}{prompt}'
+    )
     sample = ConversationEncoder(words)(PLAIN)
     assert learned_text(sample, words) == 'Red.<|end|>Red.<|end|>'
     assert words.decode(sample['input_ids'][0]).endswith(f'Red.<|end|>{prompt}')

@@ -474,6 +474,13 @@ REFUSED = {
         {'query': 'What?', 'input': 'A text.', 'response': 'Red.'},
         "`input` must not hold .*, got: 'A text.'",
     ),
+    'answer to the last question': (
+        {'messages': [QUESTION, ANSWER, QUESTION], 'images': ['red.png'] * 2, 'response': 'Red.'},
+        "`response` must not hold .*, got: 'Red.'",
+    ),
+    'answer that only a question has': (ask_text('Red or blue?', output='blue'), "`output` must not .*, got: 'blue'"),
+    'answer that names a role': (ask_text('What?', response='model'), "`response` must not .*, got: 'model'"),
+    'system text elsewhere': (about_red(system_message='Be short.'), '`system_message` .* Call it `system`'),
     'mask of a sample': (about_red(loss_mask=[0, 1]), 'Give each answer without loss `weight` 0'),
     'no conversation': ({'text': 'x', 'label': 3}, r"got the keys: \['id', 'label', 'text'\]"),
     'prompt as text': ({'prompt': 'Hello?', 'completion': 'Hi.'}, 'must be lists of turns'),
@@ -502,12 +509,21 @@ def test_dropped_content_is_refused(record, message):
     'copy',
     [
         {'prompt': ' <image>Which  colour?\n'},  # UltraChat: the first question
+        {'prompt': 'Write a dialogue about colours.'},
+        {'output': 'Red.<|im_end|>'},
         {'instruction': 'Which colour?', 'response': 'Red.'},  # Magpie
-        {'prompt': [QUESTION], 'input': '', 'query': None},
+        {'instruction': [QUESTION], 'input': '', 'query': None},
     ],
 )
 def test_copies_of_turns_are_ignored(copy):
     assert parse(about_red(**copy)).turns == parse(about_red()).turns
+
+
+@pytest.mark.parametrize('key', ['system_prompt', 'system_message'])
+def test_copy_of_the_system_turn(key):
+    """OpenHermes 2.5 has the system text of some conversations twice."""
+    record = about_red(system='Be short.')
+    assert parse({**record, key: 'Be short.'}).turns == parse(record).turns
 
 
 def test_prompt_of_a_table_of_alpaca():

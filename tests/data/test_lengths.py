@@ -15,7 +15,9 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from tokenizers import AddedToken
 from tokenizers.normalizers import Lowercase
+from tokenizers.pre_tokenizers import PreTokenizer
 
 from composer_tokacc.cache import cache_folder
 from composer_tokacc.data import LengthTable, count_patches, lengths, patch_size_of, sizes
@@ -181,6 +183,16 @@ def test_fingerprint_of_a_dataset_reads_nothing():
     assert not read.called
 
 
+def test_name_with_a_pre_tokenizer_in_python():
+    """The tokenizers library cannot write such a part to a file (RoFormer's)."""
+    dataset = DigitsDataset(num_samples=3)
+    processor = build_digits_processor()
+    usual_name = table_name(dataset, processor)
+    processor.tokenizer.backend_tokenizer.pre_tokenizer = PreTokenizer.custom(object())
+    name = table_name(dataset, processor)
+    assert name == table_name(dataset, processor) != usual_name
+
+
 def test_name_changes_with_data_and_processor():
     dataset = DigitsDataset(num_samples=20)
     processor = build_digits_processor()
@@ -195,7 +207,10 @@ def test_name_changes_with_data_and_processor():
     with_other_end.tokenizer.eos_token = '<unk>'
     with_other_words = build_digits_processor()
     with_other_words.tokenizer.backend_tokenizer.normalizer = Lowercase()
+    with_strict_token = build_digits_processor()
+    with_strict_token.tokenizer.add_tokens([AddedToken('new', single_word=True)])
     processor.tokenizer(['a', 'b c'], padding=True, truncation=True, max_length=1)  # changes no later call
+    assert table_name(dataset, processor) == name
     names = [
         name,
         table_name(dataset, processor, patch_size=4),
@@ -206,6 +221,7 @@ def test_name_changes_with_data_and_processor():
         table_name(dataset, with_new_token),
         table_name(dataset, with_other_end),
         table_name(dataset, with_other_words),
+        table_name(dataset, with_strict_token),
     ]
     assert len(set(names)) == len(names)
 
