@@ -387,11 +387,7 @@ def test_total_is_rounded(values, dtype):
     ],
 )
 def test_loss_of_samples_only(model, batch, num_copies, microbatch_size, has_data_spec):
-<<<<<<< HEAD
-    """The last rows may be copies of samples, which do not count."""
-=======
     """The last rows may be copies of a sample, which count nothing. Composer's own split gives them a weight."""
->>>>>>> rev-ranks
     num_samples = len(SHAPE) - num_copies
     losses = summed_by_row(logits_of(model, batch), batch['labels'])
     expected_loss = losses[:num_samples].mean() / LENGTH_OF_ALL
