@@ -58,7 +58,7 @@ from composer_tokacc.layout.pre_split import widened
 from composer_tokacc.programs import ConfigError, TrainConfig
 from composer_tokacc.programs.build import build_parts
 from composer_tokacc.programs.errors import refuse
-from composer_tokacc.programs.registry import token_accumulation_options, uses_composers_flag, uses_token_accumulation
+from composer_tokacc.programs.registry import build_token_accumulation, uses_composers_flag, uses_token_accumulation
 from composer_tokacc.programs.runner import run_program
 from composer_tokacc.programs.schema import Count, check_value
 from composer_tokacc.programs.suggest import runs_on_gpu
@@ -202,8 +202,10 @@ class _VerifiedRun:
                 'loader.global_batch_size',
                 f'and --rows must leave rows to cut apart, got: {len(self.rows_of_all_ranks)}',
             )
-        self.options = TokenAccumulation(**token_accumulation_options(config)).options
-        self.has_algorithm = uses_token_accumulation(config)
+        self.build_algorithm = partial(build_token_accumulation, config)
+        """Builds the run's own TokenAccumulation, a new one for each step; None without it."""
+        algorithm = self.build_algorithm() or TokenAccumulation()
+        self.options = algorithm.options
         self.uses_composers_flag = uses_composers_flag(config)
         """Whether Composer itself weights the microbatches. With the algorithm as well, the Trainer refuses the run."""
         self.has_router_loss = False
@@ -291,9 +293,7 @@ class _VerifiedRun:
         # Only Composer's flag needs the model, to count its loss tokens.
         counted_model = self.parts.model if self.uses_composers_flag else None
         data = token_data_spec([dict(batch)], layout=self.layout, regroup=regroup, model=counted_model)
-        algorithm: Algorithm = UnusedParameters()
-        if self.has_algorithm:
-            algorithm = TokenAccumulation(**vars(self.options))
+        algorithm = self.build_algorithm() or UnusedParameters()
         return self._trained_gradients(data, size, algorithm, uses_flag=self.uses_composers_flag)
 
     def _trained_gradients(

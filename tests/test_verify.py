@@ -13,7 +13,7 @@ import pytest
 import torch
 import yaml
 
-from composer_tokacc import invariance
+from composer_tokacc import TokenAccumulation, invariance
 from composer_tokacc import verify as program
 from composer_tokacc.algorithm.loss_terms import LossTerms
 from composer_tokacc.checks import step
@@ -104,10 +104,10 @@ def test_on_two_ranks():
     assert max(errors(printed, 'regrouped')) < 1e-6
 
 
-def without_algorithm(folder):
+def without_algorithm(folder, **other_algorithms):
     """Returns the path of the demo without `token_accumulation`. An override cannot take it away."""
     config = yaml.safe_load(Path(DIGITS).read_text())
-    del config['algorithms']['token_accumulation']
+    config['algorithms'] = other_algorithms
     path = folder / 'stock.yaml'
     path.write_text(yaml.safe_dump(config))
     return str(path)
@@ -117,6 +117,22 @@ def test_run_without_the_algorithm(tmp_path, capsys):
     """Such a run has the weights of stock Composer."""
     assert main([without_algorithm(tmp_path), *TINY]) == 1
     assert 'NOT exact: The run must weight its microbatches by their tokens' in capsys.readouterr().err
+
+
+class AlgorithmOfUser(TokenAccumulation):
+    """An algorithm of a user, which has arguments of its own."""
+
+    def __init__(self, weights: str = 'token'):
+        super().__init__(token_weights=weights)
+
+
+def test_subclass_of_the_algorithm(tmp_path, capsys):
+    """Its own arguments set the weights, so `verify` must build the subclass itself."""
+    name = f'{__name__}.{AlgorithmOfUser.__name__}'
+    assert main([without_algorithm(tmp_path, **{name: {'weights': 'sqrt'}}), '--rows', '2', *TINY]) == 0
+    printed = capsys.readouterr().out
+    assert max(errors(printed, 'regrouped')) < 1e-6
+    assert max(errors(printed, 'stock Composer')) > 1e-2
 
 
 def test_model_without_trained_parameters(capsys):

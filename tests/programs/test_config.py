@@ -18,6 +18,7 @@ import torch
 from composer.core import Callback
 from composer.loggers import LoggerDestination
 
+from composer_tokacc import TokenAccumulation
 from composer_tokacc.data import to_mds
 from composer_tokacc.programs import ConfigError, TrainConfig, load_config
 from composer_tokacc.programs.build import build_trainer_parts
@@ -415,6 +416,14 @@ def test_options_are_read_under_both_names(name):
     assert token_accumulation_options(config) == {'token_weights': 'sqrt'}
     assert token_accumulation_options(TrainConfig(algorithms={name: None})) == {}
     assert token_accumulation_options(TrainConfig()) == {}
+
+
+def test_subclass_counts_as_the_algorithm(monkeypatch):
+    subclass = type('Subclass', (TokenAccumulation,), {})
+    monkeypatch.setitem(sys.modules, 'algorithms_of_user', SimpleNamespace(Subclass=subclass))
+    config = TrainConfig(algorithms={'algorithms_of_user.Subclass': {'token_weights': 'sqrt'}})
+    assert token_accumulation_options(config) == {'token_weights': 'sqrt'}
+    assert notes_on(config) == []
 
 
 def test_notes_on_keys_without_effect():
