@@ -208,6 +208,8 @@ class _VerifiedRun:
         self.options = algorithm.options
         self.uses_composers_flag = uses_composers_flag(config)
         """Whether Composer itself weights the microbatches. With the algorithm as well, the Trainer refuses the run."""
+        self.loss_tokens = config.microbatching.loss_tokens
+        """The rule by which the data spec counts loss tokens. Only used with Composer's flag."""
         self.has_router_loss = False
         """Whether the model has returned a load-balancing loss of a router."""
         self.loss_rule = ''
@@ -292,7 +294,13 @@ class _VerifiedRun:
         """Trains one step with this package, on microbatches of at most as many tokens as ``size`` padded rows."""
         # Only Composer's flag needs the model, to count its loss tokens.
         counted_model = self.parts.model if self.uses_composers_flag else None
-        data = token_data_spec([dict(batch)], layout=self.layout, regroup=regroup, model=counted_model)
+        data = token_data_spec(
+            [dict(batch)],
+            layout=self.layout,
+            regroup=regroup,
+            model=counted_model,
+            loss_tokens=self.loss_tokens,
+        )
         algorithm = self.build_algorithm() or UnusedParameters()
         return self._trained_gradients(data, size, algorithm, uses_flag=self.uses_composers_flag)
 

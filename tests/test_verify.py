@@ -144,6 +144,10 @@ def test_flag_instead_of_the_algorithm(tmp_path, capsys):
     flag = 'trainer.accumulate_train_batch_on_tokens=true'
     assert main([without_algorithm(tmp_path), '--rows', '2', *TINY, flag]) == 0
     assert max(errors(capsys.readouterr().out, 'regrouped')) < 1e-6
+    # A wrong rule, which `train` refuses, too.
+    wrong_rule = 'microbatching.loss_tokens=unshifted'
+    assert main([without_algorithm(tmp_path), '--rows', '2', *TINY, flag, wrong_rule]) == 1
+    assert '`loss_tokens` must be the rule' in capsys.readouterr().err
     assert verify(flag) == 1  # both would weight the loss
     assert 'Set `accumulate_train_batch_on_tokens` to False' in capsys.readouterr().err
 
