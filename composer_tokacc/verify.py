@@ -37,6 +37,7 @@ from composer.utils import dist
 from pydantic import Field
 
 from composer_tokacc.algorithm import TokenAccumulation
+from composer_tokacc.algorithm.loss_terms import empty_sum
 from composer_tokacc.algorithm.setup import check_trains_something
 from composer_tokacc.batch import IGNORE_INDEX, Batch
 from composer_tokacc.checks.first_batch import find_loss_rule, rule_batch
@@ -257,6 +258,12 @@ class _VerifiedRun:
             weighted_mean = (losses * weights).sum() / weights.sum()
             # Only the mean is replaced. Other terms of the loss, such as a router loss, have no token weights.
             loss = loss - plain_mean + weighted_mean
+        if not loss.requires_grad:
+            raise ConfigError(
+                '--rows',
+                f'must take rows that train something, got: {self.layout.num_rows(batch)} rows whose loss has no '
+                'gradient. If only an encoder of images is trained, one row must have an image. Take more rows',
+            )
         loss.backward()
         gradients = _gradients_of(model)
         model.zero_grad(set_to_none=True)
@@ -352,7 +359,10 @@ def _rows(batch: Batch, layout: BatchLayout, max_rows: int) -> list[dict[str, An
 
 
 class UnusedParameters(Algorithm):
-    """Lets stock Composer run under DDP if a microbatch of text leaves the vision encoder unused."""
+    """Lets stock Composer train a microbatch of text, which leaves the vision encoder unused.
+
+    Without it, DDP would wait for the unused parameters. If only they are trained, the backward would raise.
+    """
 
     @property
     def find_unused_parameters(self) -> bool:
@@ -360,12 +370,14 @@ class UnusedParameters(Algorithm):
         return True
 
     def match(self, event: Event, state: State) -> bool:
-        """Matches no event."""
-        return False
+        """Matches after the loss."""
+        return event == Event.AFTER_LOSS
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
-        """Is never called."""
-        raise AssertionError('matches no event')
+        """Gives the loss a gradient of 0 if it has none."""
+        if isinstance(state.loss, torch.Tensor) and not state.loss.requires_grad:
+            trained = next(parameter for parameter in state.model.parameters() if parameter.requires_grad)
+            state.loss = state.loss + empty_sum(trained)
 
 
 class _Recorder(Callback):

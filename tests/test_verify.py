@@ -140,6 +140,22 @@ def test_model_without_trained_parameters(capsys):
     assert 'NOT exact: No parameter of the model requires a gradient' in capsys.readouterr().err
 
 
+def test_only_the_projector_is_trained(capsys, monkeypatch):
+    """A microbatch without images then has no gradient."""
+    frozen = 'model.freeze=[language_model, vision_tower, lm_head]'
+    assert verify(frozen, rows=8) == 0
+    assert max(errors(capsys.readouterr().out, 'regrouped')) < 1e-6
+    all_rows = program._rows
+
+    def rows_without_images(batch, layout, max_rows):
+        (row, *_) = (row for row in all_rows(batch, layout, max_rows) if not layout.media_of(row))
+        return [row, row]
+
+    monkeypatch.setattr(program, '_rows', rows_without_images)
+    assert verify(frozen, rows=8) == 2
+    assert '`--rows` must take rows that train something' in capsys.readouterr().err
+
+
 def test_flag_instead_of_the_algorithm(tmp_path, capsys):
     flag = 'trainer.accumulate_train_batch_on_tokens=true'
     assert main([without_algorithm(tmp_path), '--rows', '2', *TINY, flag]) == 0
