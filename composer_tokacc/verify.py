@@ -37,7 +37,7 @@ from composer.utils import dist
 from pydantic import Field
 
 from composer_tokacc.algorithm import TokenAccumulation
-from composer_tokacc.algorithm.loss_terms import empty_sum
+from composer_tokacc.algorithm.loss_terms import empty_sum, tensors_in
 from composer_tokacc.algorithm.setup import check_trains_something
 from composer_tokacc.batch import IGNORE_INDEX, Batch
 from composer_tokacc.checks.first_batch import find_loss_rule, rule_batch
@@ -295,7 +295,10 @@ class _VerifiedRun:
             microbatch_transforms=self.layout.with_media,
             get_num_samples_in_batch=self.layout.num_rows,
         )
-        return self._trained_gradients(data, size, UnusedParameters())
+        hook = self.parts.model.register_forward_hook(_with_gradient)
+        gradients = self._trained_gradients(data, size, UnusedParameters())
+        hook.remove()
+        return gradients
 
     def _our_gradients(self, batch: dict[str, Any], size: int, *, regroup: bool) -> Gradients:
         """Trains one step with this package, on microbatches of at most as many tokens as ``size`` padded rows."""
@@ -359,10 +362,7 @@ def _rows(batch: Batch, layout: BatchLayout, max_rows: int) -> list[dict[str, An
 
 
 class UnusedParameters(Algorithm):
-    """Lets stock Composer train a microbatch of text, which leaves the vision encoder unused.
-
-    Without it, DDP would wait for the unused parameters. If only they are trained, the backward would raise.
-    """
+    """Lets stock Composer run under DDP if a microbatch of text leaves the vision encoder unused."""
 
     @property
     def find_unused_parameters(self) -> bool:
@@ -370,14 +370,27 @@ class UnusedParameters(Algorithm):
         return True
 
     def match(self, event: Event, state: State) -> bool:
-        """Matches after the loss."""
-        return event == Event.AFTER_LOSS
+        """Matches no event."""
+        return False
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
-        """Gives the loss a gradient of 0 if it has none."""
-        if isinstance(state.loss, torch.Tensor) and not state.loss.requires_grad:
-            trained = next(parameter for parameter in state.model.parameters() if parameter.requires_grad)
-            state.loss = state.loss + empty_sum(trained)
+        """Is never called."""
+        raise AssertionError('matches no event')
+
+
+def _with_gradient(model: torch.nn.Module, batch: tuple[Batch], outputs: Any) -> None:
+    """Gives the outputs of a microbatch a gradient of 0 if they have none. This is a forward hook.
+
+    If only the projector is trained, a microbatch of text has no gradient, and the backward of stock Composer would
+    raise. A zero that is added to the loss, outside of DDP, would be too late: DDP marks the parameters that the
+    outputs do not reach as unused, and refuses a gradient of them.
+    """
+    if any(value.requires_grad for value in tensors_in(outputs)):
+        return
+    zero = empty_sum(next(parameter for parameter in model.parameters() if parameter.requires_grad))
+    for name, value in list(outputs.items()):
+        if isinstance(value, torch.Tensor):
+            outputs[name] = value + zero
 
 
 class _Recorder(Callback):
