@@ -37,6 +37,7 @@ from composer.utils import dist
 from pydantic import Field
 
 from composer_tokacc.algorithm import TokenAccumulation
+from composer_tokacc.algorithm.loss_terms import empty_sum, tensors_in
 from composer_tokacc.algorithm.setup import check_trains_something
 from composer_tokacc.batch import IGNORE_INDEX, Batch
 from composer_tokacc.checks.first_batch import find_loss_rule, rule_batch
@@ -58,7 +59,7 @@ from composer_tokacc.layout.pre_split import widened
 from composer_tokacc.programs import ConfigError, TrainConfig
 from composer_tokacc.programs.build import build_parts
 from composer_tokacc.programs.errors import refuse
-from composer_tokacc.programs.registry import token_accumulation_options, uses_composers_flag, uses_token_accumulation
+from composer_tokacc.programs.registry import build_token_accumulation, uses_composers_flag, uses_token_accumulation
 from composer_tokacc.programs.runner import run_program
 from composer_tokacc.programs.schema import Count, check_value
 from composer_tokacc.programs.suggest import runs_on_gpu
@@ -202,10 +203,14 @@ class _VerifiedRun:
                 'loader.global_batch_size',
                 f'and --rows must leave rows to cut apart, got: {len(self.rows_of_all_ranks)}',
             )
-        self.options = TokenAccumulation(**token_accumulation_options(config)).options
-        self.has_algorithm = uses_token_accumulation(config)
+        self.build_algorithm = partial(build_token_accumulation, config)
+        """Builds the run's own TokenAccumulation, a new one for each step; None without it."""
+        algorithm = self.build_algorithm() or TokenAccumulation()
+        self.options = algorithm.options
         self.uses_composers_flag = uses_composers_flag(config)
         """Whether Composer itself weights the microbatches. With the algorithm as well, the Trainer refuses the run."""
+        self.loss_tokens = config.microbatching.loss_tokens
+        """The rule by which the data spec counts loss tokens. Only used with Composer's flag."""
         self.has_router_loss = False
         """Whether the model has returned a load-balancing loss of a router."""
         self.loss_rule = ''
@@ -253,6 +258,12 @@ class _VerifiedRun:
             weighted_mean = (losses * weights).sum() / weights.sum()
             # Only the mean is replaced. Other terms of the loss, such as a router loss, have no token weights.
             loss = loss - plain_mean + weighted_mean
+        if not loss.requires_grad:
+            raise ConfigError(
+                '--rows',
+                f'must take rows that train something, got: {self.layout.num_rows(batch)} rows whose loss has no '
+                'gradient. If only an encoder of images is trained, one row must have an image. Take more rows',
+            )
         loss.backward()
         gradients = _gradients_of(model)
         model.zero_grad(set_to_none=True)
@@ -284,16 +295,23 @@ class _VerifiedRun:
             microbatch_transforms=self.layout.with_media,
             get_num_samples_in_batch=self.layout.num_rows,
         )
-        return self._trained_gradients(data, size, UnusedParameters())
+        hook = self.parts.model.register_forward_hook(_with_gradient)
+        gradients = self._trained_gradients(data, size, UnusedParameters())
+        hook.remove()
+        return gradients
 
     def _our_gradients(self, batch: dict[str, Any], size: int, *, regroup: bool) -> Gradients:
         """Trains one step with this package, on microbatches of at most as many tokens as ``size`` padded rows."""
         # Only Composer's flag needs the model, to count its loss tokens.
         counted_model = self.parts.model if self.uses_composers_flag else None
-        data = token_data_spec([dict(batch)], layout=self.layout, regroup=regroup, model=counted_model)
-        algorithm: Algorithm = UnusedParameters()
-        if self.has_algorithm:
-            algorithm = TokenAccumulation(**vars(self.options))
+        data = token_data_spec(
+            [dict(batch)],
+            layout=self.layout,
+            regroup=regroup,
+            model=counted_model,
+            loss_tokens=self.loss_tokens,
+        )
+        algorithm = self.build_algorithm() or UnusedParameters()
         return self._trained_gradients(data, size, algorithm, uses_flag=self.uses_composers_flag)
 
     def _trained_gradients(
@@ -358,6 +376,21 @@ class UnusedParameters(Algorithm):
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         """Is never called."""
         raise AssertionError('matches no event')
+
+
+def _with_gradient(model: torch.nn.Module, batch: tuple[Batch], outputs: Any) -> None:
+    """Gives the outputs of a microbatch a gradient of 0 if they have none. This is a forward hook.
+
+    If only the projector is trained, a microbatch of text has no gradient, and the backward of stock Composer would
+    raise. A zero that is added to the loss, outside of DDP, would be too late: DDP marks the parameters that the
+    outputs do not reach as unused, and refuses a gradient of them.
+    """
+    if any(value.requires_grad for value in tensors_in(outputs)):
+        return
+    zero = empty_sum(next(parameter for parameter in model.parameters() if parameter.requires_grad))
+    for name, value in list(outputs.items()):
+        if isinstance(value, torch.Tensor):
+            outputs[name] = value + zero
 
 
 class _Recorder(Callback):

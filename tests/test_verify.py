@@ -13,7 +13,7 @@ import pytest
 import torch
 import yaml
 
-from composer_tokacc import invariance
+from composer_tokacc import TokenAccumulation, invariance
 from composer_tokacc import verify as program
 from composer_tokacc.algorithm.loss_terms import LossTerms
 from composer_tokacc.checks import step
@@ -119,10 +119,10 @@ def test_on_two_ranks():
     assert largest_error(printed, 'regrouped') < 1e-6
 
 
-def without_algorithm(folder):
+def without_algorithm(folder, **other_algorithms):
     """Returns the path of the demo without `token_accumulation`. An override cannot take it away."""
     config = yaml.safe_load(Path(DIGITS).read_text())
-    del config['algorithms']['token_accumulation']
+    config['algorithms'] = other_algorithms
     path = folder / 'stock.yaml'
     path.write_text(yaml.safe_dump(config))
     return str(path)
@@ -134,15 +134,51 @@ def test_run_without_the_algorithm(tmp_path, capsys):
     assert 'NOT exact: The run must weight its microbatches by their tokens' in capsys.readouterr().err
 
 
+class AlgorithmOfUser(TokenAccumulation):
+    """An algorithm of a user, which has arguments of its own."""
+
+    def __init__(self, weights: str = 'token'):
+        super().__init__(token_weights=weights)
+
+
+def test_subclass_of_the_algorithm(tmp_path, capsys):
+    """Its own arguments set the weights, so `verify` must build the subclass itself."""
+    name = f'{__name__}.{AlgorithmOfUser.__name__}'
+    assert main([without_algorithm(tmp_path, **{name: {'weights': 'sqrt'}}), '--rows', '2', *TINY]) == 0
+    printed = capsys.readouterr().out
+    assert max(errors(printed, 'regrouped')) < 1e-6
+    assert max(errors(printed, 'stock Composer')) > 1e-2
+
+
 def test_model_without_trained_parameters(capsys):
     assert verify('model.freeze=[model, lm_head]') == 1
     assert 'NOT exact: No parameter of the model requires a gradient' in capsys.readouterr().err
+
+
+def test_only_the_projector_is_trained(capsys, monkeypatch):
+    """A microbatch without images then has no gradient."""
+    frozen = 'model.freeze=[language_model, vision_tower, lm_head]'
+    assert verify(frozen, rows=8) == 0
+    assert max(errors(capsys.readouterr().out, 'regrouped')) < 1e-6
+    all_rows = program._rows
+
+    def rows_without_images(batch, layout, max_rows):
+        (row, *_) = (row for row in all_rows(batch, layout, max_rows) if not layout.media_of(row))
+        return [row, row]
+
+    monkeypatch.setattr(program, '_rows', rows_without_images)
+    assert verify(frozen, rows=8) == 2
+    assert '`--rows` must take rows that train something' in capsys.readouterr().err
 
 
 def test_flag_instead_of_the_algorithm(tmp_path, capsys):
     flag = 'trainer.accumulate_train_batch_on_tokens=true'
     assert main([without_algorithm(tmp_path), '--rows', '2', *TINY, flag]) == 0
     assert max(errors(capsys.readouterr().out, 'regrouped')) < 1e-6
+    # A wrong rule, which `train` refuses, too.
+    wrong_rule = 'microbatching.loss_tokens=unshifted'
+    assert main([without_algorithm(tmp_path), '--rows', '2', *TINY, flag, wrong_rule]) == 1
+    assert '`loss_tokens` must be the rule' in capsys.readouterr().err
     assert verify(flag) == 1  # both would weight the loss
     assert 'Set `accumulate_train_batch_on_tokens` to False' in capsys.readouterr().err
 

@@ -246,24 +246,29 @@ def notes_on(config: TrainConfig) -> list[str]:
     notes = []
     if not uses_token_accumulation(config) and not uses_composers_flag(config):
         notes.append(
-            'Composer weights microbatches by their samples, so the gradient depends on how a batch is cut, because '
-            '`algorithms` has no `token_accumulation`'
+            '`algorithms` has no `token_accumulation`, so Composer weights microbatches by their samples, and the '
+            'gradient depends on how a batch is cut'
         )
     for needed_key, keys in KEYS_NEEDING.items():
-        if _value_of(config, needed_key):
+        section_name, _, name = needed_key.partition('.')
+        # A null is no mistake. It switches something off, as `trainer.save_folder=null` does for a short trial.
+        if name in getattr(config, section_name):
             continue
         for key in keys:
             if _value_of(config, key):
                 notes.append(f'`{key}` has no effect without `{needed_key}`')
     parts = config.dataset.get('parts') or {}
-    for key in config.dataset:
-        if parts and all(key in part for part in parts.values()):
-            notes.append(f'`dataset.{key}` has no effect, because each of `dataset.parts` has its own')
+    # The keys next to `parts` complete the parts and the eval set.
+    datasets = list(parts.values())
+    if config.dataset.get('eval'):
+        datasets.append(config.dataset['eval'])
+    for key, value in config.dataset.items():
+        if parts and value is not None and all(key in dataset for dataset in datasets):
+            notes.append(f'`dataset.{key}` has no effect, because each dataset has its own')
     size = config.microbatching.device_train_microbatch_size
     if config.microbatching.device_memory_gib is not None and size != 'suggest':
         notes.append(
-            '`microbatching.device_memory_gib` does not limit the microbatches of this run, because '
-            f'`microbatching.size` is {size}, not suggest'
+            '`microbatching.device_memory_gib` only limits the microbatches of a run with `microbatching.size: suggest`'
         )
     return notes
 

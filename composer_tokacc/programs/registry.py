@@ -256,15 +256,31 @@ def class_by_name(kind: str, name: str) -> Any:
 
 def token_accumulation_options(config: TrainConfig) -> Section:
     """Returns the arguments of TokenAccumulation in a config, which may name it in several ways; empty without it."""
-    for name, arguments in config.algorithms.items():
-        if class_by_name('algorithms', name) is TokenAccumulation:
-            return arguments or {}
-    return {}
+    name = _name_of_token_accumulation(config)
+    if name is None:
+        return {}
+    return config.algorithms[name] or {}
 
 
 def uses_token_accumulation(config: TrainConfig) -> bool:
-    """Returns whether a config names TokenAccumulation."""
-    return any(class_by_name('algorithms', name) is TokenAccumulation for name in config.algorithms)
+    """Returns whether a config names TokenAccumulation, or a subclass of it."""
+    return _name_of_token_accumulation(config) is not None
+
+
+def build_token_accumulation(config: TrainConfig) -> TokenAccumulation | None:
+    """Builds the TokenAccumulation of a config, which may be of a subclass; None without it."""
+    name = _name_of_token_accumulation(config)
+    if name is None:
+        return None
+    return build_part('algorithms', f'algorithms.{name}', name, token_accumulation_options(config))
+
+
+def _name_of_token_accumulation(config: TrainConfig) -> str | None:
+    """Returns the key of TokenAccumulation, or of a subclass, in the section ``algorithms``; None without it."""
+    for name in config.algorithms:
+        if issubclass(class_by_name('algorithms', name), TokenAccumulation):
+            return name
+    return None
 
 
 def uses_composers_flag(config: TrainConfig) -> bool:

@@ -616,15 +616,17 @@ class ShardSource(Source):
             )
         if self.has_parts:
             raise ConfigError('dataset.parts', 'must be left out for streamed data. Use `dataset.streams`')
+        self._check_arguments('dataset', self._arguments(is_eval=False))
         if (self.section.get('replication') or 1) > 1:
-            # Composer counts each replica of a sample. So a checkpoint within an epoch would name a place that is too
-            # far on, and the resumed run would leave samples out.
+            # Ranks that replicate one another read the same samples. Only tensor parallelism needs this, which a run
+            # from a file does not have. Composer counts each replica of a sample. So a checkpoint within an epoch would
+            # name a place that is too far on, and the resumed run would leave samples out.
             raise ConfigError(
                 'dataset.replication',
-                f'must be left out, got: {self.section["replication"]}. Several ranks would train the same samples, '
-                'and a resumed run would leave samples out',
+                f'must be left out, got: {self.section["replication"]}. Several ranks would train the same samples, so '
+                'a step would have fewer samples than `loader.global_batch_size`, and a resumed run would leave some '
+                'out',
             )
-        self._check_arguments('dataset', self._arguments(is_eval=False))
         eval_section = self.section.get('eval')
         if eval_section:
             self._check_arguments('dataset.eval', self._arguments(is_eval=True))

@@ -18,6 +18,8 @@ import torch
 from composer.core import Callback
 from composer.loggers import LoggerDestination
 
+from composer_tokacc import TokenAccumulation
+from composer_tokacc import train as program
 from composer_tokacc.data import to_mds
 from composer_tokacc.programs import ConfigError, TrainConfig, load_config
 from composer_tokacc.programs.build import build_trainer_parts
@@ -417,6 +419,14 @@ def test_options_are_read_under_both_names(name):
     assert token_accumulation_options(TrainConfig()) == {}
 
 
+def test_subclass_counts_as_the_algorithm(monkeypatch):
+    subclass = type('Subclass', (TokenAccumulation,), {})
+    monkeypatch.setitem(sys.modules, 'algorithms_of_user', SimpleNamespace(Subclass=subclass))
+    config = TrainConfig(algorithms={'algorithms_of_user.Subclass': {'token_weights': 'sqrt'}})
+    assert token_accumulation_options(config) == {'token_weights': 'sqrt'}
+    assert notes_on(config) == []
+
+
 def test_notes_on_keys_without_effect():
     config = TrainConfig(
         algorithms={'token_accumulation': None},
@@ -433,17 +443,43 @@ def test_notes_on_keys_without_effect():
     assert notes_on(config) == []
 
 
+def test_no_note_on_keys_switched_off():
+    """A null is on purpose: `trainer.save_folder=null` for a short trial of a file that saves."""
+    config = TrainConfig(
+        algorithms={'token_accumulation': None},
+        dataset={'eval': None},
+        loader=LoaderConfig(global_eval_batch_size=4),
+        trainer={'save_folder': None, 'save_interval': '5ba'},
+    )
+    assert notes_on(config) == []
+
+
 def test_note_on_key_that_all_parts_replace():
     parts = {'a': {'path': 'a.json'}, 'b': {'path': 'b.json', 'max_length': 8}}
-    dataset = {'path': 'c.json', 'max_length': 9, 'parts': parts}
+    dataset = {'path': 'c.json', 'max_length': 9, 'parts': parts, 'image_dir': None}
     config = TrainConfig(algorithms={'token_accumulation': None}, dataset=dataset)
-    assert notes_on(config) == ['`dataset.path` has no effect, because each of `dataset.parts` has its own']
+    assert notes_on(config) == ['`dataset.path` has no effect, because each dataset has its own']
+    dataset['eval'] = {'path': 'd.json'}
+    assert len(notes_on(config)) == 1
+    dataset['eval'] = {'max_length': 7}  # takes the path next to `parts`
+    assert notes_on(config) == []
 
 
 def test_note_on_weights_of_composer():
     (note,) = notes_on(TrainConfig())
     assert 'no `token_accumulation`' in note
     assert notes_on(TrainConfig(trainer={'accumulate_train_batch_on_tokens': True})) == []
+
+
+def test_train_says_notes_on_first_rank(monkeypatch, capsys):
+    monkeypatch.setattr(program, '_dry_run', lambda config: None)
+    arguments = [str(DIGITS), 'dry_run=true', 'trainer.save_interval=5ba']
+    assert main(arguments) == 0
+    assert capsys.readouterr().err.count('note: ') == 1
+    monkeypatch.setenv('WORLD_SIZE', '2')
+    monkeypatch.setenv('RANK', '1')
+    assert main(arguments) == 0
+    assert 'note: ' not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

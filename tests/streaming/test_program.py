@@ -170,6 +170,7 @@ MISTAKES = {
     'dataset.eval.num_canonical_nodes=2': '`dataset.eval` must name shards of its own',
     'microbatching.regroup=false': '`loader.exchange_ranks` needs `microbatching.regroup`',
     'dataset.replication=2': '`dataset.replication` must be left out, got: 2',
+    'dataset.replication=two': '`dataset.replication` must be a valid integer',
     'loader.modality=per_step': '`loader.modality` as it is set needs a plan',
     'dataset.name=llava_streeming': 'has no dataset llava_streeming',
 }
