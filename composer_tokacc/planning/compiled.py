@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 try:
     from numba import njit
 except ImportError as error:  # it is not installed, or does not fit this release of numpy
-    logging.getLogger(__name__).warning('numba cannot be used, so planning takes 20 to 100 times as long: %s', error)
+    logging.getLogger(__name__).warning('numba cannot be used, so planning takes 15 to 100 times as long: %s', error)
     njit = None
 
 Function = TypeVar('Function', bound=Callable[..., Any])
@@ -23,7 +23,7 @@ def compiled(function: Function) -> Function:
     """Compiles a function of numpy arrays on its first call. Keeps the machine code on disk if that is possible.
 
     Without numba the function stays as it is, so that the planner can be used without it. Plans are then the same, but
-    take 13 ms for 64 samples on 2 ranks and 0.2 s for 512 on 8, instead of 0.6 and 2 ms.
+    take 9 ms for 64 samples on 2 ranks and 0.1 s for 512 on 8, instead of 0.5 and 1 ms (``benchmarks/planning.py``).
     """
     if njit is None:
         return function

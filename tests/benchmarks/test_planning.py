@@ -21,7 +21,6 @@ def text_of(path):
     return ' '.join(path.read_text().split())
 
 
-@pytest.mark.skipif(not planning.RESULTS_FILE.exists(), reason='python -m benchmarks.planning was not run yet')
 def test_pages_show_the_results():
     results = read(planning.RESULTS_FILE)
     with_numba = results['from_cache']
