@@ -67,7 +67,7 @@ class Entry:
             ``'video_patch'``, ``'audio'``: an image, a patch, ..., in the order of the rows; a row has any number of
             them. ``'shared'``: all rows use the whole tensor. Any other name is allowed if the batch carries
             ``num_<name>s``, one number per row. Such entries go with their rows, but this package makes no dummy rows
-            with them. Tensors that are not registered get an inferred unit, see :func:`.inferred_unit`. Its entries may
+            with them. Tensors that are not registered get an inferred unit, see ``inferred_unit()``. Its entries may
             be whole images, tiles or patches.
         row_dim: The dimension along which the entries lie.
         seq_dims: Dimensions along the text of a row. They are padded and trimmed together with it.
