@@ -97,8 +97,8 @@ class ReductionWatch:
                 microbatches.
 
         Raises:
-            RuntimeError: If DDP reduces before the last microbatch against ``must_reduce_once``, or does not reduce in
-                the last one, or not the gradients of all trained parameters.
+            RuntimeError: If DDP reduces before the last microbatch although ``must_reduce_once`` is True, if it does
+                not reduce in the last one, or if it leaves out the gradients of some trained parameters.
         """
         if self._ddp is None:
             self._note_states(self._parameters_of_fsdp)
@@ -107,8 +107,8 @@ class ReductionWatch:
         self._reduces.append(reduces)
         if not reduces:
             if len(self._reduces) == num_microbatches:
-                # Even after an error Composer would reduce the gradients that there are. It would wait forever for a
-                # rank that has others.
+                # With `ddp_sync_strategy='forced_sync'` Composer reduces all gradients that are not None, even after an
+                # error. If another rank has gradients of other parameters, both would wait forever. So all become None.
                 self._ddp.zero_grad()
                 raise NotExactError(NOT_REDUCED)
             return
@@ -132,7 +132,8 @@ class ReductionWatch:
         Each rank would train its own copy of them.
         """
         if self._reduced_parameters is None:
-            # DDP still counts parameters that were frozen since then, so there may be more unfrozen ones than this.
+            # At least this many were unfrozen. There may be more, because DDP still counts parameters that were frozen
+            # since it was made.
             num_unfrozen = len(trained) - num_reduced(ddp)
         else:
             num_unfrozen = len(set(trained) - self._reduced_parameters)
@@ -194,10 +195,10 @@ class ReductionWatch:
             )
 
     def reduced_once(self) -> bool | None:
-        """Returns whether DDP reduced only in the last microbatch of this step, or not at all.
+        """Returns whether DDP reduced in no microbatch of this step before the last one.
 
-        None: the step does not show it, because it has only one microbatch, or ranks wait for each other in all of
-        them anyway.
+        None: the step does not show it, because it has only one microbatch, or it does not matter, because ranks wait
+        for each other in every microbatch anyway.
         """
         if len(self._reduces) < 2 or not self.waits_only_to_reduce:
             return None
@@ -231,8 +232,9 @@ def excess_of_reduction(model: torch.nn.Module) -> float:
     """Returns how many times too large gradients are after FSDP2 has reduced them; 1 without FSDP2. A collective.
 
     FSDP2 asks the backend for the mean over the ranks, but on CPUs gloo of torch 2.7 returns the sum. In float16 FSDP2
-    divides by itself, and gets the mean. So the factor depends on the type in which gradients are reduced. It is
-    measured for each type of the trained weights, because FSDP2 reduces in this type unless it has a `reduce_dtype`.
+    asks for the sum, and divides by the number of ranks itself, which gives the mean. So the factor depends on the type
+    in which gradients are reduced. It is measured for each type of the trained weights, because FSDP2 reduces in this
+    type unless it has a `reduce_dtype`.
 
     Raises:
         RuntimeError: If the factors differ, because one factor of the loss cannot correct them.

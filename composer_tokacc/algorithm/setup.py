@@ -175,8 +175,9 @@ class RunContext:
         may_gather = bool(self.terms.coupled) or not options.check_loss
         self.reductions = ReductionWatch(state, may_gather=may_gather)
         self.has_bypass: bool | None = None
-        """Whether the loss had a bypass in the first step with a weight, see ``token_accumulation.py``. If it had none,
-        and the loss is checked, a later step with one is refused. None: there was no such step yet."""
+        """Whether the loss had a bypass (see ``token_accumulation.py``) in the first step in which this rank had tokens
+        of a weight above 0. If it had none, and the loss is checked, a later step with a bypass is refused. None: there
+        was no such step yet."""
         self.split = split_of(state.dataloader)
         layout = layout_of(state, self.split)  # None: there is no split, and rows cannot be told apart
         if self.split is not None:
@@ -263,10 +264,11 @@ class RunContext:
         return RankWidth.of(step.facts, rules, self.check.rule)
 
     def prove(self, batch: Batch) -> None:
-        """Runs the first-batch check on rows that are unlike all checked ones, of any rank; a collective.
+        """Runs the first-batch check on the new rows of all ranks, see ``token_accumulation.py``; a collective.
 
-        If no rows are new, but a check is due, it checks rows once. Afterwards the split cuts by the rules of the
-        check. It also takes the layout of the check, which learns from each batch how tensors belong to rows.
+        If no rows are new, but a check is due, it checks some known rows. Afterwards the split cuts by the rules that
+        the check has found. It also takes the layout of the check, which learns from each batch how tensors belong to
+        rows.
         """
         if self._options.token_weights == 'column':
             # The data may have one weight for each row. In training, batches have a weight for each position, so the
@@ -309,8 +311,9 @@ class RunContext:
         log.info('Logits are computed at all positions: %s.', why)
 
     def check_gradient_hooks(self) -> None:
-        """Raises RuntimeError if a hook on a parameter is not linear.
+        """Raises RuntimeError if a hook on a parameter is not linear, or if an optimizer steps in the backward.
 
+        A hook runs once for each microbatch. The results add up to the result for the whole step only if it is linear.
         Called in every step. It tries the hooks only if some were added or removed since the last call.
         """
         numbers = hook_numbers(self._parameters)
@@ -351,12 +354,18 @@ class RunContext:
 
 
 def _microbatch_size_of(state: State) -> int | float:
-    """Returns the microbatch size; 1 if Composer has none because the loader has no batch size, but a batch sampler."""
+    """Returns the microbatch size; 1 if Composer has none.
+
+    Without a size from the user Composer takes the batch size of the loader, which is None with a batch sampler.
+    """
     return state.device_train_microbatch_size or 1
 
 
 def _batch_norms_of(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Returns the BatchNorms of a model by name. It takes long if a mixture of experts has thousands of modules."""
+    """Returns the BatchNorms of a model by name.
+
+    Called only once for a fit, because it takes long if a mixture of experts has thousands of modules.
+    """
     return {name: module for name, module in model.named_modules() if isinstance(module, BatchNorm)}
 
 

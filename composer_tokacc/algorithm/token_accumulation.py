@@ -383,8 +383,8 @@ class TokenAccumulation(Algorithm):
         is_check_due = run.check.is_due(self._token_choice.step, has_new_rows=num_ranks_with_new_rows > 0)
         if is_check_due:
             run.prove(state.batch)  # new rows are cut only by rules that were proven for them
-        # Each rank pads to its own longest row. On the left more padding may change a row, and beyond a rotary limit
-        # the width itself does.
+        # Each rank pads to its own longest row. One forward over all rows would pad some of them more. More padding on
+        # the left may change a row. So may a greater width, if it is over the limit of a rotary embedding.
         check_widths(
             sums_of_widths,
             lambda: run.width_of(step),  # not `width`, because prove() may have changed the rules
@@ -462,6 +462,7 @@ class TokenAccumulation(Algorithm):
         if state.precision == Precision.AMP_FP16 and state.scaler is not None:
             step.gradient_scale = state.scaler.get_scale()
         if run.balance is not None:
+            # One more forward of each microbatch, to count how often each expert is chosen in the step.
             run.balance.count(step.planned, hides_weights=step.is_weighted)
 
     # A microbatch.
@@ -513,8 +514,8 @@ class TokenAccumulation(Algorithm):
         def without_tokens(term: Term) -> torch.Tensor:
             if term.unit in empty_units:
                 return zero
-            # A microbatch without samples has no row with labels, so a mean over such rows is NaN. The factor of such
-            # a term is 0, but if its gradient is NaN, too, it stays NaN when it is multiplied by 0.
+            # If there are no samples, no row has labels. A term that averages over the rows with labels is then NaN.
+            # _scales_of() multiplies it by 0, but a gradient of NaN times 0 is NaN.
             if not has_samples and term.value.isnan().any():
                 return zero
             return term.value
@@ -544,10 +545,11 @@ class TokenAccumulation(Algorithm):
             )
 
     def _attach_gradient(self, state: State) -> None:
-        """Gives the loss of a microbatch without media a gradient of 0 if it has none. The backward would raise.
+        """Makes the backward possible if the loss has no gradient: adds a zero, whose gradient is 0.
 
-        Such a loss has no gradient if only an encoder of media is trained. If a microbatch with media has none,
-        something is wrong, and the backward should raise.
+        Only for a microbatch without media. If only an encoder of media is trained, no trained parameter takes part in
+        its loss, and the backward would raise. If the loss of a microbatch with media has no gradient, something is
+        wrong, and the backward should raise.
         """
         if any(term.requires_grad for term in tensors_in(state.loss)):
             return
@@ -561,22 +563,24 @@ class TokenAccumulation(Algorithm):
         state.loss = self._run.terms.changed(state.loss, lambda term: term.value + zero)
 
     def _before_backward(self, state: State) -> None:
-        """Scales the loss, so that its tokens get their weight in the step, and sets up hooks that measure it.
+        """Scales the loss, so that its tokens get their weight in the step, and adds hooks that measure this weight.
 
-        Users put this algorithm last, because later changes of the loss are not scaled.
+        This algorithm must be the last one, because later changes of the loss are not scaled.
         """
         run = self._run
         microbatch = self._current
         record = microbatch.record
-        # Called a second time, because algorithms may have taken entries out of the batch after the loss.
+        # Called a second time, because algorithms may have taken our entries or the labels out of the batch since.
         state.batch = microbatch.put_back(state.batch)
         record.batch = _checked_entries(state.batch)
         if not self.options.loss_units:  # with units a term may be added, because its unit tells its factor
             self._check_no_added_term(state)
-        # What an algorithm has added only to the total would be lost, see LossTerms.changed().
+        # LossTerms.changed() drops the total, and with it a term that an algorithm has added only to the total. Then
+        # check_step() refuses the step.
         record.total_error = run.terms.total_error(state.loss)
         record.num_microbatches = self._num_microbatches_with_samples(state)
         totals = run.step.totals
+        # Composer will multiply the loss by this number. _scales_of() divides by it.
         record.composers_weight = sample_weight(
             run.samples_for_composer(record.rows),
             int(totals.composers_samples),
@@ -632,8 +636,8 @@ class TokenAccumulation(Algorithm):
                 other_terms.append(term.value)
         if not other_terms:
             return
-        # What the first-batch check has seen of means over samples. They need not be made of the logits. The gradient
-        # by the logits, below, shows it for the other terms.
+        # Means over samples need not be made of the logits, so the gradient by the logits may not show that they see
+        # the added rows. The first-batch check has seen whether they have a gradient in rows without labels.
         sees_added_rows = run.check.trains_unlabelled_rows and bool(run.terms.of_unit(state.loss, 'samples'))
         logits = logits_of(microbatch.outputs)
         gradient = None
@@ -646,7 +650,7 @@ class TokenAccumulation(Algorithm):
                     'made of the logits, so that the weights would change its gradient. Make it of the hidden states, '
                     "or set `token_weights='token'` (docs/errors.md#model-loss)."
                 )
-            if len(gradient) == len(rows):
+            if len(gradient) == len(rows):  # not if the logits have another shape than the labels
                 sees_added_rows |= bool(gradient[added_rows].any())
         if has_added_rows and sees_added_rows:
             raise NotExactError(
@@ -805,6 +809,7 @@ class TokenAccumulation(Algorithm):
         if run.balance is not None:
             run.balance.check()
         reduced_once = run.reductions.reduced_once()
+        # Only our split uses this. If DDP reduced once, ranks may make unequal numbers of microbatches from now on.
         if run.split is not None and reduced_once is not None:
             self._reduces_once = reduced_once
         if run.is_step_empty:
@@ -833,6 +838,7 @@ class TokenAccumulation(Algorithm):
             'token_accumulation/empty_steps': self.num_empty_steps,
         }
         if step.is_weighted:
+            # The loss that Composer logs is weighted. This metric is the mean in which all tokens weigh the same.
             zero = torch.zeros(1, dtype=torch.float64)
             loss_sum = state.device.tensor_to_device(zero)
             for record in step.microbatches:
@@ -931,7 +937,7 @@ def _check_carries_counts(batch: Batch, *, is_weighted: bool) -> None:
 def _edges_of(value: Any) -> set[Edge]:
     """Returns the edge of each tensor in a value, see :func:`.tensors_in` and :func:`.edge_of`.
 
-    An edge keeps the graph that makes its tensor in memory.
+    An edge keeps the graph that makes its tensor in memory, so edges must not be kept beyond the backward.
     """
     return {edge_of(tensor) for tensor in tensors_in(value)}
 
@@ -954,7 +960,8 @@ def _scales_of(record: MicrobatchRecord, weight_of_mean: float, weight_of_sample
     scale_of_samples = weight_of_samples / record.composers_weight
     return {
         'tokens': weight_of_mean / record.composers_weight,
-        # Rows that fill up a rank add 0 to the mean over rows, but are counted in it.
+        # The model divides a mean over samples by all rows of the microbatch. Dummy rows and repeated samples add 0 to
+        # the sum, so the mean must be over the other rows only.
         'samples': scale_of_samples * len(record.rows) / num_with_samples,
         'coupled_samples': scale_of_samples,
         'microbatches': 1.0 / (num_microbatches * record.composers_weight),

@@ -31,10 +31,11 @@ log = logging.getLogger(__name__)
 class ControlTokenPolicy:
     """Finds control tokens in the texts of a dataset. Those that the chat template writes are not touched.
 
-    The *spelling* of a control token is the ids of its characters. With ``text``, a control token must be encoded as
-    its spelling, but processors do not offer that. So before the template and the processor run, :meth:`hide` replaces
-    it by stand-ins: a new token of the tokenizer, written as often as the spelling has ids. Afterwards :meth:`spell`
-    puts the spelling in the place of the stand-ins. All other tokens of the sample stay the same.
+    The *spelling* of a control token is the ids that the tokenizer gives to its characters as plain text. With
+    ``text``, a control token must be encoded as its spelling, but processors do not offer that. So before the template
+    and the processor run, :meth:`hide` replaces it by stand-ins: a new token of the tokenizer, written as often as the
+    spelling has ids. So the sample already has its final length. Afterwards :meth:`spell` replaces each stand-in by one
+    id of the spelling. All other tokens of the sample stay the same.
 
     Args:
         option: One of ``ControlTokens``.
@@ -53,7 +54,7 @@ class ControlTokenPolicy:
         self._pattern = _pattern_of_control_tokens(self.tokenizer, template_tokens)
         self._has_warned = False
         self._stand_ins: dict[str, str] = {}
-        """The stand-ins of each control token that was met, as one text."""
+        """By control token, for those that were found so far: its stand-ins as one text."""
         self._spellings: dict[int, torch.Tensor] = {}
         """By the id of a stand-in: the ids that spell its control token, of shape ``(ids,)``."""
 
@@ -95,7 +96,11 @@ class ControlTokenPolicy:
         return {**message, 'content': content}
 
     def unhide(self, text: str) -> str:
-        """Returns a text with the control tokens in the place of their stand-ins. Undoes :meth:`hide`."""
+        """Returns a text with the control tokens in the place of their stand-ins. Undoes :meth:`hide`.
+
+        Needed for a text that another tokenizer encodes, because it does not know the stand-ins (InstructBLIP has a
+        second one).
+        """
         for token, stand_ins in self._stand_ins.items():
             text = text.replace(stand_ins, token)
         return text
@@ -109,7 +114,8 @@ class ControlTokenPolicy:
         input_ids = sample['input_ids'].clone()
         for stand_in_id, spelling in self._spellings.items():
             is_stand_in = input_ids == stand_in_id
-            # Each control token has as many stand-ins as its spelling has ids.
+            # Each control token has as many stand-ins as its spelling has ids, one after the other. So the spelling,
+            # repeated for each control token, gives the ids of all stand-ins in order.
             num_control_tokens = int(is_stand_in.sum()) // len(spelling)
             input_ids[is_stand_in] = spelling.repeat(num_control_tokens)
         # If a stand-in carried loss, the id in its place carries loss.
@@ -121,7 +127,14 @@ class ControlTokenPolicy:
         }
 
     def _stand_in(self, match: re.Match[str]) -> str:
-        """Returns the stand-ins of a control token. Adds their token to the tokenizer the first time."""
+        """Returns the stand-ins of a control token. Adds their token to the tokenizer the first time.
+
+        Args:
+            match: A match of ``_pattern``, that is, a control token in a text.
+
+        Raises:
+            ValueError: If the tokenizer cannot encode the characters of the control token as plain text.
+        """
         token = match[0]
         if token in self._stand_ins:
             return self._stand_ins[token]
@@ -141,7 +154,7 @@ class ControlTokenPolicy:
 
 
 def _pattern_of_control_tokens(tokenizer: Any, template_tokens: Iterable[str]) -> re.Pattern[str]:
-    """Returns a pattern that finds every special token, and every token of the chat template."""
+    """Returns a pattern that finds every special token of the tokenizer, and every one of ``template_tokens``."""
     tokens = {*template_tokens, *tokenizer.all_special_tokens}
     for token in tokenizer.added_tokens_decoder.values():
         if token.special:

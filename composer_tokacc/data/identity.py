@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Fingerprints of data, processors and vocabularies. Caches and checkpoints are recognized by them."""
+"""Computes fingerprints of data, processors and vocabularies. They show whether a cache or checkpoint still fits."""
 
 from __future__ import annotations
 
@@ -19,19 +19,24 @@ from composer_tokacc.data.records import BadSampleError
 from composer_tokacc.refusals import InvalidInputError
 
 NUM_READ = 64
-"""Most samples that are read to identify a dataset without an ``identity`` method."""
+"""Maximum number of samples that are read to identify a dataset without an ``identity`` or ``fingerprint`` method."""
 
 
 def identify_data(dataset: Any) -> str:
     """Returns a fingerprint of the data.
 
-    It is made of the value of ``dataset.identity()`` or ``dataset.fingerprint()``. If the dataset has no such method,
-    it is made of the number of samples and the token ids of 64 of them, evenly spread. Then a change of labels, media
-    or any other sample goes unnoticed. A bad sample raises no error here, because the run will raise it. Its message
-    takes the place of its ids.
+    It is a hash of ``dataset.identity()`` or, if there is no such method, of ``dataset.fingerprint()``. ``identity`` is
+    preferred, because that of ``LlavaDataset`` does not change if the folder is moved.
+
+    If the dataset has neither, it is a hash of the number of samples and the token ids of at most 64 of them, evenly
+    spread. Then a change of labels, of media, or of a sample that is not read goes unnoticed. A bad sample raises no
+    error here, because the run will handle it. The message of its error takes the place of its ids.
 
     Args:
         dataset: A map-style dataset, or a ``ConcatDataset`` of some.
+
+    Raises:
+        ValueError: If a sample is not a mapping with ``input_ids``.
     """
     if isinstance(dataset, ConcatDataset):
         return fingerprint([identify_data(part) for part in dataset.datasets])
@@ -69,8 +74,8 @@ def identify_processor(processor: Any) -> str:
     settings = _settings_of(processor)
     settings_of_parts = []
     for attributes in PROCESSOR_PARTS.values():
-        # Only the first name, so that fingerprints of earlier releases stay the same. Transformers 5 lists the settings
-        # of an `audio_processor` among those of the processor.
+        # Only the first name, so that fingerprints of earlier releases stay the same. The settings of an
+        # `audio_processor` are not lost: Transformers 5 lists them among those of the processor.
         part = getattr(processor, attributes[0], None)
         settings_of_parts.append(_settings_of(part))
     return fingerprint([class_name(processor), settings, settings_of_parts, template])
@@ -84,7 +89,7 @@ def _settings_of(part: Any) -> dict[str, Any]:
 
 
 def identify_vocabulary(processor: Any) -> str:
-    """Returns a fingerprint of the tokens and their ids, and of the tokens that begin, end and pad a text."""
+    """Returns a fingerprint of the tokens and their ids, and of the special tokens, such as BOS, EOS and padding."""
     tokenizer = getattr(processor, 'tokenizer', processor)
     tokens: list[tuple[str, int]] = []
     if hasattr(tokenizer, 'get_vocab'):
@@ -96,8 +101,9 @@ def identify_vocabulary(processor: Any) -> str:
 def identify_tokenization(processor: Any) -> str:
     """Returns a fingerprint of everything that decides how a fast tokenizer cuts a text into tokens.
 
-    :func:`identify_vocabulary` does not see the merges, the normalizer or which tokens are matched first. It stays as
-    it is, because checkpoints hold it. The code of a part that is written in Python is not seen.
+    This is more than :func:`identify_vocabulary`, which does not include the merges, the normalizer or which tokens are
+    matched first. That function must not change, because checkpoints hold its results. If a part of the tokenizer is
+    written in Python, only the name of its class is included. For a tokenizer that is not a fast one, returns ''.
     """
     tokenizer = getattr(processor, 'tokenizer', processor)
     backend = getattr(tokenizer, 'backend_tokenizer', None)
@@ -115,8 +121,10 @@ def identify_tokenization(processor: Any) -> str:
 def _settings_of_tokenizer_part(part: Any) -> str:
     """Returns a fingerprint of the settings of a normalizer, pre-tokenizer, post-processor or model, or of None."""
     try:
+        # An iterator of bytes, which `fingerprint` hashes as they are. The protocol is fixed, because the default one
+        # changes with the version of Python.
         return fingerprint(iter([pickle.dumps(part, protocol=4)]))
-    except Exception:  # this class is raised for a part that is written in Python (RoFormer's)
+    except Exception:  # `tokenizers` raises exactly this class for a part that is written in Python (RoFormer's)
         return class_name(part)
 
 

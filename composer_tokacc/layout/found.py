@@ -45,9 +45,10 @@ Readings = Mapping[str, tuple[Reading, ...]]
 """The possible readings of each key, the most likely one first."""
 
 MOST_LIKELY_FIRST = list(Reading)
-"""Decides between two readings if one batch finds the first more likely, and another batch the second, see
-:func:`agreed_readings`. One of the two is always media, and the other is rows or text. Media comes later, because the
-batch that finds it less likely shows more: it has the tensor, but no items that the tensor fits."""
+"""Breaks ties in :func:`agreed_readings`: the reading that comes first here is taken as the more likely one. There is
+a tie only if one batch finds media more likely than rows (or text), and another batch the reverse. Then media comes
+second. The batch that finds media less likely is the better evidence: it has the tensor, but no items that the tensor
+fits."""
 
 ENTRY_BY_READING = {
     Reading.TEXT: Entry(seq_dims=(1,)),
@@ -216,10 +217,11 @@ def _may_have_items(
     config: Any,
     registered: Mapping[str, Entry],
 ) -> bool:
-    """Returns whether a batch may have items of a modality. Tensors ``(rows,)`` do not show it.
+    """Returns whether a batch may have items of a modality.
 
-    Another tensor of media, the numbers ``num_images`` or the placeholders show it. Without a config the placeholders
-    are not known.
+    It may if it has a tensor of media of two or more dimensions, a number above 0 in ``num_images`` (or ``num_videos``,
+    ...), or a placeholder. A tensor ``(rows,)`` shows nothing, because it may be a column of the dataset. Without a
+    config the placeholders are not known, so the answer is True.
     """
     if config is None:
         return True
@@ -386,9 +388,11 @@ def _entries_by_rows(
     num_entries: int,
     placeholders: _PlaceholderCounts,
 ) -> list[int] | None:
-    """Returns the numbers in ``value``, one for each row; None if the batch or its placeholders contradict them.
+    """Returns the numbers in ``value`` if they can be the numbers of entries of the rows, otherwise None.
 
-    They do if the processor got all images in one list. Then it writes a 1 for each image, not a number for each row.
+    There must be one for each row, their sum must be ``num_entries``, and exactly the rows with placeholders must have
+    entries. The numbers have another meaning if the processor got all images in one list: then it writes a 1 for each
+    image, and not a number for each row.
     """
     entries: list[int] = value.tolist()
     if sum(entries) != num_entries or len(entries) != len(placeholders.tokens):

@@ -60,7 +60,7 @@ def parse_unit(unit: str) -> tuple[str, int | None]:
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """How one tensor of a batch belongs to its rows.
+    """How one tensor of a batch belongs to its rows. One ``Entry`` describes all entries of the tensor.
 
     Args:
         unit: An entry stands for one of these. ``'row'``: a row. ``'image'``, ``'patch'``, ``'video'``,
@@ -76,7 +76,7 @@ class Entry:
         fill: Padding value.
         absent: Value for the rows of a batch without this tensor, if it is joined with a batch that has it. None: such
             batches cannot be joined. Media need no value, because a row without media has no entry.
-        points_into: Key of the pixel tensor, if the values are numbers of its patches, counted over the whole batch.
+        points_into: Key of the pixel tensor, if the values are indices of its patches, counted over the whole batch.
             They are renumbered when rows are selected or joined. Negative values point to no patch and stay.
     """
 
@@ -90,7 +90,10 @@ class Entry:
 
     @property
     def is_media(self) -> bool:
-        """Whether the tensor is only in batches that have images, videos, audios or items of another unit."""
+        """Whether the tensor belongs to images, videos, audios or other items of the rows.
+
+        A batch whose rows have no such items does not have the tensor at all.
+        """
         return self.unit not in ('row', 'shared') or self.slot_dim is not None
 
     @property
@@ -111,10 +114,12 @@ _has_gpu = cache(torch.cuda.is_available)
 
 
 def _is_page_locked(value: torch.Tensor) -> bool:
+    """Returns whether a tensor is page-locked. Without a GPU it asks nothing and returns False."""
     return _has_gpu() and value.is_pinned()
 
 
 def _empty(shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor of this shape whose values are not set. Type, device and page-locking are those of ``like``."""
     return torch.empty(tuple(shape), dtype=like.dtype, device=like.device, pin_memory=_is_page_locked(like))
 
 
@@ -194,7 +199,7 @@ def select_rows(
         batch: The batch.
         entries: How each tensor of the batch belongs to rows.
         offsets: The offsets of every unit of these entries.
-        rows: The numbers of the rows in the batch.
+        rows: The indices of the rows in the batch.
     """
     selected: dict[str, Any] = {}
     for key, value in batch.items():
@@ -224,14 +229,14 @@ def _renumber_patches(
     patches_per_item: int,
     rows: Sequence[int],
 ) -> torch.Tensor:
-    """Turns numbers of patches in the whole batch into numbers of patches in the chosen rows.
+    """Turns indices of patches of the whole batch into indices of the same patches in a batch of the chosen rows.
 
     Args:
-        pointers: The patch numbers of the chosen rows.
+        pointers: The indices that the chosen rows hold, still counted over the whole batch.
         pointer_offsets: Offsets of the pointers of all rows of the batch, as in :data:`RowOffsets`.
         item_offsets: Offsets of the images or videos of all rows of the batch.
         patches_per_item: Number of patches of an image or video. All have equally many.
-        rows: Numbers of the chosen rows.
+        rows: Indices of the chosen rows.
     """
     num_pointers = [pointer_offsets[row + 1] - pointer_offsets[row] for row in rows]
     pointers_of_rows = [pointers[:0]]  # torch.cat() needs a tensor, even if there is no row
@@ -280,5 +285,5 @@ def _select_entries(
 
 
 def renumbered(pointers: torch.Tensor, shift: int) -> torch.Tensor:
-    """Returns numbers of patches with ``shift`` added. Negative numbers stay, because they point to no patch."""
+    """Returns indices of patches with ``shift`` added. Negative values stay, because they point to no patch."""
     return torch.where(pointers < 0, pointers, pointers + shift)

@@ -70,8 +70,8 @@ KEYS_NEEDING = {
     'trainer.load_path': ('trainer.load_weights_only', 'trainer.load_ignore_keys', 'trainer.load_exclude_algorithms'),
     'dataset.eval': ('loader.global_eval_batch_size',),
 }
-"""Keys that have no effect without another key, by this other key. Composer accepts them without a word. (It warns
-itself of `eval_interval` without an eval set.)"""
+"""For each key, the keys that have no effect without it. Composer accepts them silently. `trainer.eval_interval` is not
+among them, because Composer itself warns if there is no eval set."""
 _FSDP = 'trainer.parallelism_config.fsdp'
 
 
@@ -136,7 +136,7 @@ def _check_batch_sizes(config: TrainConfig, num_ranks: int) -> None:
 
 def _check_trainer(trainer: Section) -> None:
     """Refuses arguments that the Trainer does not have, or that a run from a file cannot use."""
-    # Other sections set these, so check_arguments() refuses them in this one.
+    # Other sections set these arguments. check_arguments() refuses every argument that the `partial` already has.
     other_arguments: Any = dict.fromkeys(FROM_OTHER_SECTIONS)
     check_arguments('trainer', partial(Trainer, **other_arguments), trainer, hints=HOST_HINTS)
     parallelism = trainer.get('parallelism_config') or {}
@@ -147,10 +147,11 @@ def _check_trainer(trainer: Section) -> None:
     if is_compressed_pt(file_name):
         raise ConfigError('trainer.save_filename', f'must end in .pt, got: {file_name}. No run resumes compressed ones')
     load_path = trainer.get('load_path')
-    # A URL is not opened before the run. The values of {rank} and {run_name} are not known yet.
+    # A URL is not opened before the run. A path with {rank} or {run_name} cannot be checked, because their values are
+    # not known yet.
     if load_path is not None and '://' not in load_path and '{' not in load_path:
         check_checkpoint('trainer.load_path', Path(load_path))
-    # The folder is locked, and searched for a checkpoint, before the Trainer would generate a name.
+    # The program locks the folder and looks for a checkpoint in it before the Trainer would generate a name.
     if '{run_name}' in (trainer.get('save_folder') or '') and trainer.get('run_name') is None:
         raise ConfigError('trainer.run_name', 'must be given, because `trainer.save_folder` has {run_name} in it')
 
@@ -177,7 +178,7 @@ def _check_duration(config: TrainConfig) -> None:
 def _check_optimizer(optimizer: Section) -> None:
     """Builds the optimizer for a single weight: with its own arguments, then with the arguments of each model part.
 
-    So the constructor refuses wrong arguments now. The run itself calls it only after the model was loaded.
+    This is only to let the constructor refuse wrong arguments now. The run builds its optimizer after the model.
     """
     parts = check_value('optimizer.parts', optimizer.get('parts'), Sections | None) or {}
     shared = without(optimizer, 'name', 'parts')
@@ -192,7 +193,9 @@ def _check_optimizer(optimizer: Section) -> None:
 def _check_stoppers(config: TrainConfig) -> None:
     """Refuses a callback that would stop the run by a metric that the run does not compute.
 
-    Without an eval set it would never stop the run. With one, it would raise an error at the first evaluation.
+    If no dataloader of the run has the callback's label, the callback would never stop the run. If only the metric is
+    missing, the callback would raise an error, but only when it first looks the metric up: after a batch, an epoch or
+    an evaluation.
     """
     metrics = set()
     if config.dataset.get('eval'):
@@ -214,10 +217,12 @@ def _check_stoppers(config: TrainConfig) -> None:
 def _check_sharding(config: TrainConfig) -> None:
     """Refuses settings of FSDP that Composer ignores, or refuses only in the first step."""
     settings = config.trainer['parallelism_config']['fsdp']
-    # Composer ignores unknown names. With FSDP_VERSION=2 in the environment this section holds FSDP2's settings.
+    # Composer ignores unknown names. The names of FSDP2 are allowed as well, because this section holds its settings if
+    # FSDP_VERSION=2 is in the environment.
     names = (*FSDPConfig.__dataclass_fields__, *FSDP2Config.__dataclass_fields__)
     # `object` takes no arguments, so only these names are allowed.
     check_arguments(_FSDP, object, settings, hints=HOST_HINTS, extra_keys=dict.fromkeys(names, Any))
+    # Without the number of replicas Composer would only warn, and shard over all ranks. FSDP2 has neither setting.
     is_hybrid = 'HYBRID' in str(settings.get('sharding_strategy')).upper()
     if is_hybrid and settings.get('data_parallel_replicate_degree') is None and os.environ.get('FSDP_VERSION') != '2':
         raise ConfigError(
@@ -251,14 +256,16 @@ def notes_on(config: TrainConfig) -> list[str]:
         )
     for needed_key, keys in KEYS_NEEDING.items():
         section_name, _, name = needed_key.partition('.')
-        # A null is no mistake. It switches something off, as `trainer.save_folder=null` does for a short trial.
+        # If the key is there with a null, the user has switched it off, as `trainer.save_folder=null` does for a short
+        # trial. This needs no note.
         if name in getattr(config, section_name):
             continue
         for key in keys:
             if _value_of(config, key):
                 notes.append(f'`{key}` has no effect without `{needed_key}`')
     parts = config.dataset.get('parts') or {}
-    # The keys next to `parts` complete the parts and the eval set.
+    # A key next to `parts` is the default for all parts and the eval set. If each of them has the key, the default is
+    # never used.
     datasets = list(parts.values())
     if config.dataset.get('eval'):
         datasets.append(config.dataset['eval'])
@@ -303,7 +310,8 @@ def check_folder(path: str, folder: Path, files: tuple[str, ...] = ()) -> None:
     Args:
         path: The key of the config that names the folder.
         folder: The folder. If it does not exist, its nearest parent that exists must be writable.
-        files: Names of files to write. None may be a folder, a pipe or a device. Opening a pipe could wait for ever.
+        files: Names of files to write. Refuses a folder, a pipe or a device of such a name. Opening a pipe could
+            wait for ever.
     """
     try:
         folders = (folder, *folder.parents)

@@ -66,7 +66,7 @@ DATASET_HINTS: dict[str, Hint] = {
     'max_length': Annotated[int | None, Field(ge=1)],
     'num_workers': Annotated[int | None, Field(ge=0, le=256)],
 }
-"""Ranges of arguments of LlavaDataset that are used before it checks them."""
+"""Ranges of arguments of LlavaDataset. Without them a wrong value would be found late, or replaced by a limit."""
 SHARE_KEYS = {
     'epochs': Annotated[float, Field(gt=0, le=10_000)],
     'weight': Annotated[float, Field(gt=0, lt=1e9)],
@@ -85,8 +85,8 @@ SHARD_PLACES = ('local', 'remote', 'streams')
 """Arguments of StreamingDataset that name the shards."""
 
 OpenedLoader = tuple[DataLoader, int | None]
-"""A loader, and the width of a slot in tokens. A microbatch may hold ``device_train_microbatch_size`` slots. With None
-a slot is as wide as the device batch."""
+"""A loader, and the width of a slot in tokens. A microbatch may hold ``device_train_microbatch_size`` slots. If the
+width is None, a slot is as wide as the device batch."""
 
 
 class NamedParts(ConcatDataset):
@@ -151,7 +151,10 @@ class Source(ABC):
         """
 
     def by_index(self, dataset: Any) -> Any:
-        """Returns the dataset in a form whose length and indices cover all samples, also those of other ranks."""
+        """Returns a dataset whose length and indices cover the samples of all ranks.
+
+        A dataset that is read by index does so already. A streamed one does not, so ShardSource wraps it.
+        """
         return dataset
 
     def build_processor(self) -> Any:
@@ -198,7 +201,10 @@ class Source(ABC):
             return load(**arguments)
 
     def measure(self, dataset: Any, processor: Processor) -> LengthTable:
-        """Returns the length table of a dataset, with the patches of the run's own vision encoder."""
+        """Returns the length table of a dataset.
+
+        Counts patches by the patch size of the run's own vision encoder, because some processors do not name it.
+        """
         return length_table(
             self.by_index(dataset),
             processor,
@@ -222,8 +228,8 @@ class Source(ABC):
             processor: The processor of the dataset.
             layout: How tensors of a batch belong to rows.
             is_eval: Whether it is the eval set.
-            model: The model that is trained. It is only used with ``accumulate_train_batch_on_tokens``: then Composer
-                itself weights the microbatches, by the tokens that the model's loss rule counts.
+            model: The model that is trained. It is only used with ``accumulate_train_batch_on_tokens``. Then Composer
+                itself weights the microbatches by their loss tokens, and the model's loss rule says which tokens count.
         """
         loader = self.config.loader
         options = {
@@ -250,7 +256,10 @@ class Source(ABC):
         return read_config(self.config.model.pretrained, self.config.model.config, processor)
 
     def rank_batch_size(self, *, is_eval: bool) -> int:
-        """Returns the samples of a batch of one rank. ``check_config`` has checked that the ranks divide the batch."""
+        """Returns the number of samples in a batch of one rank.
+
+        There is no remainder, because ``check_config`` refuses a global batch that the ranks cannot divide equally.
+        """
         return self.config.batch_size(is_eval=is_eval) // dist.get_world_size()
 
     @property
@@ -272,10 +281,12 @@ def token_data_spec_of(
     layout: BatchLayout | None = None,
     model: Any = None,
 ) -> DataSpec:
-    """Calls :func:`.token_data_spec` with all keys of the section ``microbatching`` that it has arguments for.
+    """Calls :func:`.token_data_spec` with the settings of the section ``microbatching`` as its arguments.
 
     ``slot_tokens`` comes from the loader, which may have derived it from the data.
     """
+    # The Trainer takes the microbatch size. `device_memory_gib` and `rehearse` are for `suggest` and the rehearsal. The
+    # caller gives `slot_tokens`.
     keys_not_passed_on = ('device_train_microbatch_size', 'device_memory_gib', 'slot_tokens', 'rehearse')
     options = without(vars(config.microbatching), *keys_not_passed_on)
     return token_data_spec(dataloader, slot_tokens=slot_tokens, layout=layout, model=model, **options)
@@ -463,13 +474,13 @@ class FileSource(Source):
     def _add_settings_of_run(self, arguments: dict[str, Any], processor: Processor) -> None:
         """Adds settings of other sections to the arguments of a LlavaDataset that measures its samples.
 
-        It measures them when it is opened, but only with ``fit`` (makes large samples smaller) or ``on_error: skip``
-        (leaves out bad ones).
+        The dataset measures them when it is opened, but only with ``fit`` (makes large samples smaller) or
+        ``on_error: skip`` (leaves out bad ones).
         """
         fits = arguments.get('fit')
         if fits or arguments.get('on_error') == 'skip':
-            # `measure` later returns the table that the dataset makes here, whatever its own arguments are. So this
-            # table must be made with the settings that `measure` uses.
+            # The dataset keeps the table that it makes now. `measure` later returns this table as it is. So it must be
+            # made with the settings of `measure`.
             arguments.setdefault('lengths_folder', self.config.loader.lengths_folder)
             arguments.setdefault('patch_size', self.patch_size(processor))
         if not fits:
@@ -507,9 +518,10 @@ class FileSource(Source):
         table = self.measure(dataset, processor)
         longest = int(table.lengths.max())
         size = microbatching.device_train_microbatch_size
-        if not isinstance(size, int):  # a microbatch may hold the whole device batch, so its samples count, rounded up
+        if not isinstance(size, int):
+            # A microbatch may hold the whole device batch. So the size is the number of its samples, rounded up.
             size = -(-loader.samples_per_batch(table.lengths) // dist.get_world_size())
-        # None would mean the width of each device batch, which is small if a rank gets only short samples.
+        # The sampler plans before any batch exists, so the width of a device batch cannot be the default here.
         slot_tokens = microbatching.slot_tokens or longest
         max_tokens = token_budget(size, slot_tokens)
         if max_tokens < longest:
@@ -643,8 +655,8 @@ class ShardSource(Source):
         """Refuses an eval set that has shards of the training set.
 
         It is only called if ``dataset.eval`` does not say where its shards are. Then both sets read the same streams,
-        and only another ``dataset.eval.split`` makes them differ. But a stream with a ``split`` of its own ignores
-        ``dataset.eval.split``. It has the same shards in both sets, so it is always refused.
+        and only another ``dataset.eval.split`` makes them differ. A stream with a ``split`` of its own ignores
+        ``dataset.eval.split``. Both sets would read the same shards of it, so the config is refused.
         """
         training_shards = self._shards(is_eval=False)
         for places, split in self._shards(is_eval=True):
@@ -687,7 +699,7 @@ class ShardSource(Source):
         if is_eval and not self.section.get('eval'):
             return None
         arguments = {
-            'shuffle_seed': self.config.seed,
+            'shuffle_seed': self.config.seed,  # the section may have its own
             **self._arguments(is_eval=is_eval),
             'shuffle': self.config.loader.shuffle and not is_eval,
             'batch_size': self.rank_batch_size(is_eval=is_eval),
@@ -709,10 +721,10 @@ class ShardSource(Source):
         config = self.config
         microbatching = config.microbatching
         if is_eval or not config.loader.exchange_ranks:
-            # A DataLoader draws a seed for its workers when it begins to iterate. With a StreamingDataset a resumed run
-            # has restored its random numbers before that, so the draw would change them. With a generator of its own
-            # the loader leaves them alone. (With other datasets the loader begins earlier: Composer skips batches first
-            # and then restores the random numbers.)
+            # A DataLoader draws a seed for its workers when it begins to iterate, by default from torch's global
+            # generator. If a run resumes within an epoch, RestoreRandomState has restored the state of this generator
+            # before that, and the draw would change it. So the loader gets a generator of its own. (Other datasets do
+            # not need this: Composer first iterates to skip batches, and then restores the state.)
             generator = torch.Generator().manual_seed(config.seed + dist.get_global_rank())
             return StreamingDataLoader(dataset, generator=generator, **options), microbatching.slot_tokens
         # This loader reads as a plain one does, and then exchanges samples between the ranks by length.
