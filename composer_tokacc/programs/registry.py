@@ -62,6 +62,7 @@ class Kind:
     """Classes by further YAML names: those of this package, and names of llm-foundry."""
 
 
+# By the key of the section in the config.
 KINDS = {
     'algorithms': Kind(Algorithm, (composer.algorithms,), aliases={'token_accumulation': TokenAccumulation}),
     'callbacks': Kind(Callback, (composer.callbacks,), aliases={'token_monitor': TokenMonitor}),
@@ -89,7 +90,7 @@ UNSUITED = (
     composer.algorithms.RandAugment,
     composer.callbacks.ImageVisualizer,
     composer.algorithms.NoOpModel,  # replaces the model by one that learns nothing
-    composer.algorithms.SeqLengthWarmup,  # cuts text, and so images and answers apart
+    composer.algorithms.SeqLengthWarmup,  # shortens or divides rows, also within images and answers
     composer.callbacks.LoadCheckpoint,  # unpickles a file, so a config could run code
 )
 """Classes that are refused as if they did not exist."""
@@ -99,7 +100,7 @@ NamedArguments = dict[str, dict[str, Any] | None]
 
 
 def _check_time(value: int | str | None, *, may_be_zero: bool) -> int | str | None:
-    """Refuses a text that Composer cannot read as a time, a negative time, and 0 unless ``may_be_zero``."""
+    """Returns the value. Refuses a text that is no time for Composer, a negative time, and 0 unless ``may_be_zero``."""
     if value is None:
         return None
     try:
@@ -125,8 +126,8 @@ AllOrSome = Literal[-1] | Count
 class HostArguments(TypedDict, total=False):
     """Ranges of arguments by name, for the Trainer, FSDP and all classes that need no dotted name.
 
-    Hosts themselves accept any value. A wrong one would show only in a step, or never. A class of the user, which has a
-    dotted name, may give an argument of the same name another meaning. So its own annotations count.
+    Most of these classes accept any value when they are built. A wrong one would show only in a step, or never. In a
+    class of the user an argument of the same name may mean something else. So only its own annotations count there.
 
     This class is only used to make the mapping ``HOST_HINTS``. In a plain mapping, type checkers would refuse values
     such as ``Name | None``.
@@ -209,6 +210,9 @@ def import_by_name(path: str, name: str) -> Any:
     module_name, _, attribute = name.rpartition('.')
     if not module_name:
         raise ConfigError(path, f'must be a dotted name such as package.module.name, got: {name}')
+    # A YAML file from somebody else must not run commands, as os.system() and subprocess.Popen do.
+    if module_name.partition('.')[0] in sys.stdlib_module_names:
+        raise ConfigError(path, f'must not be of the standard library, which can run commands, got: {name}')
     with building(path):
         imported = getattr(importlib.import_module(module_name), attribute)
         inspect.signature(imported)  # raises for something that cannot be called, such as a module
@@ -216,17 +220,14 @@ def import_by_name(path: str, name: str) -> Any:
 
 
 def report_function(report: Section) -> Callable[[Any], Any] | None:
-    """Returns the function under ``report.name``, bound to its arguments in the file; None without a name.
+    """Returns the function that ``report.name`` names, with its arguments from the section filled in; None without it.
 
-    The returned function takes only a FinishedRun. Keys of the section that it has no argument for are refused.
+    The returned function takes only a FinishedRun. Refuses keys of the section that are no arguments of the function.
     """
     name = report.get('name')
     if name is None:
         check_arguments('report', object, report, extra_keys=REPORT_KEYS)  # `object` takes no arguments
         return None
-    # A YAML file from somebody else must not call functions such as os.system().
-    if str(name).partition('.')[0] in sys.stdlib_module_names:
-        raise ConfigError('report.name', f'must be a function that takes a FinishedRun, got: {name}')
     function = import_by_name('report.name', str(name))
     # The first argument, a FinishedRun, is not from the file.
     arguments = check_arguments('report', partial(function, None), report, extra_keys=REPORT_KEYS)
@@ -240,12 +241,11 @@ def class_by_name(kind: str, name: str) -> Any:
     classes = _classes_of(kind)
     if '.' in name:
         cls = import_by_name(kind, name)
-        # Checked before it is called, because a config could name os.system. A scheduler may be any class, because
-        # Composer only calls it.
+        # A scheduler may be any class, because Composer only calls it.
         if not inspect.isclass(cls) or not (base is ComposerScheduler or issubclass(cls, base)):
             raise ConfigError(f'{kind}.{name}', f'must be a class such as a {base.__name__}, got: {cls!r}')
     else:
-        # Only letters count: `AdamW`, `adam_w` and `adamw` are the same class.
+        # Capitals and underscores do not count: `AdamW`, `adam_w` and `adamw` are the same class.
         by_letters = {snake_name.replace('_', ''): cls for snake_name, cls in classes.items()}
         letters = name.replace('_', '').lower().removesuffix(KINDS[kind].suffix)
         cls = by_letters.get(letters)
@@ -255,7 +255,10 @@ def class_by_name(kind: str, name: str) -> Any:
 
 
 def token_accumulation_options(config: TrainConfig) -> Section:
-    """Returns the arguments of TokenAccumulation in a config, which may name it in several ways; empty without it."""
+    """Returns the arguments of TokenAccumulation in a config; empty if the config does not name it.
+
+    Finds it under any spelling, and under the dotted name of a subclass.
+    """
     name = _name_of_token_accumulation(config)
     if name is None:
         return {}
@@ -268,7 +271,7 @@ def uses_token_accumulation(config: TrainConfig) -> bool:
 
 
 def build_token_accumulation(config: TrainConfig) -> TokenAccumulation | None:
-    """Builds the TokenAccumulation of a config, which may be of a subclass; None without it."""
+    """Builds the TokenAccumulation, or the subclass of it, that a config names. Returns None if it names neither."""
     name = _name_of_token_accumulation(config)
     if name is None:
         return None
@@ -276,7 +279,7 @@ def build_token_accumulation(config: TrainConfig) -> TokenAccumulation | None:
 
 
 def _name_of_token_accumulation(config: TrainConfig) -> str | None:
-    """Returns the key of TokenAccumulation, or of a subclass, in the section ``algorithms``; None without it."""
+    """Returns the key in the section ``algorithms`` that names TokenAccumulation or a subclass; None without it."""
     for name in config.algorithms:
         if issubclass(class_by_name('algorithms', name), TokenAccumulation):
             return name

@@ -142,7 +142,8 @@ OVERRIDES = {
     ),
     'a star, which begins an alias in YAML': ('dataset.path=*.json', 'Quote a text'),
     'braces, which begin a mapping in YAML': ('report.folder={run_name}', "got: {'run_name': None}"),
-    'a command as a scheduler': ('scheduler.name=os.system', 'must be a class such as'),
-    'a command as a callback': ('callbacks={os.system: {command: "true"}}', 'must be a class such as a Callback'),
+    'a command as a scheduler': ('scheduler.name=os.system', 'standard library'),
+    'a process as a scheduler': ('scheduler={name: subprocess.Popen, args: [ls]}', 'standard library'),
+    'a command as a callback': ('callbacks={os.system: {command: "true"}}', 'standard library'),
 }
 CONFIGS = {name: Override(text, expected) for name, (text, expected) in OVERRIDES.items()}
