@@ -4,7 +4,9 @@
 """Renders conversations with a chat template, and finds the answers in the rendered text.
 
 The template is rendered a second time with a marker in the place of every answer. The text between the markers is the
-text between the answers. So no template is known by name, and none needs ``{% generation %}`` tags.
+text between the answers. So this works for templates that the package has never seen, and without ``{% generation %}``
+tags. If these texts and the answers do not give the first rendering, the template has changed an answer, see
+:meth:`ChatTemplate.render`.
 
 Example: the template writes ``Q: Color? A: Red.<end>``, and with a marker ``Q: Color? A: MARKER<end>``. So the answer
 comes after ``Q: Color? A: ``. It is followed by its ending ``<end>``, which the model must learn, too.
@@ -26,14 +28,14 @@ from composer_tokacc.data.records import Message
 from composer_tokacc.refusals import InvalidInputError
 
 MARKER = '\ue000{}\ue001'
-"""Stands for a text of a message. ``{}`` takes the numbers of the message and of its part, such as ``2.0``. The two
-characters around them are private-use ones of Unicode, which no text has and no template strips."""
+"""Stands for a text of a message. ``{}`` becomes the indices of the message and of its part, such as ``2.0``. The two
+characters around them are private-use ones of Unicode. Texts do not use them, and templates do not strip them."""
 
 PRINTED_PART = re.compile(r"""['"]text['"]: ['"]q""")
-"""Finds the beginning of a content part of :func:`example_conversation`, as Python or JSON prints it.
+"""Finds the printed text part of :func:`example_conversation`, such as ``'text': 'q'``.
 
-``q`` is the text of the example's question. A template for strings may print a list of parts like this, instead of
-writing only the text.
+A template that expects a string may print a list of parts as Python or JSON does, instead of writing only the text.
+``q`` is the text of the example's question.
 """
 
 log = logging.getLogger(__name__)
@@ -50,7 +52,8 @@ class Rendered(NamedTuple):
     """A conversation as text. Placeholders of media are not expanded."""
 
     text: str
-    """The text of the template, with the ending tokens that were added to answers."""
+    """The text that the template writes, plus the ending tokens that :class:`ChatTemplate` adds to answers without
+    one."""
     answers: list[AnswerSpan]
     """The answers that carry loss."""
 
@@ -99,22 +102,25 @@ class ChatTemplate:
         self._media_of_roles: dict[str, set[str] | None] = {}
         """The results of `_media_of`, by role."""
         self._checked_shapes: set[tuple[tuple[str, int], ...]] = set()
-        """Shapes of conversations whose turns are all written, as a rendering with markers has shown. A shape is the
-        role and the number of texts of each turn. See `_check_all_written`."""
+        """Shapes of conversations for which a rendering with markers has shown that the template writes all turns. A
+        shape is the role and the number of texts of each turn. See `_check_all_written`."""
         example = self._texts_of_example()
         added_tokens = _added_tokens_of(tokenizer)
         self._endings = _find_endings(example, tokenizer, added_tokens)
         """The texts that may end an answer, see `_find_endings`."""
         self.end_token = self._endings[0]
         """The ending token: it is added to answers that the template leaves open. Several tokens in Aya Vision."""
+        # Only the first token, because the tokens after it begin the answer's turn.
         after_questions = _first_tokens(example.after_question, added_tokens)[:1]
         self.control_tokens = {
-            self.end_token,
             *after_questions,
             *_first_tokens(example.before, added_tokens),
         }
-        """The tokens that end answers, end questions and begin a conversation. They may be plain ones, which are not
-        special."""
+        for ending in self._endings:
+            # One by one, because one of several tokens of an ending is a control token by itself, too.
+            self.control_tokens.update(_first_tokens(ending, added_tokens) or [ending])
+        """The tokens that end answers, end questions and begin a conversation. `ControlTokenPolicy` looks for them in
+        the texts of a dataset. By itself it finds only special tokens, and these tokens may not be special."""
         has_ending = example.after_answer.lstrip().startswith(self._endings)
         last_has_ending = example.after_last.lstrip().startswith(self._endings)
         if add_end_token and not (has_ending and last_has_ending):
@@ -126,7 +132,7 @@ class ChatTemplate:
         Nearly all templates write answers as they are. Some change them: templates of reasoning models drop the
         thoughts of earlier answers. So three ways are tried in this order:
 
-        1. With a marker for every answer.
+        1. With a marker for every answer. Only this way also adds the ending token to answers without loss.
         2. With a marker for every answer that carries loss. The template may change the others.
         3. If the last message carries loss: with a marker for every earlier answer that does. The last one is looked
            for after the generation prompt.
@@ -151,7 +157,7 @@ class ChatTemplate:
         answer_indices = _indices_of_answers(messages)
         learned_indices = [index for index in answer_indices if _carries_loss(messages[index])]
         rendered = self._render_around_markers(messages, answer_indices, text)
-        # The model may read answers without loss as the template has changed them.
+        # An answer without loss may be changed by the template, because the model only reads it.
         if rendered is None and learned_indices != answer_indices:
             rendered = self._render_around_markers(messages, learned_indices, text)
         # Templates of reasoning models write an empty thought before a marker, because a marker has none. The real
@@ -185,6 +191,7 @@ class ChatTemplate:
             role = message['role']
             # An empty turn gets an empty text, because some templates read the first part (SmolVLM).
             content = message['content'] or text_message(role, '')['content']
+            # In turns of this role, the template gets a string.
             if self._media_of(role) is None:
                 content = text_of(message)
             plain_messages.append({'role': role, 'content': content})
@@ -211,15 +218,16 @@ class ChatTemplate:
     def _media_of(self, role: str) -> set[str] | None:
         """Returns the modalities for which the template writes a placeholder in turns of a role.
 
-        None if the content of such turns must be a string, which has no media, and not a list of parts. Each role is
-        tried once, by rendering examples.
+        Returns None if the template needs a string in such turns instead of a list of parts, or if messages never hold
+        media. Each role is tried once, by rendering examples.
         """
         if not self._takes_media:
             return None
         if role in self._media_of_roles:
             return self._media_of_roles[role]
         modalities: set[str] = set()
-        # Set before the trial, which calls this method again, and in which the template must get a list of parts.
+        # Stored before the trial, because `apply` calls this method again during the trial. The stored set, which is
+        # not None, makes it pass a list of parts to the template.
         self._media_of_roles[role] = modalities
         text = self._text_of_trial(role)
         # A template for strings raises, or writes the list as Python or JSON prints it.
@@ -277,9 +285,10 @@ class ChatTemplate:
         return Rendered(with_endings, spans)
 
     def _split_ending(self, text_after: str) -> tuple[str, str]:
-        """Splits the text after an answer into the ending token and the rest. Adds the ending token if it is missing.
+        """Splits the text after an answer into the ending and the rest.
 
-        White space before the ending token belongs to it: the model must write it, too.
+        White space before the ending belongs to it: the model must write it, too. If the template writes no ending, the
+        ending is the added token, or '' if no token is added.
         """
         after_space = text_after.lstrip()
         for ending in self._endings:
@@ -288,7 +297,8 @@ class ChatTemplate:
                 return text_after.removesuffix(after_ending), after_ending
         if not self._adds_end_token:
             return '', text_after
-        # LLaVA-1.5's template writes a space after an answer. LLaVA's training code writes the token without a space.
+        # LLaVA-1.5's template writes a space after an answer. LLaVA's training code writes the token instead of this
+        # space, so the space is dropped.
         return self.end_token, text_after.lstrip(' ')
 
     def _render_after_prompt(self, messages: Sequence[Message], text: str, earlier: Rendered) -> Rendered | None:
@@ -301,12 +311,14 @@ class ChatTemplate:
         Args:
             messages: The conversation. Its last message is an answer that carries loss.
             text: The conversation as the template writes it.
-            earlier: The conversation with the earlier answers that carry loss. Its text may have more ending tokens.
+            earlier: The result of :meth:`_render_around_markers` for all answers that carry loss, except the last. Its
+                text is the whole conversation. Ending tokens may have been added to its answers.
         """
         prompt = self.apply(messages[:-1], add_generation_prompt=True)
         if not text.startswith(prompt):
             return None
         text_after_prompt = text.removeprefix(prompt)
+        # The reply ends with its ending token, if the template writes one.
         reply = text_after_prompt.rstrip()
         answer_letters = _without_space(text_of(messages[-1]))
         reply_without_ending = reply.removesuffix(self.end_token)
@@ -320,7 +332,8 @@ class ChatTemplate:
             text_after = text_after_prompt.removeprefix(reply)  # the white space that `rstrip` has removed
         elif self._adds_end_token:
             reply += self.end_token
-        # In `earlier`, ending tokens may be added inside of the prompt, but the text after it is the same.
+        # In `earlier.text`, the part before the reply may have more ending tokens than `prompt`. The part after it is
+        # the same.
         prompt_with_endings = earlier.text.removesuffix(text_after_prompt)
         start = len(prompt_with_endings)
         span = AnswerSpan(start, start + len(reply))
@@ -369,7 +382,7 @@ class ChatTemplate:
         """Renders an example of two questions and answers, or of one if the template refuses a second question."""
         try:
             conversation = example_conversation() + example_conversation()
-            # `_` is the text after the second question, which is like that after the first.
+            # `_` is the text after the second question. It is not needed, because the first question has the same.
             before, after_question, after_answer, _, after_last = self._text_around(conversation, range(4))
         except ValueError:
             before, after_question, after_last = self._text_around(example_conversation(), range(2))
@@ -389,7 +402,7 @@ def owner_of_template(processor: Any) -> Any:
 
 @cache
 def _warn_of_added_token(token: str) -> None:
-    """Warns once in a process: a run may open several datasets with one template."""
+    """Warns once in a process, because a run may open several datasets with the same template."""
     log.warning(
         'The chat template does not write %s after every answer. It is added to each answer and learned, because a '
         'model that never sees an end does not learn to stop. To train on the text as the template writes it, set '
@@ -431,34 +444,49 @@ def _added_tokens_of(tokenizer: Any) -> set[str]:
 def _find_endings(example: _TextsOfExample, tokenizer: Any, tokens: set[str]) -> tuple[str, ...]:
     """Returns the texts that may end an answer. The first one is added to answers that the template leaves open.
 
-    Each is a token, or several without space between them (Aya Vision). Most templates have one ending. gpt-oss
-    ends the last answer with ``<|return|>``, and earlier answers and questions with ``<|end|>``. If the template
-    ends no answer, the ending is the tokenizer's ``eos_token``.
+    Each is a token, or several without space between them (Aya Vision). Most templates have one ending. gpt-oss has
+    two: it ends the last answer with ``<|return|>``, and earlier answers and questions with ``<|end|>``. If the
+    template ends no answer, the ending is the tokenizer's ``eos_token``.
+
+    The endings are found by comparing the texts after answers with each other, and with the texts before and after a
+    question. An example with a template that writes a generation prompt after every conversation::
+
+        before          <begin><turn>user:
+        after_question  <end><turn>model:
+        after_answer    <end><turn>user:
+        after_last      <end><turn>model:
+
+    Both texts after an answer begin with ``<end><turn>``. ``<turn>`` also stands before a question, so it begins the
+    next turn. The ending is ``<end>``.
 
     Args:
         example: The texts around questions and answers.
         tokenizer: The tokenizer. Has the ``eos_token``.
-        tokens: Its special and added tokens. An ending is one of them.
+        tokens: Its special and added tokens. An ending consists of them.
     """
     tokens_after_last = _first_tokens(example.after_last, tokens)
     tokens_after_answer = _first_tokens(example.after_answer, tokens)
     after_questions = _first_tokens(example.after_question, tokens)[:1]
     before_questions = _first_tokens(example.before, tokens)
-    # Some templates end every conversation with a generation prompt, also if none is asked for (the first one of Llama
-    # 3). It is the text before an answer. The ending of an answer, or that of a question, may stand before it.
+    # Some templates write a generation prompt after every conversation, even if none is asked for (the first one of
+    # Llama 3). The same prompt stands after a question. An ending may stand before it: that of the answer in
+    # `after_last`, that of the question in `after_question`. So if one of the two texts ends with the other, the
+    # shorter one is taken as the prompt. It includes the ending if both have the same.
     texts = [example.after_last.rstrip(), example.after_question.rstrip()]
     shorter_text, longer_text = sorted(texts, key=len)
     begins_prompt = []
     if longer_text.endswith(shorter_text):
         begins_prompt = _first_tokens(shorter_text, tokens)[:1]
-    # After an earlier answer, the tokens that begin the next question may follow. After the last one there are none.
-    # So the tokens that both texts begin with are the ending.
+    # After an earlier answer comes its ending, and then the next question. After the last answer comes only its ending
+    # (and perhaps the prompt). So the tokens that both texts begin with are the ending.
     shared = []
     for token_after_last, token_after_answer in zip(tokens_after_last, tokens_after_answer, strict=False):
         if token_after_last != token_after_answer:
             break
-        # A token that begins all turns may come after the ending, or first if answers have none: in one text it begins
-        # the prompt, and in the other the next question.
+        # But if there is a prompt, both texts may also have a token that begins every turn: in one it begins the
+        # prompt, and in the other the next question. It comes after the ending, or first if answers have no ending.
+        # Otherwise a first token is an ending, even if it also stands before the first question (after the empty system
+        # turn of EXAONE 4).
         if token_after_last in before_questions and (shared or token_after_last in begins_prompt):
             break
         shared.append(token_after_last)
@@ -481,7 +509,10 @@ def _find_endings(example: _TextsOfExample, tokenizer: Any, tokens: set[str]) ->
 
 
 def _first_tokens(text: str, tokens: Iterable[str]) -> list[str]:
-    """Returns the tokens at the beginning of a text, in order. Ignores white space before the first.
+    """Returns the tokens at the beginning of a text, in order.
+
+    White space before the first token is ignored. Any other text ends the list, also white space between two tokens. So
+    ``<|im_end|>``, a line break and ``<|im_start|>`` give only ``<|im_end|>``.
 
     Args:
         text: The text.
@@ -539,7 +570,7 @@ def text_of(message: Message) -> str:
 
 
 def _with_markers(messages: Sequence[Message], indices: Iterable[int]) -> list[Message]:
-    """Returns the messages. Those with these indices have a marker in the place of each text."""
+    """Returns the messages. In those with these indices, each text is replaced by a marker."""
     marked_messages = list(messages)
     for index in indices:
         content = []

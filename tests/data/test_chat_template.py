@@ -316,6 +316,16 @@ def test_answers_with_several_ending_tokens(template, num_turns, warnings):
     assert not warnings.messages
 
 
+def test_each_ending_token_is_a_control_token():
+    words = tokenizer(*re.findall(r'<\|\w+\|>', TWO_ENDING_TOKENS), eos_token='<|end|>')
+    words.chat_template = TWO_ENDING_TOKENS
+
+    template = ConversationEncoder(words).template
+
+    assert template.end_token == '<|end_response|><|end_turn|>'
+    assert template.control_tokens == {'<|turn|>', '<|end_response|>', '<|end_turn|>'}
+
+
 TOOL_TURNS = [
     {'from': 'human', 'value': 'Look up a red square.'},
     {'from': 'gpt', 'value': 'Searching.'},
