@@ -5,11 +5,13 @@
 
     composer -n 2 -m composer_tokacc.verify yamls/digits.yaml [--rows 8] [--tolerance 1e-6] [key=value ...]
 
-Computes the gradient of the first global batch in one forward, and then through the Trainer for every microbatch size,
-split and padding side. Prints the relative error of each next to the error of stock Composer. Exit status 1 if an error
-of this package is over the tolerance, 2 if the config is wrong. The default tolerance is 1e-6, and 1e-5 on a GPU.
-Dropout and the noise of routers are off. Weights are float32, without TF32, and adapters that are zero get small
-values. FSDP is not used, because DDP computes the same gradient. Rows are not packed.
+Takes at most `--rows` rows of the first global batch from each rank. Computes their gradient in one forward, and then
+through the Trainer for several microbatch sizes, in order and regrouped, padded on either side. Prints the relative
+error of each case, next to the error of stock Composer. Exit status 1 if an error of this package is over the
+tolerance, 2 if the config is wrong. The default tolerance is 1e-6, and 1e-5 on a GPU.
+
+Dropout and the noise of routers are off. Weights are float32, without TF32. Trained parameters that are all zero, as in
+a new adapter, get small values. FSDP is not used, because DDP computes the same gradient. Rows are not packed.
 """
 
 from __future__ import annotations
@@ -157,8 +159,8 @@ def verify(config: TrainConfig, *, max_rows: int = 8, tolerance: float = 1e-6) -
     # The load-balancing loss of a router depends on the cut by definition.
     if run.options.router_balance == 'microbatch' and run.has_router_loss:
         return replace(report, note=ROUTER_NOTE)
-    # The round-off of the model, which one forward shows, may be larger than the tolerance. Only then is a larger
-    # tolerance accepted.
+    # Even plain forwards of the same rows may differ by more than the tolerance. Then this round-off of the model
+    # becomes the tolerance, but only below MOST_ROUND_OFF.
     round_off = run.round_off()
     with_round_off = replace(report, tolerance=round_off, note=ROUND_OFF_NOTE)
     if tolerance < round_off < MOST_ROUND_OFF and with_round_off.is_exact:
@@ -179,7 +181,7 @@ def _check_weights_tokens(config: TrainConfig) -> None:
 class _VerifiedRun:
     """A run's model in float32, rows of its first batch, and the options of its TokenAccumulation.
 
-    Building it is a collective.
+    All ranks must build it together, because they exchange their rows.
     """
 
     def __init__(self, config: TrainConfig, max_rows: int) -> None:
@@ -208,13 +210,15 @@ class _VerifiedRun:
         algorithm = self.build_algorithm() or TokenAccumulation()
         self.options = algorithm.options
         self.uses_composers_flag = uses_composers_flag(config)
-        """Whether Composer itself weights the microbatches. With the algorithm as well, the Trainer refuses the run."""
+        """Whether Composer itself weights the microbatches. It replaces TokenAccumulation, which expects weights by
+        samples."""
         self.loss_tokens = config.microbatching.loss_tokens
         """The rule by which the data spec counts loss tokens. Only used with Composer's flag."""
         self.has_router_loss = False
         """Whether the model has returned a load-balancing loss of a router."""
         self.loss_rule = ''
-        """Over which labels the model averages its loss. Empty if it is not needed, as all tokens weigh the same."""
+        """Over which labels the model averages its loss. Empty if all tokens weigh the same, because only token weights
+        need it."""
         if self.options.is_weighted:
             # One row, with labels that tell the rules apart, is enough to find the rule.
             row = rule_batch(self.layout, self.layout.concat(self.rows_of_all_ranks))
@@ -222,10 +226,11 @@ class _VerifiedRun:
             self.loss_rule = find_loss_rule(Probe.from_model(self.parts.model), on_device)
 
     def round_off(self) -> float:
-        """Returns the relative change of the gradient of one forward by round-off.
+        """Returns how much round-off changes the gradient of one forward, as a relative error.
 
-        The rows come in reverse order, and with more padding on the left. This moves the tokens to other columns, so
-        their rotary embedding is rounded in another way. Without round-off that would not change the gradient.
+        Compares with a second forward that has the rows in reverse order, and more padding on the left. This moves the
+        tokens to other positions, so their rotary embedding is rounded in another way. Without round-off the gradient
+        would be the same.
         """
         batch = self.layout.concat(self.rows_of_all_ranks[::-1], padding_side='left')
         # `widened` rounds up to a multiple. A multiple that is larger than the width is the new width.
@@ -238,9 +243,10 @@ class _VerifiedRun:
         return self.gradients_of(self.layout.concat(self.rows_of_all_ranks, padding_side=padding))
 
     def gradients_of(self, batch: Batch) -> Gradients:
-        """Computes the gradient of one plain forward, by the model's own mean. No Trainer or algorithm scales the loss.
+        """Computes the gradient of one forward without the Trainer, so that nothing of it can scale the loss.
 
-        If tokens have different weights, their weighted mean is computed here, from the logits.
+        The loss is the model's own mean over tokens. If tokens have different weights, their weighted mean is computed
+        here, from the logits.
         """
         model = self.parts.model.train()
         batch = self.device.batch_to_device(self.layout.with_media(batch))
@@ -295,14 +301,14 @@ class _VerifiedRun:
             microbatch_transforms=self.layout.with_media,
             get_num_samples_in_batch=self.layout.num_rows,
         )
-        hook = self.parts.model.register_forward_hook(_with_gradient)
-        gradients = self._trained_gradients(data, size, UnusedParameters())
-        hook.remove()
-        return gradients
+        # Without this hook and UnusedParameters, stock Composer could fail on a microbatch without images.
+        with self.parts.model.register_forward_hook(_with_gradient):
+            return self._trained_gradients(data, size, UnusedParameters())
 
     def _our_gradients(self, batch: dict[str, Any], size: int, *, regroup: bool) -> Gradients:
         """Trains one step with this package, on microbatches of at most as many tokens as ``size`` padded rows."""
-        # Only Composer's flag needs the model, to count its loss tokens.
+        # With Composer's flag the data spec counts loss tokens by the model's loss rule. TokenAccumulation does so
+        # itself.
         counted_model = self.parts.model if self.uses_composers_flag else None
         data = token_data_spec(
             [dict(batch)],
@@ -311,6 +317,7 @@ class _VerifiedRun:
             model=counted_model,
             loss_tokens=self.loss_tokens,
         )
+        # A run with Composer's flag has no TokenAccumulation.
         algorithm = self.build_algorithm() or UnusedParameters()
         return self._trained_gradients(data, size, algorithm, uses_flag=self.uses_composers_flag)
 
@@ -350,8 +357,8 @@ class _VerifiedRun:
 def _rows(batch: Batch, layout: BatchLayout, max_rows: int) -> list[dict[str, Any]]:
     """Returns single rows of this rank's batch, equally many on every rank, so that all ranks compute the same cuts.
 
-    If a global batch has fewer samples than ranks, the loader gives some ranks a copy of a sample, without labels. Its
-    row counts mark it as 0 samples. They are dropped with all row counts, so the copy is a row like any other here.
+    If a global batch has fewer samples than ranks, the loader gives some ranks a copy of a sample, without labels. The
+    row counts of the copy say 0 samples. Here all row counts are dropped, so the copy is a row like any other.
     """
     num_rows = layout.num_rows(batch)
     num_chosen = min(max_rows, *dist.all_gather_object(num_rows))
@@ -422,6 +429,7 @@ def _make_deterministic(model: torch.nn.Module) -> None:
             for name, value in list(getattr(holder, '__dict__', {}).items()):
                 if isinstance(value, float) and _NAMES_OF_RANDOMNESS.search(name):
                     setattr(holder, name, 0.0)
+    # A fixed seed on the CPU, so that all ranks draw the same values.
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         if parameter.requires_grad and not parameter.any():

@@ -1,19 +1,20 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Parses conversations of files, each written in the format of some project, into records.
+"""Parses the entries of files into records. Each entry is a conversation in the format of some project.
 
 Reads the formats of LLaVA, VILA, LLaMA-Factory, TRL, OpenAI, ms-swift, Monkey, The Cauldron and VideoChat2. Every key
 of a format is used as its own project means it, or the record is refused. A record is also refused if it has one of
 ``REFUSED_KEYS``, if another key seems to hold a medium, or if one of ``KEYS_OF_TEXTS`` holds a text that no turn has.
 All other keys, such as ``category``, are ignored.
 
-:func:`parse_record` is the entry. The errors of the other functions describe only the fault. It adds the sample.
+:func:`parse_record` is the function to call. The errors of the other functions describe only the fault. It adds the
+name of the sample.
 
 The files of media are named in the turns, or listed under keys such as ``images``. So parsing has two steps. First,
-each placeholder in a turn gets a *slot*, which is a medium. It is empty (has no files) if the turn does not name them.
-Then the listed media are put into the empty slots. For example, ``<image> or <img>b.png</img>?`` becomes ``<image> or
-<image>?``, with an empty slot and a slot of ``b.png``.
+each placeholder in a turn gets a *slot*, which is a :class:`.Medium`. The slot is empty (has no files) if the turn does
+not name the file. Then the listed media are put into the empty slots. For example, ``<image> or <img>b.png</img>?``
+becomes ``<image> or <image>?``, with an empty slot and a slot of ``b.png``.
 """
 
 from __future__ import annotations
@@ -56,8 +57,9 @@ MODALITY_OF_TAG = {
     '<sound>': 'audio',
 }
 """The modality that a tag in a text stands for."""
-# A tag, or <img>NAME</img> with the name of an image's file, as Qwen-VL and Monkey write it. A name may not contain
-# `<img>`: otherwise a text with many unclosed `<img>` would be searched to its end for each of them.
+# Finds a tag, or <img>NAME</img> with the name of an image's file, as Qwen-VL and Monkey write it. Group 1 is the name,
+# or None for a tag. A name may not contain `<img>`: otherwise a text with many unclosed `<img>` would be searched to
+# its end for each of them.
 MEDIUM_IN_TEXT = re.compile(rf'<img>((?:(?!</?img>).)*)</img>|{"|".join(MODALITY_OF_TAG)}', re.DOTALL)
 
 TAG = re.compile(r'<[^<>\s]*>')
@@ -168,13 +170,14 @@ class RecordFormat:
     further_keys: tuple[str, ...] = ()
     """Other keys that ``read_turns`` reads."""
     keys_of_entry: tuple[str, ...] = ()
-    """If other projects have other lists under this key: keys of each object in the lists of this format."""
+    """Keys that each object in the list must have. Empty, unless other projects use the same key for other lists."""
     media_first: bool = False
-    """Whether the listed media of a record without placeholders belong before its first question."""
+    """Whether the listed media go before the first question if a record has no placeholders. If not, such a record is
+    refused."""
 
     @property
     def quoted_keys(self) -> str:
-        """The keys as messages name them."""
+        """The keys for an error message, such as "`prompt` and `completion`"."""
         return ' and '.join(f'`{key}`' for key in self.keys)
 
     def matches(self, data: JsonObject) -> bool:
@@ -189,7 +192,7 @@ class RecordFormat:
 
 
 def parse_record(raw: RawRecord, folder: Path = Path()) -> Record:
-    """Makes a record of an entry of a file. Checks everything that needs no other file.
+    """Parses an entry of a file into a record. Checks all that can be checked without the files of its media.
 
     Args:
         raw: The entry.
@@ -218,7 +221,7 @@ def parse_record(raw: RawRecord, folder: Path = Path()) -> Record:
 
 
 def _parse_data(data: object, record: Record) -> Record:
-    """Fills a record with the turns, media and weight of an entry.
+    """Returns the record with the turns, media and weight of an entry.
 
     Args:
         data: The decoded object of the entry, or the error that decoding it raised.
@@ -248,7 +251,7 @@ def _parse_data(data: object, record: Record) -> Record:
     check_unread_keys(data, keys_read, media_read)
     if record_format.media_first and not slots:
         turns = _with_media_first(turns, listed, slots)
-    # LLaVA-Video writes `<image>` for a video.
+    # LLaVA-Video writes `<image>` for a video. Here, all slots are of images and empty, but no image is listed.
     has_videos_only = listed['video'] and not listed['image']
     if has_videos_only and set(slots) == {Medium('image')}:
         turns = [_with_video_placeholders(turn) for turn in turns]
@@ -275,7 +278,7 @@ def _parse_data(data: object, record: Record) -> Record:
 
 
 def _parse_loss_weights(value: Any) -> float | None:
-    """Returns ``Record.loss_weights``, the weight of each token of a sample. None if the record has no weight."""
+    """Returns ``Record.loss_weights``: one number, the weight of every token. None if the record has no weight."""
     if value is None:
         return None
     is_number = type(value) in (int, float)  # True is not a number here
@@ -286,7 +289,8 @@ def _parse_loss_weights(value: Any) -> float | None:
     )
 
 
-# The formats. The functions `_read_...` return the turns of a record, as they stand in it or in the same form.
+# The formats. Each function `_read_...` returns the turns of a record as objects, such as `{'role': 'user', 'content':
+# 'Hi'}`. `_parse_turn` checks and parses these objects later.
 
 
 def _read_alpaca(data: JsonObject) -> list[JsonObject]:
@@ -326,6 +330,7 @@ def _read_prompt_and_completion(data: JsonObject) -> list[JsonObject]:
     prompt, completion = data['prompt'], data['completion']
     if not (_is_list_of_objects(prompt) and _is_list_of_objects(completion)):
         raise InvalidInputError('`prompt` and `completion` must be lists of turns (a plain string names no speaker)')
+    # `loss` becomes None, because a turn may not have both keys.
     turns_without_loss = [{**turn, 'weight': 0, 'loss': None} for turn in prompt]
     return [*turns_without_loss, *completion]
 
@@ -375,20 +380,27 @@ def _read_videochat2(data: JsonObject) -> list[JsonObject]:
 
 
 FORMATS = (
+    # LLaVA, VILA, Monkey, LLaMA-Factory (ShareGPT)
     RecordFormat(('conversations',), lambda data: data['conversations']),
+    # OpenAI, TRL, ms-swift, Qwen-VL and others
     RecordFormat(('messages',), lambda data: data['messages']),
+    # TRL
     RecordFormat(('prompt', 'completion'), _read_prompt_and_completion, media_first=True),
+    # Stanford Alpaca, LLaMA-Factory
     RecordFormat(
         ('instruction', 'output'),
         _read_alpaca,
         further_keys=('input', 'history'),
     ),
+    # ms-swift
     RecordFormat(
         ('query', 'response'),
         lambda data: _read_pairs(data, data['query'], data['response']),
         further_keys=('history',),
     ),
+    # The Cauldron, FineVision
     RecordFormat(('texts',), _read_cauldron, keys_of_entry=('user', 'assistant'), media_first=True),
+    # VideoChat2
     RecordFormat(('QA',), _read_videochat2, keys_of_entry=('q', 'a'), media_first=True),
 )
 """All formats that are read. A record must have the keys of exactly one."""
@@ -396,9 +408,9 @@ FORMATS = (
 KEYS_OF_ANSWERS = ('completion', 'output', 'response')
 """Keys that hold the last answer in some format."""
 KEYS_OF_TEXTS = (*KEYS_OF_ANSWERS, *KEYS_OF_SYSTEM, 'history', 'input', 'instruction', 'query')
-"""Keys that hold a text of the conversation in some format, or in other projects. Not ``prompt``: without a
-``completion`` it is a note in many data sets. It repeats the first question (UltraChat) or the whole sample with the
-tags of a template (tables of Alpaca), or it made a model write the conversation."""
+"""Keys that hold a text of the conversation in some format, or in other projects. ``prompt`` is not among them, because
+without a ``completion`` it is only a note in many data sets: it repeats the first question (UltraChat) or the whole
+sample with the tags of a template (tables of Alpaca), or a model wrote the conversation from it."""
 
 
 def _format_of(data: JsonObject) -> RecordFormat:
@@ -466,6 +478,7 @@ def _parse_carries_loss(turn: JsonObject, role: str) -> bool:
     if weight is None or (weight == 1 and role == 'assistant'):
         return True
     if weight == 0:
+        # False for an answer. Turns of other roles have True, see `Turn.carries_loss`.
         return role != 'assistant'
     raise InvalidInputError(
         f'`weight` (or `loss`) of a turn must be 0 or 1, and 1 only for an answer, got: {short_repr(weight)} for a '
@@ -477,6 +490,7 @@ def _parse_part(part: object, slots: list[Medium] | None) -> str:
     """Returns the text of one part of a content list. For a medium, this is its placeholder."""
     if not isinstance(part, dict):
         raise InvalidInputError(f'a part of `content` must be an object, got: {short_repr(part)}')
+    # In a table, every part has the keys of all parts, and null under those that it does not need.
     values = {key: value for key, value in part.items() if value is not None}
     part_type = values.get('type')
     if part_type is None and len(values) == 1:
@@ -498,7 +512,7 @@ def _parse_part(part: object, slots: list[Medium] | None) -> str:
     if slots is None:
         raise InvalidInputError(f'a part of type {part_type} may stand only in turns of the user and of tools')
     next_index = sum(slot.modality == modality for slot in slots)
-    # Parts of a TRL table have an `index`.
+    # Parts of a TRL table have an `index`. It counts the media of a modality in the whole record, as `slots` does.
     if values.get('index', next_index) != next_index:
         got = f'{short_repr(values["index"])} for {modality} {next_index}'
         raise InvalidInputError(f'`index` of {modality} parts must count up from 0, got: {got}')
@@ -512,7 +526,7 @@ def _parse_part(part: object, slots: list[Medium] | None) -> str:
 
 
 def _parse_text(text: str, slots: list[Medium] | None) -> str:
-    """Returns the text with one placeholder for each tag, and for each name of a file in it."""
+    """Returns the text with one placeholder for each tag of a medium, and for each ``<img>NAME</img>``."""
     if slots is None or '<' not in text:
         return text
 
@@ -559,7 +573,7 @@ def _listed_media(data: JsonObject, modality: str) -> list[Medium]:
 
 
 def _with_media_first(turns: Sequence[Turn], listed: Mapping[str, Sequence[Medium]], slots: list[Medium]) -> list[Turn]:
-    """Puts a placeholder for each listed medium before the first question."""
+    """Puts a placeholder for each listed medium before the first question, and appends its empty slot."""
     placeholders = ''
     for modality, media in listed.items():
         slots.extend([Medium(modality)] * len(media))
@@ -597,7 +611,7 @@ def _fill_slots(slots: Sequence[Medium], listed: Mapping[str, Sequence[Medium]])
 
 
 def _parse_medium(modality: str, value: object) -> Medium:
-    """Returns a medium of one file, or a video of a list of images (LLaMA-Factory, Qwen-VL)."""
+    """Returns a medium of one file. A video may also be a list of images, its frames (LLaMA-Factory, Qwen-VL)."""
     if modality == 'video' and isinstance(value, list) and value:
         frames = [_parse_file('image', frame) for frame in value]
         if len(frames) == 1:
@@ -644,7 +658,7 @@ def _file_of_object(modality: str, file_object: JsonObject) -> object:
         if not is_given(value):
             continue
         if key in ('bytes', 'data') and isinstance(value, str):
-            return f'data:{modality};base64,{value}'
+            return f'data:{modality};base64,{value}'  # `_parse_file` decodes it
         return value
     return None
 
@@ -652,7 +666,7 @@ def _file_of_object(modality: str, file_object: JsonObject) -> object:
 def _decode_data_uri(modality: str, uri: str) -> EmbeddedFile:
     """Returns the content of a URI such as ``data:image/png;base64,iVBORw0...``.
 
-    The name is its part before ``;base64``, for messages.
+    The name of the file, which messages show, is the part before ``;base64``.
     """
     header, _, payload = uri.partition(',')
     name, _, _ = header.rpartition(';')
@@ -691,15 +705,18 @@ def _check_turns(turns: Sequence[Turn]) -> None:
 def _check_texts_of_other_keys(data: JsonObject, keys_read: Container[str], turns: Sequence[Turn]) -> None:
     """Raises ValueError if one of ``KEYS_OF_TEXTS`` is not read, and has a text that no turn has.
 
-    The text would be lost, such as an answer beside ``messages``. A copy of a turn, or of a part of one, is allowed.
-    A copy of an answer must be in the turns of the assistant. Spaces and tags do not matter.
+    The text would be lost, for example an ``output`` in a record whose turns are read from ``messages``. A copy of a
+    turn, or of a part of one, is allowed. Under one of ``KEYS_OF_ANSWERS``, it must be the copy of an answer. Spaces
+    and tags do not matter.
     """
     other_keys = [key for key in KEYS_OF_TEXTS if key in data and key not in keys_read]
     if not other_keys:
         return
     all_letters = ''.join(_letters_of(turn.text) for turn in turns)
     letters_of_answers = ''
-    if turns[-1].role == 'assistant':  # otherwise a further answer belongs to the last question
+    # If the last turn is not an answer, a text under `output` is the answer that is missing, even if it repeats an
+    # earlier one. So it must not count as a copy.
+    if turns[-1].role == 'assistant':
         answers = [turn.text for turn in turns if turn.role == 'assistant']
         letters_of_answers = ''.join(_letters_of(answer) for answer in answers)
     for key in other_keys:
@@ -708,7 +725,7 @@ def _check_texts_of_other_keys(data: JsonObject, keys_read: Container[str], turn
             if not isinstance(text, str) or _letters_of(text) in letters_of_turns:
                 continue
             # In a list of turns, the names of speakers and types of parts are strings, too.
-            is_in_list = text is not data[key]
+            is_in_list = not isinstance(data[key], str)
             if is_in_list and (text in ROLES or text in MODALITY_OF_PART):
                 continue
             if key in KEYS_OF_SYSTEM:
@@ -729,7 +746,7 @@ def _check_characters(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        # For a byte it is one of \udc80 (0x80) to \udcff (0xff).
+        # For the bytes 0x80 to 0xff that are not UTF-8, `files.py` writes \udc80 to \udcff.
         got = f'the lone surrogate {text[error.start]!a}'
         raise InvalidInputError(
             f'text must be valid Unicode, got: {got}. Save the file as UTF-8, or take it out'
