@@ -112,13 +112,11 @@ class ChatTemplate:
         """The ending token: it is added to answers that the template leaves open. Several tokens in Aya Vision."""
         # Only the first token, because the tokens after it begin the answer's turn.
         after_questions = _first_tokens(example.after_question, added_tokens)[:1]
-        self.control_tokens = {
-            *after_questions,
-            *_first_tokens(example.before, added_tokens),
-        }
+        control_tokens = [*after_questions, *_first_tokens(example.before, added_tokens)]
         for ending in self._endings:
             # One by one, because one of several tokens of an ending is a control token by itself, too.
-            self.control_tokens.update(_first_tokens(ending, added_tokens) or [ending])
+            control_tokens += _first_tokens(ending, added_tokens) or [ending]
+        self.control_tokens = set(control_tokens)
         """The tokens that end answers, end questions and begin a conversation. `ControlTokenPolicy` looks for them in
         the texts of a dataset. By itself it finds only special tokens, and these tokens may not be special."""
         has_ending = example.after_answer.lstrip().startswith(self._endings)
