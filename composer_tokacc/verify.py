@@ -61,7 +61,7 @@ from composer_tokacc.layout.pre_split import widened
 from composer_tokacc.programs import ConfigError, TrainConfig
 from composer_tokacc.programs.build import build_parts
 from composer_tokacc.programs.errors import refuse
-from composer_tokacc.programs.registry import build_token_accumulation, uses_composers_flag, uses_token_accumulation
+from composer_tokacc.programs.registry import build_token_accumulation, uses_composers_flag, weights_tokens
 from composer_tokacc.programs.runner import run_program
 from composer_tokacc.programs.schema import Count, check_value
 from composer_tokacc.programs.suggest import runs_on_gpu
@@ -170,7 +170,7 @@ def verify(config: TrainConfig, *, max_rows: int = 8, tolerance: float = 1e-6) -
 
 def _check_weights_tokens(config: TrainConfig) -> None:
     """Raises NotExactError if the run leaves the weights of its microbatches to stock Composer."""
-    if uses_token_accumulation(config) or uses_composers_flag(config):
+    if weights_tokens(config):
         return
     raise NotExactError(
         'The run must weight its microbatches by their tokens, got: no `token_accumulation` in `algorithms`, so '

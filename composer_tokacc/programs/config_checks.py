@@ -31,8 +31,7 @@ from composer_tokacc.programs.registry import (
     build_part,
     class_by_name,
     report_function,
-    uses_composers_flag,
-    uses_token_accumulation,
+    weights_tokens,
 )
 from composer_tokacc.programs.schema import (
     Sections,
@@ -247,9 +246,9 @@ def _check_report(config: TrainConfig) -> None:
 
 
 def notes_on(config: TrainConfig) -> list[str]:
-    """Returns a line for each setting that is no mistake, but may not be what the user expects."""
+    """Returns a line for each setting that is allowed, but perhaps not what the user wants."""
     notes = []
-    if not uses_token_accumulation(config) and not uses_composers_flag(config):
+    if not weights_tokens(config):
         notes.append(
             '`algorithms` has no `token_accumulation`, so Composer weights microbatches by their samples, and the '
             'gradient depends on how a batch is cut'

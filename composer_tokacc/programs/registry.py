@@ -265,11 +265,6 @@ def token_accumulation_options(config: TrainConfig) -> Section:
     return config.algorithms[name] or {}
 
 
-def uses_token_accumulation(config: TrainConfig) -> bool:
-    """Returns whether a config names TokenAccumulation, or a subclass of it."""
-    return _name_of_token_accumulation(config) is not None
-
-
 def build_token_accumulation(config: TrainConfig) -> TokenAccumulation | None:
     """Builds the TokenAccumulation, or the subclass of it, that a config names. Returns None if it names neither."""
     name = _name_of_token_accumulation(config)
@@ -289,6 +284,11 @@ def _name_of_token_accumulation(config: TrainConfig) -> str | None:
 def uses_composers_flag(config: TrainConfig) -> bool:
     """Returns whether Composer itself weights the microbatches of a run by their tokens."""
     return bool(config.trainer.get('accumulate_train_batch_on_tokens'))
+
+
+def weights_tokens(config: TrainConfig) -> bool:
+    """Returns whether a run weights its microbatches by their tokens, with TokenAccumulation or Composer's flag."""
+    return _name_of_token_accumulation(config) is not None or uses_composers_flag(config)
 
 
 def _classes_of(kind: str) -> dict[str, type]:
