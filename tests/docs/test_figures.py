@@ -142,6 +142,21 @@ def test_what_the_algorithm_costs():
         assert f'{percent(share, digits=1)} of a step' in text_of(page)
 
 
+def test_times_of_the_planner():
+    figures = results('planning')
+    small = '64 samples, 2 ranks'
+    large = '512 samples, 8 ranks'
+    small_without_numba = f'{1000 * figures["without_numba"][small]:.0f} ms'
+    large_without_numba = f'{figures["without_numba"][large]:.1f} s'
+    page = text_of('docs/trainer.md')
+    assert f'{small_without_numba} a step for 64 samples on 2 ranks, {large_without_numba} for 512 on 8' in page
+    small_with_numba = f'{1000 * figures["from_cache"][small]:.1f}'
+    large_with_numba = f'{1000 * figures["from_cache"][large]:.0f} ms'
+    docstring = text_of('composer_tokacc/planning/compiled.py')
+    assert f'{small_without_numba} for 64 samples on 2 ranks and {large_without_numba} for 512 on 8' in docstring
+    assert f'instead of {small_with_numba} and {large_with_numba}' in docstring
+
+
 def test_token_weights():
     rows = results('token_weights')['rows']
     page = (ROOT / 'docs' / 'token_weights.md').read_text()
