@@ -18,10 +18,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from composer_tokacc.batch import IGNORE_INDEX, Batch, labels_of
-from composer_tokacc.checks.logits import at_predictions, logits_of, token_losses_at
-from composer_tokacc.counting import loss_mask
-from composer_tokacc.labelled import batch_at_logits, places_of
+from composer_tokacc.batch import Batch, labels_of
+from composer_tokacc.checks.logits import logits_of, token_losses_at
+from composer_tokacc.labelled import LabelledPositions, batch_at_logits
 from composer_tokacc.monitor.step_counts import rows_with_positions
 from composer_tokacc.row_counts import RowCounts, row_counts_of
 
@@ -149,14 +148,16 @@ def _token_losses(batch: Batch, outputs: Any, num_tokens: int) -> torch.Tensor |
     at_logits = batch_at_logits(batch, logits, rule, num_tokens)
     if at_logits is None:
         return None
-    shaped_batch = at_logits.batch
-    # This mask covers all labels that do not count. with_counts() has already masked the label of the first token of
-    # each further document.
-    labels = labels_of(shaped_batch).masked_fill(~loss_mask(shaped_batch, rule), IGNORE_INDEX)
-    targets = at_predictions(labels, rule).flatten()
-    running_count = (targets != IGNORE_INDEX).cumsum(dim=0)
-    positions = places_of(running_count, range(1, num_tokens + 1))  # of all tokens, in order
-    return token_losses_at(logits, positions, targets[positions])
+    positions = at_logits.positions
+    if positions is None:
+        # There are logits at all positions, and those of a token are at the position that predicts it.
+        positions = LabelledPositions.from_batch(batch, rule, num_tokens)
+        places = positions.of_logits[:num_tokens]
+    else:
+        # There are logits only of tokens, in the order of the tokens.
+        places = torch.arange(num_tokens, device=logits.device)
+    targets = labels_of(batch).flatten()[positions.of_labels]
+    return token_losses_at(logits, places, targets)
 
 
 @lru_cache(maxsize=4096)
