@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+import math
 
 import pytest
 import torch
@@ -443,6 +444,25 @@ def test_nan_of_a_dummy_row_is_zero(model):
 
     assert_logged(recorder, 'total', expected_loss)
     assert relative_error(recorder.gradients, expected) < 1e-6
+
+
+def test_nan_of_a_sample_stays(model):
+    """A row without labels is a sample, so its NaN must not become 0 unnoticed."""
+    first = ragged_batch([(4, 2), (5, 3)])
+    with_unlabelled_row = ragged_batch([(4, 2), (5, 0)])
+
+    recorder = fit(
+        TermOfLabels(model),
+        first,
+        with_unlabelled_row,
+        loss_units=NORM_UNITS,
+        microbatch_size=1,
+        regroup=False,
+    )
+
+    first_loss, second_loss = recorder.logged('loss/train/total')
+    assert math.isfinite(first_loss)
+    assert math.isnan(second_loss)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 from composer_tokacc import TokenAccumulation
 from composer_tokacc.checks import step
-from composer_tokacc.checks.step import MicrobatchRecord
+from composer_tokacc.checks.step import MicrobatchRecord, Step, check_step
 from composer_tokacc.labelled import LabelledPositions
 from composer_tokacc.row_counts import RowCounts
 from tests.matrix.harness import measure_steps
@@ -228,3 +228,29 @@ def test_tokens_of_a_sharded_vocabulary(measures_all, tmp_path, monkeypatch):
         deviations = measured_deviations(sharded_logits, sharded_gradient, measures_all)
 
     torch.testing.assert_close(deviations, expected)
+
+
+@pytest.mark.parametrize(
+    ('num_tokens', 'factor', 'is_refused'),
+    [
+        pytest.param(2, 1.0, False, id='weighted by its share'),
+        pytest.param(2, 0.5, True, id='weighted by half of its share'),
+        pytest.param(2, None, True, id='no backward of a loss with tokens'),
+        pytest.param(0, None, False, id='no backward of a loss without tokens'),
+        pytest.param(0, 0.5, True, id='other terms are weighted by half of their share'),
+    ],
+)
+def test_composers_weight_of_the_only_microbatch(num_tokens, factor, is_refused):
+    rows = [RowCounts(loss_tokens=num_tokens, loss_weight=num_tokens, rule='causal')]
+    record = MicrobatchRecord(batch=ragged_batch([(4, num_tokens)]), rows=rows)
+    record.composers_weight = 1.0
+    if factor is not None:
+        record.observe(torch.tensor(factor))
+    only_step = Step(rows=rows)
+    only_step.microbatches.append(record)
+
+    if not is_refused:
+        check_step(only_step)
+        return
+    with pytest.raises(RuntimeError, match='weight microbatches by their samples'):
+        check_step(only_step)
