@@ -380,7 +380,7 @@ class TokenAccumulation(Algorithm):
         _check_has_weight(step, state.batch)
         # In the first step no check is due, because prove() has just checked its rows. In steps 16, 32, 64 and so on it
         # is due even without new rows, because a model may begin to treat known rows in another way.
-        is_check_due = run.check.is_due(self._token_choice.step, has_new_rows=num_ranks_with_new_rows > 0)
+        is_check_due = run.check.is_due(self._token_choice.step_number, has_new_rows=num_ranks_with_new_rows > 0)
         if is_check_due:
             run.prove(state.batch)  # new rows are cut only by rules that were proven for them
         # Each rank pads to its own longest row. One forward over all rows would pad some of them more. More padding on
@@ -527,7 +527,7 @@ class TokenAccumulation(Algorithm):
         if router_loss_of(state.outputs) is None:
             return
         run = self._run
-        step_number = self._token_choice.step
+        step_number = self._token_choice.step_number
         # Not only in step 0, because a schedule may change the coefficient.
         is_check_due = (step_number & (step_number - 1)) == 0  # steps 0, 1, 2, 4, 8 and so on
         # With a wrong coefficient the split would be wrong, so it is checked even with `check_loss=False`. Without a
@@ -802,7 +802,7 @@ class TokenAccumulation(Algorithm):
         run = self._run
         step = run.step
         run.reductions.check_gradients()
-        if self._token_choice.step == 0 and not (step.is_weighted or step.is_measured):
+        if self._token_choice.step_number == 0 and not (step.is_weighted or step.is_measured):
             log.info('The weights of tokens are not measured in training. All tokens are counted in every step.')
         check_step(step)
         run.has_bypass = step.has_bypass

@@ -66,7 +66,7 @@ class TokenChoice:
     """
 
     def __init__(self) -> None:
-        self.step = 0  # number of steps that have ended
+        self.step_number = 0  # of the step that runs now, counted from 0 at the start of a fit
         self._is_unknown = torch.zeros(0, dtype=torch.bool)  # by token id: whether no batch had it as a label
         self._num_microbatches = 1  # of the last step
 
@@ -96,12 +96,12 @@ class TokenChoice:
 
     def includes(self, place: int, counts: RowCounts) -> bool:
         """Returns whether tokens of a microbatch are measured. ``place`` is its place in the step, from 0."""
-        is_its_turn = place == self.step % self._num_microbatches
-        return self.step == 0 or is_its_turn or counts.has_new_label
+        is_its_turn = place == self.step_number % self._num_microbatches
+        return self.step_number == 0 or is_its_turn or counts.has_new_label
 
     def draws_all(self) -> bool:
         """Draws whether all tokens of a microbatch that is measured are measured, or only some."""
-        return self.step == 0 or GENERATOR.random() < ALL_TOKENS_SHARE
+        return self.step_number == 0 or GENERATOR.random() < ALL_TOKENS_SHARE
 
     def end_step(self, num_microbatches: int) -> None:
         """Goes on to the next step.
@@ -110,7 +110,7 @@ class TokenChoice:
             num_microbatches: The number of microbatches of the step that ends. The next step probably has as many, and
                 its own number is not known before its last microbatch.
         """
-        self.step += 1
+        self.step_number += 1
         self._num_microbatches = max(num_microbatches, 1)
 
 
