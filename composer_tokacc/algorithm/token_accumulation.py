@@ -636,23 +636,21 @@ class TokenAccumulation(Algorithm):
                 other_terms.append(term.value)
         if not other_terms:
             return
+        gradient = _gradient_by_logits(other_terms, microbatch.outputs)
+        if is_weighted and gradient is not None and gradient.any():
+            raise NotExactError(
+                '`token_weights` must apply to means over tokens only, got: another term of `loss_units` that is '
+                'made of the logits, so that the weights would change its gradient. Make it of the hidden states, '
+                "or set `token_weights='token'` (docs/errors.md#model-loss)."
+            )
+        if not has_added_rows:
+            return
         # Means over samples need not be made of the logits, so the gradient by the logits may not show that they see
         # the added rows. The first-batch check has seen whether they have a gradient in rows without labels.
         sees_added_rows = run.check.trains_unlabelled_rows and bool(run.terms.of_unit(state.loss, 'samples'))
-        logits = logits_of(microbatch.outputs)
-        gradient = None
-        if logits is not None and logits.requires_grad:
-            (gradient,) = torch.autograd.grad(sum_of_means(other_terms), logits, retain_graph=True, allow_unused=True)
-        if gradient is not None:
-            if is_weighted and gradient.any():
-                raise NotExactError(
-                    '`token_weights` must apply to means over tokens only, got: another term of `loss_units` that is '
-                    'made of the logits, so that the weights would change its gradient. Make it of the hidden states, '
-                    "or set `token_weights='token'` (docs/errors.md#model-loss)."
-                )
-            if len(gradient) == len(rows):  # not if the logits have another shape than the labels
-                sees_added_rows |= bool(gradient[added_rows].any())
-        if has_added_rows and sees_added_rows:
+        if gradient is not None and len(gradient) == len(rows):  # else the logits have another shape than the labels
+            sees_added_rows |= bool(gradient[added_rows].any())
+        if sees_added_rows:
             raise NotExactError(
                 'Only means over tokens may see the rows without labels that fill up a rank, but another term has a '
                 f'gradient in such rows ({len(added_rows)} of {len(rows)} rows fill up). Multiply what a row adds to a '
@@ -940,6 +938,18 @@ def _edges_of(value: Any) -> set[Edge]:
     An edge keeps the graph that makes its tensor in memory, so edges must not be kept beyond the backward.
     """
     return {edge_of(tensor) for tensor in tensors_in(value)}
+
+
+def _gradient_by_logits(terms: Sequence[torch.Tensor], outputs: Any) -> torch.Tensor | None:
+    """Returns the gradient of the sum of loss terms by the logits. None: there are no logits, or no term uses them.
+
+    The graph of the terms is kept, because the backward of the loss comes later.
+    """
+    logits = logits_of(outputs)
+    if logits is None or not logits.requires_grad:
+        return None
+    (gradient,) = torch.autograd.grad(sum_of_means(terms), logits, retain_graph=True, allow_unused=True)
+    return gradient
 
 
 def _scales_of(record: MicrobatchRecord, weight_of_mean: float, weight_of_samples: float) -> dict[str, float]:
