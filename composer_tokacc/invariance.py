@@ -149,7 +149,7 @@ class InvarianceReport:
 
 @dataclass(frozen=True, kw_only=True)
 class StepCut:
-    """A way to cut the rows of a step, before it is computed. :class:`InvarianceCase` explains the fields."""
+    """A cut that :func:`compare_cuts` will compute. :class:`InvarianceCase` explains the fields."""
 
     name: str
     """``cut`` of the case."""
@@ -356,7 +356,7 @@ class _UserStep:
         yield self._cut('uneven', num_rows - 1, self.layout.split(batch, [in_order[1:], in_order[:1]]))
 
     def check_reads_rows(self) -> None:
-        """Raises ValueError if one row on each rank has the same gradient as all rows; a collective."""
+        """Raises ValueError if a step of one row of each rank has the gradient of a step of all rows; a collective."""
         num_labelled = sum(any(_labels_by_rule(row)) for row in _joined(self.rows_by_rank))
         if num_labelled <= len(self.rows_by_rank):
             return  # each rank may have a single row with labels, and then both steps have the same gradient

@@ -61,8 +61,8 @@ class LabelledPositions:
             num_labels: The number of labels that count. Tokens were counted on the CPU, so it is known.
         """
         running_count = loss_mask(batch, rule).flatten().cumsum(dim=0)
-        # The places of all labels, and of one more, which does not exist. For it, _first_places() returns the length of
-        # the batch. So `places - 1` ends with the last position of the batch. This is the added position, which
+        # The places of all labels, and of one more, which does not exist. For it, _first_places() returns the number of
+        # positions. So `places - 1` ends with the last position of the batch. This is the added position, which
         # predicts no label.
         ordinals = range(1, num_labels + 2)
         places = _first_places(running_count, ordinals)
@@ -216,7 +216,7 @@ class LabelSelector:
         self._num_labels = None
 
     def begin_forward(self, rule: str, num_labels: int, num_positions: int) -> None:
-        """Arms the hooks for the next forward, unless nearly all positions have a label, so that little is saved."""
+        """Arms the hooks for the next forward, unless nearly all positions have a label. It would save little then."""
         self.disarm()  # a forward that failed may have left it armed
         if is_worth_selecting(num_labels, num_positions):
             self.arm(rule, num_labels)
@@ -239,7 +239,7 @@ class LabelSelector:
         labels = kwargs.get('labels')
         # Since the hooks were registered, the model may have got another output embedding, which has no hook.
         has_hook = output_embedding(module) is self._head
-        # A loss of labels that the batch has shifted already would not be selected.
+        # The loss reads `shift_labels` instead of `labels` if the batch has them, and they would not be selected.
         has_shifted_labels = kwargs.get('shift_labels') is not None
         if labels is None or num_labels is None or not has_hook or has_shifted_labels:
             return args, kwargs

@@ -26,8 +26,8 @@ from composer_tokacc.compat import inner_model, is_in_backward, when_backward_en
 from composer_tokacc.random_state import same_random_numbers
 
 SAME_GRADIENT = 1e-3
-"""Largest relative difference of the sizes of a gradient that was averaged, on two ranks. It may be round-off of short
-types. Gradients of different rows differ by far more."""
+"""If a gradient was averaged, its sizes (:class:`Checksum`) on two ranks differ relatively by at most this, which is
+round-off of short types. Gradients of different rows differ by far more."""
 MASKED_LOGIT = -1e4
 """Logits at or below this value count as masked, and as equal. Some models mask the logits of ids that no text
 has, with -inf or with the smallest number of the type, which is -65504 in float16."""
@@ -199,8 +199,8 @@ class StepWatch:
 
     def _keep_inputs(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         """Keeps the arguments of a forward until it ends, to repeat it."""
-        # For logits only at labels, a hook replaces the labels in one forward. The repeated forwards compute other
-        # logits, so they must get the labels as they were.
+        # For logits only at labels, a later hook keeps only some of the labels. The repeated forwards select labels
+        # again, or compute all logits. In both cases they need all labels.
         if module is self._model:
             self._inputs.append((args, kwargs))
 

@@ -80,7 +80,7 @@ class Point(NamedTuple):
     unit: str
     """The unit of the loss terms: ``'tokens'`` or ``'samples'``."""
     index: int
-    """Its place among the gradients of this unit. There is one for the output of each of the last two layers."""
+    """Its place among the gradients of this unit, see :attr:`.ProbeResult.gradients`."""
 
 
 RowGradients: TypeAlias = dict[Point, Tensor]
@@ -342,7 +342,8 @@ class RowComparison:
             return False
         select = partial(self.layout.select, comparison.rows)
         comparison._check_microbatches(select, BESIDE_UNLABELLED, CutKind.WITH_UNLABELLED)
-        gradients = comparison.reference.gradients.get('samples', ())  # these rows may lack the terms
+        # Row 2 has no labels, see BESIDE_UNLABELLED. All of these rows may lack the terms.
+        gradients = comparison.reference.gradients.get('samples', ())
         return any(gradient is not None and bool(gradient[2].any()) for gradient in gradients)
 
     def check_no_tokens_in(self, unlabelled_rows: Sequence[int]) -> None:

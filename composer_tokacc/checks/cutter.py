@@ -26,10 +26,10 @@ class Rules(Protocol):
         ...
 
     def with_earlier_width(self: RulesT, earlier: RulesT, side: str) -> RulesT:
-        """Returns these rules, but with the widths of the earlier ones for rows padded on ``side``.
+        """Returns these rules, but trims padding on ``side``, ``'left'`` or ``'right'``, only up to the earlier width.
 
-        Padding of such rows (``'left'`` or ``'right'``) is proven up to a width. If these rules keep the padding, they
-        stay as they are.
+        The check calls it if it has trimmed no row, so that it has shown nothing about a new width. If these rules keep
+        such padding, they stay as they are.
         """
         ...
 

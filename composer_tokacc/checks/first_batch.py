@@ -331,6 +331,7 @@ class FirstBatchCheck(Generic[RulesT]):
             largest_packed_row = shared.largest_packed_row
         ranges = ranges_of(describe_all(self.layout, rows), largest_packed_row)
         if shared.unlabelled_rows:  # `rows` does not show them, because they have got labels
+            # A limit without values: it is enough to have seen such rows.
             ranges = ranges.joined(RowRanges(limits={UNLABELLED_ROWS: ()}))
         if not comparison.has_shown_trimming:
             ranges = ranges.without_padding()  # no row was trimmed, so nothing was learnt about padding
@@ -658,7 +659,7 @@ def chosen_rows(
         layout: Which parts of each tensor belong to which row.
         batch: The batch of a rank.
         missing: The properties that are new in the batch, as returned by :meth:`.RowRanges.missing`.
-        max_rows: The most rows. There may be more if the batch has several new modalities.
+        max_rows: The most rows, unless new modalities and rows without labels need more.
     """
     facts = describe(layout, batch)
     has_no_label = lacks_labels(batch)
@@ -705,7 +706,7 @@ def _criteria(facts: RowFacts, missing: Sequence[str]) -> list[Criterion]:
     lengths = facts.lengths
     sizes = lengths
     if BEYOND_ROTARY_LIMIT + WITH_POSITIONS in missing:
-        # The length of a packed row does not tell which positions its documents have.
+        # The largest position counts. In a row of several documents it is less than the length.
         sizes = largest_positions(facts)
     longest_first = [-size for size in sizes]
     # The longest row has the least padding to trim, and the shortest row has the most. The longest row is often
@@ -834,9 +835,10 @@ def _with_labels(layout: BatchLayout, batch: BatchDict) -> BatchDict:
 
 
 def _without_placeholders(layout: BatchLayout | None, rows: Batch, columns: Tensor) -> Tensor:
-    """Returns those of the columns at which the last row has no placeholder. It is the row that gets new labels.
+    """Returns those of the columns at which the last row has no placeholder.
 
-    A model may not count labels at placeholders. If fewer than two columns are left, returns all columns, because one
+    The last row gets the new labels: it is the one that :func:`rule_batch` selects or :func:`with_unequal_row` adds. A
+    model may not count labels at placeholders. If fewer than two columns are left, returns all columns, because one
     label shows little. Also returns all columns if the layout or the ids at the labels are not known.
     """
     ids = _ids_at_labels(rows)

@@ -9,7 +9,7 @@ predict the token is
 .. math:: g_t = w_t (\mathrm{softmax}(z_t) - \mathrm{onehot}(y_t))
 
 and the gradient by all other logits is zero. So the weight of a token follows by projection. The remainder of the
-gradient comes from other terms of the loss. A factor on ``g_t`` is a factor on ``w_t``.
+gradient comes from other terms of the loss. :func:`weigh_tokens` multiplies ``g_t``, and with it ``w_t``.
 
 Gradients by logits are large, so they are read for a few positions at a time. Nothing here waits for the device, except
 :func:`sketch` and :func:`are_logits`, which only the first-batch check uses.
@@ -31,13 +31,13 @@ from composer_tokacc.compat import DDP_SINK, edge_before_sink
 from composer_tokacc.counting import loss_mask
 
 CHUNK = 2**23
-"""Logits that are converted to float32 at a time: 32 MiB, 56 positions for a vocabulary of 150,000."""
+"""Logits that are converted to float32 at a time: 32 MiB, 55 positions for a vocabulary of 150,000."""
 ENTRY_TOLERANCE = 1e-3
-"""Relative difference that round-off makes between two equal entries of a float32 gradient, if 1 - p of the label is at
-least 1e-3."""
+"""Largest relative difference that round-off makes between two entries of equal size in a float32 gradient, if the
+probability of the label is at most 0.999."""
 ZERO_SUM = 1e-3
 """A float32 gradient whose entries sum to less than this part of their absolute sum is the gradient by logits. The
-entries of a gradient by n hidden states sum to about 1.25 / sqrt(n) of it, 2e-2 for 4096 states."""
+entries of a gradient by a hidden state of size n sum to about 1.25 / sqrt(n) of it, 2e-2 for n = 4096."""
 SKETCH_WIDTH = 64
 """Number of random sums that stand for a gradient in a comparison. Differences keep their size to 18 % (Johnson and
 Lindenstrauss). The compared values are two to five orders of magnitude apart, so that is enough."""
@@ -241,7 +241,7 @@ def sketch(gradient: Tensor) -> Tensor:
 def token_losses_at(logits: Tensor, positions: Tensor, targets: Tensor) -> Tensor:
     """Returns the cross-entropy at some positions, float32 ``(positions,)``. It is 0 at positions without a target.
 
-    The time depends only on the number of positions.
+    Only these positions are computed, so it takes no longer in a larger batch.
 
     Args:
         logits: ``(rows, width, vocabulary)``.

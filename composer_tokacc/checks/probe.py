@@ -96,9 +96,10 @@ class ProbeResult:
     # they may depend on which rows share a forward. If the loss has only such terms, ``'tokens'`` is their sum.
     losses: Mapping[str, float]
     # Gradients of these sums by the outputs of the last layers, each as a sketch with fewer entries,
-    # ``(rows, width, entries)``. If the model has logits, the last gradient is by the logits, and the one before it by
-    # the hidden states. No graph connects the two, so the gradient by the hidden states comes only from loss terms that
-    # use them directly. None: the loss does not use the output.
+    # ``(rows, width, entries)``. If the model has logits, the last gradient is by the logits, and the first one by the
+    # hidden states. In most models no graph connects the two, so the first one comes only from loss terms that use the
+    # hidden states directly. If the model changes the output of its head, a third one is by this output, between them.
+    # None: the loss does not use the output.
     gradients: Mapping[str, Sequence[Tensor | None]]
     # The weights of tokens, if targets were passed and the loss is made of the logits.
     measured: MeasuredTokens | None
@@ -246,7 +247,7 @@ class Probe:
             batch: On the device of the model.
             targets: As returned by :func:`.targets_of`. With them the weights of tokens are measured.
             rounded: Whether to move the output of every layer by its last digit, up or down. The difference shows how
-                far round-off can move the result. The same rows in another order would not show it, because kernels
+                far round-off can move the result. To run the rows in another order would not show it, because kernels
                 then compute the same sums.
             at_labels: Makes the model compute logits only at labels. Then the gradient by the logits has the shape of
                 the selected positions.

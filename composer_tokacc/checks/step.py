@@ -37,8 +37,8 @@ from composer_tokacc.row_counts import RowCounts, summed
 from composer_tokacc.weights import LOSS_WEIGHTS
 
 RELATIVE_TOLERANCE = 1e-5
-"""Largest relative error of two numbers. One is the weight that Composer gives a microbatch, which is applied in
-float32. The other is the sum of the token weights that were counted on the CPU for the microbatches of a step."""
+"""Largest relative error of the weight that Composer gives a microbatch, which is applied in float32. Also of the sum
+of the token weights that were counted on the CPU, over the microbatches of a step."""
 WEIGHT_TOLERANCE = 1e-3
 """Largest relative error of the sum of the token weights in a microbatch on the device, which adds them in float32."""
 NUM_SAMPLED = 16
@@ -120,7 +120,7 @@ class MicrobatchRecord:
 
     batch: Batch  # on the device; from BEFORE_BACKWARD on only the entries that check_step() reads
     rows: Sequence[RowCounts]
-    # Number of microbatches that this rank makes of the step. None: no loss term is divided by it.
+    # Number of this rank's microbatches with samples that the step should have. None: no loss term is divided by it.
     num_microbatches: int | None = None
     composers_weight: float = 1.0  # the factor that Composer should apply to its loss
     has_bypass: bool = False  # whether it was seen to have a bypass, see _check_tokens()

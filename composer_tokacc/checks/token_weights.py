@@ -48,7 +48,7 @@ class _WatchedForward:
     """See :func:`_num_labels`. An int64 ``()`` on the device of the labels."""
     weights: Tensor
     """Weights of its positions, float32 ``(positions,)``: 0 without loss, and added over its backwards, as gradients
-    are."""
+    are. A single 0 until a gradient comes."""
     is_unclear: Tensor
     """Which positions have a gradient that no weight can be read off, bool ``(positions,)``."""
     residual: Tensor

@@ -24,8 +24,8 @@ from composer_tokacc.model_structure import shard_again
 from composer_tokacc.random_state import kept_random_state
 
 LARGEST_COPY = 2**22
-"""If attributes or buffers with more entries may be weights, they are not copied. FSDP1 keeps whole weights in plain
-attributes, GPTQ and AWQ keep theirs in buffers of integers."""
+"""Plain attributes and buffers of integers are not copied if they have more entries, because they may be weights. FSDP1
+keeps whole weights in plain attributes, GPTQ and AWQ keep theirs in buffers of integers."""
 MOST_OF_PARAMETER = 2**14
 """Most entries of a parameter that are copied. Copies of all weights would take too much memory."""
 PERTURBATION = 0.1
@@ -182,7 +182,7 @@ def perturb(states: Iterable[State]) -> None:
             # With the mean and the constant, entries of 0 change, too.
             sizes = current.abs() + current.abs().mean() + SMALLEST_STATE
             noise = torch.randn(current.shape, generator=generator).to(current)
-            # The tensor is written, not replaced, because the forward may read it from elsewhere than this container.
+            # Written, not replaced, because the forward may read the tensor from elsewhere. For the mode see restore().
             with torch.inference_mode():
                 current.add_(PERTURBATION * sizes * noise)
         else:
@@ -215,7 +215,7 @@ def undisturbed(
     finally:
         if not keeps_state:
             snapshot.restore()
-        shard_again(model)
+        shard_again(model)  # without a backward, FSDP2 leaves weights gathered
 
 
 def _can_be_compared(tensor: Tensor) -> bool:
