@@ -169,10 +169,10 @@ class StepWatch:
         kwargs: object,
     ) -> None:
         """Records that an optimizer makes a step. It is a fault if gradients of its parameters were set to 0 before."""
-        stepped: set[int] = set()
+        stepped_ids: set[int] = set()
         for group in optimizer.param_groups:
-            stepped |= {id(parameter) for parameter in group['params']}
-        if not stepped & self._trained_ids:
+            stepped_ids |= {id(parameter) for parameter in group['params']}
+        if not stepped_ids & self._trained_ids:
             return
         self._has_stepped = True
         # Within a backward, an optimizer may make its step as soon as one gradient is complete.
@@ -181,7 +181,7 @@ class StepWatch:
         lost_names = []
         for name, gradient in self._gradient_checksums().items():
             parameter = self._parameters[name]
-            if id(parameter) not in stepped:
+            if id(parameter) not in stepped_ids:
                 continue
             if gradient == ZERO and self._gradients_at_end[name] != ZERO:
                 lost_names.append(name)

@@ -536,10 +536,10 @@ class RowComparison:
         gradient = gradient[:num_rows]
         # Negative if `microbatch_transforms` has made the rows wider than the batch. Then columns are left out.
         num_added = self._width - gradient.shape[1]
-        columns = (0, num_added)
+        added_columns = (0, num_added)
         if self._facts.side == 'left':
-            columns = (num_added, 0)
-        return torch.nn.functional.pad(gradient, (0, 0, *columns))
+            added_columns = (num_added, 0)
+        return torch.nn.functional.pad(gradient, (0, 0, *added_columns))
 
     # The differences.
 
@@ -630,17 +630,17 @@ class RowComparison:
         """Raises CutFailure if the loss of all rows is not the mean of the losses of the microbatches."""
         for unit in self.reference.losses:
             weighted_sum = 0.0
-            total = 0
+            total_denominator = 0
             for microbatch in microbatches:
                 denominator = self._denominator(unit, microbatch.rows)
-                total += denominator
+                total_denominator += denominator
                 if denominator:  # the loss of a microbatch without tokens may be NaN
                     # A term that a microbatch leaves out is 0, as in a step.
                     weighted_sum += microbatch.by_unit.get(unit, 0.0) * denominator
-            if total == 0:
+            if total_denominator == 0:
                 continue
             # A step weights its microbatches by the same formula.
-            mean = weighted_sum / total
+            mean = weighted_sum / total_denominator
             if not self._is_same_loss(unit, mean):
                 raise CutFailure(self._explained_loss(unit, mean))
 

@@ -353,8 +353,8 @@ def _check_totals(step: Step) -> None:
         num_tokens += record.counts.loss_tokens
         weight += record.counts.loss_weight
     has_all = num_samples == counted.samples and num_tokens == counted.loss_tokens
-    has_weight = math.isclose(weight, counted.loss_weight, rel_tol=RELATIVE_TOLERANCE)
-    if not has_all or not has_weight:
+    is_same_weight = math.isclose(weight, counted.loss_weight, rel_tol=RELATIVE_TOLERANCE)
+    if not has_all or not is_same_weight:
         raise NotExactError(
             f'The microbatches of a step must hold its {counted.samples} samples and {counted.loss_tokens} '
             f'loss-generating tokens of weight {counted.loss_weight:g}, got: {num_samples} and {num_tokens} of '
@@ -385,8 +385,8 @@ def _check_labels_and_weights(step: Step) -> None:
         counts = record.counts
         tokens = record.observed['tokens']
         weight = record.observed.get('weight', tokens)  # tokens without weights weigh 1
-        has_weight = math.isclose(weight, counts.loss_weight, rel_tol=WEIGHT_TOLERANCE)
-        if tokens != counts.loss_tokens or not has_weight:
+        is_same_weight = math.isclose(weight, counts.loss_weight, rel_tol=WEIGHT_TOLERANCE)
+        if tokens != counts.loss_tokens or not is_same_weight:
             raise NotExactError(
                 f'Labels and token weights must not change after BATCH_START, got: {tokens:g} loss-generating tokens '
                 f'of weight {weight:g} in microbatch {index}, which begins with {sample_name(record.batch, 0)}, where '
@@ -448,10 +448,10 @@ def _check_tokens(step: Step) -> None:
 
 def _check_num_microbatches(step: Step) -> None:
     """Raises RuntimeError if a loss term was divided by another number of microbatches than the step has."""
-    number = sum(record.counts.samples > 0 for record in step.microbatches)
+    num_with_samples = sum(record.counts.samples > 0 for record in step.microbatches)
     for record in step.microbatches:
-        if record.num_microbatches not in (None, number):
+        if record.num_microbatches not in (None, num_with_samples):
             raise NotExactError(
                 "The number of microbatches must be known before a term with the unit 'microbatches' is divided by it, "
-                f'got: {number}, but {record.num_microbatches} were expected. Split with token_data_spec().'
+                f'got: {num_with_samples}, but {record.num_microbatches} were expected. Split with token_data_spec().'
             )

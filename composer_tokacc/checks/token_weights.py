@@ -200,9 +200,9 @@ class TokenWeightsReport:
 
     def _extremes(self) -> tuple[float, float]:
         """Returns the largest and the smallest absolute weight on this rank; -inf and inf if there is no weight."""
-        sizes_of_backwards = [weights.abs().cpu() for weights in self.weights]
+        sizes_of_forwards = [weights.abs().cpu() for weights in self.weights]
         # An empty tensor comes first, because `cat` needs at least one.
-        sizes = torch.cat([torch.zeros(0), *sizes_of_backwards])
+        sizes = torch.cat([torch.zeros(0), *sizes_of_forwards])
         if not len(sizes):
             return -torch.inf, torch.inf
         return float(sizes.max()), float(sizes.min())
