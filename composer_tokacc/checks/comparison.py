@@ -486,7 +486,7 @@ class RowComparison:
     ) -> CutFailure:
         """Returns the failure of a cut whose rows the model cannot compute."""
         reason = str(error).rstrip('.') or repr(error)  # an assert may have no message
-        message = f'The model must take {sample_name(self.rows, rows[0])} by itself, got: {reason}.'
+        message = f'The model must take {sample_name(self.rows, rows[0])} {cut_kind.value}, got: {reason}.'
         if cut_kind is CutKind.PACKED:
             message = f'The model must take packed rows, got: {reason}. Set `packing=False` (docs/errors.md#packing).'
         return CutFailure(message, reason)
