@@ -44,8 +44,8 @@ def labels_at_text(batch: Batch) -> Tensor | None:
     """Returns the labels if they lie at the positions of the text, else None.
 
     The labels of an encoder-decoder model lie at positions of the decoder, but may have the shape of the text by
-    chance. Only ``decoder_input_ids`` show that. Without them such labels are returned, which does no harm: they only
-    keep columns from being trimmed.
+    chance. Only ``decoder_input_ids`` show that. Without them such labels are returned. This changes no loss, because
+    columns with a label are not trimmed.
     """
     labels = batch.get('labels')
     if not isinstance(labels, Tensor) or batch.get('decoder_input_ids') is not None:
@@ -54,7 +54,7 @@ def labels_at_text(batch: Batch) -> Tensor | None:
 
 
 def lacks_labels(batch: Batch) -> list[bool]:
-    """Returns which rows have no label, except perhaps on the first token, where most models do not count it."""
+    """Returns which rows have no label, except perhaps in the first column, where most models do not count it."""
     is_masked = labels_of(batch)[:, 1:] == IGNORE_INDEX
     return is_masked.all(dim=1).tolist()
 

@@ -70,7 +70,8 @@ _NEEDED_BY_COMPOSER = {
     'torch.nn.modules.utils': ['_pair'],
     'torch.profiler._memory_profiler': ['_CATEGORY_TO_COLORS', '_CATEGORY_TO_INDEX', 'MemoryProfileTimeline'],
 }
-"""Private modules of torch, and the names that mosaicml 0.32 imports from each when it is imported itself."""
+"""Modules of torch, and the names that mosaicml 0.32 imports from each when it is imported itself. The module or the
+name is private."""
 
 _PUBLIC_MODULES = {
     'torch.distributed._tensor': 'torch.distributed.tensor',

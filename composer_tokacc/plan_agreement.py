@@ -68,8 +68,8 @@ class PlanRecord:
     """Summary of one rank's plan of a global batch."""
 
     plan_checksum: int = 0
-    """Checksum of the arguments of the plan and of the samples of the global batch. In a pre-split batch it also covers
-    the microbatch and the rank of each sample."""
+    """Checksum of the arguments of the plan. With a RegroupingBatchSampler it also covers the samples of the global
+    batch, and with a RegroupingDataLoader the microbatch and the rank of each sample."""
     rank: int = field(default_factory=get_global_rank)
     """The rank whose part of the plan this process computes."""
     num_ranks: int = field(default_factory=get_world_size)
@@ -89,8 +89,8 @@ class PlanRecord:
 def plan_record_of(batch: Any, dataloader: Any, batch_index: int) -> PlanRecord | None:
     """Returns the record of the plan of a batch; None for loaders that have no plan.
 
-    A :class:`.PreSplitBatch` has its own record, and some batch samplers make one. Otherwise a DistributedSampler
-    or a StreamingDataset has made the plan.
+    A batch of a :class:`.RegroupingDataLoader` has its own record, and a :class:`.RegroupingBatchSampler` makes one for
+    a plain DataLoader. For all other loaders the plan is the arguments of a DistributedSampler or a StreamingDataset.
 
     Args:
         batch: This rank's batch.

@@ -30,7 +30,8 @@ def num_repeated(dataloader: Any, batch_index: int, num_rows: int) -> int:
     """
     if not isinstance(dataloader, DataLoader) or getattr(dataloader, 'marks_added_rows', False):
         return 0
-    has_only_copies = getattr(dataloader.batch_sampler, 'has_only_copies', None)  # of RegroupingBatchSampler
+    # A RegroupingBatchSampler tells whether the only sample of this rank's batch is a copy.
+    has_only_copies = getattr(dataloader.batch_sampler, 'has_only_copies', None)
     if has_only_copies is not None:
         return int(has_only_copies(batch_index))
     sampler, batch_size = sampler_of(dataloader)

@@ -90,8 +90,8 @@ def with_counts(batch: Batch, loss_tokens: str = 'causal', token_weights: str = 
     """Returns the batch with the counts of its rows, and masks labels that must not count.
 
     The batch should be on the CPU, so that nothing waits for the device. The labels of dummy rows and repeated samples
-    are masked. If rows are packed, and the rule is not ``'unshifted'``, the label of the first token of each
-    further document is masked too, because the document before would predict it.
+    are masked. If the collator has packed rows, and the rule is not ``'unshifted'``, the label of the first token of
+    each further document is masked too, because the document before would predict it.
 
     Args:
         batch: A batch with ``labels``.
@@ -124,7 +124,8 @@ def _without_labels_of_added_rows(batch: Batch) -> Batch:
 def count_rows(batch: Batch, loss_tokens: str = 'causal', weights: torch.Tensor | None = None) -> list[RowCounts]:
     """Counts the tokens of each row of a batch.
 
-    Call it before rows are packed. It does not know the ``documents`` of a packed row.
+    Call it before the split packs rows, because it fills in no ``documents``. A row that the collator has packed counts
+    as one sample.
 
     Args:
         batch: A batch with ``labels``. A row that already has counts of 0 samples keeps the 0, and its tokens do not

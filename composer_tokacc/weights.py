@@ -113,6 +113,7 @@ def _weights_in(batch: Batch, counted: Tensor) -> Tensor:
                 raise InvalidInputError(
                     f'`{LOSS_WEIGHTS}` must be a number for every sample, got: {value!r} for {sample_name(batch, row)}.'
                 )
+            # A NaN is refused below if the row has a counted token.
             weights_of_rows.append(math.nan if value is None else value)
         column = torch.tensor(weights_of_rows, device=counted.device)
     rows, width = counted.shape

@@ -110,8 +110,8 @@ def weighted_microbatches(
 ) -> Iterator[tuple[BatchDict, float]]:
     """Yields each microbatch in the form that a model accepts, and the factor of its mean loss; a collective.
 
-    For the arguments see :func:`.step_loss_weights`. Every token has the same weight. In packed rows the label of the
-    first token of each document after the first is masked.
+    Ranks communicate when the first microbatch is requested. For the arguments see :func:`.step_loss_weights`. Every
+    token has the same weight. In packed rows the label of the first token of each document after the first is masked.
 
     A microbatch without loss-generating tokens is yielded with factor 0, because DDP on other ranks may wait for its
     backward. It gets one label, because the mean over no labels is NaN. A microbatch of repeated samples, which only
@@ -159,7 +159,7 @@ def _as_list(microbatches: Sequence[Batch] | PreSplitBatch, loss_tokens: str) ->
     microbatches = list(microbatches)
     for microbatch in microbatches:
         if not isinstance(microbatch, Mapping):
-            continue
+            continue  # labels_of() will refuse it
         divisor = microbatch.get('num_items_in_batch')
         if divisor is not None:
             raise InvalidInputError(

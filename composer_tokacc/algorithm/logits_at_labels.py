@@ -134,7 +134,8 @@ class LogitsAtLabels:
         """Returns the loss rule that the user has named, or finds it by the probe."""
         if self._shifts_labels is not None:
             return 'causal' if self._shifts_labels else 'unshifted'
-        # Without a layout, rule_batch() labels the first row, and the others stay in the batch without labels.
+        # The batch has labels at a few positions that tell the rules apart. Without a layout rule_batch() writes them
+        # into the first row, and keeps the other rows without labels.
         batch = rule_batch(layout=None, rows=rows)
         return find_loss_rule(probe, batch)
 

@@ -147,15 +147,15 @@ class LossTerms:
         Args:
             loss: The loss of a microbatch.
             scales: The factor of the terms of each unit.
-            observe: The backward calls it with the gradient by one of the products, so that the step check can compare
-                Composer's weight with the one that we assumed.
+            observe: The backward calls it with the gradient with respect to one of the products, so that the step check
+                can compare Composer's weight with the one that we assumed.
             excess: The gradient with respect to each product is divided by this number, because the reduction over the
                 ranks will make it too large, see :func:`.excess_of_reduction`. The values of the products do not
                 change, because Composer logs them.
         """
 
         def times_scale(term: Term) -> Tensor:
-            return term.value.float() * scales[term.unit]  # a new tensor, because Composer multiplies in place
+            return term.value.float() * scales[term.unit]  # a new tensor: Composer multiplies a lone `total` in place
 
         scaled = self.changed(loss, times_scale)
         if self.units:
@@ -249,14 +249,14 @@ class LossTerms:
         return sums or {'tokens': _sum_in_least_precise_dtype([term.value for term in self.terms_of(loss)])}
 
     def total_error(self, loss: Any) -> Tensor | None:
-        """Returns how far the total of a dict loss is from the sum of its terms, as a multiple of the round-off; 0-d.
+        """Returns how far the total of a dict loss is from the sum of its terms, in units of the round-off, ``()``.
 
         Up to 1, round-off explains the difference. NaN if a term or the total is NaN, if a term is infinite, or if all
         are 0. None: the loss has no total. Does not wait for the device.
         """
         if not isinstance(loss, Mapping) or 'total' not in loss:
             return None
-        values = [term.value.detach() for term in self.terms_of(loss)]  # first, because it refuses other totals
+        values = [term.value.detach() for term in self.terms_of(loss)]  # first: it refuses a total that is no tensor
         total = loss['total'].detach()
         terms = torch.stack([value.float().mean() for value in values])
         # Terms or total may be rounded. A total in bfloat16 is rounded after each addition. The round-off is relative

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Refuses a step if rows that are padded on the left would be other rows with another number of ranks.
+"""Refuses a step if the padding of its rows depends on the number of ranks, and may change their losses.
 
 Each rank pads to its own longest row. If all rows were in one batch, some would have more padding. More padding on the
 right changes nothing. On the left it may change a row in two ways:
@@ -11,7 +11,8 @@ right changes nothing. On the left it may change a row in two ways:
 
 If a row is changed, the gradient depends on the number of ranks.
 
-A rotary embedding that changes beyond some width (dynamic, long-rope) must be the same on all ranks, on any side.
+A rotary embedding that changes beyond some width (dynamic, long-rope) must be the same on all ranks, whichever side is
+padded.
 """
 
 from __future__ import annotations
@@ -39,9 +40,10 @@ class RankWidth:
     pads_left: bool
     """Whether some row has padding on the left."""
     reason: str
-    """Why more padding on the left would change these rows; empty: it would not change them."""
+    """Why more padding on the left may change the losses of these rows; empty: no reason is known."""
     is_beyond_rotary_limit: bool | None = None
-    """Whether the rotary embedding depends on the width. None: no row has a label, or the model has no such limit."""
+    """Whether rows are so wide that the rotary embedding depends on the width. None: no row has a label, or the model
+    has no such limit."""
 
     @classmethod
     def of(cls, facts_of_parts: Sequence[RowFacts], rules: CutRules | None, loss_rule: str | None) -> RankWidth:
@@ -92,7 +94,7 @@ class RankWidth:
 
 def _may_depend_on_padding(facts: RowFacts, rules: CutRules | None) -> bool:
     """Returns whether more padding on the left may change the losses of these rows, because of their positions."""
-    # Packed rows have no padding.
+    # Without rules nothing is known, and check_widths() warns of that. Packed rows have no padding.
     if rules is None or rules.packing:
         return False
     if rules.depends_on_left_padding(facts):
@@ -113,6 +115,8 @@ def check_widths(
     is_trimmed: bool,
 ) -> None:
     """Raises RuntimeError on all ranks if the widest rank's padding on the left would change the rows of another rank.
+
+    It also raises if only some ranks have rows beyond the limit of a rotary embedding.
 
     Args:
         sums: Sums over the ranks of :meth:`RankWidth.numbers`.

@@ -77,7 +77,7 @@ class StepBalance:
         precision: Makes the context of the run's precision.
 
     Raises:
-        RuntimeError: If the microbatches of a step cannot be counted before the step is trained.
+        RuntimeError: If the run cannot have ``router_balance='step'``.
     """
 
     # Set by count(), for each attempt to compute a step.

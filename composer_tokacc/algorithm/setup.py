@@ -392,7 +392,7 @@ def _why_all_logits(
 
 
 def _forward_arguments(model: torch.nn.Module) -> set[str] | None:
-    """Returns the keys of a batch that Composer passes on to the model.
+    """Returns the keys that Composer passes on to the model. The first-batch check refuses media that it drops.
 
     Returns None if the user's own forward or loss gets the whole batch.
     """

@@ -92,9 +92,10 @@ class TokenAccumulation(Algorithm):
         s_{rm} = \frac{t_{rm}}{T} \cdot \frac{N}{n_{rm}}
 
     Here :math:`t` is the number of loss-generating tokens of the microbatch, and :math:`n` the number of its samples as
-    Composer counts them. :math:`T` and :math:`N` are the same two numbers for the step, over all ranks. If tokens have
-    weights (``token_weights``), :math:`t` and :math:`T` are sums of their weights. Together with Composer's weight this
-    gives the gradient of one forward over the whole global batch, for any microbatch size, number of ranks and padding.
+    Composer counts them. :math:`T` and :math:`N` are the sums of these over all microbatches and ranks of the step. If
+    tokens have weights (``token_weights``), :math:`t` and :math:`T` are sums of their weights. Together with Composer's
+    weight this gives the gradient of one forward over the whole global batch, for any microbatch size, number of ranks
+    and padding.
 
     Its main events are ``Event.BATCH_START`` (counts, and sums over the ranks), ``BEFORE_FORWARD``, ``AFTER_LOSS``,
     ``BEFORE_BACKWARD`` (scales), ``AFTER_BACKWARD`` (restores the raw loss), ``AFTER_TRAIN_BATCH`` (checks the weights
@@ -225,6 +226,8 @@ class TokenAccumulation(Algorithm):
     def select_logits(self, state: State, batch: Batch, num_labels: int) -> None:
         """Makes the model compute logits only at labels in its next forward, if :meth:`selects_logits` returns True.
 
+        The rehearsal of a run also calls it, because it makes forwards without the Trainer.
+
         Args:
             state: The trainer's state.
             batch: The microbatch.
@@ -311,7 +314,8 @@ class TokenAccumulation(Algorithm):
         Without batches a run whose `max_duration` is in batches would never end.
         """
         self._num_batches_read = 0
-        # `state.timestamp` already belongs to the next epoch.
+        # `state.timestamp` already belongs to the next epoch. Composer sets the previous one just before this event, so
+        # here it is never None.
         if state.previous_timestamp is None:
             return
         num_batches = state.previous_timestamp.batch_in_epoch
@@ -328,7 +332,7 @@ class TokenAccumulation(Algorithm):
             )
 
     def _eval_start(self, state: State) -> None:
-        """Gives the model and its loss rule to the eval loader's split."""
+        """Gives the eval loader's split the model, for its layout, and the loss rule by which batches are counted."""
         split = split_of(state.dataloader)
         if split is None:
             return
@@ -502,7 +506,7 @@ class TokenAccumulation(Algorithm):
         microbatch.edges_of_loss = _edges_of(state.loss)
 
     def _zero_token_terms(self, state: State) -> None:
-        """Sets the means over tokens of a microbatch without tokens to 0, because they would be NaN."""
+        """Sets the means over tokens of a microbatch without tokens to 0. They are NaN, or of the added label."""
         terms = self._run.terms
         empty_units = ['tokens']
         if terms.of_unit(state.loss, 'microbatches') and not any(real_tokens(state.batch)):
@@ -548,7 +552,7 @@ class TokenAccumulation(Algorithm):
         """Makes the backward possible if the loss has no gradient: adds a zero, whose gradient is 0.
 
         Only for a microbatch without media. If only an encoder of media is trained, no trained parameter takes part in
-        its loss, and the backward would raise. If the loss of a microbatch with media has no gradient, something is
+        its loss, and the backward would raise. If it has media, or if there is no layout to tell, something may be
         wrong, and the backward should raise.
         """
         if any(term.requires_grad for term in tensors_in(state.loss)):
@@ -559,7 +563,7 @@ class TokenAccumulation(Algorithm):
             return
         trained = next(parameter for parameter in state.model.parameters() if parameter.requires_grad)
         zero = empty_sum(trained)
-        self._current.record.has_weight = False  # it does not change the gradient of the step
+        self._current.record.has_weight = False  # so check_step() expects no gradient at its logits
         state.loss = self._run.terms.changed(state.loss, lambda term: term.value + zero)
 
     def _before_backward(self, state: State) -> None:
@@ -723,12 +727,13 @@ class TokenAccumulation(Algorithm):
     def _plain_token_weight(self, weight_of_mean: float, num_tokens: int) -> float | None:
         """Returns the weight that a plain token must have in the gradient by the logits; None: it cannot be measured.
 
-        A plain token is one with the relative weight 1. Its weight can be measured only if the loss is one mean over
-        tokens (no ``loss_units``, or one term), because several terms may use the logits.
+        A plain token is one with the relative weight 1. Its weight can be measured only if ``loss_units`` is None or
+        names one mean over tokens and no other term, because several terms may use the logits.
         """
         run = self._run
         units_of_terms = list(run.terms.units.values())
-        # Measured by the first-batch check: 1 for a mean of cross-entropies. None also with `check_loss=False`.
+        # The weight of a token in the loss of a forward, times the number of tokens: 1 for a mean of cross-entropies.
+        # The first-batch check has measured it. None: tokens weigh differently, or the loss is not checked.
         scale = run.check.token_scale
         if scale is None or units_of_terms not in ([], ['tokens']):
             return None
@@ -779,7 +784,8 @@ class TokenAccumulation(Algorithm):
             return None
         if step.planned:
             return sum(num_samples(microbatch) > 0 for microbatch in step.planned)
-        # Composer's own split makes microbatches of a fixed number of rows.
+        # Composer's own split makes microbatches of a fixed number of rows. Each row is a sample, except that the last
+        # one may be repeated. If it is alone in a microbatch, this does not count. So samples are divided, not rows.
         microbatch_size = int(state.device_train_microbatch_size or 1)
         return -(-step.counts.samples // microbatch_size)  # rounded up, because the last one may have fewer rows
 
