@@ -94,11 +94,13 @@ class LossTerms:
                 f"The model's loss must be a tensor, or a dict of tensors, got: {loss!r}. Let the model compute a loss "
                 'in every microbatch, even without labels, and return it without `.item()` (docs/errors.md#model-loss).'
             )
-        units = loss.units if isinstance(loss, SplitLoss) else self.units
-        if not isinstance(loss, Mapping):
+        units = self.units
+        if isinstance(loss, SplitLoss):
+            units = loss.units
+        elif not isinstance(loss, Mapping):
             loss = {f'loss{place}': value for place, value in enumerate(loss)}
             units = dict.fromkeys(loss, 'tokens')
-        elif len(loss) == 1 and not units:
+        elif len(loss) == 1 and not units:  # a single term needs no `loss_units`
             units = dict.fromkeys(loss, 'tokens')
         terms = []
         for name, value in loss.items():
@@ -246,7 +248,10 @@ class LossTerms:
             terms_of_unit = self.of_unit(loss, unit)
             if terms_of_unit:
                 sums[unit] = _sum_in_least_precise_dtype(terms_of_unit)
-        return sums or {'tokens': _sum_in_least_precise_dtype([term.value for term in self.terms_of(loss)])}
+        if not sums:
+            all_terms = [term.value for term in self.terms_of(loss)]
+            sums['tokens'] = _sum_in_least_precise_dtype(all_terms)
+        return sums
 
     def total_error(self, loss: Any) -> Tensor | None:
         """Returns how far the total of a dict loss is from the sum of its terms, in units of the round-off, ``()``.

@@ -245,8 +245,8 @@ class StepBalance:
         part_of_step = (weights.to(probabilities) * probabilities).sum()
         # The parts must be summed over microbatches and ranks. But the algorithm divides this term by the number of
         # microbatches, and DDP or FSDP divide its gradient by the number of ranks. This undoes both divisions.
-        num_averaged = num_microbatches * get_world_size()
-        router = self._coefficient * num_averaged * part_of_step
+        later_divisor = num_microbatches * get_world_size()
+        router = self._coefficient * later_divisor * part_of_step
         return SplitLoss(tokens=loss['tokens'], router=router)
 
     def check(self) -> None:

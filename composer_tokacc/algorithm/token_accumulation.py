@@ -314,10 +314,8 @@ class TokenAccumulation(Algorithm):
         Without batches a run whose `max_duration` is in batches would never end.
         """
         self._num_batches_read = 0
-        # `state.timestamp` already belongs to the next epoch. Composer sets the previous one just before this event, so
-        # here it is never None.
-        if state.previous_timestamp is None:
-            return
+        # `state.timestamp` already belongs to the next epoch. Composer sets the previous one just before this event.
+        assert state.previous_timestamp is not None
         num_batches = state.previous_timestamp.batch_in_epoch
         if num_batches == 0:
             raise NotExactError(
@@ -630,9 +628,9 @@ class TokenAccumulation(Algorithm):
         rows = microbatch.record.rows
         added_rows = [number for number, row in enumerate(rows) if row.samples == 0]
         # If all rows are added ones, _scales_of() multiplies all terms by 0.
-        has_added_rows = 0 < len(added_rows) < len(rows)
+        are_some_added = 0 < len(added_rows) < len(rows)
         is_weighted = run.step.is_weighted
-        if not (has_added_rows or is_weighted):
+        if not (are_some_added or is_weighted):
             return
         other_terms = []
         for term in run.terms.terms_of(state.loss):
@@ -647,7 +645,7 @@ class TokenAccumulation(Algorithm):
                 'made of the logits, so that the weights would change its gradient. Make it of the hidden states, '
                 "or set `token_weights='token'` (docs/errors.md#model-loss)."
             )
-        if not has_added_rows:
+        if not are_some_added:
             return
         # Means over samples need not be made of the logits, so the gradient by the logits may not show that they see
         # the added rows. The first-batch check has seen whether they have a gradient in rows without labels.
@@ -707,7 +705,8 @@ class TokenAccumulation(Algorithm):
         at_logits = batch_at_logits(record.batch, logits, record.counts.rule, num_tokens)
         if at_logits is None:
             return
-        selected, record.positions_of_logits = at_logits
+        selected = at_logits.batch
+        record.positions_of_logits = at_logits.positions
         weights = None
         if step.is_weighted:
             weights = self._weigh_mean(state, record, logits, selected)
