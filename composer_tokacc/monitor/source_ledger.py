@@ -150,11 +150,12 @@ def _token_losses(batch: Batch, outputs: Any, num_tokens: int) -> torch.Tensor |
         return None
     positions = at_logits.positions
     if positions is None:
-        # There are logits at all positions, and those of a token are at the position that predicts it.
+        # There are logits at all positions, and those of a token are at the position that predicts it. The last entry
+        # may be the added position, which predicts no token, see LabelledPositions.
         positions = LabelledPositions.from_batch(batch, rule, num_tokens)
         places = positions.of_logits[:num_tokens]
     else:
-        # There are logits only of tokens, in the order of the tokens.
+        # There are logits only of tokens, in their order, and perhaps of the added position behind them.
         places = torch.arange(num_tokens, device=logits.device)
     targets = labels_of(batch).flatten()[positions.of_labels]
     return token_losses_at(logits, places, targets)

@@ -39,7 +39,7 @@ class StepCounts(NamedTuple):
     device_flops: float  # operations that the device can do in a second; 0: not known
     loader_seconds: float  # time that the rank waited for the data of the step
     peak_memory: float  # most bytes of the device that were allocated so far; 0 without a GPU
-    gradient_square: float  # the rank's share of the squared norm of the gradient; NaN after an overflow
+    gradient_square: float  # the rank's share of the squared norm of the gradient; NaN or infinite after an overflow
     weighting_distance: float  # of the previous step, for `sample_weighting_error`; see _distance_of_weights()
 
 
@@ -132,8 +132,9 @@ def _unpacked(
         if not row.documents:
             counts.append((row, width))
             continue
-        # A packed row has no padding, so the positions of a sample are its real tokens. All other positions belong to
-        # its dummy rows. Their counts have no real tokens, so each gets an equal part.
+        # A packed row has no padding, except that a document may end with one labelled pad. So the real tokens of a
+        # sample stand for its positions. The others count for the dummy rows. These have no real tokens in their
+        # counts, so each gets an equal part.
         num_dummies = sum(document.samples == 0 for document in row.documents)
         positions_of_dummy = (width - row.real_tokens) // max(num_dummies, 1)
         for document in row.documents:

@@ -204,7 +204,7 @@ class TokenMonitor(Callback):
         total = StepCounts(*map(sum, values_of_fields))
         metrics = _token_metrics(total)
         metrics |= _rank_metrics(counts_by_rank)
-        if not math.isnan(total.gradient_square):  # NaN after an overflow in half precision
+        if not math.isnan(total.gradient_square):  # after an overflow it is NaN, or infinite, which is logged
             metrics['gradient_norm'] = math.sqrt(total.gradient_square)
         assert state.timestamp.batch_wct is not None, 'Composer sets the wall-clock time of the step before BATCH_END'
         seconds = state.timestamp.batch_wct.total_seconds()

@@ -167,10 +167,10 @@ def least_padded_cut(
         # So far: both arrays are filled for all smaller ends.
         while reach[earliest] < end:
             earliest += 1
-        # Now `earliest` is the first start that the caps allow. If the new row is no wider than the row before it, it
-        # adds to each microbatch the cost of its widest row. Starts before the best one of the previous end were no
-        # better there. If their microbatches are wider, they are worse now, so they are not tried. If they are as wide,
-        # rounding may make one of them better, so they are tried.
+        # Now `earliest` is the first start that the caps allow. If the new row is no wider than the row before it,
+        # each microbatch becomes costlier by the cost of its own widest row. A start before the best one of the
+        # previous end was no better there, and its microbatch is as wide or wider. If it is wider, it is worse now, and
+        # is not tried. If it is as wide, rounding may make it better, so it is tried.
         first = earliest
         if end > 1 and row_costs[end - 1] <= row_costs[end - 2]:
             first = max(earliest, best_start)

@@ -170,11 +170,12 @@ class CutOptions:
 
     Args:
         max_tokens: Token budget of a microbatch, padding included. Samplers, planner and sizing pass it. Only the split
-            replaces it for each batch: by the microbatch size times ``slot_tokens`` (for an encoder-decoder model the
-            labels of the decoder count, too).
+            replaces it for each batch: by the microbatch size times ``slot_tokens``. (With an encoder-decoder model a
+            slot also has room for the decoder's text.)
         slot_tokens: Tokens that the split counts for one row of the microbatch size, see :func:`token_budget`. (It has
             nothing to do with step slots.) None: the width of each device batch, so that a single row always fits. If a
-            loader has already split the batch, None stands for its token budget divided by the first microbatch size.
+            loader has already split the batch, None stands for its token budget divided by the microbatch size of the
+            first batch.
         max_image_tokens: Most image tokens of a microbatch: placeholders of images, videos and audios. None: no cap.
         max_loss_tokens: Most loss tokens of a microbatch. It limits the memory of logits that are computed only at
             labels. None: no cap.

@@ -50,7 +50,7 @@ class ExchangingDataLoader(DataLoader):
     fill up the ranks are thrown away. Ranks may get unequal numbers of samples. If there are fewer samples than ranks,
     a rank without a sample gets a copy that weighs nothing and does not count.
 
-    Iterating is a collective. A look at a batch (``next(iter(loader))``) on one rank only waits for the others.
+    Iterating is a collective. So either all ranks or none may look at a batch (``next(iter(loader))``).
 
     To resume a run, Composer saves and restores the state of the dataset, and tells it how many samples all ranks have
     read. It does not call :meth:`state_dict` of this loader, which is for other trainers. The number of ranks must stay
@@ -79,7 +79,7 @@ class ExchangingDataLoader(DataLoader):
     """
 
     marks_added_rows = True
-    """Tells ``num_repeated`` that this loader itself gives weight 0 to copies for ranks without a sample."""
+    """Tells :func:`.num_repeated` that this loader itself gives weight 0 to copies for ranks without a sample."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class ExchangingDataLoader(DataLoader):
         super().__init__(dataset, collate_fn=pack, **kwargs)
         if self.batch_size is None:
             raise InvalidInputError('`batch_size` must be what each rank reads in a step, got: None. Pass a number.')
-        keep_from_accelerate(self)
+        keep_from_accelerate(self)  # accelerate would divide the batches of a rank again
         self._collate = collate_fn
         self._pin = pin_memory and torch.cuda.is_available()
         self._image_token_ids = torch.tensor(list(image_token_ids))
@@ -211,7 +211,8 @@ class ExchangingDataLoader(DataLoader):
         Samples that torch's DistributedSampler repeats are left out.
         """
         loaded = next(reading, [])
-        # Samplers of iterable datasets have no length, and samplers of users may have none.
+        # If the loader ends before its length, the dataset has raised StopIteration. Samplers of iterable datasets
+        # have no length, and samplers of users may have none.
         if len(loaded) == 0 and isinstance(self.sampler, Sized) and batch_index < len(self):
             raise RuntimeError(ENDED_BY_AN_ERROR)
         if isinstance(loaded, torch.Tensor):
@@ -236,7 +237,7 @@ class ExchangingDataLoader(DataLoader):
 
 
 class SampleSize(NamedTuple):
-    """Sizes of a sample for the planner, as in :class:`.Rows`."""
+    """Sizes of a sample. :meth:`ExchangingDataLoader._assign` makes :class:`.Rows` of them."""
 
     length: int
     """In tokens."""

@@ -55,7 +55,7 @@ class RegroupingDataLoader(DataLoader):
     """
 
     marks_added_rows = True
-    """Tells ``num_repeated`` that this loader itself gives weight 0 to copies for ranks without a sample."""
+    """Tells :func:`.num_repeated` that this loader itself gives weight 0 to copies for ranks without a sample."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class RegroupingDataLoader(DataLoader):
         # loader to a plain DataLoader, to skip batches, and that one does not unwrap.
         wrap: Any = _BatchToPin if kwargs.get('pin_memory') else _unchanged
         super().__init__(planned_dataset, batch_sampler=batch_sampler, collate_fn=wrap, **kwargs)
-        keep_from_accelerate(self)
+        keep_from_accelerate(self)  # accelerate would divide the batches of a rank again
         self._resume_at = (0, 0)
         """Epoch and batch at which a resumed run goes on. All earlier batches are skipped. (0, 0): none are skipped."""
         self._witness = ''
@@ -109,7 +109,8 @@ class RegroupingDataLoader(DataLoader):
     ) -> None:
         """Resumes at batch `batch` of epoch `epoch`. Until then iterations yield a ``SkippedBatch`` for every batch.
 
-        This holds for one iteration of that epoch. If it is iterated again, all its batches are read.
+        Earlier epochs are skipped as well, because Composer takes one batch of each when it resumes. Epoch `epoch` is
+        skipped only once. If it is iterated again, all its batches are read.
         """
         self._resume_at = (epoch, batch)
 

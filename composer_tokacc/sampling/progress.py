@@ -60,12 +60,12 @@ class Progress:
         try:
             for batch in batches:
                 current.next_batch += 1
-                # Moves to the end of the list. If it was forgotten since its last batch, it is added again.
+                # Moves to the end of the list. If it was forgotten, but is still read, it counts again.
                 if current in self._iterators:
                     self._iterators.remove(current)
                 self._iterators.append(current)
                 yield batch
-            # If it was forgotten since its last batch, its end does not count.
+            # If it was forgotten since its last batch, its end must not override a place that was set since then.
             if current in self._iterators:
                 current.has_ended = True
                 self._iterators = [current]

@@ -302,7 +302,7 @@ class RegroupingBatchSampler(DistributedSampler):
         # - This group gets dummies only if each of its samples is a microbatch, and these do not fill the step slots.
         #   Then it has three slots or more.
         # - Its dummies are fewer than the ranks, and next to each other in the order in which slots are filled. So they
-        #   are in at most two slots, and in a third slot every rank has a sample.
+        #   are in at most two slots. In each other slot every rank has a sample that is no copy.
         enough = self.num_replicas
         if self.rows.options.objective == 'fsdp':
             enough = 4 * self.num_replicas
