@@ -48,10 +48,10 @@ def _exact_step(model: torch.nn.Module) -> Iterator[TokenWeightsReport]:
         yield report
     # `spread` and `values_of_ranks` are collectives, so nothing may fail between them on one rank only.
     spread = report.spread
-    are_negative: set[bool] = set()  # both values if there are negative and positive weights
+    signs: set[bool] = set()  # True for a negative weight, False for a positive one
     for weights in report.weights:
-        are_negative.update((weights < 0).tolist())
-    are_negative_by_rank = values_of_ranks(are_negative)
+        signs.update((weights < 0).tolist())
+    signs_by_rank = values_of_ranks(signs)
     unequal_names = unequal_on_ranks(values_of_ranks(watch.gradients_at_step))
     faults_by_rank = values_of_ranks([*report.forwards_without_weight(), *watch.faults])
     faults = []
@@ -63,7 +63,7 @@ def _exact_step(model: torch.nn.Module) -> Iterator[TokenWeightsReport]:
             'microbatches and ranks.'
         )
     # The spread compares only the absolute values of the weights.
-    if len(set().union(*are_negative_by_rank)) == 2:
+    if len(set().union(*signs_by_rank)) == 2:
         faults.append('Every token of an optimizer step must weigh the same, got: positive and negative weights.')
     if unequal_names:
         faults.append(

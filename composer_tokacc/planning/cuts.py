@@ -171,16 +171,16 @@ def least_padded_cut(
         # each microbatch becomes costlier by the cost of its own widest row. A start before the best one of the
         # previous end was no better there, and its microbatch is as wide or wider. If it is wider, it is worse now, and
         # is not tried. If it is as wide, rounding may make it better, so it is tried.
-        first = earliest
+        first_tried = earliest
         if end > 1 and row_costs[end - 1] <= row_costs[end - 2]:
-            first = max(earliest, best_start)
-            while first > earliest and row_costs[first - 1] <= widest_of_best:
-                first -= 1
+            first_tried = max(earliest, best_start)
+            while first_tried > earliest and row_costs[first_tried - 1] <= widest_of_best:
+                first_tried -= 1
         best_start = end - 1
         cost_of_widest = row_costs[best_start]
         widest_of_best = cost_of_widest
         least = least_totals[best_start] + cost_of_widest
-        for start in range(end - 2, first - 1, -1):
+        for start in range(end - 2, first_tried - 1, -1):
             cost_of_widest = max(cost_of_widest, row_costs[start])
             total = least_totals[start] + (end - start) * cost_of_widest
             if total < least:

@@ -277,31 +277,31 @@ class SampleExchange:
         """
         sample_by_number = dict(enumerate(samples, start=first_number))
         this_rank = get_global_rank()
-        sending = []
+        parcels = []  # one for each rank
         for receiver, numbers in enumerate(assigned_numbers):
-            parcel = {number: sample_by_number[number] for number in numbers if number in sample_by_number}
+            samples_to_send = {number: sample_by_number[number] for number in numbers if number in sample_by_number}
             # If there is nothing to send, no bytes are sent.
-            data = torch.empty(0, dtype=torch.uint8)
-            if parcel and receiver != this_rank:
-                data = to_bytes(parcel)
-            sending.append(data)
-        for received in self._all_to_all(sending):
+            parcel = torch.empty(0, dtype=torch.uint8)
+            if samples_to_send and receiver != this_rank:
+                parcel = to_bytes(samples_to_send)
+            parcels.append(parcel)
+        for received in self._all_to_all(parcels):
             if len(received):
                 sample_by_number.update(from_bytes(received))
         return [sample_by_number[number] for number in assigned_numbers[this_rank]]
 
-    def _all_to_all(self, sending: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def _all_to_all(self, parcels: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Sends each rank its parcel, uint8 (number of bytes,). Returns the parcels from all ranks for this one.
 
         The lengths of the parcels are sent first, because a receiver must know how many bytes to expect.
         """
-        if len(sending) == 1:
-            return sending
-        num_sent = torch.tensor([len(parcel) for parcel in sending])
+        if len(parcels) == 1:
+            return parcels
+        num_sent = torch.tensor([len(parcel) for parcel in parcels])
         num_received = torch.empty_like(num_sent)
         torch.distributed.all_to_all_single(num_received, num_sent, group=self._gloo)
         received = torch.empty(int(num_received.sum()), dtype=torch.uint8)
-        all_sent = torch.cat(sending)
+        all_sent = torch.cat(parcels)
         torch.distributed.all_to_all_single(
             received, all_sent, num_received.tolist(), num_sent.tolist(), group=self._gloo
         )

@@ -77,7 +77,8 @@ class RankAssignment:
         """
         # A dummy of the plan is marked `filled`, and its index is a sample that another rank computes.
         loaded = [microbatch for microbatch in planned if not microbatch.filled]
-        loaded = loaded or planned[:1]
+        if not loaded:
+            loaded = planned[:1]
         samples = []
         weights_of_samples = []
         for microbatch in loaded:
