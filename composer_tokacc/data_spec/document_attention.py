@@ -11,8 +11,8 @@ the packed row. Three steps tell the attention where the documents are:
 2. Transformers calls the mask function of the model's attention with the packed mask. Our function, :func:`_masks`,
    returns :class:`_Documents`: the length of each document, and the mask that the document would have alone. This mask
    is None if none is needed, as in causal attention.
-3. The layers hand :class:`_Documents` to the attention function. Our function, :func:`_attend`, calls the model's own
-   attention function for each document.
+3. The layers hand :class:`_Documents` to the attention function. Our function, :func:`_attend`, computes the documents
+   apart, by one call of a GPU kernel or by the model's own attention function.
 
 Layers with a state or a convolution, and embeddings that look at the mask, do not use step 2. The model hands them the
 packed mask itself, and they are called once for each document.
@@ -79,8 +79,8 @@ class DocumentAttention:
             ``(width, width)`` for a packed row.
 
     Raises:
-        RuntimeError: If the text attention does not go through ``AttentionInterface`` or attends in chunks, or if a
-            convolution would mix documents.
+        RuntimeError: If the model is not one of Transformers, if its text attention does not go through
+            ``AttentionInterface`` or attends in chunks, or if a convolution would mix documents.
     """
 
     def __init__(self, model: nn.Module, packing: str = 'documents') -> None:
@@ -101,7 +101,7 @@ class DocumentAttention:
                 'Attention must not be in chunks that are counted from column 0, but some layers of this model have '
                 'such attention.'
             )
-        # The name has the prefix if another DocumentAttention has not been undone yet.
+        # The name has the prefix if another DocumentAttention was not undone, for example after an error in a fit.
         self._plain_name = attention_of(config).removeprefix(PREFIX)
         self.packing = packing
         """How rows are packed for this attention: see ``CutRules.packing``."""

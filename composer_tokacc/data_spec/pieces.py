@@ -240,7 +240,7 @@ def add_rows(
 
 
 def _with_lists_of(microbatch: Batch, row: Batch) -> BatchDict:
-    """Returns a dummy row with the same lists as the microbatch. :meth:`BatchLayout.concat` joins the lists by key."""
+    """Returns a dummy row with the same lists as the microbatch. ``concat`` refuses one that only some batches have."""
     dummy = dict(row)
     for key, value in row.items():
         if isinstance(value, (list, tuple)):
@@ -306,7 +306,7 @@ class Piece:
 
     def _padded_widths(self) -> np.ndarray:
         """Returns the widths of the rows, each rounded up to ``width_multiple``, but at most to the batch's width."""
-        # A row that fits by itself must not be rounded up over the cap, either.
+        # Rounding must not put a row that fits by itself over the cap. A row over this limit keeps its width.
         widest_under_cap = self.options.max_tokens - self.facts.decoder_width
         limit = min(self.facts.width, widest_under_cap)
         return padded_widths(np.array(self.widths), self.options.width_multiple, limit)

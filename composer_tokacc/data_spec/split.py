@@ -18,8 +18,8 @@ On several ranks dummy rows and empty microbatches are added, so that no rank wa
 A split belongs to a loader. It may serve several fits, one after the other:
 
 1. :meth:`MicrobatchSplit.start` takes the model of the fit.
-2. The first-batch check tries the rules that :meth:`MicrobatchSplit.candidates` yields on some rows, and gives the
-   rules that it has found to be exact to :meth:`MicrobatchSplit.adopt`. It does so again if a step has other rows.
+2. The first-batch check tries the rules that :meth:`MicrobatchSplit.candidates` yields on some rows. The first
+   exact ones go to :meth:`MicrobatchSplit.adopt`. The check runs again if a step has rows unlike those.
 3. Each step calls the split.
 4. :meth:`MicrobatchSplit.stop` ends the fit.
 
@@ -169,8 +169,8 @@ class MicrobatchSplit:
         """Returns whether packing the batches of all ranks costs less than padding them; a collective."""
         lengths = np.array(_lengths_of(facts_of_batches))
         budget = self._budget(facts_of_batches, microbatch_size)
-        # The token budget is the only cap here. The others need the image tokens and loss tokens of each row, and loss
-        # tokens cannot be counted yet, because the first-batch check has not found the loss rule.
+        # The token budget is the only cap here: loss tokens cannot be counted until the first-batch check has found the
+        # loss rule. The widths below are already rounded up to `width_multiple`, so the cut must not round them.
         options = replace(self.options.without_caps(), max_tokens=budget, packing=False, width_multiple=1)
         cost = self.options.cost
         packed_cost = 0.0
@@ -217,10 +217,10 @@ class MicrobatchSplit:
         return max(largest_group, longest_row)
 
     def _note_plan(self, batch: Batch, microbatch_size: float) -> None:
-        """Notes the token budget of a loader that plans microbatches.
+        """Notes the token budget of a loader that plans microbatches, and the microbatch size that it belongs to.
 
-        The budget belongs to the microbatch size of the first batch. If memory runs out, Composer halves the size, and
-        :meth:`_budget` halves the budget with it.
+        This is the size of the first batch. If memory runs out, Composer halves the size, and :meth:`_budget` halves
+        the budget with it. Both numbers are kept for later fits, which may begin with the smaller size.
         """
         if isinstance(batch, PreSplitBatch) and not self._planned_tokens and microbatch_size > 0:
             self._planned_tokens = batch.max_tokens
@@ -345,7 +345,7 @@ class MicrobatchSplit:
         if self.layout is None:
             layout = largest_of_ranks(layout)  # not in evaluation, where ranks may have unequal numbers of batches
         self._note_plan(batch, microbatch_size)
-        # From here on numbers describe the batch.
+        # From here on facts and pieces stand for the batch, until build() makes the microbatches.
         facts_of_batches = self._describe(layout, batch)
         pre_split = batch if isinstance(batch, PreSplitBatch) else None
         if pre_split is not None and self._must_join(facts_of_batches):
@@ -403,7 +403,7 @@ class MicrobatchSplit:
         rules trim such padding.
         """
         if not self.options.regroup:
-            return True  # the loader has grouped rows by length, and the user wants them in their order
+            return True  # the loader has grouped rows by length. The cut keeps the order of the joined rows instead
         if self.packs_rows or _width_matters(facts_of_batches):
             return True
         padded_sides = {facts.side for facts in facts_of_batches if facts.is_padded}
@@ -513,6 +513,7 @@ class MicrobatchSplit:
         if layout is None:
             return True
         may_be_media = any(Reading.MEDIA in possible for possible in layout.readings.values())
+        # Any entry of the user counts. If none is of media, this costs no more than a collective.
         return bool(layout.family.media or layout.extra or may_be_media)
 
     def _num_microbatches(self, num_pieces: int) -> int:

@@ -256,7 +256,7 @@ def check_first_labels(facts: RowFacts, loss_rule: str, kind: str) -> None:
 
 
 def describe(layout: BatchLayout, batch: Batch) -> RowFacts:
-    """Returns the facts about a batch's rows. Reads masks and labels now, and counts media when they are first asked.
+    """Returns the facts about a batch's rows. Reads masks and labels now. Other facts are found when first read.
 
     Raises:
         ValueError: If ``mm_token_type_ids`` are padded on another side than the ids.

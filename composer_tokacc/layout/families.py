@@ -86,7 +86,7 @@ class Family:
         one_kind: Whether a forward takes only images or only videos, never both.
         has_queries: Whether a transformer with query tokens (Q-Former) turns each item into a fixed number of tokens.
             Such models need media in every batch, so ``BatchLayout.with_media()`` adds a dummy. They also do not notice
-            missing placeholders, so ``BatchLayout`` always counts them.
+            missing placeholders, so their ``Media`` need ``sizes``.
         coupling: Why a row with an image changes the loss of a row without an image. Empty: no reason is known, and the
             first-batch check finds out whether it does.
     """
@@ -201,10 +201,11 @@ TEXT_FAMILY = Family(name='text', matches=_Format(lacks=('pixel_values',)))
 # The comment above each family says why the family is needed. To find out, each family was removed in turn, and tiny
 # models of its types were trained without it.
 #
-# Some are only needed if the model is not known. A loader does not know it without a layout and TokenAccumulation, a
-# collator and verify_invariance do not without a layout. pre_split.py never knows it: it widens microbatches, and joins
-# a tensor when a callback reads it. Then only the keys of a batch tell its format, and no config names the
-# placeholders. The first family that matches is taken, so a special format stands before the more general ones.
+# Some are only needed if the model is not known. token_data_spec() knows it by `model=`, by `layout=` or by
+# TokenAccumulation, a collator and verify_invariance() know it by `layout=`. pre_split.py never knows it: it widens
+# microbatches, and joins a tensor when a callback reads it. Without the model only the keys of a batch tell its format,
+# and no config names the placeholders. The first family that matches is taken, so a special format stands before
+# the more general ones.
 FAMILIES: tuple[Family, ...] = (
     # Only needed if the model is not known.
     Family(

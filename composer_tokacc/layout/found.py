@@ -430,7 +430,7 @@ def _entries_by_sizes(
         entries_per_patch = num_entries // num_patches
         patches_per_row = sums_of_groups(patches, items_per_row)
         return [entries_per_patch * count for count in patches_per_row]
-    if num_entries == len(patches):  # an entry is an item
+    if num_entries == len(patches):  # an entry is an item. Its size may also be in pixels
         return items_per_row
     return None
 

@@ -519,8 +519,8 @@ class BatchLayout:
         """Returns the batch without the columns that no row needs.
 
         Rounds the width up to ``width_multiple``, but not beyond the width of the batch. Trims even if
-        :meth:`width_matters`. This package trims only for verification, which wants to see what that changes, and for
-        dummy rows, which have no loss.
+        :meth:`width_matters`. So the split trims microbatches by :meth:`narrow`, and only dummy rows, which have no
+        loss, by this method. Verification calls it as well, to see what trimming changes.
         """
         check_count('width_multiple', width_multiple)
         # Frames of an audio that lies along the text would have to be trimmed with it, so nothing is trimmed.
@@ -719,7 +719,7 @@ def _entry_by_shape(
     num_rows: int,
     width: int,
 ) -> Entry:
-    """Returns ``entry``, but another one for masks of more than 2 dimensions, and for positions of one row.
+    """Returns ``entry``, or another one if the tensor is a mask of more than 2 dimensions, or positions of one row.
 
     ``entry`` is registered for the key. ``num_rows`` and ``width`` describe the text.
     """
