@@ -470,12 +470,12 @@ def _attend(
     are_equally_long = len(set(documents.lengths)) == 1
     if are_equally_long and not have_masks:
         # The states of a batch of documents are views, so neither they nor the result are copied.
-        batch_of_documents = []
+        states_by_document = []
         for states in (query, key, value):
             # From (1, heads, tokens, size) to (documents, heads, length, size).
-            by_document = states[0].unflatten(1, (len(documents.lengths), -1))
-            batch_of_documents.append(by_document.transpose(0, 1))
-        attended, _ = plain_attention(module, *batch_of_documents, None, **kwargs)
+            with_documents = states[0].unflatten(1, (len(documents.lengths), -1))
+            states_by_document.append(with_documents.transpose(0, 1))
+        attended, _ = plain_attention(module, *states_by_document, None, **kwargs)
         return attended.flatten(0, 1)[None], None
     # split() instead of narrow(): in the backward each narrow() would fill a gradient as large as the whole row.
     queries = query.split(documents.lengths, dim=2)

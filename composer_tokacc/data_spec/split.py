@@ -577,7 +577,8 @@ def _dummies_of_ranks(facts_of_batches: Sequence[RowFacts]) -> DummyRows:
         row: Batch | None = own_rows[number]
         if some_rank_lacks[number]:
             shared_row = from_any_rank(row)  # a collective, so ranks that have the modality call it, too
-            row = row or shared_row
+            if row is None:
+                row = shared_row
         assert row is not None  # some rank has one
         dummies[modality] = describe(layout, row)
         if layout.family.one_kind:

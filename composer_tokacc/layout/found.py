@@ -338,12 +338,14 @@ def entries_per_row(
     Raises:
         ValueError: If nothing tells these numbers, or if two ways to find them disagree.
     """
-    placeholders = _PlaceholderCounts([], [])
-    for runs in lengths_of_runs(is_placeholder):
-        placeholders.tokens.append(sum(runs))
-        placeholders.runs.append(len(runs))
-    num_tokens = sum(placeholders.tokens)
-    num_rows = len(placeholders.tokens)
+    tokens_of_rows: list[int] = []
+    runs_of_rows: list[int] = []
+    for lengths in lengths_of_runs(is_placeholder):
+        tokens_of_rows.append(sum(lengths))
+        runs_of_rows.append(len(lengths))
+    placeholders = _PlaceholderCounts(tokens=tokens_of_rows, runs=runs_of_rows)
+    num_tokens = sum(tokens_of_rows)
+    num_rows = len(tokens_of_rows)
     # If no row has a placeholder, and there are as many entries as rows, each row has one.
     if num_tokens == 0 and num_entries == num_rows:
         return [1] * num_rows
