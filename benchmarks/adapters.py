@@ -79,20 +79,21 @@ def hugging_face(model: Any) -> Step:
 def composer(model: Any, *, flag: bool = False, exact: bool = False) -> Step:
     """Returns a function that makes a step with Composer.
 
-    ``flag`` sets Composer's ``accumulate_train_batch_on_tokens``. ``exact`` adds TokenAccumulation.
+    ``flag`` sets Composer's ``accumulate_train_batch_on_tokens``. ``exact`` adds TokenAccumulation. Without it,
+    UnusedParameters is added, because DDP must know that a microbatch of text leaves the vision encoder unused.
     """
     layout = BatchLayout.for_model(model)
 
     def step(microbatches: list[Batch]) -> Gradients:
         recorder = FirstGradient()
-        # The rows of each microbatch in the whole batch.
+        # The microbatches are joined, because Composer wants a whole batch. It splits the batch at the same rows again.
         parts: list[range] = []
         start = 0
         for batch in microbatches:
             end = start + len(batch['input_ids'])
             parts.append(range(start, end))
             start = end
-        whole_batch = dict(layout.with_media(layout.concat(microbatches)))
+        whole_batch = dict(layout.with_media(layout.concat(microbatches)))  # a dummy image if the model needs one
         data = DataSpec(
             DataLoader(Batches([whole_batch]), batch_size=None),
             split_batch=lambda batch, size: [layout.select(batch, part) for part in parts],

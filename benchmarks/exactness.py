@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Shows which trainers have the gradient of one forward over the whole batch, by microbatches and ranks.
+"""Shows which trainers have the gradient of one forward over the whole batch, for each split and number of ranks.
 
     python -m benchmarks.exactness
 
@@ -111,7 +111,8 @@ def tables_of(rows: list[Row]) -> str:
 
 
 def cell_text(row: Row, accumulation: int) -> str:
-    """Returns the largest error of a trainer with this accumulation, and that gradient's length over the right one."""
+    """Returns the largest error of a trainer with this accumulation, and the factor of that `InvarianceCase`."""
+    # The other cuts belong to no accumulation: 'again' computes the rows of all ranks at once, 'uneven' 15 rows and 1.
     cases = []
     for case in row['cases']:
         if case['microbatch_size'] == ROWS // accumulation and case['cut'] in ('in order', 'by length'):

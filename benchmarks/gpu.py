@@ -292,7 +292,7 @@ def measure_out_of_memory(scale: Scale) -> Row:
     device = scale.device
     config = scale.small_config()
     longest = 2048 // scale.shrink
-    # The rows have equal lengths. So the split makes no more microbatches than needed, because no cut saves padding.
+    # The rows have equal lengths, so no cut saves padding. So each microbatch has as many rows as the size allows.
     rows = make_rows([longest] * OUT_OF_MEMORY_ROWS, 0, config)
     device.reset_peak()
     before = device.allocated_bytes()
@@ -324,7 +324,7 @@ def measure_method(method: str, model: Any, batches: list[Row], scale: Scale) ->
     layout = BatchLayout.for_model(model)
     lengths = [describe(layout, batch).lengths for batch in batches]
     # A step that does not count comes first, in which TokenAccumulation checks its batch. That batch has the two
-    # shortest and the two longest rows of the first of the batches.
+    # shortest and the two longest rows of the first of the batches, so that its other rows need no new check.
     rows_by_length = np.argsort(lengths[0], kind='stable').tolist()
     checked_rows = {*rows_by_length[:2], *rows_by_length[-2:]}
     checked_batch = layout.select(batches[0], sorted(checked_rows))
@@ -335,7 +335,7 @@ def measure_method(method: str, model: Any, batches: list[Row], scale: Scale) ->
         scale.microbatch,
         algorithms=[TokenAccumulation(loss_tokens='causal', check_loss=False)],
         device=scale.device,
-        slot_tokens=max(batch['input_ids'].shape[1] for batch in batches),
+        slot_tokens=max(batch['input_ids'].shape[1] for batch in batches),  # the memory of stock for the widest batch
     )
     first_pass, second_pass = chunks(clock.seconds, len(batches))
     real_tokens = [sum(lengths_of_batch) for lengths_of_batch in lengths]

@@ -8,7 +8,7 @@
 A small LLaVA trains on the built-in digits with 128 samples a step, from the same initial weights, in microbatches of
 16, 8 and 1 on 1, 2 and 4 ranks (gloo, CPU). It is trained by stock Composer, by stock Composer with
 `accumulate_train_batch_on_tokens` and its default counter, and by TokenAccumulation with token_data_spec. Composer's
-own split loses images of a LLaVA batch, so the stock runs get a split that keeps them: only the weights differ.
+own split loses images of a LLaVA batch, so the stock runs get a split that keeps them: only their weights are wrong.
 
 Writes results/invariance.json and results/invariance.png.
 """

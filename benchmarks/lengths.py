@@ -8,8 +8,8 @@
 Each conversation has one JPEG with sides of 200 to 1,600 pixels. In the first set the images have 144 sizes. The second
 set (`every size another`) has a fifth as many images. No two of them have the same size, so the processor must be
 called for every image. The processors have the settings of the checkpoints of two families, but a small tokenizer. All
-runs in one process, with one thread of torch. The times are processor times. With headers, it is the median of three
-rounds. Writes results/lengths.json.
+runs in one process, with one thread of torch. Times are processor times (key `processor`). The time with headers is the
+median of three rounds. Writes results/lengths.json.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ def time_microbatch(model: LlamaForCausalLM, rounds: int) -> dict[str, float]:
         return model(input_ids=ids, labels=labels).loss
 
     def logits_at_labels() -> torch.Tensor:
-        selector.arm('causal', rows * answer)
+        selector.arm('causal', rows * answer)  # for one forward: the loss rule and the number of labels
         return model(input_ids=ids, labels=labels).loss
 
     forwards = {'layers_seconds': layers, 'all_seconds': all_logits, 'labels_seconds': logits_at_labels}

@@ -72,7 +72,7 @@ def shape_of(positions: int, memory: MemoryModel) -> BatchShape:
         rows=num_rows,
         width=round(positions / num_rows),
         image_tokens=image_tokens,
-        image_area=float(image_tokens * IMAGE_TOKENS),
+        image_area=float(image_tokens * IMAGE_TOKENS),  # the sum of squared image tokens over the images
         pixel_bytes=int(image_tokens * memory.pixel_bytes_per_image_token),
         # One more than there are labels; see `logit_positions` of sizing.
         labels=round(exact_num_rows * LABELS) + 1 if memory.logits == 'labels' else None,

@@ -6,7 +6,7 @@
     composer -n 2 -m benchmarks.overhead [--steps 40] [algorithms.token_accumulation.token_weights=sqrt]
 
 Runs yamls/digits.yaml with samples of two sources. The ledger by source is the part of TokenMonitor that adds up loss
-and tokens of each source. The time of the algorithm is the time in its events and in its backward hook. It includes its
+and tokens of each source. The time of the algorithm is the time in its events and backward hooks. It includes its
 all-reduce, which waits for the other rank. The time of the all-reduce is also shown by itself. Rank 0 prints medians
 over the steps, and writes results/overhead.json.
 """

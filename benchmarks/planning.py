@@ -12,9 +12,9 @@ compiling      numba compiles during the first plan, because its cache is empty
 from_cache     numba loads the machine code that the first process saved
 without_numba  the planner runs as plain Python
 
-`first_plan` is the first plan of a process. The figure of a case is a median that leaves out its first plan. Then come
-medians over the rounds. All are seconds of processor time: with its one thread, the planner takes as long on an idle
-machine. Writes results/planning.json.
+`first_plan` is the first plan of a process. The figure of a case is the median of its plans without the first one. Of
+all figures, the median over the rounds is written. They are seconds of processor time: with its one thread, the planner
+takes as long on an idle machine. Writes results/planning.json.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ def stock(batch: LengthSet, num_ranks: int, cost: CostModel) -> np.ndarray:
     rows = by_rank(batch.lengths, num_ranks)
     num_rows = rows.shape[1]
     num_microbatches = math.ceil(num_rows / MICROBATCH)
-    text = num_rows * cost.rows(rows.max(axis=1))
+    text = num_rows * cost.rows(rows.max(axis=1))  # `cost.rows` returns the cost of one row of each width
     return text + num_microbatches * cost.launch + vision_cost(batch, num_ranks, cost)
 
 
@@ -47,7 +47,7 @@ def even_chunks(batch: LengthSet, num_ranks: int, cost: CostModel) -> np.ndarray
     """Returns the loads of LLaVA's modality-length sampler: microbatches of `k` rows with about equal sums of lengths.
 
     The samples are taken from the longest to the shortest. Each goes to the microbatch with the smallest sum that still
-    has room. A microbatch is padded to its longest row.
+    has room. A microbatch is padded to its longest row. The ranks get the microbatches in turn.
     """
     num_chunks = len(batch.lengths) // MICROBATCH
     open_chunks = [(0, chunk) for chunk in range(num_chunks)]

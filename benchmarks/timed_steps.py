@@ -189,7 +189,8 @@ def fit(
     """Trains a model of Transformers with Composer.
 
     Args:
-        microbatch: The number of rows that a microbatch may hold at the width of the device batch.
+        microbatch: Rows of a microbatch, or 'auto'. `ours` and `packing` may put more rows into it, if they are short:
+            it has at most as many positions as these rows have at the width of the device batch, or of `slot_tokens`.
         optimizer: None: the learning rate is 0, so that the weights do not change.
         precision: None: the usual one of the device.
         settings: Other arguments of Composer's Trainer.
@@ -210,7 +211,7 @@ def fit(
         trainer.fit()
     finally:
         trainer.close()
-        # Composer keeps the state of every run until the process ends. Emptied, it leaves its memory to the next run.
+        # Composer keeps the state of every run until the process ends. It is emptied, so that the next run has memory.
         for name in ('model', 'batch', 'outputs', 'loss'):
             setattr(trainer.state, name, None)
         for name in ('algorithms', 'callbacks', 'optimizers', 'schedulers'):

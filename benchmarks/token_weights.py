@@ -68,7 +68,7 @@ def rows_of(lengths: list[int], image_tokens: list[int]) -> list[Batch]:
 
 
 def train_three_lines(model: Any, microbatches: list[Batch]) -> None:
-    """Trains a step with the three lines, so that `token_data_spec` cuts the batch.
+    """Trains a step with the three lines of docs/trainer.md, so that `token_data_spec` cuts the batch.
 
     The adapter of TokenAccumulation would train on these microbatches as they are. The device batch is padded as a
     loader pads it.
@@ -177,7 +177,7 @@ def draw(rows: list[Row], path: Path) -> None:
 
 
 def draw_panel(axes: Any, row: Row, name: str, color: str) -> None:
-    """Draws a block for each microbatch. Its width is its number of tokens, its height their weight."""
+    """Draws a block for each microbatch of rank 0. Width: its number of tokens. Height: the middle of their weights."""
     tokens, smallest, largest = np.transpose(row['microbatches'][0])
     ends = tokens.cumsum()
     heights = (smallest + largest) / 2

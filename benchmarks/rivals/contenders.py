@@ -213,10 +213,10 @@ def online_dynamic_batching(task: Task) -> Settings:
         'batch_size': 1,
         'shuffle': dist.get_world_size() == 1,  # on several ranks the sampler shuffles
         'num_workers': task.sizes.workers,
-        'prefetch_factor': 256 // task.sizes.workers,
+        'prefetch_factor': 256 // task.sizes.workers,  # a window as large as in its guide, 4 workers x 64
         'loss_scaling': 'exact',
         'join': True,
-        'no_warmup': True,
+        'no_warmup': True,  # this short epoch would end while the window still grows
     }
     model = task.distributed_model()
     optimizer = task.optimizer()
@@ -252,7 +252,7 @@ def hugging_face_planned(task: Task) -> Settings:
             return backward_of_step(model, inputs, self.accelerator)
 
     settings = hugging_face_settings(task, rows=1)
-    settings['gradient_accumulation_steps'] = 1
+    settings['gradient_accumulation_steps'] = 1  # a batch of the loader is a whole step, of several microbatches
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(output_dir=folder, **settings)
         PlannedTrainer(task.model, arguments, train_dataset=task.samples).train()

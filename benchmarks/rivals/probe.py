@@ -116,7 +116,7 @@ def is_dummy_row(samples: Samples, ids: list[int], labels: list[int]) -> bool:
     """Returns whether a row is a dummy row, which has no label of a sample.
 
     Either it has the tokens of a sample but other labels, or it has made-up tokens. Its only label, if it has one, is
-    the 0 of `with_one_label`.
+    the 0 that `with_one_label` writes into a batch without labels, because a mean over no labels is NaN.
     """
     # The first label of a row is not trained, because no token comes before it.
     trained_labels = labels[1:]

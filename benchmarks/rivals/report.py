@@ -137,7 +137,7 @@ def error_text(error: float) -> str:
 
 
 def speed(cells: Sequence[Row]) -> str:
-    """Returns a table of real tokens a second for each model and number of ranks."""
+    """Returns a table for each model and number of ranks: real tokens a second of time, and of processor time."""
     parts = []
     for title, group in grouped(cells).items():
         # Lognormal sets first.
@@ -275,7 +275,7 @@ def by_case(cells: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def by_rival(cells: Sequence[Row]) -> dict[str, Row]:
-    """Returns the last cell of each contender, in the order of the titles."""
+    """Returns the cell of each contender, or the last one if it has several, in the order of the titles."""
     cells_by_name = {cell['rival']: cell for cell in cells}
     return {name: cells_by_name[name] for name in TITLES if name in cells_by_name}
 

@@ -1,10 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Trains epochs of all contenders in turns, on the ranks of this launch.
-
-`benchmarks.rivals` starts it by Composer's launcher.
-"""
+"""Trains epochs of all contenders in turns, on the ranks that `benchmarks.rivals` starts with Composer's launcher."""
 
 from __future__ import annotations
 
@@ -68,7 +65,7 @@ def inspected(
 ) -> Row:
     """Trains one epoch and returns all figures of it except times.
 
-    `references` has right gradients of a first step, by the indices of its samples. Contenders share this cache.
+    `references` is a cache for all contenders: the right gradient of a first step, by the indices of its samples.
     """
     trace, model, settings = train(name, sizes, samples, inspect=True)
     # Without the gradient: the ranks have the same one.

@@ -109,7 +109,7 @@ def measure_steps(
                 **(trainer_options or {}),
             )
     except Exception as error:
-        # If the optimizer made as many steps as were recorded, the failed step did not move it.
+        # If both numbers are equal, the optimizer moved only in recorded steps, which are compared below.
         is_before_move = optimizer.num_steps == len(recorder.steps)
         kind = 'refused' if _is_refusal(error) and is_before_move else 'crashed'
         outcome_of_error = [Outcome(kind=kind, message=f'{type(error).__name__}: {error}', where=where)]

@@ -108,7 +108,7 @@ MEDIA = ('pixel_values', 'pixel_values_videos', 'input_features')
 
 
 def has_media(row: Row) -> bool:
-    """Returns whether the row has an image, a video or a sound."""
+    """Returns whether the row has an image, a video or audio."""
     return any(key in row for key in MEDIA)
 
 
@@ -193,6 +193,7 @@ GPT_NEO = {
     'attention_types': [[['global', 'local'], 1]],
     'max_position_embeddings': 256,  # as wide as a packed row: its causal mask is a buffer of this size
 }
+# InstructBLIP: a Q-Former turns each medium into query tokens. The forward needs a medium in every batch.
 QUERIES: dict[str, Any] = {'settings': {'text_config': 'LlamaConfig'}, 'needs_media': 'batch'}
 
 

@@ -60,7 +60,7 @@ MEAN_LOSS = 'token_accumulation/token_mean_loss'
 # Two families that are also packed. The second has multimodal rotary positions.
 PACKED_FAMILIES = ('llava', 'qwen2_5_vl')
 CUTS_OF_FAMILIES = (('mixed', 'right', 1), ('mixed', 'left', 3), ('text_rank', 'right', 3), ('text_rank', 'left', 1))
-"""Order, side of the padding and microbatch size. Each pair of them is in one cut."""
+"""Order, side of the padding and microbatch size. Any value of one occurs once with any value of another."""
 FSDP_CUTS = (('mixed', 3, 'token'), ('text_rank', 1, 'token'), ('text_rank', 3, 'sqrt'))
 """Order, microbatch size and token weights."""
 MICROBATCH_SIZES = {2: (1, 2, 6), 4: (1, 2)}
@@ -339,7 +339,10 @@ def fsdp_results(name: str) -> Results:
 
 
 def evaluated_results() -> Results:
-    """A second fit after an evaluation. FSDP2 has left the weights of the root gathered."""
+    """A second fit after an evaluation, in which FSDP2 has left the weights of the root gathered.
+
+    Blocks are sharded separately. Without them all weights are in the root.
+    """
     rows = text_rows(SHAPE)
     model = text_model()
     rank_batch = collate(share_of(rows))

@@ -111,7 +111,7 @@ def launch_nodes(arguments: Sequence[str], *, nodes: int, ranks: int, timeout: f
 
 
 _waiting: dict[int, _Ranks] = {}
-"""Ranks that wait for a run, by their number."""
+"""Ranks that wait for a run, by the number of ranks of their launch. So the sum of the keys is how many ranks wait."""
 
 
 def launch_json(script: str, *arguments: str, ranks: int) -> Any:

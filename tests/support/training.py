@@ -261,7 +261,7 @@ def in_double(model: Any) -> Any:
         if hasattr(module, '_can_set_experts_implementation'):
             if module._can_set_experts_implementation():
                 module.set_experts_implementation('eager')
-            break
+            break  # this is the outermost model of Hugging Face, and the call also sets its parts
     return model
 
 
