@@ -39,8 +39,8 @@ def stock(batch: LengthSet, num_ranks: int, cost: CostModel) -> np.ndarray:
     rows = by_rank(batch.lengths, num_ranks)
     num_rows = rows.shape[1]
     num_microbatches = math.ceil(num_rows / MICROBATCH)
-    text = num_rows * cost.rows(rows.max(axis=1))  # `cost.rows` returns the cost of one row of each width
-    return text + num_microbatches * cost.launch + vision_cost(batch, num_ranks, cost)
+    text_cost = num_rows * cost.rows(rows.max(axis=1))  # `cost.rows` returns the cost of one row of each width
+    return text_cost + num_microbatches * cost.launch + vision_cost(batch, num_ranks, cost)
 
 
 def even_chunks(batch: LengthSet, num_ranks: int, cost: CostModel) -> np.ndarray:
@@ -62,8 +62,8 @@ def even_chunks(batch: LengthSet, num_ranks: int, cost: CostModel) -> np.ndarray
         sizes[chunk] += 1
         if sizes[chunk] < MICROBATCH:
             heapq.heappush(open_chunks, (total + length, chunk))
-    text = MICROBATCH * cost.rows(widths) + cost.launch
-    return by_rank(text + cost.vision_per_token * images, num_ranks).sum(axis=1)
+    text_cost = MICROBATCH * cost.rows(widths) + cost.launch
+    return by_rank(text_cost + cost.vision_per_token * images, num_ranks).sum(axis=1)
 
 
 def stride(batch: LengthSet, num_ranks: int, cost: CostModel) -> np.ndarray:

@@ -34,7 +34,7 @@ class Trace:
     # Tokens of the samples, without padding.
     tokens: list[int] = field(default_factory=list)
     # Indices of the samples. UNKNOWN stands for a row that is not a sample.
-    ids: list[list[int]] = field(default_factory=list)
+    indices: list[list[int]] = field(default_factory=list)
     num_dummy_rows: int = 0
     # Positions of the largest microbatch.
     largest: int = 0
@@ -77,7 +77,7 @@ def watched(model: Any, samples: Samples, *, inspect: bool = False) -> Iterator[
 
 def recognize(trace: Trace, microbatches: list[Row], samples: Samples) -> None:
     """Finds out which samples were in the microbatches of a step, and adds them to the trace."""
-    ids: list[int] = []
+    indices: list[int] = []
     num_tokens = 0
     sizes = [microbatch['input_ids'].numel() for microbatch in microbatches]
     for microbatch in microbatches:
@@ -85,9 +85,9 @@ def recognize(trace: Trace, microbatches: list[Row], samples: Samples) -> None:
             if is_dummy_row(samples, row_ids, row_labels):
                 trace.num_dummy_rows += 1
             else:
-                ids.append(samples.index_of(row_ids))
+                indices.append(samples.index_of(row_ids))
                 num_tokens += len(row_ids)
-    trace.ids.append(ids)
+    trace.indices.append(indices)
     trace.tokens.append(num_tokens)
     trace.positions.append(sum(sizes))
     trace.largest = max([trace.largest, *sizes])

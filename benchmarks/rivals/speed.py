@@ -70,20 +70,20 @@ def inspected(
     trace, model, settings = train(name, sizes, samples, inspect=True)
     # Without the gradient: the ranks have the same one.
     traces: list[Trace] = dist.all_gather_object(replace(trace, gradient={}))
-    ids = []
+    indices_of_steps = []
     imbalances = []
-    for step in range(max(len(rank.ids) for rank in traces)):
+    for step in range(max(len(rank.indices) for rank in traces)):
         # A rank may have fewer steps than others.
-        ranks_in_step = [rank for rank in traces if step < len(rank.ids)]
-        ids.append(sorted(chain.from_iterable(rank.ids[step] for rank in ranks_in_step)))
+        ranks_in_step = [rank for rank in traces if step < len(rank.indices)]
+        indices_of_steps.append(sorted(chain.from_iterable(rank.indices[step] for rank in ranks_in_step)))
         positions = [rank.positions[step] for rank in ranks_in_step]
         imbalances.append(max(positions) / statistics.mean(positions))
     num_tokens = sum(sum(rank.tokens) for rank in traces)
     num_positions = sum(sum(rank.positions) for rank in traces)
     largest = max(rank.largest for rank in traces)
     cap = sizes.microbatch * int(samples.lengths.max())
-    all_ids = sorted(chain.from_iterable(ids))
-    sizes_of_steps = [len(ids_of_step) for ids_of_step in ids]
+    all_indices = sorted(chain.from_iterable(indices_of_steps))
+    sizes_of_steps = [len(indices) for indices in indices_of_steps]
     row: Row = {
         'settings': settings,
         'padded_share': 1 - num_tokens / num_positions,
@@ -91,15 +91,15 @@ def inspected(
         'cap': cap,
         'within_cap': largest <= cap,
         'rank_imbalance': statistics.median(imbalances),
-        'steps': len(ids),
+        'steps': len(indices_of_steps),
         'samples_a_step': [min(sizes_of_steps), max(sizes_of_steps)],
-        'every_sample_once': all_ids == list(range(len(samples))),
-        'unknown_rows': all_ids.count(UNKNOWN),
+        'every_sample_once': all_indices == list(range(len(samples))),
+        'unknown_rows': all_indices.count(UNKNOWN),
         'filler_rows': sum(rank.num_dummy_rows for rank in traces),
-        'global_batches': membership(ids, len(samples), sizes.global_batch),
+        'global_batches': membership(indices_of_steps, len(samples), sizes.global_batch),
         'held_out_loss': held_out_loss(model, held_out),
     }
-    first = tuple(ids[0])
+    first = tuple(indices_of_steps[0])
     if UNKNOWN not in first:
         if first not in references:
             references[first] = whole_gradient(new_model(sizes), samples, first)
@@ -107,9 +107,9 @@ def inspected(
     return row
 
 
-def membership(ids: Sequence[Sequence[int]], num_samples: int, size: int) -> str:
+def membership(indices_of_steps: Sequence[Sequence[int]], num_samples: int, size: int) -> str:
     """Says which samples the steps have: the global batches in order, those of a shuffle, or others."""
-    steps = [sorted(step) for step in ids]
+    steps = [sorted(step) for step in indices_of_steps]
     # BatchRebalanceSampler of Transformers starts from this shuffle. No argument turns it off.
     generator = torch.Generator().manual_seed(42)
     shuffled = torch.randperm(num_samples, generator=generator).tolist()
@@ -123,11 +123,11 @@ def membership(ids: Sequence[Sequence[int]], num_samples: int, size: int) -> str
     return 'by length'
 
 
-def whole_gradient(model: Any, samples: Samples, ids: Sequence[int]) -> Gradients:
+def whole_gradient(model: Any, samples: Samples, indices: Sequence[int]) -> Gradients:
     """Returns the gradient of the mean over all tokens. Computed row by row, because one forward needs more memory."""
     model.train().zero_grad()
     num_labels = 0
-    for index in ids:
+    for index in indices:
         losses = token_losses(model, samples[index])
         losses.sum().backward()
         num_labels += len(losses)

@@ -157,7 +157,7 @@ def test_hooks_record_the_samples():
             with torch.no_grad():
                 loss_of(model, samples, [9])
             optimizer.step()
-    assert trace.ids == [[3, 1, 4], [0, 2, 5]]
+    assert trace.indices == [[3, 1, 4], [0, 2, 5]]
     lengths = samples.lengths
     assert trace.tokens == [
         sum(lengths[[3, 1, 4]]),
@@ -186,7 +186,7 @@ def test_hooks_count_dummy_rows():
     with watched(model, samples) as trace:
         model(**collate([samples[1], dummy, unknown])).loss.backward()
         optimizer.step()
-    assert trace.ids == [[1, UNKNOWN]]
+    assert trace.indices == [[1, UNKNOWN]]
     assert trace.num_dummy_rows == 1
 
 
@@ -201,7 +201,7 @@ def test_documents_are_samples():
     with watched(model, samples) as trace:
         model(**packed_row, use_cache=False).loss.backward()
         optimizer.step()
-    assert trace.ids == [[4, 7]]
+    assert trace.indices == [[4, 7]]
     assert trace.positions == trace.tokens
 
 

@@ -22,8 +22,7 @@ from composer.utils import dist
 
 from composer_tokacc import BatchLayout, token_data_spec
 from composer_tokacc.algorithm import step_loss_weights
-from tests.algorithm.test_router_loss import Microbatches, expected_step
-from tests.algorithm.test_router_loss import subject_with_router as weighted_mixture
+from tests.algorithm.test_router_loss import Microbatches, expected_step, subject_with_router
 from tests.model_types.rows import Maker
 from tests.model_types.tiny import tiny_config, tiny_model
 from tests.support.families import FAMILIES
@@ -304,7 +303,7 @@ def weight_results(name: str) -> Results:
 
 def measure_weighted_router(rows: Sequence[Any]) -> dict[str, float]:
     """The router's loss of each microbatch weighs the same, whatever its tokens weigh."""
-    model = weighted_mixture('mixtral', 0.1)
+    model = subject_with_router('mixtral', 0.1)
     microbatches = Microbatches()
     rank_batch = collate(share_of(rows))
     recorder = fit(model, rank_batch, token_weights='sqrt', microbatch_size=1, callbacks=[microbatches])
