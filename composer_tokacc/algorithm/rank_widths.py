@@ -101,9 +101,10 @@ def _may_depend_on_padding(facts: RowFacts, rules: CutRules | None) -> bool:
         return True
     if rules.left > 0:  # the check has trimmed padding on the left, and no loss has changed
         return False
-    # The check has trimmed nothing on the left. If the first token of a row has a label, it cannot trim the row,
-    # because the pad before this token predicts the label. So it is not known whether the model counts positions from
-    # the first column. This does not matter if the batch gives the positions in `position_ids`.
+    # The check has trimmed nothing on the left. Either no row had such padding that may be trimmed, or each row with
+    # padding has a label on its first token. The pad before this token predicts the label, so the row cannot be
+    # trimmed, and it is not known whether the model counts positions from the first column. This does not matter if the
+    # batch gives the positions in `position_ids`.
     return any(facts.has_label_behind_padding) and not facts.has_positions
 
 

@@ -246,7 +246,7 @@ class TokenAccumulation(Algorithm):
         # Metrics of training read all logits. They may be set at any time.
         if self._context is None or state.train_metrics:
             return None
-        return self._context.check.selector
+        return self._context.check.selector  # prove() of the context drops it if it changes the loss
 
     # A method for an event has the name of the event with an underscore in front, such as `_batch_start`. It may return
     # metrics to log. Methods of Composer's callbacks have the same names without the underscore.
@@ -416,7 +416,8 @@ class TokenAccumulation(Algorithm):
             rows=row_counts_of(state.batch),
             facts=describe_all(run.check.layout, state.batch),
             is_weighted=self.is_weighted,
-            # From earlier steps. check_step() refuses a bypass that they did not have.
+            # From earlier steps. check_step() refuses a bypass that they did not have. With None it refuses none:
+            # neither the user (`check_loss`) nor token weights ask for the check.
             has_bypass=run.has_bypass if self.options.checks_loss else None,
         )
 
@@ -577,8 +578,8 @@ class TokenAccumulation(Algorithm):
         record.batch = _checked_entries(state.batch)
         if not self.options.loss_units:  # with units a term may be added, because its unit tells its factor
             self._check_no_added_term(state)
-        # LossTerms.changed() drops the total, and with it a term that an algorithm has added only to the total. Then
-        # check_step() refuses the step.
+        # LossTerms.changed() drops the total of a dict loss, and with it a term that an algorithm has added only to
+        # the total. Then check_step() refuses the step.
         record.total_error = run.terms.total_error(state.loss)
         record.num_microbatches = self._num_microbatches_with_samples(state)
         totals = run.step.totals

@@ -277,6 +277,8 @@ class RowComparison:
             try:
                 if candidate.packing:
                     self._check_packed_rows(assemble, largest_packed_row)
+                    # Some means over samples leave out rows without labels only if rows are packed. Then packing
+                    # has failed. check_unlabelled_row() makes the same check without packing.
                     unlabelled = self._with_unlabelled
                     if unlabelled is not None:
                         assemble = partial(cutter.assemble, unlabelled._facts, rules=candidate)
@@ -356,8 +358,9 @@ class RowComparison:
         has_tokens = self.check_loss and 'tokens' in self.reference.losses
         if not (has_tokens and unlabelled_rows and labelled_rows):
             return
-        # In some models (Mllama) a row without media has another loss beside rows with media. So a row with media is
-        # taken if there is one, or else only gradients are compared.
+        # In some models (Mllama) a row without media has another loss if rows with media are in its batch. So a
+        # labelled row with media is taken if there is one. If there is none, but an unlabelled row has media, only
+        # gradients are compared.
         num_media = self._facts.media
         labelled = max(labelled_rows, key=lambda row: num_media[row] > 0)
         comparison = self._followed_by_unlabelled([labelled], unlabelled_rows)
@@ -400,8 +403,8 @@ class RowComparison:
         The gradients by the logits are compared. That is enough: the output embedding is applied to each position by
         itself, so equal gradients by the logits give equal gradients by the hidden states.
         """
-        # The selector counts these calls in each forward that computes all logits. The last of these tells, whichever
-        # rows it had.
+        # `num_head_calls` is about the last forward that computed all logits. It does not matter which rows that
+        # forward had.
         if selector.num_head_calls != 1:
             return 'the model computes its loss without one call of its output embedding, as a fused kernel does'
         positions = LabelledPositions.from_batch(self.batch, self.rule, sum(self._counts))
@@ -627,7 +630,10 @@ class RowComparison:
         return max(GRADIENT_TOLERANCE, eps, noise)
 
     def _check_losses(self, microbatches: Sequence[_MicrobatchLosses]) -> None:
-        """Raises CutFailure if the loss of all rows is not the mean of the losses of the microbatches."""
+        """Raises CutFailure if the loss of all rows is not the mean of the losses of the microbatches.
+
+        Each row must be in them equally often.
+        """
         for unit in self.reference.losses:
             weighted_sum = 0.0
             total_denominator = 0

@@ -248,9 +248,9 @@ class FirstBatchCheck(Generic[RulesT]):
                 self._proven = RowRanges(readings=self._proven.readings)
             self._proven = self._proven.joined(checked_ranges)
             if not is_new_cut and len(self._proven.missing(offer.ranges)) >= len(offer.missing):
-                # As many properties of the offer are missing as before the check: none was, or the layout cannot tell
-                # media from each other, or no row was trimmed. All ranges of the offer count as proven nevertheless, or
-                # this loop would not end.
+                # The check has proven none of the missing properties: there was none, or the layout cannot tell media
+                # from each other, or no row was trimmed. All ranges of the offer count as proven nevertheless, or this
+                # loop would not end.
                 self._proven = self._proven.joined(offer.ranges)
 
     def _offer(self, batch: Batch) -> RowOffer:
@@ -576,7 +576,7 @@ def _gradient_norms(result: ProbeResult, row: Batch) -> Tensor:
     it is the gradient of all terms: see :attr:`.ProbeResult.losses`.
     """
     gradients = next(iter(result.gradients.values()))  # of the first unit: 'tokens', if there is such a term
-    for gradient in reversed(gradients):
+    for gradient in reversed(gradients):  # if there is one by the logits, it is the last
         if gradient is not None:
             return gradient.norm(dim=-1)
     return torch.zeros(labels_of(row).shape)
@@ -742,6 +742,7 @@ def _criteria(facts: RowFacts, missing: Sequence[str]) -> list[Criterion]:
     # the rows that it has chosen last.
     if any(name.startswith(PADDED_ROWS) for name in missing):
         criteria += criteria_of_widths
+    # By a flag or a mask a loss may leave out rows or tokens. The row with the lowest value shows that.
     for key, values in facts.lowest_values.items():
         if LOWEST_VALUE + key in missing:
             criteria.append(Criterion(values, needs_label=False))

@@ -472,7 +472,7 @@ class MicrobatchSplit:
         has_ranks = get_world_size() > 1
         for number, facts in enumerate(facts_of_batches):
             piece = Piece.from_facts(facts, self.rules, options)
-            indices = None
+            indices = None  # of the rows in the dataset, for a message
             if pre_split is not None and pre_split.indices is not None:
                 indices = pre_split.indices[number]
             piece.check_caps(indices)
