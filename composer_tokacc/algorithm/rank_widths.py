@@ -101,11 +101,12 @@ def _may_depend_on_padding(facts: RowFacts, rules: CutRules | None) -> bool:
         return True
     if rules.left > 0:  # the check has trimmed padding on the left, and no loss has changed
         return False
-    # The check has trimmed nothing on the left. Either no row had such padding that may be trimmed, or each row with
-    # padding has a label on its first token. The pad before this token predicts the label, so the row cannot be
-    # trimmed, and it is not known whether the model counts positions from the first column. This does not matter if the
-    # batch gives the positions in `position_ids`.
-    return any(facts.has_label_behind_padding) and not facts.has_positions
+    # The check has trimmed nothing on the left, so it is not known whether the model counts positions from the first
+    # column. If the first token of a row has a label, the row cannot be trimmed, because the pad before this token
+    # predicts the label. If all padded rows of the run are such rows, no other rows are safe either: those without
+    # padding would get some in one forward over all rows. With `position_ids` in the batch positions do not matter.
+    is_unproven = not facts.is_padded or any(facts.has_label_behind_padding)
+    return is_unproven and not facts.has_positions
 
 
 def check_widths(

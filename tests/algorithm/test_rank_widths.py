@@ -24,6 +24,8 @@ from tests.support.training import fit
 
 EXACT_CASES = [
     'masked',
+    'masked, padded later',
+    'masked, one rank without padding',
     'labelled, equally wide',
     'labelled, on the right',
     'positions, equally wide',
@@ -41,7 +43,7 @@ def test_widths_of_ranks_matter_only_on_the_left():
         assert outcomes[case] < 1e-6, case
     assert 'got: 9 on rank 0' in outcomes['labelled']
     assert 'the pad before it would predict' in outcomes['labelled']
-    for case in ('positions', 'positions, padded later', 'no position_ids'):
+    for case in ('positions', 'positions, padded later', 'positions, untried', 'no position_ids'):
         assert 'count positions' in outcomes[case]
     # Transformers 4 has other names for the parameters.
     if not transformers.__version__.startswith('4.'):
@@ -77,6 +79,13 @@ def test_labels_behind_padding_prove_nothing(rules, has_positions, matters):
     batch = ragged_batch([(4, 4), (9, 9), (14, 14)], side='left')
     if has_positions:
         batch['position_ids'] = positions_of(batch)
+    assert may_matter(batch, rules) is matters
+
+
+@pytest.mark.parametrize(('rules', 'matters'), [(TRIMMED, False), (KEPT, True), (NOTHING_KNOWN, True)])
+def test_rows_without_padding_may_get_some(rules, matters):
+    """On another rank, padded rows may have a label on the first token, so that no padding could be trimmed."""
+    batch = ragged_batch([(9, 5), (9, 3)], side='left')
     assert may_matter(batch, rules) is matters
 
 

@@ -20,7 +20,9 @@ from tests.support.training import fit, reference_gradients, relative_error
 
 MASKED = [(4, 2), (9, 5), (6, 3), (14, 8)]
 UNPADDED = [(9, 5), (9, 3)]
+ONE_RANK_IS_PADDED = [(9, 5), (9, 3), (4, 2), (14, 8)]
 LABELLED = [(4, 4), (9, 5), (6, 3), (14, 8)]
+ONLY_LABELLED_ARE_PADDED = [(9, 5), (9, 3), (4, 4), (14, 14)]  # nothing shows whether padding may be trimmed
 BEYOND_10 = [(8, 3), (9, 5), (12, 4), (30, 8)]  # the second rank is beyond the rotary limit
 ALL_BEYOND_10 = [(8, 3), (19, 5), (12, 4), (30, 8)]
 
@@ -63,12 +65,15 @@ def main() -> dict[str, Any]:
     """Returns the outcome of each case."""
     return {
         'masked': measure(text_model(), MASKED),
+        'masked, padded later': measure(text_model(), MASKED, earlier_shapes=[UNPADDED]),
+        'masked, one rank without padding': measure(text_model(), ONE_RANK_IS_PADDED),
         'labelled': measure(text_model(), LABELLED),
         'labelled, equally wide': measure(text_model(), LABELLED, equal_widths=True),
         'labelled, on the right': measure(text_model(), LABELLED, side='right'),
         'positions': measure(gpt2(), MASKED),
         'positions, equally wide': measure(gpt2(), MASKED, equal_widths=True),
         'positions, padded later': measure(gpt2(), MASKED, earlier_shapes=[UNPADDED]),
+        'positions, untried': measure(gpt2(), ONLY_LABELLED_ARE_PADDED),
         'no position_ids': measure(column_counter(), MASKED),
         'no position_ids, equally wide': measure(column_counter(), MASKED, equal_widths=True),
         'positions, on the right': measure(gpt2(), MASKED, side='right'),
