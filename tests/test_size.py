@@ -307,6 +307,7 @@ def test_damaged_gzip_is_refused(tmp_path: Path) -> None:
         ('tokens,image_tokens\n\n5,1\n6\n', '1 cells in line 4, and 2 columns'),
         ('tokens\n5\nabc\n', "line 3: could not convert string to float: 'abc'"),
         ('tokens,image_tokens\n6,2#3\n', "line 2: could not convert string to float: '2#3'"),
+        ('tokens\n5\n# 6\n"#7"\n', "line 4: could not convert string to float: '#7'"),
         ('tokens,image_tokens\n5,\n', "line 2: could not convert string to float: ''"),
         ('tokens,image_tokens\n5,nan\n', 'got: nan image_tokens in row 1 of '),
         ('tokens\n1.5\n', 'whole numbers up to 16777216, got: 1.5 tokens in row 1 of '),

@@ -24,7 +24,7 @@ from composer_tokacc.row_counts import RowCounts, count_rows, is_counted, row_co
 class StepCounts(NamedTuple):
     """Counts of one rank, or their sum over all ranks.
 
-    The sums of ``loader_seconds`` and ``peak_memory`` are not used, because the largest value of all ranks is logged.
+    If the largest value of all ranks is logged (``loader_seconds``, ``peak_memory``), the sum is not used.
     """
 
     samples: float

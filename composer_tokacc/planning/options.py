@@ -105,6 +105,9 @@ class CostModel:
 def token_budget(microbatch_size: float, slot_tokens: int) -> int:
     """Returns ``max_tokens``, the most positions of a microbatch. Splitting, planning and sizing use the same number.
 
+    It is in proportion to the size: the split adds the budget of a decoder's text to it, and the rehearsal halves the
+    size to halve it. It is never rounded up, because it is a hard cap. ``docs/architecture.md`` has all its users.
+
     Args:
         microbatch_size: Composer's ``device_train_microbatch_size``, a number of rows. It may be a fraction.
         slot_tokens: Tokens that count as one of these rows.

@@ -161,19 +161,23 @@ def _read_csv(file: TextIO) -> tuple[list[str], np.ndarray]:
 
     Raises ValueError with the line and the value if a cell is not a number.
     """
-    reader = csv.reader(file)
-    header = next(reader, [])
-    names = [name.strip().removeprefix('#').strip() for name in header]  # `np.savetxt` begins the header with #
+    names = []
     rows = []
-    for cells in reader:
-        if not cells or cells[0].startswith('#'):  # an empty line, or a comment
+    for line_number, line in enumerate(file, start=1):
+        cells = next(csv.reader([line]), [])
+        if line_number == 1:
+            # `np.savetxt` begins the header with #
+            names = [cell.strip().removeprefix('#').strip() for cell in cells]
+            continue
+        # The text of the line tells a comment from a quoted cell ("#7").
+        if not cells or line.startswith('#'):
             continue
         if len(cells) != len(names):
-            raise ValueError(f'{len(cells)} cells in line {reader.line_num}, and {len(names)} columns')
+            raise ValueError(f'{len(cells)} cells in line {line_number}, and {len(names)} columns')
         try:
             rows.append([float(cell) for cell in cells])
         except ValueError as error:
-            raise ValueError(f'line {reader.line_num}: {error}') from error
+            raise ValueError(f'line {line_number}: {error}') from error
     return names, np.reshape(rows, (len(rows), len(names))).T
 
 

@@ -251,6 +251,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     """
     values_of_file = _read_file(path)
     values_of_overrides = read_overrides(overrides)
+    for override in overrides:
+        _check_parents(override, values_of_file)
     # Before the merge, so that an override replaces the value of the file, even if one has the short name.
     _spell_out_size(values_of_file)
     _spell_out_size(values_of_overrides)
@@ -273,6 +275,27 @@ def read_overrides(overrides: Sequence[str]) -> Values:
                 'special characters',
             ) from error
     return _as_dict(values)
+
+
+def _check_parents(override: str, values_of_file: Values) -> None:
+    """Refuses ``dataset.eval.path=x`` if ``dataset.eval`` is no mapping in the file, because it would be lost silently.
+
+    ``dataset.eval={path: x}`` replaces any value.
+    """
+    key, _, _ = override.partition('=')
+    *parents, _ = key.split('.')
+    value: object = values_of_file
+    for depth, name in enumerate(parents, start=1):
+        if not isinstance(value, dict):
+            return
+        value = value.get(name)
+        if not _may_become_mapping(value):
+            parent = '.'.join(parents[:depth])
+            raise ConfigError(
+                parent,
+                f'must be a mapping, got: {shorten(value, 200)}. Change the file, or replace all of it: '
+                f'{parent}={{...}}',
+            )
 
 
 def read_options(options: type[Options], overrides: Sequence[str]) -> tuple[Options, list[str]]:
@@ -366,13 +389,15 @@ def _overlay(lower: object, upper: object) -> object:
 
 
 def _check_section(path: str, section: object) -> None:
-    """Refuses a section of one layer that is no mapping, because a mapping of a later layer would silently replace it.
-
-    null, ``???`` and a reference such as ``${loader}`` pass, because they are filled in later.
-    """
-    is_filled_in_later = section in (None, '???') or '${' in str(section)
-    if not is_filled_in_later and not isinstance(section, dict):
+    """Refuses a section of one layer that is no mapping, because a later mapping would silently replace it."""
+    if not _may_become_mapping(section):
         raise ConfigError(path, f'must be a mapping, got: {shorten(section, 200)}. Leave it out for its defaults')
+
+
+def _may_become_mapping(value: object) -> bool:
+    """Returns whether a value is a mapping, or null, ``???`` or a reference (``${loader}``): filled in later."""
+    is_filled_in_later = value in (None, '???') or '${' in str(value)
+    return is_filled_in_later or isinstance(value, dict)
 
 
 def _join(path: str, key: object) -> str:

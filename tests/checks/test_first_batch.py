@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from composer.core import Callback
 from transformers.modeling_outputs import CausalLMOutput
 
 from composer_tokacc import token_data_spec
@@ -18,6 +19,8 @@ from composer_tokacc.checks.first_batch import chosen_rows, media_as_collated, r
 from composer_tokacc.data_spec.pieces import FAILED, CutRules
 from composer_tokacc.data_spec.split import split_of
 from composer_tokacc.layout import BatchLayout, PreSplitBatch
+from tests.matrix.collator import join
+from tests.support.families import MEDIA
 from tests.support.small_batches import IMAGE, drawn_batch, numbered, square_mask, text_batch
 from tests.support.text import (
     ONE_UNLABELLED,
@@ -402,3 +405,28 @@ def test_warning_of_attention_between_documents(mask_dims, use_cache, checkpoint
     changed_logits = model(**{**batch, 'input_ids': changed_ids}).logits[:, first_length:]
     is_seen = not torch.allclose(changed_logits, logits)
     assert is_seen or not is_warned
+
+
+def num_forwards_of_check(model, batch):
+    """Returns how often the first-batch check calls the model."""
+    forwards_before_step = []
+    num_forwards = 0
+
+    def count_forward(*_):
+        nonlocal num_forwards
+        num_forwards += 1
+
+    class NoteForwards(Callback):
+        def before_train_batch(self, state, logger):
+            forwards_before_step.append(num_forwards)
+
+    with model.register_forward_pre_hook(count_forward):
+        fit(model, token_data_spec(loader(batch)), callbacks=[NoteForwards()])
+    return forwards_before_step[0]
+
+
+def test_number_of_forwards():
+    """`docs/limits.md` has these numbers. They depend a little on the rows."""
+    assert num_forwards_of_check(one_layer_model(), ragged_batch()) == pytest.approx(13, abs=3)
+    case = MEDIA['qwen2_5_vl']()
+    assert num_forwards_of_check(case.model, join(case.rows, side='right', slots=False)) == pytest.approx(21, abs=3)

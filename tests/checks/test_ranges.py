@@ -15,8 +15,10 @@ import pytest
 import torch
 import transformers
 from composer.models import HuggingFaceModel
+from transformers import LlamaConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from benchmarks.length_sets import read_tables
 from composer_tokacc import BatchLayout
 from composer_tokacc.layout import Family, Media, describe
 from composer_tokacc.layout.facts import RowRanges, ranges_of
@@ -417,3 +419,23 @@ def test_random_lengths_are_seldom_outside():
             proven = proven.joined(ranges)
 
     assert 5 <= num_checks <= 25
+
+
+@pytest.mark.parametrize('rows_per_step', [16, 64, 256])
+def test_new_rows_become_seldom(rows_per_step):
+    """Lengths as in AI2D, ChartQA and DocVQA, on one rank. `docs/limits.md` has this number of steps."""
+    lengths_of_samples, _ = read_tables()
+    layout = BatchLayout.for_model(LlamaConfig())
+    proven = RowRanges()
+    steps_with_new_rows = []
+    samples = lengths_of_samples.draw(200 * rows_per_step, seed=0)
+    for step, samples_of_step in enumerate(samples.global_batches(rows_per_step)):
+        lengths = torch.from_numpy(samples_of_step.lengths)
+        mask = torch.arange(int(lengths.max())) < lengths[:, None]
+        ids = torch.ones_like(mask, dtype=torch.long)
+        batch = {'input_ids': ids, 'attention_mask': mask.long(), 'labels': ids.masked_fill(~mask, -100)}
+        ranges = ranges_of([describe(layout, batch)])
+        if proven.missing(ranges):
+            steps_with_new_rows.append(step)
+            proven = proven.joined(ranges)
+    assert 5 <= len(steps_with_new_rows) <= 15

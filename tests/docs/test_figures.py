@@ -9,6 +9,7 @@ import json
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 
 from benchmarks.encoders import table_of as table_of_encoders
@@ -124,6 +125,29 @@ def test_balance_of_the_ranks(ranks, samples):
     ]
 
 
+def test_balance_on_lognormal_lengths():
+    times_stock = {}
+    for case in results('scaling')['modelled']:
+        if case['method'] == 'regrouped over ranks' and case['set'].startswith('lognormal'):
+            times_stock[case['ranks']] = case['times stock']
+    on_8_ranks = times_stock.pop(8)
+    slowest = min(times_stock.values())
+    fastest = max(times_stock.values())
+    expected = f'{on_8_ranks:.1f} times as fast as stock on 8 ranks, and {slowest:.1f} to {fastest:.1f} times on 64'
+    assert expected in text_of('docs/benchmarks.md')
+
+
+def test_speed_of_composer_and_accelerate():
+    medians = {}
+    for cell in results('rivals')['cells']:
+        if cell['model'] == 'llama' and cell['ranks'] == 2 and cell['set'] == 'lognormal 0.9':
+            medians[cell['rival']] = cell['tokens_per_second'][1], cell['tokens_per_processor_second'][1]
+    ratio, ratio_by_processor = np.divide(medians['accelerate_planned'], medians['ours_sampler'])
+    page = text_of('docs/rivals_speed.md')
+    assert f'accelerate trains {ratio:.2f} times as many real tokens a second as Composer' in page
+    assert f'and {ratio_by_processor:.2f} times as many a second of processor time' in page
+
+
 @pytest.mark.parametrize('family', ['LLaVA-1.5', 'Qwen2.5-VL'])
 def test_lengths_from_headers(family):
     repeated_sizes = results('lengths')['144 sizes'][family]
@@ -140,6 +164,10 @@ def test_what_the_algorithm_costs():
     share = results('overhead')['shares']['with_all_reduce']
     for page in ('docs/benchmarks.md', 'docs/limits.md', 'composer_tokacc/algorithm/README.md'):
         assert f'{percent(share, digits=1)} of a step' in text_of(page)
+    check_seconds = f'{results("overhead")["seconds"]["first_batch"]:.1f} s'
+    assert f'takes {check_seconds} in the demo' in text_of('docs/trainer.md')
+    assert f'In the demo this is {check_seconds}' in text_of('docs/limits.md')
+    assert f'first-batch check {check_seconds}' in text_of('docs/benchmarks.md')
 
 
 def test_times_of_the_planner():
@@ -186,6 +214,8 @@ def test_memory_of_logits():
     readme = text_of('README.md')
     assert f'needs {at_labels["gib"]:.1f} GiB beyond the model instead of {at_all_positions["gib"]:.1f}' in readme
     assert f'{ratio:.1f} times as many positions fit in 80 GiB' in readme
+    errors = f'up to {percent(at_labels["residual"])} ({percent(at_all_positions["residual"])} for all logits)'
+    assert errors in text_of('docs/logits.md')
 
 
 def test_exactness_on_a_gpu():

@@ -330,6 +330,14 @@ def test_override_inside_no_section(tmp_path, value):
         assert refusal_of(file, override).startswith('`microbatching` must be a mapping, got: ')
 
 
+def test_override_below_a_number(tmp_path):
+    file = tmp_path / 'a.yaml'
+    file.write_text('dataset: {eval: 3}')
+    message = refusal_of(file, 'dataset.eval.path=x')
+    assert message.startswith('`dataset.eval` must be a mapping, got: 3. Change the file')
+    assert load_config(file, ['dataset.eval={path: x}']).dataset == {'eval': {'path': 'x'}}
+
+
 @pytest.mark.parametrize('value', ['null', '???', '${loader}'])
 def test_override_fills_a_section(tmp_path, value):
     file = tmp_path / 'a.yaml'
