@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -249,19 +249,14 @@ Shape = tuple[int | str, ...]
 floats never has the same shape as a weight of integers. Torch would load one into the other without an error."""
 
 
-def _shape_of(sizes: Sequence[int], dtype: torch.dtype) -> Shape:
-    """Returns the ``Shape`` of one weight."""
-    if dtype.is_floating_point:
-        return tuple(sizes)
-    return (*sizes, 'not of floats')
-
-
 def _shapes_of(model_state: Mapping[str, Any]) -> dict[str, Shape]:
     """Returns the shapes of a model's weights by name. Leaves out entries that are no tensors (``_extra_state``)."""
     shapes = {}
     for name, value in model_state.items():
         if isinstance(value, torch.Tensor):
-            shapes[name] = _shape_of(value.shape, value.dtype)
+            shapes[name] = tuple(value.shape)
+            if not value.is_floating_point():
+                shapes[name] += ('not of floats',)
     return shapes
 
 
@@ -299,40 +294,34 @@ class SavedRun:
     def read(cls, path: Path) -> SavedRun:
         """Reads a checkpoint file, or the folder of a sharded one, without its weights."""
         with reading_checkpoint(path):
-            return cls._read_folder(path) if path.is_dir() else cls._read_file(path)
-
-    @classmethod
-    def _read_folder(cls, path: Path) -> SavedRun:
-        # Torch reads only the entries that this mapping has, and replaces their values by the saved values.
-        callbacks = {SameData.__qualname__: {'fingerprints': ''}}
-        saved: dict[str, Any] = {'state': {'callbacks': callbacks}}
-        load_sharded(saved, checkpoint_id=path, planner=DefaultLoadPlanner(allow_partial_load=True))
-        entries: Section = FileSystemReader(path).read_metadata().state_dict_metadata
-        shapes = {}
-        optimizers = set()
-        for key, entry in entries.items():
-            if key.startswith('state.model.') and isinstance(entry, TensorStorageMetadata):
-                name = key.removeprefix('state.model.')
-                shapes[name] = _shape_of(entry.size, entry.properties.dtype)
-            elif key.startswith('state.optimizers.'):
-                optimizers.add(key.split('.')[2])  # `AdamW` in `state.optimizers.AdamW.state...`
-        fingerprints = _fingerprints_of(saved['state'])
-        return cls(path, fingerprints, shapes, sorted(optimizers))
-
-    @classmethod
-    def _read_file(cls, path: Path) -> SavedRun:
-        state = read_state(path)
-        shapes = _shapes_of(state.get('model') or {})
-        optimizers = {}
-        if dict(state.get('timestamp') or {}):
-            optimizers = dict(state.get('optimizers') or {})
-        return cls(path, _fingerprints_of(state), shapes, sorted(optimizers))
+            state = _state_of_folder(path) if path.is_dir() else read_state(path)
+            callbacks = state.get('callbacks') or {}
+            fingerprints = (callbacks.get(SameData.__qualname__) or {}).get('fingerprints', '')
+            optimizers = set()
+            if dict(state.get('timestamp') or {}):
+                for name in state.get('optimizers') or {}:
+                    optimizers.add(name.partition('.')[0])  # `AdamW` in `AdamW.state...` of a sharded checkpoint
+            return cls(path, fingerprints, _shapes_of(state.get('model') or {}), sorted(optimizers))
 
 
-def _fingerprints_of(state: Section) -> str:
-    """Returns the JSON that :class:`SameData` saved; empty if it saved nothing."""
-    callbacks = state.get('callbacks') or {}
-    return (callbacks.get(SameData.__qualname__) or {}).get('fingerprints', '')
+def _state_of_folder(path: Path) -> dict[str, Any]:
+    """Returns the part ``state`` of a sharded checkpoint, without values, except for the fingerprints.
+
+    Its sections are flat: the keys of their entries have dots. Weights are tensors without memory.
+    """
+    state: dict[str, Any] = {}
+    entries: Section = FileSystemReader(path).read_metadata().state_dict_metadata
+    for key, entry in entries.items():
+        section, _, name = key.removeprefix('state.').partition('.')
+        value = None
+        if isinstance(entry, TensorStorageMetadata):
+            value = torch.empty(entry.size, dtype=entry.properties.dtype, device='meta')
+        state.setdefault(section, {})[name] = value
+    # Torch reads only the entries that this mapping has, and replaces their values by the saved values.
+    callbacks = {SameData.__qualname__: {'fingerprints': ''}}
+    saved: dict[str, Any] = {'state': {'callbacks': callbacks}}
+    load_sharded(saved, checkpoint_id=path, planner=DefaultLoadPlanner(allow_partial_load=True))
+    return state | saved['state']
 
 
 SPEED_SETTINGS = ('foreach', 'fused', 'capturable', 'differentiable')
