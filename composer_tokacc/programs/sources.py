@@ -81,6 +81,11 @@ PART_KEYS = {'name': Any, **SHARE_KEYS}
 """Keys of a dataset in ``dataset.parts`` that are not arguments of its class."""
 SECTION_KEYS = ('processor', 'eval', 'parts', 'loss_shares_by')
 """Keys of the section ``dataset`` that are not settings of a single dataset, and so are not passed on to the parts."""
+SHARD_HINTS: dict[str, Hint] = {'replication': Literal[1] | None}
+"""Ranks that replicate one another read the same samples. Only tensor parallelism needs this, which a run from a file
+does not have. A step would have fewer samples than ``loader.global_batch_size``. Composer counts each replica of a
+sample, so a checkpoint within an epoch would name a place that is too far on, and a resumed run would leave some out.
+"""
 SHARD_PLACES = ('local', 'remote', 'streams')
 """Arguments of StreamingDataset that name the shards."""
 
@@ -629,16 +634,6 @@ class ShardSource(Source):
         if self.has_parts:
             raise ConfigError('dataset.parts', 'must be left out for streamed data. Use `dataset.streams`')
         self._check_arguments('dataset', self._arguments(is_eval=False))
-        if (self.section.get('replication') or 1) > 1:
-            # Ranks that replicate one another read the same samples. Only tensor parallelism needs this, which a run
-            # from a file does not have. Composer counts each replica of a sample. So a checkpoint within an epoch would
-            # name a place that is too far on, and the resumed run would leave samples out.
-            raise ConfigError(
-                'dataset.replication',
-                f'must be left out, got: {self.section["replication"]}. Several ranks would train the same samples, so '
-                'a step would have fewer samples than `loader.global_batch_size`, and a resumed run would leave some '
-                'out',
-            )
         eval_section = self.section.get('eval')
         if eval_section:
             self._check_arguments('dataset.eval', self._arguments(is_eval=True))
@@ -686,7 +681,7 @@ class ShardSource(Source):
         extra_keys = {**without(own_arguments, 'processor', 'kwargs'), 'streams': Sections | None}
         # The section must not have these two, because the section `loader` sets them.
         base_class = partial(StreamingDataset, batch_size=None, shuffle=None)
-        check_arguments(path, base_class, arguments, extra_keys=extra_keys)
+        check_arguments(path, base_class, arguments, extra_keys=extra_keys, hints=SHARD_HINTS)
         if not any(arguments.get(place) for place in SHARD_PLACES):
             raise ConfigError(path, f'must name its shards by one of {", ".join(SHARD_PLACES)}. Give `{path}.local`')
         for name, stream in (arguments.get('streams') or {}).items():
