@@ -95,7 +95,9 @@ def _dry_run(config: TrainConfig) -> None:
             trainer.fit()
     trainer.close()
     epoch_length = trainer.state.dataloader_len
-    num_steps = '?' if epoch_length is None else epoch_length.value
+    num_steps: int | str = '?'
+    if epoch_length is not None:
+        num_steps = epoch_length.value
     say(f'dry run: all but training went well; an epoch has {num_steps} steps')
 
 

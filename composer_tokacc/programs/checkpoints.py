@@ -121,7 +121,9 @@ def newest_checkpoint(link: Path) -> Path | None:
     """
     if not os.path.lexists(link):
         return None
-    latest = link.parent / os.readlink(link) if link.is_symlink() else link
+    latest = link
+    if link.is_symlink():
+        latest = link.parent / os.readlink(link)
     for checkpoint in (latest, *_older_checkpoints(latest)):
         damage = find_damage(checkpoint)
         if not damage:
@@ -294,7 +296,10 @@ class SavedRun:
     def read(cls, path: Path) -> SavedRun:
         """Reads a checkpoint file, or the folder of a sharded one, without its weights."""
         with reading_checkpoint(path):
-            state = _state_of_folder(path) if path.is_dir() else read_state(path)
+            if path.is_dir():
+                state = _state_of_folder(path)
+            else:
+                state = read_state(path)
             callbacks = state.get('callbacks') or {}
             fingerprints = (callbacks.get(SameData.__qualname__) or {}).get('fingerprints', '')
             optimizers = set()
@@ -495,7 +500,9 @@ def _checkpoint_to_load(trainer: Section, run_name: str) -> Path | None:
         return None
     # Composer replaces {run_name} and {rank} in the same way. All ranks compare the checkpoint of rank 0.
     path = Path(partial_format(load_path, run_name=run_name, rank=0, local_rank=0, node_rank=0))
-    return path if path.exists() else None
+    if path.exists():
+        return path
+    return None
 
 
 def _compare_shapes(saved: SavedRun, model: ModelShapes, *, is_strict: bool) -> None:

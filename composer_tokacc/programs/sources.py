@@ -450,7 +450,9 @@ class FileSource(Source):
             if needs_weights and isinstance(dataset, LlavaDataset):
                 _check_loss_weights(dataset)
             datasets.append(dataset)
-        return NamedParts(datasets, list(parts)) if self.has_parts else datasets[0]
+        if self.has_parts:
+            return NamedParts(datasets, list(parts))
+        return datasets[0]
 
     def _open(
         self,
@@ -537,7 +539,9 @@ class FileSource(Source):
                 'or compute it alone over the budget with `loader.regroup_ranks=false` and '
                 '`microbatching.on_oversize=warn`',
             )
-        mixing = self._mixing_options(dataset.datasets, table.loss_tokens) if self.has_parts else {}
+        mixing = {}
+        if self.has_parts:
+            mixing = self._mixing_options(dataset.datasets, table.loss_tokens)
         sampler = RegroupingBatchSampler(
             dataset,
             lengths=table.lengths,
@@ -579,7 +583,9 @@ class FileSource(Source):
         # Each sample is drawn once an epoch, unless `epochs` says otherwise. Shares, if there are any, only set the
         # weights of tokens here (`loss_shares_by: weights`).
         epochs = [part.get('epochs', 1) for part in parts]
-        loss_shares = LossShares(sizes, shares, loss_tokens) if shares else None
+        loss_shares = None
+        if shares:
+            loss_shares = LossShares(sizes, shares, loss_tokens)
         return {'mixture': Mixture(sizes, epochs=epochs), 'loss_shares': loss_shares}
 
 
@@ -729,7 +735,9 @@ class ShardSource(Source):
             size = options['batch_size']  # a whole device batch
         token_ids = image_token_ids(processor)
         # A tokenizer of text has no image tokens, and the loader would refuse a cap on them.
-        max_image_tokens = microbatching.max_image_tokens if token_ids else None
+        max_image_tokens = None
+        if token_ids:
+            max_image_tokens = microbatching.max_image_tokens
         loader = ExchangingDataLoader(
             dataset,
             max_tokens=token_budget(size, slot_tokens),

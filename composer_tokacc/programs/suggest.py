@@ -165,7 +165,9 @@ def memory_of_run(
     # Flash attention cannot be traced, because it does not run on CPUs. SDPA without a mask is traced instead, because
     # it keeps the same tensors for the backward. With a mask it would keep the mask, too.
     is_flash = str(config.model.attn_implementation).startswith('flash')
-    changes = {'attn_implementation': 'sdpa'} if is_flash else {}
+    changes = {}
+    if is_flash:
+        changes['attn_implementation'] = 'sdpa'
     build = _model_builder(config, processor, **changes)
     width = int(table.lengths.max())
     traced_samples = _probe_samples(table)
