@@ -28,7 +28,7 @@ from composer.utils import dist
 from composer_tokacc.programs import TrainConfig
 from composer_tokacc.programs.answers import answers_of
 from composer_tokacc.programs.build import RunParts, TrainerParts, build_parts, build_trainer, build_trainer_parts
-from composer_tokacc.programs.checkpoints import checkpoint_folder, lock_folder, repair_latest_link
+from composer_tokacc.programs.checkpoints import checkpoint_folder, lock_folder
 from composer_tokacc.programs.config_checks import notes_on
 from composer_tokacc.programs.metrics_file import JsonLines, read_metrics
 from composer_tokacc.programs.rehearsal import rehearsal_of
@@ -68,13 +68,6 @@ def run(config: TrainConfig) -> None:
     if dist.get_global_rank() == 0:
         folder = checkpoint_folder(config.trainer)
     with lock_folder(folder):
-        # Composer resumes from the checkpoint that its `latest` link names. If that checkpoint is damaged, the link
-        # must be repaired before the Trainer is built. One rank of each node does it, because each node may have its
-        # own disk.
-        if dist.get_local_rank() == 0:
-            message = repair_latest_link(config.trainer)
-            if message:
-                say(message)
         _train(config)
 
 
@@ -102,7 +95,9 @@ def _dry_run(config: TrainConfig) -> None:
             trainer.fit()
     trainer.close()
     epoch_length = trainer.state.dataloader_len
-    num_steps = '?' if epoch_length is None else epoch_length.value
+    num_steps: int | str = '?'
+    if epoch_length is not None:
+        num_steps = epoch_length.value
     say(f'dry run: all but training went well; an epoch has {num_steps} steps')
 
 

@@ -231,7 +231,9 @@ def test_resume_after_damaged_checkpoint(uninterrupted, tmp_path, capsys):
 
     result = train(*command, folder=tmp_path)
 
-    assert f'going on from {folder}/ep0-ba2-rank0.pt: {third_checkpoint} is damaged' in capsys.readouterr().err
+    screen = capsys.readouterr().err
+    assert f'{third_checkpoint} is damaged' in screen
+    assert f'going on from {folder}/ep0-ba2-rank0.pt' in screen
     assert result['steps'] == 4
     assert result['first_step'] == 2
     last = checkpoint(fourth_checkpoint)

@@ -18,7 +18,7 @@ from composer.optim import ComposerScheduler
 from composer.utils import dist, get_device, reproducibility
 
 from composer_tokacc.layout import BatchLayout
-from composer_tokacc.programs.checkpoints import SameData, resume_on_shared_folder, save_empty_states
+from composer_tokacc.programs.checkpoints import SameData, arguments_to_resume, save_empty_states
 from composer_tokacc.programs.errors import ConfigError, building
 from composer_tokacc.programs.host_types import Processor, Section
 from composer_tokacc.programs.lora import identify_adapter
@@ -150,7 +150,7 @@ def build_trainer(
     if arguments.get('autoresume'):
         # A killed run may have left checkpoints of steps that this run trains again. They may be damaged.
         arguments.setdefault('save_overwrite', True)
-        arguments |= resume_on_shared_folder(config.trainer)
+        arguments |= arguments_to_resume(config.trainer)
     optimizer = build_optimizer(parts.model.model, config.optimizer)
     same_data = SameData(
         parts.train_dataset,
@@ -159,7 +159,7 @@ def build_trainer(
         optimizer={**optimizer.defaults, 'parts': config.optimizer.get('parts')},
         batches=parts.source.settings_of_batches(),
         model=parts.model,
-        trainer=config.trainer,
+        trainer=arguments,
         on_other_data=config.loader.on_other_data,
     )
     callbacks = [*trainer_parts.callbacks, same_data]

@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,12 +29,12 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 
-from composer_tokacc.cache import whole_file
 from composer_tokacc.compat import composer_state_types, inner_model
 from composer_tokacc.data import identify_data, identify_processor, identify_vocabulary
 from composer_tokacc.programs.errors import ConfigError, shorten
 from composer_tokacc.programs.host_types import Processor, Section
 from composer_tokacc.programs.machine_faults import fault_of_machine
+from composer_tokacc.programs.process import say
 
 log = logging.getLogger(__name__)
 
@@ -50,13 +50,14 @@ def checkpoint_folder(trainer: Section) -> Path | None:
 def latest_link(trainer: Section) -> Path | None:
     """Returns the path of Composer's link to this rank's latest checkpoint; None without ``autoresume``.
 
-    The link may not exist yet.
+    The link may not exist yet. The result is also None without a run name, because Composer refuses such a run.
     """
     folder = checkpoint_folder(trainer)
-    if folder is None or not trainer.get('autoresume'):
+    run_name = trainer.get('run_name')
+    link_name = trainer.get('save_latest_filename', 'latest-rank{rank}.pt')  # Composer's default
+    if folder is None or not (run_name and link_name and trainer.get('autoresume')):
         return None
-    name = trainer.get('save_latest_filename') or 'latest-rank{rank}.pt'  # Composer's default
-    return folder / format_name_with_dist(name, str(trainer.get('run_name')))
+    return folder.absolute() / format_name_with_dist(link_name, str(run_name))
 
 
 @contextmanager
@@ -81,31 +82,57 @@ def lock_folder(folder: Path | None) -> Iterator[None]:
         yield
 
 
-def repair_latest_link(trainer: Section) -> str:
-    """Points Composer's link to the newest complete checkpoint.
+def arguments_to_resume(trainer: Section) -> dict[str, Any]:
+    """Returns arguments of the Trainer that replace ``autoresume``; a collective.
 
-    Composer loads the checkpoint behind the link. This may be incomplete, if the process was killed while it wrote it,
-    or if the disk was full.
-
-    Returns:
-        A line for the screen that names the checkpoint. Empty if there is no checkpoint to resume.
+    Composer's ``autoresume`` loads the checkpoint behind its link, even if a killed process or a full disk has left it
+    incomplete. It also writes a file into the folder of each node and removes it. In a folder that nodes share this is
+    the same file for all nodes: the first one removes it, the others crash.
     """
     link = latest_link(trainer)
-    if link is None or not (link.is_symlink() or link.exists()):
-        return ''
-    latest = link.parent / os.readlink(link) if link.is_symlink() else link
-    damage = find_damage(latest)
-    if not damage:
-        return f'going on from {latest}'
-    for older in _older_checkpoints(latest):
-        if not find_damage(older):
-            with whole_file(link) as new_link:
-                new_link.symlink_to(os.path.relpath(older, link.parent))
-            return f'going on from {older}: {latest} is damaged ({damage})'
+    if link is None:
+        return {}
+    checkpoint = None
+    if dist.get_global_rank() == 0:
+        checkpoint = newest_checkpoint(link)
+    checkpoint = dist.all_gather_object(checkpoint)[0]
+    exists_on_rank = dist.all_gather_object(checkpoint is not None and checkpoint.exists())
+    if all(exists_on_rank):
+        say(f'going on from {checkpoint}')
+        # As with `autoresume`, the arguments that the user gave for a `load_path` have no effect.
+        return {
+            'autoresume': False,
+            'load_path': str(checkpoint),
+            'load_weights_only': False,
+            'load_strict_model_weights': True,
+            'load_ignore_keys': None,
+            'load_exclude_algorithms': None,
+        }
+    if any(exists_on_rank):  # each node has its own folder, so `autoresume` works
+        return {}
+    return {'autoresume': False}  # no checkpoint yet: a new run
+
+
+def newest_checkpoint(link: Path) -> Path | None:
+    """Returns the newest complete checkpoint; None if there is no checkpoint. Refuses a folder of damaged ones.
+
+    Args:
+        link: Composer's link to the latest checkpoint. A copy of a folder may hold a file in its place.
+    """
+    if not os.path.lexists(link):
+        return None
+    latest = link
+    if link.is_symlink():
+        latest = link.parent / os.readlink(link)
+    for checkpoint in (latest, *_older_checkpoints(latest)):
+        damage = find_damage(checkpoint)
+        if not damage:
+            return checkpoint
+        say(f'{checkpoint} is damaged ({damage})')
     raise ConfigError(
         'trainer.save_folder',
-        f'must hold a complete checkpoint to go on from, got: {latest}, damaged ({damage}), and no other '
-        f'in {latest.parent}. Remove {link.parent} to start from the beginning, or give `trainer.load_path` with '
+        f'must hold a complete checkpoint to go on from, got: {latest}, which is damaged, and no other in '
+        f'{latest.parent}. Remove {link.parent} to start from the beginning, or give `trainer.load_path` with '
         '`trainer.autoresume=false`',
     )
 
@@ -121,33 +148,6 @@ def _older_checkpoints(latest: Path) -> list[Path]:
         if path != latest and not path.is_symlink() and may_be_checkpoint:
             checkpoints.append(path)
     return sorted(checkpoints, key=os.path.getmtime, reverse=True)
-
-
-def resume_on_shared_folder(trainer: Section) -> dict[str, Any]:
-    """Returns arguments of the Trainer that replace ``autoresume`` if nodes share the checkpoint folder.
-
-    Composer's ``autoresume`` writes a file into the folder of each node and removes it. In a shared folder this is the
-    same file for all nodes: the first one removes it, the others crash.
-    """
-    link = latest_link(trainer)
-    is_one_node = dist.get_world_size() == dist.get_local_world_size()
-    if link is None or is_one_node:
-        return {}
-    latest = dist.all_gather_object(os.path.abspath(link))[0]  # all ranks load the checkpoint of rank 0, as in Composer
-    exists_on_rank = dist.all_gather_object(os.path.exists(latest))
-    if all(exists_on_rank):
-        # As with `autoresume`, the arguments that the user gave for a `load_path` have no effect.
-        return {
-            'autoresume': False,
-            'load_path': latest,
-            'load_weights_only': False,
-            'load_strict_model_weights': True,
-            'load_ignore_keys': None,
-            'load_exclude_algorithms': None,
-        }
-    if any(exists_on_rank):  # each node has its own folder, so `autoresume` works
-        return {}
-    return {'autoresume': False}  # no checkpoint yet: a new run
 
 
 def find_damage(path: Path) -> str:
@@ -251,19 +251,14 @@ Shape = tuple[int | str, ...]
 floats never has the same shape as a weight of integers. Torch would load one into the other without an error."""
 
 
-def _shape_of(sizes: Sequence[int], dtype: torch.dtype) -> Shape:
-    """Returns the ``Shape`` of one weight."""
-    if dtype.is_floating_point:
-        return tuple(sizes)
-    return (*sizes, 'not of floats')
-
-
 def _shapes_of(model_state: Mapping[str, Any]) -> dict[str, Shape]:
     """Returns the shapes of a model's weights by name. Leaves out entries that are no tensors (``_extra_state``)."""
     shapes = {}
     for name, value in model_state.items():
         if isinstance(value, torch.Tensor):
-            shapes[name] = _shape_of(value.shape, value.dtype)
+            shapes[name] = tuple(value.shape)
+            if not value.is_floating_point():
+                shapes[name] += ('not of floats',)
     return shapes
 
 
@@ -301,40 +296,37 @@ class SavedRun:
     def read(cls, path: Path) -> SavedRun:
         """Reads a checkpoint file, or the folder of a sharded one, without its weights."""
         with reading_checkpoint(path):
-            return cls._read_folder(path) if path.is_dir() else cls._read_file(path)
-
-    @classmethod
-    def _read_folder(cls, path: Path) -> SavedRun:
-        # Torch reads only the entries that this mapping has, and replaces their values by the saved values.
-        callbacks = {SameData.__qualname__: {'fingerprints': ''}}
-        saved: dict[str, Any] = {'state': {'callbacks': callbacks}}
-        load_sharded(saved, checkpoint_id=path, planner=DefaultLoadPlanner(allow_partial_load=True))
-        entries: Section = FileSystemReader(path).read_metadata().state_dict_metadata
-        shapes = {}
-        optimizers = set()
-        for key, entry in entries.items():
-            if key.startswith('state.model.') and isinstance(entry, TensorStorageMetadata):
-                name = key.removeprefix('state.model.')
-                shapes[name] = _shape_of(entry.size, entry.properties.dtype)
-            elif key.startswith('state.optimizers.'):
-                optimizers.add(key.split('.')[2])  # `AdamW` in `state.optimizers.AdamW.state...`
-        fingerprints = _fingerprints_of(saved['state'])
-        return cls(path, fingerprints, shapes, sorted(optimizers))
-
-    @classmethod
-    def _read_file(cls, path: Path) -> SavedRun:
-        state = read_state(path)
-        shapes = _shapes_of(state.get('model') or {})
-        optimizers = {}
-        if dict(state.get('timestamp') or {}):
-            optimizers = dict(state.get('optimizers') or {})
-        return cls(path, _fingerprints_of(state), shapes, sorted(optimizers))
+            if path.is_dir():
+                state = _state_of_folder(path)
+            else:
+                state = read_state(path)
+            callbacks = state.get('callbacks') or {}
+            fingerprints = (callbacks.get(SameData.__qualname__) or {}).get('fingerprints', '')
+            optimizers = set()
+            if dict(state.get('timestamp') or {}):
+                for name in state.get('optimizers') or {}:
+                    optimizers.add(name.partition('.')[0])  # `AdamW` in `AdamW.state...` of a sharded checkpoint
+            return cls(path, fingerprints, _shapes_of(state.get('model') or {}), sorted(optimizers))
 
 
-def _fingerprints_of(state: Section) -> str:
-    """Returns the JSON that :class:`SameData` saved; empty if it saved nothing."""
-    callbacks = state.get('callbacks') or {}
-    return (callbacks.get(SameData.__qualname__) or {}).get('fingerprints', '')
+def _state_of_folder(path: Path) -> dict[str, Any]:
+    """Returns the part ``state`` of a sharded checkpoint, without values, except for the fingerprints.
+
+    Its sections are flat: the keys of their entries have dots. Weights are tensors without memory.
+    """
+    state: dict[str, Any] = {}
+    entries: Section = FileSystemReader(path).read_metadata().state_dict_metadata
+    for key, entry in entries.items():
+        section, _, name = key.removeprefix('state.').partition('.')
+        value = None
+        if isinstance(entry, TensorStorageMetadata):
+            value = torch.empty(entry.size, dtype=entry.properties.dtype, device='meta')
+        state.setdefault(section, {})[name] = value
+    # Torch reads only the entries that this mapping has, and replaces their values by the saved values.
+    callbacks = {SameData.__qualname__: {'fingerprints': ''}}
+    saved: dict[str, Any] = {'state': {'callbacks': callbacks}}
+    load_sharded(saved, checkpoint_id=path, planner=DefaultLoadPlanner(allow_partial_load=True))
+    return state | saved['state']
 
 
 SPEED_SETTINGS = ('foreach', 'fused', 'capturable', 'differentiable')
@@ -366,7 +358,7 @@ class SameData(Callback):
             run goes on within an epoch: with other batches it would repeat some samples and lose others. None if the
             dataset orders its samples itself. Its settings are then in the fingerprint ``order``.
         model: The model before FSDP divides it. With None no weights are compared.
-        trainer: Section ``trainer`` of the config, which names the checkpoint.
+        trainer: Arguments of the Trainer, which name the checkpoint. See :func:`arguments_to_resume`.
         on_other_data: What to do if fingerprints differ: ``'raise'`` an error, or ``'warn'`` and go on.
     """
 
@@ -428,21 +420,21 @@ class SameData(Callback):
     def before_load(self, state: State, logger: Logger) -> None:
         """Compares before Composer loads, because Composer's error would only say which shapes do not fit."""
         self._is_loading = True
-        path, load_arguments = _checkpoint_to_load(self.trainer, state.run_name)
+        path = _checkpoint_to_load(self.trainer, state.run_name)
         if path is None:
             return
-        weights_only = bool(load_arguments.get('load_weights_only'))
+        weights_only = bool(self.trainer.get('load_weights_only'))
         saved = SavedRun.read(path)
         self._is_compared = True
         if not weights_only:
             self._compare_fingerprints(saved.fingerprints)
         # With `load_ignore_keys` the user decides which weights and optimizers are loaded.
-        if self._unsharded is None or load_arguments.get('load_ignore_keys'):
+        if self._unsharded is None or self.trainer.get('load_ignore_keys'):
             return
         # FSDP has divided the weights by now. Without it, algorithms may have changed the model since __init__().
         model_shapes = self._unsharded if state.fsdp_enabled else ModelShapes.of(inner_model(state.model))
         # A resumed run needs every weight. A run that loads only weights may leave some out.
-        is_strict = not weights_only or bool(load_arguments.get('load_strict_model_weights', True))
+        is_strict = not weights_only or bool(self.trainer.get('load_strict_model_weights', True))
         _compare_shapes(saved, model_shapes, is_strict=is_strict)
         optimizer = type(state.optimizers[0]).__qualname__
         if not weights_only and optimizer not in saved.optimizers:  # Composer would start with a new optimizer
@@ -501,24 +493,16 @@ class SameData(Callback):
         )
 
 
-def _checkpoint_to_load(trainer: Section, run_name: str) -> tuple[Path | None, Section]:
-    """Returns the checkpoint on this machine that the Trainer will load, or None if there is none.
-
-    Also returns the section ``trainer``, whose arguments ``load_...`` say how the checkpoint is loaded. It is empty for
-    ``autoresume``, because Composer then ignores these arguments.
-    """
-    latest = latest_link({**trainer, 'run_name': run_name})
-    if latest is not None:
-        latest = dist.all_gather_object(latest)[0]  # all ranks load the checkpoint of rank 0, as in Composer
-        if latest.exists():
-            return latest, {}
+def _checkpoint_to_load(trainer: Section, run_name: str) -> Path | None:
+    """Returns the checkpoint that the Trainer will load; None if there is none, or if it is not on this machine."""
     load_path = trainer.get('load_path')
-    if load_path is not None:
-        # Composer replaces {run_name} and {rank} in the same way. All ranks compare the checkpoint of rank 0.
-        path = Path(partial_format(load_path, run_name=run_name, rank=0, local_rank=0, node_rank=0))
-        if path.exists():
-            return path, trainer
-    return None, {}
+    if load_path is None or trainer.get('autoresume'):  # `autoresume` may replace the path
+        return None
+    # Composer replaces {run_name} and {rank} in the same way. All ranks compare the checkpoint of rank 0.
+    path = Path(partial_format(load_path, run_name=run_name, rank=0, local_rank=0, node_rank=0))
+    if path.exists():
+        return path
+    return None
 
 
 def _compare_shapes(saved: SavedRun, model: ModelShapes, *, is_strict: bool) -> None:

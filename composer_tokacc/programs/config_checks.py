@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -107,12 +108,10 @@ def _check_launcher() -> int:
 
     If RANK is no integer, Composer has already raised an error when it was imported.
     """
-    numbers = {}
-    for name, default in (('RANK', 0), ('LOCAL_RANK', 0), ('WORLD_SIZE', 1)):
-        with building(name):
-            numbers[name] = int(os.environ.get(name, default))
-    rank = numbers['RANK']
-    world_size = numbers['WORLD_SIZE']
+    with building('RANK, LOCAL_RANK or WORLD_SIZE'):
+        rank = int(os.environ.get('RANK', 0))
+        world_size = int(os.environ.get('WORLD_SIZE', 1))
+        int(os.environ.get('LOCAL_RANK', 0))
     # With only RANK=1 set, for example, this process would be alone in its run, and no rank 0 would write results.
     if rank >= world_size:
         raise ConfigError('RANK', f'of the environment must be below WORLD_SIZE, got: {rank} of {world_size}. Unset it')
@@ -253,14 +252,16 @@ def notes_on(config: TrainConfig) -> list[str]:
             '`algorithms` has no `token_accumulation`, so Composer weights microbatches by their samples, and the '
             'gradient depends on how a batch is cut'
         )
+    sections = asdict(config)
     for needed_key, keys in KEYS_NEEDING.items():
         section_name, _, name = needed_key.partition('.')
         # If the key is there with a null, the user has switched it off, as `trainer.save_folder=null` does for a short
         # trial. This needs no note.
-        if name in getattr(config, section_name):
+        if name in sections[section_name]:
             continue
         for key in keys:
-            if _value_of(config, key):
+            section_name, _, name = key.partition('.')
+            if sections[section_name].get(name):
                 notes.append(f'`{key}` has no effect without `{needed_key}`')
     parts = config.dataset.get('parts') or {}
     # A key next to `parts` is the default for all parts and the eval set. If each of them has the key, the default is
@@ -277,13 +278,6 @@ def notes_on(config: TrainConfig) -> list[str]:
             '`microbatching.device_memory_gib` only limits the microbatches of a run with `microbatching.size: suggest`'
         )
     return notes
-
-
-def _value_of(config: TrainConfig, key: str) -> Any:
-    """Returns the value of a key such as ``trainer.save_folder``; None if the file does not have it."""
-    section_name, _, name = key.partition('.')
-    section = getattr(config, section_name)
-    return section.get(name) if isinstance(section, dict) else getattr(section, name)
 
 
 def check_folders(config: TrainConfig) -> None:

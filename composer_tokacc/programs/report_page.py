@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 import base64
-import html
 from collections.abc import Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from jinja2 import Environment
+from PIL import Image
 
 from composer_tokacc.programs.answers import Answer
 from composer_tokacc.programs.metrics_file import Series, select
@@ -19,27 +21,6 @@ from composer_tokacc.programs.metrics_file import Series, select
 MOST_POINTS = 400
 """Most points of a curve. The steps are divided into at most half as many ranges. The lowest and the highest value of
 each range are drawn, so no spike is lost. The first and the last value are drawn, too."""
-MOST_IMAGES = 12
-"""Most images of an answered sample that are shown."""
-LINE_COLORS = ('#2a78b5', '#c0392b', '#1f9d6b', '#8e5ea2', '#d98c1f', '#5f6b7a')
-WIDTH = 640
-"""Width of a chart. This number and the next four are pixels."""
-HEIGHT = 200
-"""Height of a chart."""
-MARGIN = 46
-"""Space on the left and on the right of the curves."""
-TOP = 10
-"""Space above the curves."""
-BOTTOM = 20
-"""Space below the curves, for the steps."""
-
-STYLE = """
-body { font: 15px/1.4 sans-serif; max-width: 1340px; margin: 2em auto; color: #222 }
-th { text-align: left; padding-right: 2em; font-weight: normal; color: #555 }
-figure { display: inline-block; margin: .6em 0 } figcaption { font-weight: bold } img { max-width: 100% }
-.answer { width: 620px; margin-right: 1em; vertical-align: top }
-.answer img { min-width: 48px; image-rendering: pixelated }
-"""
 
 PANELS = (
     ('Loss', ('loss/train/total', 'token_accumulation/token_mean_loss')),
@@ -55,6 +36,67 @@ PANELS = (
     ('Evaluation', ('metrics/eval/*',)),
 )
 """Title of each chart, and the metrics in it."""
+
+
+# A chart is 640 x 200 pixels. Its curves keep 46 pixels to the left and to the right, 10 above and 20 below. At most 12
+# images of an answered sample are shown.
+TEMPLATE = """\
+<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<title>{{ title }}</title>
+<style>
+body { font: 15px/1.4 sans-serif; max-width: 1340px; margin: 2em auto; color: #222 }
+th { text-align: left; padding-right: 2em; font-weight: normal; color: #555 }
+figure { display: inline-block; margin: .6em 0 } figcaption { font-weight: bold } img { max-width: 100% }
+.answer { width: 620px; margin-right: 1em; vertical-align: top }
+.answer img { min-width: 48px; image-rendering: pixelated }
+</style>
+<h1>{{ title }}</h1>
+<table>
+{% for name, figure in lines %}<tr><th>{{ name }}</th><td>{{ figure }}</td></tr>
+{% endfor %}</table>
+{% set colors = ['#2a78b5', '#c0392b', '#1f9d6b', '#8e5ea2', '#d98c1f', '#5f6b7a'] %}
+{% for chart in charts %}
+<figure><figcaption>{{ chart.title }}</figcaption>
+<svg width="640" height="200" font-size="11" role="img">
+<text x="2" y="14">{{ '%.3g' | format(chart.high) }}</text>
+<text x="2" y="180">{{ '%.3g' | format(chart.low) }}</text>
+<text x="46" y="196">step {{ chart.first_step }}</text>
+<text x="594" y="196" text-anchor="end">{{ chart.last_step }}</text>
+<path d="M46 8V182H594" fill="none" stroke="#bbb"/>
+{% for curve in chart.curves %}
+{% set color = colors[loop.index0 % 6] %}
+<polyline fill="none" stroke="{{ color }}" stroke-width="1.6" points="{% for across, up in curve.points %}
+{{- '%.1f,%.1f ' | format(46 + 548 * across, 180 - 170 * up) }}{% endfor %}"/>
+{% if curve.points | length == 1 %}{# a line of one point cannot be seen #}
+{% set across, up = curve.points[0] %}
+<circle fill="{{ color }}" r="3" cx="{{ 46 + 548 * across }}" cy="{{ 180 - 170 * up }}"/>
+{% endif %}
+{% endfor %}
+</svg><br>
+{% for curve in chart.curves %}
+<span style="color:{{ colors[loop.index0 % 6] }}">{{ curve.name }}: {{ '%.4g' | format(curve.last) }}</span> &nbsp;
+{% endfor %}
+</figure>
+{% endfor %}
+{% if picture %}<figure><img alt="result" src="data:image/png;base64,{{ picture }}"></figure>{% endif %}
+{% if answers %}<h2>Answers to samples of the eval set</h2>{% endif %}
+{% for answer in answers %}
+<figure class="answer">
+<figcaption>{{ answer.sample_id }} {% if answer.is_right %}&#10003;{% else %}&#10007;{% endif %}</figcaption>
+{% for image in answer.images[:12] %}
+<img alt="image of {{ answer.sample_id }}" src="data:image/png;base64,{{ image | as_png }}">
+{% endfor %}
+<table>
+<tr><th>question</th><td>{{ answer.question }}</td></tr>
+<tr><th>expected</th><td>{{ answer.expected }}</td></tr>
+<tr><th>answer</th><td>{{ answer.generated }}</td></tr>
+</table>
+</figure>
+{% endfor %}
+</html>
+"""
 
 
 def write_page(
@@ -73,90 +115,61 @@ def write_page(
         metrics: Everything that was logged.
         answers: The model's answers in the last evaluation.
     """
-    rows = ''.join(_row(name, text) for name, text in lines)
-    figures = []
+    charts = []
     for caption, patterns in PANELS:
         curves: dict[str, Series] = {}
         for pattern in patterns:
             curves.update(select(metrics, pattern))
         if curves:
-            figures.append(_chart(caption, curves))
-    picture = path.with_name('result.png')
-    if picture.is_file():
-        figures.append(f'<figure>{_embedded(picture.read_bytes(), "result")}</figure>')
-    if answers:
-        figures.append('<h2>Answers to samples of the eval set</h2>')
-        figures += [_answered(answer) for answer in answers]
-    name = html.escape(title)
-    head = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{name}</title><style>{STYLE}</style>'
-    path.write_text(f'{head}<h1>{name}</h1><table>{rows}</table>{"".join(figures)}</html>\n', encoding='utf-8')
+            charts.append(_chart(caption, curves))
+    picture = ''
+    picture_path = path.with_name('result.png')
+    if picture_path.is_file():
+        picture = _as_text(picture_path.read_bytes())
+    environment = Environment(autoescape=True)
+    environment.filters['as_png'] = _as_png
+    template = environment.from_string(TEMPLATE)
+    page = template.render(title=title, lines=lines, charts=charts, picture=picture, answers=answers)
+    path.write_text(page, encoding='utf-8')
 
 
-def _row(name: str, text: str) -> str:
-    """Returns the HTML of a row of a table."""
-    return f'<tr><th>{html.escape(name)}</th><td>{html.escape(text)}</td></tr>'
+def _as_text(data: bytes) -> str:
+    """Returns bytes in base64, so that a page can hold them."""
+    return base64.b64encode(data).decode()
 
 
-def _answered(answer: Answer) -> str:
-    """Returns the HTML of a sample: its images, its question, the expected text and the text of the model."""
-    pictures = []
-    for image in answer.images[:MOST_IMAGES]:
-        png = BytesIO()
-        image.save(png, 'PNG')
-        pictures.append(_embedded(png.getvalue(), f'image of {answer.sample_id}'))
-    rows = [
-        _row('question', answer.question),
-        _row('expected', answer.expected),
-        _row('answer', answer.generated),
-    ]
-    mark = '&#10003;' if answer.is_right else '&#10007;'
-    caption = f'<figcaption>{html.escape(answer.sample_id)} {mark}</figcaption>'
-    return f'<figure class="answer">{caption}{" ".join(pictures)}<table>{"".join(rows)}</table></figure>'
+def _as_png(image: Image.Image) -> str:
+    """Returns a PNG file of an image in base64."""
+    png = BytesIO()
+    image.save(png, 'PNG')
+    return _as_text(png.getvalue())
 
 
-def _embedded(data: bytes, text: str) -> str:
-    """Returns the HTML of a PNG image, whose bytes are in the page itself. ``text`` stands for it in a text browser."""
-    encoded = base64.b64encode(data).decode()
-    return f'<img alt="{html.escape(text)}" src="data:image/png;base64,{encoded}">'
-
-
-def _chart(title: str, curves: Mapping[str, Series]) -> str:
-    """Returns the HTML of a chart. Its axes name the ranges of steps and values, its legend the last values."""
+def _chart(title: str, curves: Mapping[str, Series]) -> dict[str, Any]:
+    """Returns a chart for the template: its axes, and the points of its curves, whose coordinates are in [0, 1]."""
     all_steps = np.concatenate([steps for steps, _ in curves.values()])
     all_values = np.concatenate([values for _, values in curves.values()])
     first_step = all_steps.min()
     last_step = all_steps.max()
     low = all_values.min()
     high = all_values.max()
-    lines = []
-    legends = []
-    for number, (name, (steps, values)) in enumerate(curves.items()):
-        color = LINE_COLORS[number % len(LINE_COLORS)]
+    drawn_curves = []
+    for name, (steps, values) in curves.items():
         points = []
         for place in _drawn_places(values):
-            step = steps[place]
-            value = values[place]
-            # Both in [0, 1]. A single step or a constant curve must not divide by zero.
-            across = (step - first_step) / max(last_step - first_step, 1)
-            up = (value - low) / ((high - low) or 1)
-            x = MARGIN + (WIDTH - 2 * MARGIN) * across
-            y = HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * up
-            points.append(f'{x:.1f},{y:.1f}')
-            if len(steps) == 1:  # a line of one point cannot be seen
-                lines.append(f'<circle fill="{color}" r="3" cx="{x:.1f}" cy="{y:.1f}"/>')
-        lines.append(f'<polyline fill="none" stroke="{color}" stroke-width="1.6" points="{" ".join(points)}"/>')
-        legends.append(f'<span style="color:{color}">{html.escape(name)}: {values[-1]:.4g}</span>')
-    # The numbers in the text are pixels. They keep the labels beside the axes, clear of the curves.
-    axes = (
-        f'<text x="2" y="14">{high:.3g}</text><text x="2" y="{HEIGHT - BOTTOM}">{low:.3g}</text>'
-        f'<text x="{MARGIN}" y="{HEIGHT - 4}">step {first_step}</text>'
-        f'<text x="{WIDTH - MARGIN}" y="{HEIGHT - 4}" text-anchor="end">{last_step}</text>'
-        f'<path d="M{MARGIN} 8V{HEIGHT - 18}H{WIDTH - MARGIN}" fill="none" stroke="#bbb"/>'
-    )
-    return (
-        f'<figure><figcaption>{html.escape(title)}</figcaption><svg width="{WIDTH}" height="{HEIGHT}" font-size="11" '
-        f'role="img">{axes}{"".join(lines)}</svg><br>{" &nbsp; ".join(legends)}</figure>'
-    )
+            # A single step or a constant curve must not divide by zero.
+            across = (steps[place] - first_step) / max(last_step - first_step, 1)
+            up = (values[place] - low) / ((high - low) or 1)
+            points.append((across, up))
+        drawn_curves.append({'name': name, 'points': points, 'last': values[-1]})
+    return {
+        'title': title,
+        'curves': drawn_curves,
+        'first_step': first_step,
+        'last_step': last_step,
+        'low': low,
+        'high': high,
+    }
 
 
 def _drawn_places(curve: Sequence[float]) -> list[int]:

@@ -497,7 +497,7 @@ def check_value(path: str, value: Any, hint: Hint) -> Any:
     except TypeError as error:  # an enum of Composer raises it for a value that is no text
         raise ConfigError(path, f'cannot be used: {error}') from error
     except ValidationError as error:
-        key_path, wrong_value = _place_of(error, path, value)
+        first = error.errors()[0]
         messages = []
         for detail in error.errors():  # of all branches of a union
             # A YAML file cannot hold an object of a class, so a branch that asks for one is not named.
@@ -509,13 +509,12 @@ def check_value(path: str, value: Any, hint: Hint) -> Any:
         # messages.
         requirement = requirement.replace('Input should ', 'must ').replace('Value error, ', '')
         requirement = requirement.replace('an object', 'a mapping').replace('array', 'list')  # the words for JSON
-        keys = error.errors()[0]['loc']
-        if keys and isinstance(keys[-1], int):  # a place in a tuple
-            requirement = requirement.replace('Field required', 'must have more entries')
-        if '[key]' in keys:  # pydantic writes it after a key that is wrong itself: ('lr', '[key]')
-            wrong_value = keys[keys.index('[key]') - 1]
+        requirement = requirement.replace('Field required', 'must have more entries')  # of a tuple
+        if '[key]' in first['loc']:  # pydantic writes it after a key that is wrong itself: ('lr', '[key]')
             requirement = f'as a key {requirement}'
-        raise ConfigError(key_path, f'{requirement}, got: {shorten(repr(wrong_value), 300)}') from error
+        raise ConfigError(
+            _path_of(first['loc'], path, value), f'{requirement}, got: {shorten(repr(first["input"]), 300)}'
+        ) from error
 
 
 def _fit(value: Any, checker: TypeAdapter) -> Any:
@@ -534,17 +533,16 @@ def _fit(value: Any, checker: TypeAdapter) -> Any:
         return checker.validate_json(text)
 
 
-def _place_of(error: ValidationError, path: str, value: object) -> tuple[str, object]:
-    """Returns key and value of the first mistake that pydantic found in ``value``, which may be inside a mapping.
+def _path_of(keys: Sequence[int | str], path: str, value: object) -> str:
+    """Returns the path of the first mistake that pydantic found in ``value``, which may be inside a mapping.
 
     Pydantic gives the keys that lead to it, and between them names of branches of unions: ``('a', 'int', 'b')``.
     """
-    keys = error.errors()[0]['loc']
     for key in keys:
         if isinstance(value, Mapping) and key in value:  # otherwise it is the name of a branch
             path = _join(path, key)
             value = value[key]
-    return path, value
+    return path
 
 
 def _checker_of(hint: Hint) -> TypeAdapter | None:

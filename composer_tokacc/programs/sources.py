@@ -81,6 +81,11 @@ PART_KEYS = {'name': Any, **SHARE_KEYS}
 """Keys of a dataset in ``dataset.parts`` that are not arguments of its class."""
 SECTION_KEYS = ('processor', 'eval', 'parts', 'loss_shares_by')
 """Keys of the section ``dataset`` that are not settings of a single dataset, and so are not passed on to the parts."""
+SHARD_HINTS: dict[str, Hint] = {'replication': Literal[1] | None}
+"""Ranks that replicate one another read the same samples. Only tensor parallelism needs this, which a run from a file
+does not have. A step would have fewer samples than ``loader.global_batch_size``. Composer counts each replica of a
+sample, so a checkpoint within an epoch would name a place that is too far on, and a resumed run would leave some out.
+"""
 SHARD_PLACES = ('local', 'remote', 'streams')
 """Arguments of StreamingDataset that name the shards."""
 
@@ -445,7 +450,9 @@ class FileSource(Source):
             if needs_weights and isinstance(dataset, LlavaDataset):
                 _check_loss_weights(dataset)
             datasets.append(dataset)
-        return NamedParts(datasets, list(parts)) if self.has_parts else datasets[0]
+        if self.has_parts:
+            return NamedParts(datasets, list(parts))
+        return datasets[0]
 
     def _open(
         self,
@@ -532,7 +539,9 @@ class FileSource(Source):
                 'or compute it alone over the budget with `loader.regroup_ranks=false` and '
                 '`microbatching.on_oversize=warn`',
             )
-        mixing = self._mixing_options(dataset.datasets, table.loss_tokens) if self.has_parts else {}
+        mixing = {}
+        if self.has_parts:
+            mixing = self._mixing_options(dataset.datasets, table.loss_tokens)
         sampler = RegroupingBatchSampler(
             dataset,
             lengths=table.lengths,
@@ -574,7 +583,9 @@ class FileSource(Source):
         # Each sample is drawn once an epoch, unless `epochs` says otherwise. Shares, if there are any, only set the
         # weights of tokens here (`loss_shares_by: weights`).
         epochs = [part.get('epochs', 1) for part in parts]
-        loss_shares = LossShares(sizes, shares, loss_tokens) if shares else None
+        loss_shares = None
+        if shares:
+            loss_shares = LossShares(sizes, shares, loss_tokens)
         return {'mixture': Mixture(sizes, epochs=epochs), 'loss_shares': loss_shares}
 
 
@@ -629,16 +640,6 @@ class ShardSource(Source):
         if self.has_parts:
             raise ConfigError('dataset.parts', 'must be left out for streamed data. Use `dataset.streams`')
         self._check_arguments('dataset', self._arguments(is_eval=False))
-        if (self.section.get('replication') or 1) > 1:
-            # Ranks that replicate one another read the same samples. Only tensor parallelism needs this, which a run
-            # from a file does not have. Composer counts each replica of a sample. So a checkpoint within an epoch would
-            # name a place that is too far on, and the resumed run would leave samples out.
-            raise ConfigError(
-                'dataset.replication',
-                f'must be left out, got: {self.section["replication"]}. Several ranks would train the same samples, so '
-                'a step would have fewer samples than `loader.global_batch_size`, and a resumed run would leave some '
-                'out',
-            )
         eval_section = self.section.get('eval')
         if eval_section:
             self._check_arguments('dataset.eval', self._arguments(is_eval=True))
@@ -686,7 +687,7 @@ class ShardSource(Source):
         extra_keys = {**without(own_arguments, 'processor', 'kwargs'), 'streams': Sections | None}
         # The section must not have these two, because the section `loader` sets them.
         base_class = partial(StreamingDataset, batch_size=None, shuffle=None)
-        check_arguments(path, base_class, arguments, extra_keys=extra_keys)
+        check_arguments(path, base_class, arguments, extra_keys=extra_keys, hints=SHARD_HINTS)
         if not any(arguments.get(place) for place in SHARD_PLACES):
             raise ConfigError(path, f'must name its shards by one of {", ".join(SHARD_PLACES)}. Give `{path}.local`')
         for name, stream in (arguments.get('streams') or {}).items():
@@ -734,7 +735,9 @@ class ShardSource(Source):
             size = options['batch_size']  # a whole device batch
         token_ids = image_token_ids(processor)
         # A tokenizer of text has no image tokens, and the loader would refuse a cap on them.
-        max_image_tokens = microbatching.max_image_tokens if token_ids else None
+        max_image_tokens = None
+        if token_ids:
+            max_image_tokens = microbatching.max_image_tokens
         loader = ExchangingDataLoader(
             dataset,
             max_tokens=token_budget(size, slot_tokens),

@@ -24,7 +24,6 @@ from composer.distributed.mosaic_parallelism import get_mixed_precision
 from composer.models import HuggingFaceModel
 from composer.utils import dist
 
-from composer_tokacc.algorithm import TokenAccumulation
 from composer_tokacc.cache import cache_folder
 from composer_tokacc.collectives import from_any_rank
 from composer_tokacc.data import TABLE_COLUMNS, LengthTable
@@ -35,7 +34,7 @@ from composer_tokacc.programs.errors import ConfigError, building
 from composer_tokacc.programs.host_types import Processor, SampleDataset
 from composer_tokacc.programs.models import build_transformers_model, read_config
 from composer_tokacc.programs.process import say
-from composer_tokacc.programs.registry import build_all, build_section
+from composer_tokacc.programs.registry import build_section, build_token_accumulation
 from composer_tokacc.programs.schema import TrainConfig, without
 from composer_tokacc.programs.sources import Source
 from composer_tokacc.refusals import InvalidInputError
@@ -166,7 +165,9 @@ def memory_of_run(
     # Flash attention cannot be traced, because it does not run on CPUs. SDPA without a mask is traced instead, because
     # it keeps the same tensors for the backward. With a mask it would keep the mask, too.
     is_flash = str(config.model.attn_implementation).startswith('flash')
-    changes = {'attn_implementation': 'sdpa'} if is_flash else {}
+    changes = {}
+    if is_flash:
+        changes['attn_implementation'] = 'sdpa'
     build = _model_builder(config, processor, **changes)
     width = int(table.lengths.max())
     traced_samples = _probe_samples(table)
@@ -309,13 +310,11 @@ def _logits_of_run(config: TrainConfig) -> str:
 
     A run computes all logits without TokenAccumulation, with metrics of training, and with a compiled model.
     """
-    for algorithm in build_all('algorithms', config.algorithms):
-        if isinstance(algorithm, TokenAccumulation):
-            is_compiled = config.trainer.get('compile_config') is not None
-            if algorithm.why_all_logits is not None or config.model.train_metrics or is_compiled:
-                return 'all'
-            return algorithm.options.logits
-    return 'all'
+    algorithm = build_token_accumulation(config)
+    is_compiled = config.trainer.get('compile_config') is not None
+    if algorithm is None or algorithm.why_all_logits is not None or config.model.train_metrics or is_compiled:
+        return 'all'
+    return algorithm.options.logits
 
 
 def watch_flops(

@@ -516,7 +516,7 @@ def test_values_are_converted_to_their_annotation(hint, value, expected):
         (
             list[tuple[int, int]],
             [[1, '2']],
-            "`key` must be a valid integer, got: [[1, '2']]",
+            "`key` must be a valid integer, got: '2'",
         ),
         (tuple[float, float], [0.5], '`key` must have more entries, got: [0.5]'),
         (set[str], 'a', "`key` must be a valid list, got: 'a'"),

@@ -18,7 +18,7 @@ from PIL import Image
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from composer_tokacc.programs import ConfigError
-from composer_tokacc.programs.checkpoints import SameData
+from composer_tokacc.programs.checkpoints import SameData, arguments_to_resume
 from composer_tokacc.train import main
 from examples.digits import build_digits_processor
 from tests.support.conversations import turns
@@ -410,7 +410,15 @@ def test_autoresume_ignores_load_ignore_keys(tmp_path):
     """They are for another `load_path`, so the run's own checkpoint is still compared."""
     latest = tmp_path / 'latest-rank0.pt'
     save_model(layers(4, 4).state_dict(), latest, is_sharded=False)
-    options = {'autoresume': True, 'save_folder': str(tmp_path), 'load_ignore_keys': ['state/optimizers']}
+    options = {
+        'autoresume': True,
+        'save_folder': str(tmp_path),
+        'run_name': 'run',
+        'load_ignore_keys': ['state/optimizers'],
+    }
+    options |= arguments_to_resume(options)
+    path = options.pop('load_path')
+    assert path == str(latest)
     with pytest.raises(ConfigError, match='must be of the same model'):
-        before_load(layers(4, 3), tmp_path / 'other.pt', **options)
-    before_load(layers(4, 4), tmp_path / 'other.pt', **options)
+        before_load(layers(4, 3), path, **options)
+    before_load(layers(4, 4), path, **options)

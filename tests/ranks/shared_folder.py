@@ -1,21 +1,17 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Under the composer launcher: the arguments of the Trainer on nodes of one rank that share a checkpoint folder."""
+"""Under the composer launcher: the arguments of the Trainer on ranks that share a checkpoint folder."""
 
 from __future__ import annotations
 
 import json
-import os
 
 from composer.utils import dist
 
-from composer_tokacc.programs.checkpoints import resume_on_shared_folder
+from composer_tokacc.programs.checkpoints import arguments_to_resume
 
 
 def main(folder: str) -> list[str]:
-    ranks_of_node = os.environ['LOCAL_WORLD_SIZE']
-    os.environ['LOCAL_WORLD_SIZE'] = '1'
-    arguments = resume_on_shared_folder({'autoresume': True, 'save_folder': folder, 'run_name': 'run'})
-    os.environ['LOCAL_WORLD_SIZE'] = ranks_of_node
+    arguments = arguments_to_resume({'autoresume': True, 'save_folder': folder, 'run_name': 'run'})
     return dist.all_gather_object(json.dumps(arguments))

@@ -169,8 +169,8 @@ MISTAKES = {
     'dataset.streams={a: {locl: x}}': '`dataset.streams.a` has no key locl. Did you mean local?',
     'dataset.eval.num_canonical_nodes=2': '`dataset.eval` must name shards of its own',
     'microbatching.regroup=false': '`loader.exchange_ranks` needs `microbatching.regroup`',
-    'dataset.replication=2': '`dataset.replication` must be left out, got: 2',
-    'dataset.replication=two': '`dataset.replication` must be a valid integer',
+    'dataset.replication=2': '`dataset.replication` must be 1, got: 2',
+    'dataset.replication=two': '`dataset.replication` must be 1',
     'loader.modality=per_step': '`loader.modality` as it is set needs a plan',
     'dataset.name=llava_streeming': 'has no dataset llava_streeming',
 }
