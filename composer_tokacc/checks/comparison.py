@@ -511,7 +511,11 @@ class RowComparison:
                     row_gradients = self._unpacked(packed, gradient, rows)
                 else:
                     row_gradients = self._in_uncut_columns(gradient, len(rows))
-                aligned[Point(unit, index)] = row_gradients * self._denominator(unit, rows)
+                denominator = self._denominator(unit, rows)
+                if denominator == 0:
+                    # A mean over no tokens may have the gradient NaN, and NaN times 0 is NaN. A step leaves it out.
+                    row_gradients = torch.zeros_like(row_gradients)
+                aligned[Point(unit, index)] = row_gradients * denominator
         return aligned
 
     def _unpacked(self, packed: Batch, gradient: Tensor, rows: Sequence[int]) -> Tensor:

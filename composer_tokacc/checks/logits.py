@@ -299,12 +299,14 @@ def on_gradient(logits: Tensor, hook: Callable[[Tensor], Tensor | None]) -> None
 
 
 def gradient_by_logits(loss: Tensor, logits: Tensor) -> Tensor | None:
-    """Returns the gradient of a loss by the logits, and keeps the graph. None: the loss is not made of the logits.
+    """Returns the gradient of a loss by the logits, and keeps the graph.
 
-    If the logits are a copy, the gradient is the one by the tensor before the copy, see :func:`edge_of`.
+    None: the loss is not made of the logits, or no parameter before the logits is trained. If the logits are a copy,
+    the gradient is the one by the tensor before the copy, see :func:`edge_of`.
     """
     node, index = edge_of(logits)
-    assert node is not None, 'the logits have a gradient'
+    if node is None:
+        return None
     (gradient,) = torch.autograd.grad(loss, GradientEdge(node, index), retain_graph=True, allow_unused=True)
     return gradient
 

@@ -20,7 +20,7 @@ from tests.matrix.subjects import text_subject
 from tests.support.exactness import split
 from tests.support.small_batches import additive, text_batch
 from tests.support.text import collate, one_layer_model, text_rows, whisper_model
-from tests.support.training import On, assert_exact, fit, hugging_face, loader, relative_error, train
+from tests.support.training import On, assert_exact, fit, gradients_of, hugging_face, loader, relative_error, train
 
 for_each_decoder_input = pytest.mark.parametrize('has_decoder_ids', [True, False])
 
@@ -102,6 +102,28 @@ def t5():
     """A T5 of one layer, which is enough to have two texts."""
     subject = text_subject('t5', decoder_start_token_id=0, num_layers=1, num_decoder_layers=1)
     return subject.model('fresh')
+
+
+class WithMaskedMean(HuggingFaceModel):
+    """A T5 with a z-loss, whose gradient is NaN in rows without labels, because it divides by the number of labels."""
+
+    def loss(self, outputs, batch):
+        has_label = (batch['labels'] != -100).float()
+        z_losses = outputs['logits'].logsumexp(dim=-1).square() * has_label
+        return outputs['loss'] + 0.01 * z_losses.sum() / has_label.sum()
+
+
+def test_row_without_labels_in_a_masked_mean(t5):
+    lengths = [(5, 12), (24, 1), (3, 0), (4, 2)]
+    batch = seq2seq_batch(24, 12, lengths=lengths)
+    model = WithMaskedMean(t5.model, use_logits=True)
+
+    loss = model.loss(model(batch), batch)
+    expected_gradients = gradients_of(t5.model, loss)
+
+    recorder = fit(model, batch, microbatch_size=1)
+
+    assert relative_error(recorder.gradients, expected_gradients) < 1e-6
 
 
 @pytest.mark.parametrize('decoder_width', [24, 30])
