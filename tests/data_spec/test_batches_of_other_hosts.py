@@ -14,7 +14,7 @@ from composer.core import Event
 from composer.models import HuggingFaceModel
 from torch.utils.data import DataLoader
 
-from composer_tokacc import TokenAccumulation, token_data_spec
+from composer_tokacc import RegroupingBatchSampler, RegroupingDataLoader, TokenAccumulation, token_data_spec
 from tests.matrix.harness import kinds_of_steps, plain_gradients
 from tests.matrix.subjects import text_subject
 from tests.support.exactness import split
@@ -102,6 +102,46 @@ def t5():
     """A T5 of one layer, which is enough to have two texts."""
     subject = text_subject('t5', decoder_start_token_id=0, num_layers=1, num_decoder_layers=1)
     return subject.model('fresh')
+
+
+def seq2seq_loader(*, side, decoder_width=None):
+    """Returns a loader of one step of two microbatches. It pads labels to ``decoder_width``, or to the longest ones."""
+
+    all_rows = seq2seq_batch(24, 12)
+
+    def collated(rows):
+        decoder_lengths = [SEQ2SEQ_LENGTHS[row][1] for row in rows]
+        width = decoder_width or max(decoder_lengths)
+        batch = {key: value[list(rows)] for key, value in all_rows.items()}
+        batch['labels'] = batch['labels'][:, :width]
+        if side == 'left':
+            for labels, decoder_length in zip(batch['labels'], decoder_lengths, strict=True):
+                labels.copy_(labels.roll(width - decoder_length))
+        return batch
+
+    num_rows = len(SEQ2SEQ_LENGTHS)
+    sampler = RegroupingBatchSampler(
+        range(num_rows), lengths=[24] * num_rows, global_batch_size=num_rows, max_tokens=3 * 24, shuffle=False
+    )
+    data = RegroupingDataLoader(range(num_rows), batch_sampler=sampler, collate_fn=collated)
+    return token_data_spec(data, slot_tokens=24), collated(range(num_rows))
+
+
+@pytest.mark.parametrize(('side', 'decoder_width'), [('right', None), ('left', 12)])
+def test_labels_that_a_loader_pads(t5, side, decoder_width):
+    data, batch = seq2seq_loader(side=side, decoder_width=decoder_width)
+    expected_gradients = plain_gradients(t5, batch)
+
+    recorder = fit(t5, data, microbatch_size=3)
+
+    assert relative_error(recorder.gradients, expected_gradients) < 1e-6
+
+
+def test_labels_that_a_loader_pads_on_the_left(t5):
+    """The decoder sees this padding, and in one batch with the other rows there would be more of it."""
+    data, _ = seq2seq_loader(side='left')
+    with pytest.raises(ValueError, match='Labels of an encoder-decoder must be padded on the right'):
+        fit(t5, data, microbatch_size=3)
 
 
 class WithMaskedMean(HuggingFaceModel):
