@@ -23,7 +23,6 @@ from composer_tokacc.batch import (
     Reach,
     attended_positions,
     labels_at_text,
-    labels_of,
     lacks_labels,
     num_runs,
     real_positions,
@@ -159,22 +158,6 @@ class RowFacts:
             if isinstance(text, torch.Tensor) and text.dim() == 2:
                 widths.append(text.shape[1])
         return max(widths)
-
-    @cached_property
-    def decoder_sees_padding(self) -> bool:
-        """Whether the decoder of an encoder-decoder model computes padding on the left of its text.
-
-        The model makes the decoder's ids from the labels, so no mask hides their padding. Padding on the right changes
-        nothing, because a decoder looks only to the left. If the batch has ``decoder_input_ids``, its labels do not
-        show where padding is, because labels of a prompt may be masked.
-        """
-        is_made_of_labels = getattr(self.layout.config, 'is_encoder_decoder', False)
-        for key in ('decoder_input_ids', 'decoder_attention_mask'):
-            is_made_of_labels = is_made_of_labels and self.batch.get(key) is None
-        if not is_made_of_labels:
-            return False
-        has_label = labels_of(self.batch) != IGNORE_INDEX
-        return Reach.of(has_label).side == 'left'
 
     @cached_property
     def attended(self) -> torch.Tensor:
