@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
-from composer_tokacc.batch import IGNORE_INDEX, attended_positions, labels_of, text_of
+from composer_tokacc.batch import IGNORE_INDEX, attended_positions, check_ids, labels_of, text_of
 from composer_tokacc.planning import check_choice
+from composer_tokacc.refusals import InvalidInputError
 
 # With a cache, a second call with the same message does nothing.
 _warn_once = cache(logging.getLogger(__name__).warning)
@@ -67,7 +68,7 @@ def document_starts(batch: Mapping[str, Any]) -> torch.Tensor | None:
     row is looked at by itself, so the marks do not depend on the other rows.
     """
     positions = batch.get('position_ids')
-    if positions is None:
+    if not isinstance(positions, torch.Tensor):
         return None
     labels = labels_of(batch)
     if positions.shape != labels.shape:  # (3, rows, width) of Qwen-VL, which are not read
@@ -149,12 +150,20 @@ def count_tokens(batch: Mapping[str, Any], loss_tokens: str = 'causal') -> Token
         loss_tokens: The rule, see :func:`.loss_mask`. In a packed row only ``'unshifted'`` counts the first token of
             each further document.
 
+    Raises:
+        ValueError: If mask, positions or labels do not belong to the ids.
+
     Example:
         >>> labels = torch.tensor([[5, 6, 7], [-100, 8, -100]])
         >>> mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
         >>> count_tokens({'labels': labels, 'attention_mask': mask})
         TokenCounts(loss_generating=(2, 1), real=(3, 2), padded=(0, 1))
     """
+    labels = labels_of(batch)
+    check_ids(batch)
+    num_rows = len(text_of(batch))
+    if len(labels) != num_rows:
+        raise InvalidInputError(f'`labels` must have as many rows as `input_ids`, {num_rows}, got: {len(labels)}.')
     counted = counted_tokens(batch, loss_tokens)
     real = real_tokens(batch)
     width = text_of(batch).shape[1]

@@ -286,6 +286,8 @@ def verify_invariance(
         >>> verify_invariance(mean_of_means, rows).is_exact
         False
     """
+    if not isinstance(rows, Iterable):
+        raise InvalidInputError(f'`rows` must be one-row batches, or a batch of all of them, got: {rows!r:.80}.')
     batches = [rows] if isinstance(rows, Mapping) else list(rows)
     layout, rows_by_rank = _rows_of_all_ranks(layout, batches)
     step = _UserStep(
@@ -323,6 +325,10 @@ class _UserStep:
     def __post_init__(self) -> None:
         if not callable(self.gradients):
             raise InvalidInputError(f'`gradients` must be a function of microbatches, got: {self.gradients!r:.80}.')
+        if not isinstance(self.microbatch_sizes, Iterable):
+            raise InvalidInputError(
+                f'`microbatch_sizes` must be a list of numbers of rows, got: {self.microbatch_sizes!r}.'
+            )
         for size in self.microbatch_sizes:
             check_count('microbatch_sizes', size)
 

@@ -106,7 +106,14 @@ def verify_isolation(
         raise TypeError(f'`model` must be a Hugging Face model, or hold one, got: {type(model).__name__}.')
     outermost: Any = models[0]  # modules inside of it may have the method, too
     embedding = outermost.get_input_embeddings()
-    documents_of_rows = _documents_of_rows(torch.as_tensor(documents), text_of(packed))
+    text = text_of(packed)
+    try:
+        document_numbers = torch.as_tensor(documents)
+    except (RuntimeError, TypeError, ValueError) as error:  # such as a list of rows of unequal widths
+        raise InvalidInputError(
+            f'`documents` must be integers in the shape of `input_ids`, {tuple(text.shape)}, got: {documents!r:.80}.'
+        ) from error
+    documents_of_rows = _documents_of_rows(document_numbers, text)
     inputs = dict(packed)
     inputs.pop('labels', None)
     leaks = _leaks_of_gradient(model, embedding, inputs, documents_of_rows)

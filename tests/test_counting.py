@@ -59,6 +59,29 @@ def test_other_labels_are_refused(change, description, has_data_spec, has_ids):
         fit(one_layer_model(), data)
 
 
+@pytest.mark.parametrize(
+    ('key', 'change', 'message'),
+    [
+        ('labels', lambda labels: labels[:1], '`labels` must have as many rows as `input_ids`, 2, got: 1'),
+        ('attention_mask', lambda mask: mask[:1], '`attention_mask` must be'),
+        ('attention_mask', lambda mask: mask.tolist(), '`attention_mask` must be .* list'),
+        ('position_ids', lambda positions: positions[:, 1:], '`position_ids` must be as wide'),
+    ],
+)
+def test_entries_of_other_rows_are_not_counted(key, change, message):
+    batch = ragged_batch([(3, 2), (6, 4)])
+    batch['position_ids'] = positions_of(batch)
+    batch[key] = change(batch[key])
+    with pytest.raises(ValueError, match=message):
+        count_tokens(batch)
+
+
+def test_positions_in_a_list_are_not_read():
+    batch = ragged_batch([(3, 2), (6, 4)])
+    positions = positions_of(batch).tolist()
+    assert count_tokens({**batch, 'position_ids': positions}) == count_tokens(batch)
+
+
 def test_left_padding_is_not_packing():
     """The positions of the pads are 0, as at the start of a document."""
     batch = ragged_batch([(3, 3), (6, 4)], side='left')

@@ -230,6 +230,7 @@ def test_infinite_reference_is_refused():
         pytest.param(ROWS, {'microbatch_sizes': [-1]}, r'`microbatch_sizes` .* positive .* -1', id='negative size'),
         pytest.param([(4, 3)], {}, r'at least 2, got: \[1\]', id='one row'),
         pytest.param([], {}, r'at least 2, got: \[0\]', id='no row'),
+        pytest.param(ROWS, {'microbatch_sizes': 2}, '`microbatch_sizes` must be a list', id='one size'),
         pytest.param(ROWS, {}, 'reference gradient must be above zero', id='gradient of zero'),
     ],
 )
@@ -239,6 +240,11 @@ def test_rows_that_prove_nothing_are_refused(rows, options, message):
 
     with pytest.raises(ValueError, match=message):
         verify_invariance(zero_gradients, text_rows(rows), **options)
+
+
+def test_arguments_in_another_order_are_refused():
+    with pytest.raises(ValueError, match='`rows` must be one-row batches'):
+        verify_invariance(text_rows(ROWS), changed_step)
 
 
 def test_verdict_shows_the_tolerance():
@@ -349,6 +355,8 @@ def test_isolation_of_documents(is_wrapped):
 
     with pytest.raises(ValueError, match=r'`documents` must be integers'):
         verify_isolation(model, running, torch.zeros_like(documents))
+    with pytest.raises(ValueError, match=r'`documents` must be integers .* got: \[\[0, 1\], \[0\]\]'):
+        verify_isolation(model, running, [[0, 1], [0]])
 
 
 def test_isolation_needs_called_embeddings():

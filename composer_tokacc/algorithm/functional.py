@@ -95,7 +95,7 @@ def step_loss_weights(
         has_loss = loss_mask(microbatch, loss_tokens)
         # A row of 0 samples repeats a sample, so that this rank has as many rows as the others. It must not count.
         samples = [row.samples > 0 for row in row_counts_of(microbatch)]
-        is_sample = torch.tensor(samples, device=has_loss.device)
+        is_sample = torch.tensor(samples, dtype=torch.bool, device=has_loss.device)  # there may be no row
         counted = has_loss & is_sample[:, None]
         weights = weights_at(microbatch, token_weights, counted)
         weight_sums.append(float(weights.sum(dtype=torch.float64)))

@@ -26,6 +26,7 @@ from composer_tokacc.counting import loss_mask
 from composer_tokacc.labelled import LabelSelector, output_embedding
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.model_structure import transformers_model
+from composer_tokacc.planning import check_choice, check_kind
 from composer_tokacc.refusals import InvalidInputError, NotExactError
 
 
@@ -60,6 +61,8 @@ class LogitsAtLabels:
     """
 
     def __init__(self, model: torch.nn.Module, *, shifts_labels: bool | None = None) -> None:
+        check_kind('model', model, torch.nn.Module)
+        check_choice('shifts_labels', shifts_labels, (True, False, None))
         self._model = transformers_model(inner_model(model))
         if output_embedding(self._model) is None:
             raise InvalidInputError(
@@ -75,6 +78,10 @@ class LogitsAtLabels:
 
     def __enter__(self) -> LogitsAtLabels:
         """Adds the hooks to the model."""
+        if self._handle is not None:
+            raise InvalidInputError(
+                'This LogitsAtLabels is entered already. Use it in one `with` block at a time, around the whole loop.'
+            )
         # `_begin_forward` must run before the hooks of the selector. Hooks run in the order in which they were added.
         begin_forward = torch.compiler.disable(self._begin_forward)
         self._handle = self._model.register_forward_pre_hook(begin_forward, with_kwargs=True)
@@ -91,6 +98,7 @@ class LogitsAtLabels:
         assert self._selector is not None
         self._handle.remove()
         self._selector.remove()
+        self._handle = None
 
     def _begin_forward(self, module: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> None:
         """Checks the first batch, and tells the selector how many labels a batch has. A forward pre-hook."""

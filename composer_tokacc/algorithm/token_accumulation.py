@@ -36,7 +36,6 @@ from composer.loggers import Logger
 from composer_tokacc.algorithm.functional import sample_weight, token_weight
 from composer_tokacc.algorithm.loss_terms import (
     LOSS_UNITS,
-    LossTerms,
     SplitLoss,
     Term,
     attached_zero,
@@ -46,13 +45,15 @@ from composer_tokacc.algorithm.loss_terms import (
 )
 from composer_tokacc.algorithm.rank_widths import check_widths
 from composer_tokacc.algorithm.setup import AlgorithmOptions, RunContext, check_labels_and_ids, check_trains_something
-from composer_tokacc.batch import Batch, BatchDict, labels_of, sample_name
+from composer_tokacc.batch import IGNORE_INDEX, Batch, BatchDict, labels_of, sample_name
 from composer_tokacc.checks.logits import (
     Edge,
     at_predictions,
     edge_of,
+    gradient_by_logits,
     has_bypass,
     logits_of,
+    measure,
     router_loss_of,
     targets_of,
     token_losses_at,
@@ -639,7 +640,10 @@ class TokenAccumulation(Algorithm):
                 other_terms.append(term.value)
         if not other_terms:
             return
-        gradient = _gradient_by_logits(other_terms, microbatch.outputs)
+        logits = logits_of(microbatch.outputs)
+        gradient = None
+        if logits is not None:
+            gradient = gradient_by_logits(sum_of_means(other_terms), logits)
         if is_weighted and gradient is not None and gradient.any():
             raise NotExactError(
                 '`token_weights` must apply to means over tokens only, got: another term of `loss_units` that is '
@@ -765,14 +769,52 @@ class TokenAccumulation(Algorithm):
         weights_of_labels = selected[LOSS_WEIGHTS] * (num_tokens / record.counts.loss_weight)
         weights = at_predictions(weights_of_labels, rule)
         # weigh_tokens() will weight only the gradient. The value of the loss is weighted here: a number without a
-        # gradient is added.
-        targets = targets_of(selected, rule).flatten()
-        positions = torch.arange(len(targets), device=logits.device)
-        losses = token_losses_at(logits, positions, targets)  # 0 at positions without a target
-        changes = losses.view_as(weights) * (weights - 1)
-        change_of_mean = changes.sum() / num_tokens
-        state.loss = _with_added(state.loss, self._run.terms, change_of_mean)
+        # gradient is added to each term.
+        targets = targets_of(selected, rule)
+        positions = torch.arange(targets.numel(), device=logits.device)
+        losses = token_losses_at(logits, positions, targets.flatten())  # 0 at positions without a target
+        changes = losses.view_as(weights) * (weights - 1) / num_tokens
+        change_by_term = self._change_by_term(state.loss, logits, targets, changes)
+
+        def with_change(term: Term) -> torch.Tensor:
+            return term.value + change_by_term.get(term.name, 0.0)
+
+        state.loss = self._run.terms.changed(state.loss, with_change)
         return weights
+
+    def _change_by_term(
+        self,
+        loss: Any,
+        logits: torch.Tensor,
+        targets: torch.Tensor,
+        changes: torch.Tensor,
+    ) -> dict[str, torch.Tensor]:
+        """Returns the number that the token weights add to the value of each mean over tokens, by the term's name.
+
+        Args:
+            loss: The loss of a microbatch, before its value is weighted.
+            logits: Its logits, ``(rows, width, vocabulary)``.
+            targets: As returned by :func:`.targets_of`.
+            changes: What each position would add if the term was a plain mean of cross-entropies, ``(rows, width)``.
+        """
+        run = self._run
+        means_over_tokens = [term for term in run.terms.terms_of(loss) if term.unit == 'tokens']
+        if len(means_over_tokens) == 1 or logits.grad_fn is None:
+            # A term may be a multiple of a mean. The first-batch check has measured the factor of all terms together.
+            # Without a gradient, nothing tells how they share it, so the first term gets all.
+            factor = 1.0 if run.check.token_scale is None else run.check.token_scale
+            return {means_over_tokens[0].name: factor * changes.sum()}
+        num_tokens = (targets != IGNORE_INDEX).sum()
+        change_by_term = {}
+        for term in means_over_tokens:
+            gradient = None
+            if term.value.requires_grad:
+                gradient = gradient_by_logits(term.value.float().mean(), logits)
+            if gradient is not None:  # not a constant, such as an accuracy
+                # In a plain mean each token has the weight 1 / num_tokens.
+                factors = measure(logits, gradient, targets).weights * num_tokens
+                change_by_term[term.name] = (factors * changes).sum()
+        return change_by_term
 
     def _num_microbatches_with_samples(self, state: State) -> int | None:
         """Returns how many microbatches of this rank in the step have samples, and not only dummy rows.
@@ -946,18 +988,6 @@ def _edges_of(value: Any) -> set[Edge]:
     return {edge_of(tensor) for tensor in tensors_in(value)}
 
 
-def _gradient_by_logits(terms: Sequence[torch.Tensor], outputs: Any) -> torch.Tensor | None:
-    """Returns the gradient of the sum of loss terms by the logits. None: there are no logits, or no term uses them.
-
-    The graph of the terms is kept, because the backward of the loss comes later.
-    """
-    logits = logits_of(outputs)
-    if logits is None or not logits.requires_grad:
-        return None
-    (gradient,) = torch.autograd.grad(sum_of_means(terms), logits, retain_graph=True, allow_unused=True)
-    return gradient
-
-
 def _scales_of(record: MicrobatchRecord, weight_of_mean: float, weight_of_samples: float) -> dict[str, float]:
     """Returns the factor of the terms of each unit.
 
@@ -982,15 +1012,3 @@ def _scales_of(record: MicrobatchRecord, weight_of_mean: float, weight_of_sample
         'coupled_samples': scale_of_samples,
         'microbatches': 1.0 / (num_microbatches * record.composers_weight),
     }
-
-
-def _with_added(loss: Any, terms: LossTerms, added: torch.Tensor) -> Any:
-    """Returns the loss with a number added to its first mean over tokens."""
-    means_over_tokens = [term.name for term in terms.terms_of(loss) if term.unit == 'tokens']
-
-    def with_added(term: Term) -> torch.Tensor:
-        if term.name in means_over_tokens[:1]:
-            return term.value + added
-        return term.value
-
-    return terms.changed(loss, with_added)

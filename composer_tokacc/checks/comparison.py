@@ -515,7 +515,11 @@ class RowComparison:
                     row_gradients = self._unpacked(packed, gradient, rows)
                 else:
                     row_gradients = self._in_uncut_columns(gradient, len(rows))
-                aligned[Point(unit, index)] = row_gradients * self._denominator(unit, rows)
+                denominator = self._denominator(unit, rows)
+                if denominator == 0:
+                    # A mean over no tokens may have the gradient NaN, and NaN times 0 is NaN. A step leaves it out.
+                    row_gradients = torch.zeros_like(row_gradients)
+                aligned[Point(unit, index)] = row_gradients * denominator
         return aligned
 
     def _unpacked(self, packed: Batch, gradient: Tensor, rows: Sequence[int]) -> Tensor:
@@ -559,7 +563,7 @@ class RowComparison:
         """
         packed = batch if cut_kind is CutKind.PACKED else None
         gradients = self._aligned(result, rows, packed)
-        changes_of_ranks = self.probe.gather(self._largest_changes(gradients, rows))
+        changes_of_ranks = self.probe.gather(self._largest_changes(gradients, rows, cut_kind))
         # For each point, the changes on all ranks. All ranks decide by the largest of them, because a change above the
         # tolerance takes one more forward, which all must make.
         for changes in zip(*changes_of_ranks, strict=True):
@@ -588,7 +592,12 @@ class RowComparison:
             )
         return self._explained(difference, cut_kind)
 
-    def _largest_changes(self, gradients: RowGradients, rows: Sequence[int]) -> list[_Change]:
+    def _largest_changes(
+        self,
+        gradients: RowGradients,
+        rows: Sequence[int],
+        cut_kind: CutKind,
+    ) -> list[_Change]:
         """Returns the change of the row whose gradient differs most from the expected one, for each point."""
         # A microbatch may leave out a term. Then it adds nothing to the gradient of this term.
         zero = torch.zeros(len(self._all_rows), self._width, 1)
@@ -601,10 +610,12 @@ class RowComparison:
             # The change of a row's gradient consists of a factor on all of it, and a remainder.
             factors = _factors(row_gradients, expected)
             remainders = _relative_errors(row_gradients / factors[:, None, None], expected, sizes)
-            # If the loss is not checked, rows may have any weight, so only the remainder counts.
-            errors = remainders
-            if self.check_loss:
-                errors = _relative_errors(row_gradients, expected, sizes)
+            errors = _relative_errors(row_gradients, expected, sizes)
+            # If the loss is not checked, rows may have any weight, so only the remainder counts. But packing must not
+            # change it: a mean over the rows of a batch is no mean over samples if a row holds several of them.
+            is_mean_of_packed = point.unit == 'samples' and cut_kind is CutKind.PACKED
+            if not self.check_loss and not is_mean_of_packed:
+                errors = remainders
             worst = int(errors.argmax())
             change = _Change(
                 point,

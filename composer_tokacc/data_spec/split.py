@@ -38,7 +38,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 import torch
 
-from composer_tokacc.batch import MODALITIES, Batch, BatchDict, sample_name
+from composer_tokacc.batch import IGNORE_INDEX, MODALITIES, Batch, BatchDict, Reach, labels_of, sample_name
 from composer_tokacc.checks.step import Step
 from composer_tokacc.collectives import all_gather_object, from_any_rank, get_world_size, max_over_ranks
 from composer_tokacc.data_spec.document_attention import DocumentAttention
@@ -348,6 +348,7 @@ class MicrobatchSplit:
         # From here on facts and pieces stand for the batch, until build() makes the microbatches.
         facts_of_batches = self._describe(layout, batch)
         pre_split = batch if isinstance(batch, PreSplitBatch) else None
+        _check_decoder_padding(facts_of_batches)
         if pre_split is not None and self._must_join(facts_of_batches):
             facts_of_batches = [self._joined(layout, pre_split, facts_of_batches)]
             pre_split = None
@@ -640,6 +641,38 @@ def _check_rotary_limit(facts: RowFacts, dummies: Sequence[RowFacts]) -> None:
         'its encoder in use, and in wider rows the rotary embedding of this model depends on the width. Shorten the '
         'rows with media, or pad all rows to one width.'
     )
+
+
+def _check_decoder_padding(facts_of_batches: Sequence[RowFacts]) -> None:
+    """Raises ValueError if a decoder sees padding on the left that differs between microbatches of a pre-split batch.
+
+    In one batch the narrower microbatches would have more of it.
+    """
+    widths = {labels_of(facts.batch).shape[1] for facts in facts_of_batches}
+    for facts in facts_of_batches:
+        if len(widths) > 1 and _decoder_sees_padding(facts):
+            raise InvalidInputError(
+                'Labels of an encoder-decoder must be padded on the right in microbatches that a loader has collated, '
+                f'got: {sample_name(facts.batch, 0)} in a microbatch with labels padded on the left. The model makes '
+                'the ids of its decoder from them, so the decoder sees the padding. Pad labels on the right, or to one '
+                'width (docs/errors.md#padding).'
+            )
+
+
+def _decoder_sees_padding(facts: RowFacts) -> bool:
+    """Returns whether the decoder of an encoder-decoder model computes padding on the left of its text.
+
+    The model makes the decoder's ids from the labels, so no mask hides their padding. Padding on the right changes
+    nothing, because a decoder looks only to the left. If the batch has ``decoder_input_ids``, its labels do not show
+    where padding is, because labels of a prompt may be masked.
+    """
+    if not getattr(facts.layout.config, 'is_encoder_decoder', False):
+        return False
+    for key in ('decoder_input_ids', 'decoder_attention_mask'):
+        if facts.batch.get(key) is not None:
+            return False
+    has_label = labels_of(facts.batch) != IGNORE_INDEX
+    return Reach.of(has_label).side == 'left'
 
 
 def _check_all_first_labels(facts_of_batches: Sequence[RowFacts], kind: str) -> None:

@@ -14,6 +14,7 @@ from collections.abc import (
     Sequence,
 )
 from dataclasses import replace
+from functools import wraps
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -31,6 +32,26 @@ ALIGNMENT = 64
 """In shared memory each tensor begins at a multiple of this many bytes, which suits tensors of any type."""
 KEYS_OF_ROWS = frozenset({'input_ids', 'attention_mask', 'labels', 'decoder_input_ids'})
 """:class:`.BatchLayout` finds the rows of a batch, their width and their padding by these keys."""
+
+
+def _not_of_one_mapping(init: Callable[..., None]) -> Callable[..., None]:
+    """Wraps ``PreSplitBatch.__init__``: raises a TypeError that names the remedy if it is called with one mapping.
+
+    Transformers and accelerate make a batch again from its entries, ``type(batch)({...})``, when they move it to a
+    device. Torch does the same, and takes a dict if that raises a TypeError.
+    """
+
+    @wraps(init)
+    def checked_init(self: PreSplitBatch, microbatches: Sequence[Batch], **options: Any) -> None:
+        if isinstance(microbatches, Mapping):
+            raise TypeError(
+                'A batch of a RegroupingDataLoader holds several microbatches, and cannot be made of one mapping. If a '
+                'trainer moves it to a device as one batch, compute its microbatches instead: '
+                '`for microbatch, weight in weighted_microbatches(batch)` (docs/trainer.md#a-loop-without-a-trainer).'
+            )
+        init(self, microbatches, **options)
+
+    return checked_init
 
 
 class PreSplitBatch(Mapping[str, Any]):
@@ -51,6 +72,7 @@ class PreSplitBatch(Mapping[str, Any]):
         indices: Index in the dataset of each row of each microbatch, for messages; None: not known.
     """
 
+    @_not_of_one_mapping
     def __init__(
         self,
         microbatches: Sequence[Batch],

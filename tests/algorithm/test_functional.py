@@ -77,6 +77,12 @@ def test_microbatch_without_loss_tokens():
     assert step_loss_weights([with_labels, without_labels]) == [1.0, 0.0]
 
 
+def test_microbatch_without_rows():
+    with_labels = ragged_batch([(5, 3)])
+    without_rows = {key: value[:0] for key, value in with_labels.items()}
+    assert step_loss_weights([with_labels, without_rows]) == [1.0, 0.0]
+
+
 def test_loss_of_no_labels_is_a_number():
     """Also if the row has a single token, so that no label has a token and a token before it."""
     model = one_layer_model()

@@ -613,6 +613,29 @@ def test_plain_loop_needs_a_head(make_model):
         LogitsAtLabels(model)
 
 
+@pytest.mark.parametrize(
+    ('model', 'options', 'message'),
+    [
+        ('llama', {}, '`model` must be a Module'),
+        (one_layer_model(), {'shifts_labels': 'yes'}, '`shifts_labels` must be'),
+    ],
+)
+def test_plain_loop_refuses_other_arguments(model, options, message):
+    with pytest.raises(ValueError, match=message):
+        LogitsAtLabels(model, **options)
+
+
+def test_plain_loop_enters_once():
+    """The hooks of the first block would stay on the model."""
+    model = one_layer_model()
+    context = LogitsAtLabels(model)
+    with pytest.raises(ValueError, match='entered already'), context, context:
+        pass
+    assert num_hooks(model) == 0
+    with context:
+        assert num_hooks(model) > 0
+
+
 def test_validation_in_inference_mode_before_training():
     """The check of the first forward needs gradients, so it waits for a forward that has some."""
     model = one_layer_model()

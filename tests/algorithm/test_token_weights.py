@@ -521,3 +521,50 @@ def test_loss_computed_by_composer_model(loss, token_weights, units):
     expected = weighted_gradient(model.model, batch, token_weights)
     recorder = fit(model, batch, token_weights=token_weights, loss_units=units)
     assert relative_error(recorder.gradients, expected) < TOLERANCE
+
+
+def one_number(*losses):
+    return 3 * by_token(*losses)
+
+
+def one_named_term(*losses):
+    return {'lm': 3 * by_token(*losses)}
+
+
+def two_numbers(*losses):
+    return by_token(*losses), 2 * by_token(*losses)
+
+
+def three_terms(*losses):
+    """Returns two terms whose tokens are weighted, behind a constant."""
+    mean = by_token(*losses)
+    return {'constant': torch.tensor(0.5), 'half': 0.5 * mean, 'lm': 2.5 * mean}
+
+
+UNITS_OF_THREE_TERMS = dict.fromkeys(['constant', 'half', 'lm'], 'tokens')
+
+
+@pytest.mark.parametrize(
+    ('loss', 'units', 'factors'),
+    [
+        pytest.param(one_number, None, {}, id='one number'),
+        pytest.param(one_named_term, None, {'lm': 3}, id='one named term'),
+        pytest.param(two_numbers, None, {'loss0': 1, 'loss1': 2}, id='two numbers'),
+        pytest.param(three_terms, UNITS_OF_THREE_TERMS, {'half': 0.5, 'lm': 2.5}, id='three terms'),
+    ],
+)
+def test_logged_value_of_each_term(loss, units, factors):
+    """Terms are multiples of the mean over tokens, and three times this mean together. A constant is not weighted."""
+    model = Terms(loss)
+    batch = batch_of()
+    _, weighted_mean, _ = weighted_reference(model.model, batch, 'column')
+
+    recorder = fit(model, batch, token_weights='column', loss_units=units)
+
+    expected = {name: factor * weighted_mean for name, factor in factors.items()}
+    expected['total'] = 3 * weighted_mean
+    if loss is three_terms:
+        expected['constant'] = 0.5
+        expected['total'] += 0.5
+    logged = {name: recorder.logged(f'loss/train/{name}')[0] for name in expected}
+    assert logged == pytest.approx(expected, rel=TOLERANCE)

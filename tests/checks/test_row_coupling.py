@@ -220,6 +220,26 @@ def test_packed_rows_without_labels():
     assert not split.packs_rows
 
 
+def of_summed_tokens(model, outputs, batch):
+    """Divides the sum of all losses by the number of rows. A packed batch has one row."""
+    total = next_token_loss(outputs['logits'], batch['labels'], reduction='sum')
+    return total / len(batch['labels'])
+
+
+@pytest.mark.parametrize('check_loss', [True, False])
+def test_packed_rows_of_a_mean_over_rows(check_loss):
+    """Also refused if the loss is not checked, because only packing makes it wrong."""
+    model = with_term(of_summed_tokens)
+    options = {'loss_units': units_of_terms('samples'), 'loss_tokens': 'causal', 'check_loss': check_loss}
+    batch = ragged_batch()
+
+    with pytest.raises(RuntimeError, match="'samples' must be means over samples"):
+        fit(model, batch, packing=True, **options)
+
+    recorder = fit(model, batch, packing='auto', **options)
+    assert not split_of(recorder.trainer.state.dataloader).packs_rows
+
+
 def mean_where(has_term, values):
     """Returns the mean of the values that have the term, or 0 if none has it."""
     num_values = has_term.sum().clamp(min=1)
@@ -390,7 +410,7 @@ def test_rank_with_the_change_explains_it():
     comparison._counts = [1, 1]
     comparison.reference = SimpleNamespace(invalid_loss=None)
     comparison._aligned = lambda batch, result, rows: {}
-    comparison._largest_changes = lambda gradients, rows: [change_here]
+    comparison._largest_changes = lambda gradients, rows, cut_kind: [change_here]
     comparison._allowed = lambda point, error: 1e-6
     comparison._explained = lambda difference, cut_kind: difference
 

@@ -14,13 +14,13 @@ from composer.core import Event
 from composer.models import HuggingFaceModel
 from torch.utils.data import DataLoader
 
-from composer_tokacc import TokenAccumulation, token_data_spec
+from composer_tokacc import RegroupingBatchSampler, RegroupingDataLoader, TokenAccumulation, token_data_spec
 from tests.matrix.harness import kinds_of_steps, plain_gradients
 from tests.matrix.subjects import text_subject
 from tests.support.exactness import split
 from tests.support.small_batches import additive, text_batch
 from tests.support.text import collate, one_layer_model, text_rows, whisper_model
-from tests.support.training import On, assert_exact, fit, hugging_face, loader, relative_error, train
+from tests.support.training import On, assert_exact, fit, gradients_of, hugging_face, loader, relative_error, train
 
 for_each_decoder_input = pytest.mark.parametrize('has_decoder_ids', [True, False])
 
@@ -102,6 +102,68 @@ def t5():
     """A T5 of one layer, which is enough to have two texts."""
     subject = text_subject('t5', decoder_start_token_id=0, num_layers=1, num_decoder_layers=1)
     return subject.model('fresh')
+
+
+def seq2seq_loader(*, side, decoder_width=None):
+    """Returns a loader of one step of two microbatches. It pads labels to ``decoder_width``, or to the longest ones."""
+
+    all_rows = seq2seq_batch(24, 12)
+
+    def collated(rows):
+        decoder_lengths = [SEQ2SEQ_LENGTHS[row][1] for row in rows]
+        width = decoder_width or max(decoder_lengths)
+        batch = {key: value[list(rows)] for key, value in all_rows.items()}
+        batch['labels'] = batch['labels'][:, :width]
+        if side == 'left':
+            for labels, decoder_length in zip(batch['labels'], decoder_lengths, strict=True):
+                labels.copy_(labels.roll(width - decoder_length))
+        return batch
+
+    num_rows = len(SEQ2SEQ_LENGTHS)
+    sampler = RegroupingBatchSampler(
+        range(num_rows), lengths=[24] * num_rows, global_batch_size=num_rows, max_tokens=3 * 24, shuffle=False
+    )
+    data = RegroupingDataLoader(range(num_rows), batch_sampler=sampler, collate_fn=collated)
+    return token_data_spec(data, slot_tokens=24), collated(range(num_rows))
+
+
+@pytest.mark.parametrize(('side', 'decoder_width'), [('right', None), ('left', 12)])
+def test_labels_that_a_loader_pads(t5, side, decoder_width):
+    data, batch = seq2seq_loader(side=side, decoder_width=decoder_width)
+    expected_gradients = plain_gradients(t5, batch)
+
+    recorder = fit(t5, data, microbatch_size=3)
+
+    assert relative_error(recorder.gradients, expected_gradients) < 1e-6
+
+
+def test_labels_that_a_loader_pads_on_the_left(t5):
+    """The decoder sees this padding, and in one batch with the other rows there would be more of it."""
+    data, _ = seq2seq_loader(side='left')
+    with pytest.raises(ValueError, match='Labels of an encoder-decoder must be padded on the right'):
+        fit(t5, data, microbatch_size=3)
+
+
+class WithMaskedMean(HuggingFaceModel):
+    """A T5 with a z-loss, whose gradient is NaN in rows without labels, because it divides by the number of labels."""
+
+    def loss(self, outputs, batch):
+        has_label = (batch['labels'] != -100).float()
+        z_losses = outputs['logits'].logsumexp(dim=-1).square() * has_label
+        return outputs['loss'] + 0.01 * z_losses.sum() / has_label.sum()
+
+
+def test_row_without_labels_in_a_masked_mean(t5):
+    lengths = [(5, 12), (24, 1), (3, 0), (4, 2)]
+    batch = seq2seq_batch(24, 12, lengths=lengths)
+    model = WithMaskedMean(t5.model, use_logits=True)
+
+    loss = model.loss(model(batch), batch)
+    expected_gradients = gradients_of(t5.model, loss)
+
+    recorder = fit(model, batch, microbatch_size=1)
+
+    assert relative_error(recorder.gradients, expected_gradients) < 1e-6
 
 
 @pytest.mark.parametrize('decoder_width', [24, 30])

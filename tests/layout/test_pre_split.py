@@ -12,7 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from accelerate.utils import send_to_device
+from torch.utils.data import DataLoader, Dataset, default_convert
 
 from composer_tokacc.layout import BatchLayout, PreSplitBatch
 from composer_tokacc.layout.pre_split import widened
@@ -347,3 +348,13 @@ def test_unknown_entries_keep_the_width(shape):
     batch = microbatch([5, 2], bbox=torch.zeros(shape))
 
     assert widened(batch, 8) is batch
+
+
+def test_batch_that_a_trainer_moves_as_one():
+    """Transformers and accelerate make a batch again from its entries. Torch takes a dict instead."""
+    batch = pre_split(microbatch([4, 3]), microbatch([2]))
+    with pytest.raises(TypeError, match='for microbatch, weight in weighted_microbatches'):
+        send_to_device(batch, 'cpu')
+    converted = default_convert(batch)
+    assert type(converted) is dict
+    assert converted.keys() == batch.keys()
