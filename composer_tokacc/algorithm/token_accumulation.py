@@ -537,8 +537,17 @@ class TokenAccumulation(Algorithm):
             run.terms.check_coefficient(state.loss, state.outputs)
         state.loss = run.terms.split(state.loss, state.outputs)
         is_first = step_number == 0 and len(run.step.microbatches) == 1
-        depends_on_cut = isinstance(state.loss, SplitLoss) and run.balance is None
-        if is_first and depends_on_cut:
+        if not isinstance(state.loss, SplitLoss) or not is_first:
+            return
+        if state.loss['tokens'].requires_grad and not state.loss['router'].requires_grad:
+            # A reentrant checkpoint computes its forward without a graph, and Transformers collects the router's logits
+            # there. One plain forward and backward over the batch loses this gradient, too.
+            log.warning(
+                'The load-balancing loss of the router has no gradient, so it changes no weight. If the model has '
+                'activation checkpointing, set `use_reentrant=False`. Otherwise all weights before the last router '
+                'are frozen, or the model detaches this loss.'
+            )
+        if run.balance is None:
             log.warning(
                 'The mean over tokens is exact. The load-balancing loss of the router is a statistic of microbatches, '
                 'and depends on how the batch is cut; with `router_balance=step` it does not.'
