@@ -408,7 +408,11 @@ def takes_media(model: torch.nn.Module) -> bool:
     arguments = _forward_arguments(inner_model(model))
     if arguments is None or media_modules(model):
         return True
-    return any(argument.startswith(MEDIA_INPUTS) for argument in arguments)
+    for argument in arguments:
+        # Some names have a word before it, such as `image_pixel_values` of Phi-4 multimodal.
+        if any(name in argument for name in MEDIA_INPUTS):
+            return True
+    return False
 
 
 def check_trains_something(model: torch.nn.Module) -> None:
