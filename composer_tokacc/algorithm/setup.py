@@ -408,11 +408,9 @@ def takes_media(model: torch.nn.Module) -> bool:
     arguments = _forward_arguments(inner_model(model))
     if arguments is None or media_modules(model):
         return True
-    for argument in arguments:
-        # Some names have a word before it, such as `image_pixel_values` of Phi-4 multimodal.
-        if any(name in argument for name in MEDIA_INPUTS):
-            return True
-    return False
+    # Some names have a word before it, such as `image_pixel_values` of Phi-4 multimodal.
+    all_names = ' '.join(arguments)
+    return any(name in all_names for name in MEDIA_INPUTS)
 
 
 def check_trains_something(model: torch.nn.Module) -> None:
