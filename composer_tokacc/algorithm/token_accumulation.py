@@ -44,7 +44,13 @@ from composer_tokacc.algorithm.loss_terms import (
     tensors_in,
 )
 from composer_tokacc.algorithm.rank_widths import check_widths
-from composer_tokacc.algorithm.setup import AlgorithmOptions, RunContext, check_labels_and_ids, check_trains_something
+from composer_tokacc.algorithm.setup import (
+    AlgorithmOptions,
+    RunContext,
+    check_labels_and_ids,
+    check_trains_something,
+    takes_media,
+)
 from composer_tokacc.batch import IGNORE_INDEX, Batch, BatchDict, labels_of, sample_name
 from composer_tokacc.checks.logits import (
     Edge,
@@ -541,8 +547,17 @@ class TokenAccumulation(Algorithm):
             run.terms.check_coefficient(state.loss, state.outputs)
         state.loss = run.terms.split(state.loss, state.outputs)
         is_first = step_number == 0 and len(run.step.microbatches) == 1
-        depends_on_cut = isinstance(state.loss, SplitLoss) and run.balance is None
-        if is_first and depends_on_cut:
+        if not isinstance(state.loss, SplitLoss) or not is_first:
+            return
+        if state.loss['tokens'].requires_grad and not state.loss['router'].requires_grad:
+            # A reentrant checkpoint computes its forward without a graph, and Transformers collects the router's logits
+            # there. One plain forward and backward over the batch loses this gradient, too.
+            log.warning(
+                'The load-balancing loss of the router has no gradient, so it changes no weight. If the model has '
+                'activation checkpointing, set `use_reentrant=False`. Otherwise all weights before the last router '
+                'are frozen, or the model detaches this loss.'
+            )
+        if run.balance is None:
             log.warning(
                 'The mean over tokens is exact. The load-balancing loss of the router is a statistic of microbatches, '
                 'and depends on how the batch is cut; with `router_balance=step` it does not.'
@@ -551,9 +566,9 @@ class TokenAccumulation(Algorithm):
     def _attach_gradient(self, state: State) -> None:
         """Makes the backward possible if the loss has no gradient: adds a zero, whose gradient is 0.
 
-        Only for a microbatch without media. If only an encoder of media is trained, no trained parameter takes part in
-        its loss, and the backward would raise. If it has media, or if there is no layout to tell, something may be
-        wrong, and the backward should raise.
+        Only for a microbatch without media, of a model that takes media. If only an encoder of media is trained, no
+        trained parameter takes part in its loss, and the backward would raise. Otherwise something is wrong, because no
+        trained parameter takes part in any loss.
         """
         if any(term.requires_grad for term in tensors_in(state.loss)):
             return
@@ -561,8 +576,21 @@ class TokenAccumulation(Algorithm):
         layout = self._run.check.layout
         if layout is None or layout.media_of(state.batch):
             return
-        trained = next(parameter for parameter in state.model.parameters() if parameter.requires_grad)
-        zero = empty_sum(trained)
+        trained = {name: parameter for name, parameter in state.model.named_parameters() if parameter.requires_grad}
+        first_name, first_parameter = next(iter(trained.items()))
+        if not takes_media(state.model):
+            raise NotExactError(
+                'The loss must depend on a trained parameter, got: a loss without a gradient. The parameters that are '
+                f'trained ({first_name!r} and {len(trained) - 1} more) take no part in it, or the forward '
+                'runs without a graph. A reentrant checkpoint does so if its inputs have no gradient: set '
+                '`use_reentrant=False` (docs/errors.md#model-loss).'
+            )
+        if self._token_choice.step_number == 0 and len(self._run.step.microbatches) == 1:
+            log.warning(
+                'The loss of the first microbatch, which has no media, depends on no trained parameter. Such '
+                'microbatches change no weight.'
+            )
+        zero = empty_sum(first_parameter)
         self._current.record.has_weight = False  # so check_step() expects no gradient at its logits
         state.loss = self._run.terms.changed(state.loss, lambda term: term.value + zero)
 

@@ -593,11 +593,8 @@ def rule_batch(layout: BatchLayout | None, rows: Batch) -> BatchDict:
     if layout is not None:
         rows = layout.select(rows, [_row_for_rule(layout, rows)])
     labels = labels_of(rows)
-    mask = rows.get('attention_mask')
-    if not isinstance(mask, Tensor) or mask.shape != labels.shape:
-        mask = None
-    has_label = labels[0, 1:] != IGNORE_INDEX
-    positions = has_label.nonzero().flatten() + 1
+    mask = _mask_of_labels(rows)
+    positions = _attended_labels(rows)[0].nonzero().flatten() + 1
     if len(positions) < 2:
         # There are too few labels, so any attended positions of text are taken.
         attended = torch.ones_like(labels)
@@ -618,10 +615,29 @@ def rule_batch(layout: BatchLayout | None, rows: Batch) -> BatchDict:
     return changed
 
 
+def _mask_of_labels(rows: Batch) -> Tensor | None:
+    """Returns the attention mask if it has an entry for each label."""
+    mask = rows.get('attention_mask')
+    if isinstance(mask, Tensor) and mask.shape == labels_of(rows).shape:
+        return mask
+    return None
+
+
+def _attended_labels(rows: Batch) -> Tensor:
+    """Returns whether each position after the first one has a label and is attended, ``(rows, width - 1)``.
+
+    Labels on padding cannot show the loss rule: in a model that counts only attended labels, the loss would be NaN.
+    """
+    is_label = labels_of(rows)[:, 1:] != IGNORE_INDEX
+    mask = _mask_of_labels(rows)
+    if mask is None:
+        return is_label
+    return is_label & (mask[:, 1:] != 0)
+
+
 def _row_for_rule(layout: BatchLayout, rows: Batch) -> int:
     """Returns the number of a row with enough labels, and with media if possible, because some models need media."""
-    is_label = labels_of(rows)[:, 1:] != IGNORE_INDEX
-    num_labels = is_label.sum(dim=1).tolist()
+    num_labels = _attended_labels(rows).sum(dim=1).tolist()
     num_media = layout.media_per_row(rows)
 
     def fitness(row: int) -> tuple[int, bool]:

@@ -224,3 +224,17 @@ def test_unnamed_coefficient_is_refused():
 
     outcome_without_router = measure(NativeModel('causal'), batch, 2)
     assert outcome_without_router.kind == 'exact'
+
+
+@pytest.mark.parametrize('use_reentrant', [True, False])
+def test_router_loss_without_gradient_is_named(use_reentrant, caplog):
+    """Transformers collects the router's logits in the first forward of a reentrant checkpoint, which has no graph."""
+    model = subject_with_router('qwen3_moe', 0.1)
+    model.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': use_reentrant})
+    model.model.enable_input_require_grads()
+    model.model.train()
+
+    fit(model, ragged_batch(), ragged_batch())
+
+    lines = [line for line in caplog.messages if 'has no gradient, so it changes no weight' in line]
+    assert len(lines) == int(use_reentrant)

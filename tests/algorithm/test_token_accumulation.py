@@ -20,7 +20,7 @@ from composer.core import Algorithm, DataSpec, Event
 from torch.utils.data import DataLoader, DistributedSampler
 from transformers.modeling_outputs import CausalLMOutput
 
-from composer_tokacc import TokenAccumulation, token_data_spec
+from composer_tokacc import BatchLayout, TokenAccumulation, token_data_spec
 from composer_tokacc.algorithm import token_accumulation
 from composer_tokacc.checks.step import MicrobatchRecord
 from tests.support.exactness import family_batch
@@ -734,3 +734,27 @@ def test_algorithm_leaves_random_state_and_mode(model, batch, options):
 def test_bad_arguments_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         TokenAccumulation(**arguments)
+
+
+@pytest.mark.parametrize('check_loss', [True, False])
+def test_loss_without_trained_parameters(check_loss):
+    """Stock Composer stops, too. A reentrant checkpoint of frozen inputs, for example, loses the gradient."""
+    model = one_layer_model().requires_grad_(False)
+    model.unused = torch.nn.Linear(2, 2)
+    with pytest.raises(RuntimeError, match=r"must depend on a trained parameter.*'model.unused.weight' and 1 more"):
+        fit(model, ragged_batch(), check_loss=check_loss, loss_tokens='causal')
+
+
+def test_only_the_projector_is_trained_by_text(caplog):
+    """This is no mistake if a later batch has images, so it is only a warning."""
+    case = FAMILIES['llava']()
+    case.model.requires_grad_(False)
+    case.model.model.multi_modal_projector.requires_grad_(True)
+    text_rows = [row for row, kind in zip(case.rows, case.kinds, strict=True) if kind == 'none']
+    layout = BatchLayout.for_model(case.model)
+    batch = layout.concat(text_rows, pad_token_id=case.pad_token_id)
+
+    recorder = fit(case.model, batch, batch)
+
+    assert not any(gradient.any() for gradient in recorder.gradients.values())
+    assert len([line for line in caplog.messages if 'depends on no trained parameter' in line]) == 1

@@ -135,6 +135,20 @@ def test_rule_of_rows_with_few_labels(loss, rule, side):
     assert find_loss_rule(probe_of(loss), row) == rule
 
 
+@pytest.mark.parametrize('side', ['left', 'right'])
+@pytest.mark.parametrize(
+    ('loss', 'rule'), [(causal, 'causal'), (attended, 'causal_attended'), (unshifted, 'unshifted')]
+)
+def test_rule_of_labels_on_padding(loss, rule, side):
+    """The attended loss counts no label on padding, so these labels must not be the ones that show the rule."""
+    batch = ragged_batch([(1, 1), (6, 4), (20, 1)], side=side, labels_on_pads=7)
+    layout = BatchLayout.infer(batch)
+
+    row = rule_batch(layout, batch)
+
+    assert find_loss_rule(probe_of(loss), row) == rule
+
+
 def test_rule_needs_two_forwards():
     """The first forward finds the last layers. The second one shows whether the loss is random, and the rule."""
     num_forwards = 0
