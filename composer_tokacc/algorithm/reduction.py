@@ -34,8 +34,8 @@ from composer_tokacc.refusals import NotExactError
 
 NOT_REDUCED = (
     'DDP must have reduced every gradient at the end of a step, but it has not. Leave DDP as Composer makes it, '
-    "without `static_graph` or `ddp_sync_strategy='forced_sync'`, leave out Composer's SAM, whose first pass does not "
-    'reduce, and freeze parameters before the Trainer is made (docs/errors.md#ranks).'
+    "without `static_graph` or `ddp_sync_strategy='forced_sync'`, and freeze parameters before the Trainer is made "
+    '(docs/errors.md#ranks).'
 )
 
 

@@ -23,6 +23,7 @@ from composer.core import State
 from composer.core.precision import get_precision_context
 from composer.models import HuggingFaceModel
 
+from composer_tokacc.algorithm.closures import give_loss_of_step
 from composer_tokacc.algorithm.loss_terms import LOSS_UNITS, LossTerms, router_coefficient
 from composer_tokacc.algorithm.rank_widths import RankWidth
 from composer_tokacc.algorithm.reduction import ReductionWatch, check_sharding, excess_of_reduction
@@ -192,6 +193,7 @@ class RunContext:
         if options.router_balance == 'step':
             self.balance = StepBalance(state, self.split, self.terms, to_device, precision)
         self.check = self._new_check(state, layout, to_device, precision)
+        self._closure_hooks = give_loss_of_step(state)
 
     def _new_check(
         self,
@@ -290,8 +292,10 @@ class RunContext:
             self._log_all_logits(failure)
 
     def end(self) -> None:
-        """Removes the hooks from the model, and makes the split forget the model."""
+        """Removes the hooks from the model and the optimizer, and makes the split forget the model."""
         self._remove_selector()
+        for hook in self._closure_hooks:
+            hook.remove()
         if self.split is not None:
             self.split.stop()
 

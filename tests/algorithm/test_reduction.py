@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from composer.algorithms import SAM
 from composer.core import Algorithm, Event
 from torch.distributed import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
@@ -246,15 +245,6 @@ def test_ddp_must_reduce_all_gradients(freezes_head, options):
     algorithms = [WrapsInDDP(freezes_head=freezes_head), TokenAccumulation()]
     with weights_unchanged(model), pytest.raises(RuntimeError, match='DDP must have reduced every gradient'):
         fit(model, batch, algorithms=algorithms, optimizer=optimizer, **options)
-
-
-@pytest.mark.usefixtures('launcher')
-def test_sam_under_ddp_is_refused():
-    """In its first pass each rank would move the weights by its own gradient."""
-    model = one_layer_model()
-    algorithms = [WrapsInDDP(), SAM(), TokenAccumulation()]
-    with weights_unchanged(model), pytest.raises(RuntimeError, match="leave out Composer's SAM"):
-        fit(model, ragged_batch(), algorithms=algorithms)
 
 
 @pytest.mark.usefixtures('launcher')
