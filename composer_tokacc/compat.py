@@ -176,6 +176,12 @@ def reduced_parameters(model: torch.nn.parallel.DistributedDataParallel) -> set[
     return parameters
 
 
+def reset_reduction(model: torch.nn.parallel.DistributedDataParallel) -> None:
+    """Sets DDP back to its state before a step, after a step that has ended with an error. Call it on all ranks."""
+    model.reducer._reset_state()
+    model.require_forward_param_sync = True
+
+
 def mixed_precision_of(unit: FSDPModule) -> MixedPrecisionPolicy:
     """Returns the types in which a unit of FSDP2 computes, and reduces gradients."""
     return unit._get_fsdp_state()._mp_policy

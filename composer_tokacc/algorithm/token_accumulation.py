@@ -453,6 +453,7 @@ class TokenAccumulation(Algorithm):
         """
         run = self._run
         step = run.step
+        _check_is_not_repeated(step, state.device_train_microbatch_size)
         run.check_batch_norms()
         run.check_gradient_hooks()
         run.reductions.start_attempt()
@@ -818,6 +819,7 @@ class TokenAccumulation(Algorithm):
             # optimizer neither decays weights nor moves by its momentum.
             for optimizer in state.optimizers:
                 optimizer.zero_grad(set_to_none=True)
+        step.completed_size = state.device_train_microbatch_size
         return self._metrics(state, step)
 
     def _batch_end(self, state: State) -> None:
@@ -920,6 +922,22 @@ def _check_has_weight(step: Step, batch: Batch) -> None:
         raise NotExactError(
             f'The weights of a step must not all be 0, got: 0 for each of its {step.totals.loss_tokens:.0f} '
             f'loss-generating tokens, {sample_name(batch, 0)} among them. Fix `{LOSS_WEIGHTS}` (docs/errors.md#counts).'
+        )
+
+
+def _check_is_not_repeated(step: Step, microbatch_size: float | None) -> None:
+    """Raises RuntimeError if Composer computes a step again, but the optimizer may have moved weights already.
+
+    With automatic microbatching Composer halves the microbatch size, and repeats the batch, also if memory runs out in
+    the optimizer, and if the allocator was short of memory in two complete steps. An optimizer that evaluates the step
+    several times (LBFGS, SAM) does so with one microbatch size.
+    """
+    if step.completed_size not in (None, microbatch_size):
+        raise NotExactError(
+            'The optimizer must move once a batch, got: a batch that Composer computes again, because memory was short '
+            f'in the step of the optimizer, which may have moved weights. Set `device_train_microbatch_size` to a '
+            f"number instead of 'auto', such as {microbatch_size}, and go on from the last checkpoint "
+            '(docs/errors.md#ranks).'
         )
 
 

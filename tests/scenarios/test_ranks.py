@@ -99,6 +99,14 @@ def test_all_ranks_decide_alike():
 
 
 @pytest.mark.slow
+def test_memory_runs_out_on_one_rank():
+    """In each microbatch of the first two steps. Without a reset of DDP the ranks wait forever."""
+    errors = launch_json('tests/ranks/memory.py', ranks=2)
+    assert len(errors) == 4
+    assert max(errors.values()) < TOLERANCE, errors
+
+
+@pytest.mark.slow
 def test_one_all_reduce_in_a_step():
     """More than stock Composer, for every microbatch size. The monitor gathers objects in two collectives."""
     results = launch_json('tests/ranks/collectives.py', ranks=2)
