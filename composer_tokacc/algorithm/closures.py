@@ -11,15 +11,18 @@ to the loss of the first one, and SAM asks for a first gradient that is not redu
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from composer.core import State
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
 from composer_tokacc.collectives import get_world_size, sum_over_ranks
 from composer_tokacc.compat import evaluates_steps
+from composer_tokacc.model_structure import fsdp_units
+from composer_tokacc.refusals import NotExactError
 
 
 def give_loss_of_step(state: State) -> list[RemovableHandle]:
@@ -29,6 +32,9 @@ def give_loss_of_step(state: State) -> list[RemovableHandle]:
 
     Args:
         state: The trainer's state.
+
+    Raises:
+        RuntimeError: If FSDP has sharded the weights in a way that the optimizer does not know.
     """
     to_device = state.device.tensor_to_device
 
@@ -41,7 +47,24 @@ def give_loss_of_step(state: State) -> list[RemovableHandle]:
         return arguments, {**options, 'closure': closure}
 
     optimizers = [optimizer for optimizer in state.optimizers if evaluates_steps(optimizer)]
+    _check_sees_gradients(state.model, optimizers)
     return [optimizer.register_step_pre_hook(replace_closure) for optimizer in optimizers]
+
+
+def _check_sees_gradients(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Raises RuntimeError if an optimizer would decide by a part of the gradient, or by another one.
+
+    Under FSDP1 the parameters are the shards of this rank. Under FSDP2 they are DTensors, whose norm is that of all
+    ranks. But LBFGS keeps a list of the parameters before FSDP2 has replaced them, and would not move the new ones.
+    """
+    units = fsdp_units(model)
+    is_fsdp1 = any(not isinstance(unit, FSDPModule) for unit in units)
+    for optimizer in optimizers:
+        if is_fsdp1 or (units and isinstance(optimizer, torch.optim.LBFGS)):
+            raise NotExactError(
+                f'{type(optimizer).__name__} must see the gradients of all weights, but FSDP shards them. Train with '
+                "DDP. Composer's SAM is exact with FSDP2, too (docs/errors.md#ranks)."
+            )
 
 
 def _over_all_ranks(

@@ -239,6 +239,19 @@ def check_sharding(model: torch.nn.Module) -> None:
         )
 
 
+def check_clipping(state: State) -> None:
+    """Raises RuntimeError if Composer clips gradients by the norms of rows and vectors under FSDP2.
+
+    Composer divides shards in place, and gets wrong norms. It refuses this itself under FSDP1.
+    """
+    clips_adaptively = any(getattr(algorithm, 'clipping_type', None) == 'adaptive' for algorithm in state.algorithms)
+    if clips_adaptively and any(isinstance(unit, FSDPModule) for unit in fsdp_units(state.model)):
+        raise NotExactError(
+            "Composer's GradientClipping must clip by 'norm' or 'value' under FSDP2, got: 'adaptive', which takes the "
+            'norms of shards.'
+        )
+
+
 def excess_of_reduction(model: torch.nn.Module) -> float:
     """Returns how many times too large gradients are after FSDP2 has reduced them; 1 without FSDP2. A collective.
 

@@ -26,7 +26,12 @@ from composer.models import HuggingFaceModel
 from composer_tokacc.algorithm.closures import give_loss_of_step
 from composer_tokacc.algorithm.loss_terms import LOSS_UNITS, LossTerms, router_coefficient
 from composer_tokacc.algorithm.rank_widths import RankWidth
-from composer_tokacc.algorithm.reduction import ReductionWatch, check_sharding, excess_of_reduction
+from composer_tokacc.algorithm.reduction import (
+    ReductionWatch,
+    check_clipping,
+    check_sharding,
+    excess_of_reduction,
+)
 from composer_tokacc.algorithm.router_balance import OR_LEAVE_MICROBATCH, ROUTER_BALANCES, StepBalance
 from composer_tokacc.batch import Batch, check_batch, check_vocabulary
 from composer_tokacc.checks.first_batch import FirstBatchCheck, check_gradient_hooks
@@ -156,6 +161,7 @@ class RunContext:
         check_trains_something(model)
         shard_again(state.model)  # an earlier evaluation may have left weights gathered
         check_sharding(state.model)
+        check_clipping(state)
         self._model: Any = model
         self._parameters = list(model.parameters())
         self._hook_numbers: list[int] | None = None  # of the hooks that were checked

@@ -8,13 +8,16 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from composer.algorithms import SAM
 from composer.algorithms.sam import SAMOptimizer
+from torch.distributed.fsdp import FSDPModule
 
 from composer_tokacc import TokenAccumulation
+from composer_tokacc.algorithm import closures
 from tests.support.launch import launch_json
 from tests.support.text import one_layer_model, ragged_batch
 from tests.support.training import TOTAL, fit, full, hugging_face, num_hooks, relative_error, unwrapped
@@ -99,6 +102,18 @@ def test_optimizer_gets_the_loss_of_each_evaluation(make_optimizer, with_sam):
     batches = [ragged_batch(step) for step in STEPS[:2]]
     errors = errors_of_training(batches, batches, make_optimizer, with_sam=with_sam)
     assert max(errors) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ('unit', 'make_optimizer', 'with_sam'),
+    [(torch.nn.Linear, lbfgs, False), (torch.nn.Linear, sgd, True), (FSDPModule, lbfgs, False)],
+    ids=['FSDP1 LBFGS', 'FSDP1 SAM', 'FSDP2 LBFGS'],
+)
+def test_optimizer_must_see_whole_gradients(unit, make_optimizer, with_sam, monkeypatch):
+    monkeypatch.setattr(closures, 'fsdp_units', lambda _: [Mock(spec=unit)])
+    batch = ragged_batch()
+    with pytest.raises(RuntimeError, match='must see the gradients of all weights'):
+        errors_of_training([batch], [batch], make_optimizer, with_sam=with_sam)
 
 
 def test_hooks_end_with_the_fit():
