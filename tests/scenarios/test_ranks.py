@@ -99,6 +99,14 @@ def test_all_ranks_decide_alike():
 
 
 @pytest.mark.slow
+def test_all_ranks_name_a_bad_label():
+    """In the first step and in a later one."""
+    for first_message, second_message in launch_json('tests/ranks/bad_label.py', ranks=2):
+        assert second_message.startswith('`labels` must be')
+        assert first_message == f'Another rank has refused its batch: {second_message}'
+
+
+@pytest.mark.slow
 def test_memory_runs_out_on_one_rank():
     """In each microbatch of the first two steps. Without a reset of DDP the ranks wait forever."""
     errors = launch_json('tests/ranks/memory.py', ranks=2)
