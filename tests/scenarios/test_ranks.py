@@ -63,6 +63,15 @@ def test_fsdp2_on_two_ranks():
 
 
 @pytest.mark.slow
+def test_fsdp1_on_two_ranks():
+    """Composer runs FSDP1 only on GPUs, so it gets the CPU as its GPU."""
+    errors = launch_json('tests/ranks/fsdp1.py', ranks=2)
+    assert len(errors) == 3
+    for name, errors_of_ranks in errors.items():
+        assert max(errors_of_ranks) < TOLERANCE, name
+
+
+@pytest.mark.slow
 def test_fit_after_evaluation_with_fsdp2():
     (message,) = assert_exact_on_ranks('evaluated', ranks=2, num_cases=2)
     assert "`equal_counts` must be True or 'auto' with FSDP" in message
