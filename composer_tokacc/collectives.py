@@ -15,7 +15,7 @@ from typing import Protocol, TypeVar
 import torch
 import torch.distributed
 
-from composer_tokacc.refusals import NotExactError
+from composer_tokacc.refusals import NotExactError, RefusalError
 
 T = TypeVar('T')
 
@@ -96,6 +96,21 @@ def from_any_rank(value: T | None) -> T | None:
         # Not a gather, because every rank that has a value would send it.
         torch.distributed.broadcast_object_list(values, src=first_rank)
     return values[0]
+
+
+def raise_on_all_ranks(refusal: RefusalError | None) -> None:
+    """Raises the refusal of a rank on that rank, and an error with the same text on the others; a collective.
+
+    Otherwise the other ranks would wait, and end with an error of the backend that does not name the cause.
+
+    Args:
+        refusal: The refusal of this rank. None: it has none. If no rank has one, nothing is raised.
+    """
+    message = from_any_rank(None if refusal is None else str(refusal))
+    if refusal is not None:
+        raise refusal
+    if message is not None:
+        raise NotExactError(f'Another rank has refused its batch: {message}')
 
 
 def max_over_ranks(values: Sequence[int]) -> list[int]:

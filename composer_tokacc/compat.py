@@ -10,6 +10,7 @@ If a release of a host changes one, this is the only module that breaks. All of 
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -176,6 +177,12 @@ def reduced_parameters(model: torch.nn.parallel.DistributedDataParallel) -> set[
     return parameters
 
 
+def reset_reduction(model: torch.nn.parallel.DistributedDataParallel) -> None:
+    """Sets DDP back to its state before a step, after a step that has ended with an error. Call it on all ranks."""
+    model.reducer._reset_state()
+    model.require_forward_param_sync = True
+
+
 def mixed_precision_of(unit: FSDPModule) -> MixedPrecisionPolicy:
     """Returns the types in which a unit of FSDP2 computes, and reduces gradients."""
     return unit._get_fsdp_state()._mp_policy
@@ -222,6 +229,17 @@ def when_backward_ends(function: Callable[[], None]) -> None:
 def num_writes(tensor: torch.Tensor) -> int:
     """Returns the number of writes into a tensor, which autograd counts; 0 if it was made in inference mode."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+def evaluates_steps(optimizer: torch.optim.Optimizer) -> bool:
+    """Returns whether an optimizer uses the loss of a closure, or calls it several times.
+
+    Most optimizers take a closure only for the interface. Those that use it require it (LBFGS), or have the mark by
+    which Composer knows them (SAM).
+    """
+    closure = inspect.signature(optimizer.step).parameters.get('closure')
+    is_required = closure is not None and closure.default is inspect.Parameter.empty
+    return is_required or getattr(optimizer, '_step_supports_amp_closure', False)
 
 
 def own_tensors(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -27,6 +27,7 @@ from composer_tokacc.compat import (
     mixed_precision_of,
     num_reduced,
     reduced_parameters,
+    reset_reduction,
     state_of_gradient,
 )
 from composer_tokacc.model_structure import fsdp_units
@@ -34,8 +35,8 @@ from composer_tokacc.refusals import NotExactError
 
 NOT_REDUCED = (
     'DDP must have reduced every gradient at the end of a step, but it has not. Leave DDP as Composer makes it, '
-    "without `static_graph` or `ddp_sync_strategy='forced_sync'`, leave out Composer's SAM, whose first pass does not "
-    'reduce, and freeze parameters before the Trainer is made (docs/errors.md#ranks).'
+    "without `static_graph` or `ddp_sync_strategy='forced_sync'`, and freeze parameters before the Trainer is made "
+    '(docs/errors.md#ranks).'
 )
 
 
@@ -72,14 +73,23 @@ class ReductionWatch:
         self._parameters_of_fsdp = [
             parameter for parameter in state.model.parameters() if isinstance(parameter, DTensor)
         ]
+        self._is_unfinished = False  # whether an attempt has begun, and has not come to its end
         self.start_attempt()
+        self._is_unfinished = False  # it was not an attempt
         # With automatic microbatching Composer asks all ranks after every forward whether memory ran out.
         self.waits_only_to_reduce = self._ddp is not None and not state.auto_microbatching and not may_gather
         """Whether ranks wait for each other only when DDP reduces gradients. If so, and if DDP reduces only in the last
         microbatch of a step, ranks may have unequal numbers of microbatches."""
 
     def start_attempt(self) -> None:
-        """Forgets an earlier attempt of this step, which may have failed half-way."""
+        """Forgets an earlier attempt of this step, which may have failed half-way.
+
+        If memory has run out on one rank only, other ranks may have done a forward more, after which DDP on these ranks
+        reduces gradients, or does not broadcast buffers. Without a reset, ranks would wait forever.
+        """
+        if self._ddp is not None and self._is_unfinished:
+            reset_reduction(self._ddp)
+        self._is_unfinished = True
         self._reduces: list[bool] = []  # under DDP, for each microbatch so far: whether its backward reduces gradients
         # The parameters to watch in the next backward, each with the state of its gradient before that backward.
         self._states_before: list[tuple[torch.nn.Parameter, tuple[int, int]]] = []
@@ -181,6 +191,7 @@ class ReductionWatch:
         ranks have gradients of different parameters, and the tensors have the same size by chance, FSDP2 adds the
         gradients of different parameters without an error. In this case all ranks raise here.
         """
+        self._is_unfinished = False
         if self._ddp is not None and not (self._reduces[-1] and is_reduced(self._ddp)):
             raise NotExactError(NOT_REDUCED)
         if not self._parameters_of_fsdp:
@@ -225,6 +236,19 @@ def check_sharding(model: torch.nn.Module) -> None:
             f'FSDP must shard every trained parameter, got: {len(left_out)} that it leaves out, such as '
             f'{left_out[:3]}. Composer wraps the children of a ComposerModel. Move these parameters into a child '
             'without `_fsdp_wrap = False`, or freeze them.'
+        )
+
+
+def check_clipping(state: State) -> None:
+    """Raises RuntimeError if Composer clips gradients by the norms of rows and vectors under FSDP2.
+
+    Composer divides shards in place, and gets wrong norms. It refuses this itself under FSDP1.
+    """
+    clips_adaptively = any(getattr(algorithm, 'clipping_type', None) == 'adaptive' for algorithm in state.algorithms)
+    if clips_adaptively and any(isinstance(unit, FSDPModule) for unit in fsdp_units(state.model)):
+        raise NotExactError(
+            "Composer's GradientClipping must clip by 'norm' or 'value' under FSDP2, got: 'adaptive', which takes the "
+            'norms of shards.'
         )
 
 

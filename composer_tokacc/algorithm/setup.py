@@ -23,9 +23,15 @@ from composer.core import State
 from composer.core.precision import get_precision_context
 from composer.models import HuggingFaceModel
 
+from composer_tokacc.algorithm.closures import give_loss_of_step
 from composer_tokacc.algorithm.loss_terms import LOSS_UNITS, LossTerms, router_coefficient
 from composer_tokacc.algorithm.rank_widths import RankWidth
-from composer_tokacc.algorithm.reduction import ReductionWatch, check_sharding, excess_of_reduction
+from composer_tokacc.algorithm.reduction import (
+    ReductionWatch,
+    check_clipping,
+    check_sharding,
+    excess_of_reduction,
+)
 from composer_tokacc.algorithm.router_balance import OR_LEAVE_MICROBATCH, ROUTER_BALANCES, StepBalance
 from composer_tokacc.batch import Batch, check_batch, check_vocabulary
 from composer_tokacc.checks.first_batch import MEDIA_INPUTS, FirstBatchCheck, check_gradient_hooks
@@ -155,6 +161,7 @@ class RunContext:
         check_trains_something(model)
         shard_again(state.model)  # an earlier evaluation may have left weights gathered
         check_sharding(state.model)
+        check_clipping(state)
         self._model: Any = model
         self._parameters = list(model.parameters())
         self._hook_numbers: list[int] | None = None  # of the hooks that were checked
@@ -192,6 +199,7 @@ class RunContext:
         if options.router_balance == 'step':
             self.balance = StepBalance(state, self.split, self.terms, to_device, precision)
         self.check = self._new_check(state, layout, to_device, precision)
+        self._closure_hooks = give_loss_of_step(state)
 
     def _new_check(
         self,
@@ -290,8 +298,10 @@ class RunContext:
             self._log_all_logits(failure)
 
     def end(self) -> None:
-        """Removes the hooks from the model, and makes the split forget the model."""
+        """Removes the hooks from the model and the optimizer, and makes the split forget the model."""
         self._remove_selector()
+        for hook in self._closure_hooks:
+            hook.remove()
         if self.split is not None:
             self.split.stop()
 

@@ -43,7 +43,7 @@ from composer_tokacc.algorithm.loss_terms import (
     sum_of_means,
     tensors_in,
 )
-from composer_tokacc.algorithm.rank_widths import check_widths
+from composer_tokacc.algorithm.rank_widths import RankWidth, check_widths
 from composer_tokacc.algorithm.setup import (
     AlgorithmOptions,
     RunContext,
@@ -66,14 +66,14 @@ from composer_tokacc.checks.logits import (
     weigh_tokens,
 )
 from composer_tokacc.checks.step import MicrobatchRecord, Step, StepTotals, TokenChoice, check_step
-from composer_tokacc.collectives import sum_over_ranks
+from composer_tokacc.collectives import raise_on_all_ranks, sum_over_ranks
 from composer_tokacc.counting import real_tokens, with_one_label
 from composer_tokacc.data_spec.split import split_of
 from composer_tokacc.labelled import LabelSelector, batch_at_logits
 from composer_tokacc.layout import describe_all, microbatches_of
 from composer_tokacc.plan_agreement import check_plans, numbers_to_sum, plan_record_of
 from composer_tokacc.planning import check_state
-from composer_tokacc.refusals import InvalidInputError, NotExactError
+from composer_tokacc.refusals import InvalidInputError, NotExactError, RefusalError
 from composer_tokacc.repeated_samples import first_batch_of, num_repeated
 from composer_tokacc.row_counts import (
     ROWS_KEY,
@@ -360,13 +360,22 @@ class TokenAccumulation(Algorithm):
         The batch is still on the CPU, so counting does not wait for the GPU.
         """
         vocabulary = None if self._context is None else self._context.check.vocabulary
-        check_labels_and_ids(state.model, microbatches_of(state.batch), vocabulary)
+        refusal = None
+        try:
+            check_labels_and_ids(state.model, microbatches_of(state.batch), vocabulary)
+        except RefusalError as error:
+            refusal = error  # raised below, where the other ranks get to know it
         if self._context is None:
+            raise_on_all_ranks(refusal)  # before the collectives of the first-batch check
             self._context = RunContext(state, self.options)
             # It may be True from a checkpoint or an earlier fit, although ranks now wait in every microbatch.
             self._reduces_once &= self._context.reductions.waits_only_to_reduce
             self._context.prove(state.batch)  # also finds the loss rule, by which tokens are counted below
         run = self._context
+        if refusal is not None:
+            # The other ranks wait for the sums of this rank. They may be any numbers.
+            self._sums_over_ranks(state, [*_no_counts(), [1]])
+            raise_on_all_ranks(refusal)
         batch_index = self._num_batches_read - 1
         # How the loader has assigned the samples of the global batch to the ranks. All ranks must have the same plan.
         plan = plan_record_of(state.batch, state.dataloader, batch_index)
@@ -376,8 +385,10 @@ class TokenAccumulation(Algorithm):
         composers_samples = run.samples_for_composer(step.rows)
         counts = [step.counts.loss_tokens, step.counts.samples, step.counts.loss_weight, composers_samples]
         flags = [run.check.has_new_rows(step.facts), self._reduces_once]
-        sums = self._sums_over_ranks(state, [counts, flags, width.numbers(), numbers_to_sum(plan)])
-        totals, sums_of_flags, sums_of_widths, sums_of_plans = sums
+        lists = [counts, flags, width.numbers(), numbers_to_sum(plan), [0]]
+        totals, sums_of_flags, sums_of_widths, sums_of_plans, (num_refusals,) = self._sums_over_ranks(state, lists)
+        if num_refusals:
+            raise_on_all_ranks(None)
         num_ranks_with_new_rows, num_ranks_reducing_once = sums_of_flags
         step.totals = StepTotals(*totals)
         # If one rank has seen that DDP reduces once, it holds for all. A rank that makes only one microbatch cannot see
@@ -463,6 +474,7 @@ class TokenAccumulation(Algorithm):
         """
         run = self._run
         step = run.step
+        _check_is_not_repeated(step, state.device_train_microbatch_size)
         run.check_batch_norms()
         run.check_gradient_hooks()
         run.reductions.start_attempt()
@@ -892,6 +904,7 @@ class TokenAccumulation(Algorithm):
             # optimizer neither decays weights nor moves by its momentum.
             for optimizer in state.optimizers:
                 optimizer.zero_grad(set_to_none=True)
+        step.completed_size = state.device_train_microbatch_size
         return self._metrics(state, step)
 
     def _batch_end(self, state: State) -> None:
@@ -988,12 +1001,33 @@ def _checked_entries(batch: Batch) -> BatchDict:
     return {key: batch[key] for key in checked_keys if key in batch}
 
 
+def _no_counts() -> list[Sequence[float]]:
+    """Returns lists as long as those that the ranks sum in each step, for a rank whose batch cannot be counted."""
+    return [[0] * len(StepTotals._fields), [0, 0], RankWidth.of((), None, None).numbers(), numbers_to_sum(None)]
+
+
 def _check_has_weight(step: Step, batch: Batch) -> None:
     """Raises RuntimeError if the step has loss-generating tokens, but all of them have weight 0."""
     if step.totals.loss_weight == 0 and step.totals.loss_tokens:
         raise NotExactError(
             f'The weights of a step must not all be 0, got: 0 for each of its {step.totals.loss_tokens:.0f} '
             f'loss-generating tokens, {sample_name(batch, 0)} among them. Fix `{LOSS_WEIGHTS}` (docs/errors.md#counts).'
+        )
+
+
+def _check_is_not_repeated(step: Step, microbatch_size: float | None) -> None:
+    """Raises RuntimeError if Composer computes a step again, but the optimizer may have moved weights already.
+
+    With automatic microbatching Composer halves the microbatch size, and repeats the batch, also if memory runs out in
+    the optimizer, and if the allocator was short of memory in two complete steps. An optimizer that evaluates the step
+    several times (LBFGS, SAM) does so with one microbatch size.
+    """
+    if step.completed_size not in (None, microbatch_size):
+        raise NotExactError(
+            'The optimizer must move once a batch, got: a batch that Composer computes again, because memory was short '
+            f'in the step of the optimizer, which may have moved weights. Set `device_train_microbatch_size` to a '
+            f"number instead of 'auto', such as {microbatch_size}, and go on from the last checkpoint "
+            '(docs/errors.md#ranks).'
         )
 
 

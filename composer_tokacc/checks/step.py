@@ -271,6 +271,9 @@ class Step:
     # such step yet, or a bypass is not refused. Then check_step() fills it in from this step.
     has_bypass: bool | None = None
     gradient_scale: float = 1.0  # of mixed precision
+    # The microbatch size with which its gradient was complete, so that the optimizer may have moved. None: it was not
+    # complete yet.
+    completed_size: float | None = None
     # Microbatches that our split has made, on the CPU, in the order of their computation. Empty if another split cuts.
     planned: Sequence[Batch] = ()
     microbatches: list[MicrobatchRecord] = field(default_factory=list)  # that were computed so far, in order

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from composer.algorithms import SAM
+from composer.algorithms import GradientClipping
 from composer.core import Algorithm, Event
 from torch.distributed import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
@@ -19,7 +19,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from composer_tokacc import TokenAccumulation
 from composer_tokacc.algorithm.loss_terms import LossTerms
-from composer_tokacc.algorithm.reduction import ReductionWatch, check_sharding, excess_of_reduction
+from composer_tokacc.algorithm.reduction import (
+    ReductionWatch,
+    check_clipping,
+    check_sharding,
+    excess_of_reduction,
+)
 from composer_tokacc.data_spec.split import split_of
 from tests.support.process_group import group_of_one_rank
 from tests.support.text import one_layer_model, ragged_batch
@@ -249,15 +254,6 @@ def test_ddp_must_reduce_all_gradients(freezes_head, options):
 
 
 @pytest.mark.usefixtures('launcher')
-def test_sam_under_ddp_is_refused():
-    """In its first pass each rank would move the weights by its own gradient."""
-    model = one_layer_model()
-    algorithms = [WrapsInDDP(), SAM(), TokenAccumulation()]
-    with weights_unchanged(model), pytest.raises(RuntimeError, match="leave out Composer's SAM"):
-        fit(model, ragged_batch(), algorithms=algorithms)
-
-
-@pytest.mark.usefixtures('launcher')
 @pytest.mark.parametrize('token_weights', ['token', 'sqrt'])
 def test_tokens_are_weighted_before_the_sink_of_ddp(token_weights):
     """Composer's LayerFreezing sets this option of DDP, which then returns copies of loss and logits."""
@@ -354,6 +350,17 @@ def test_fsdp_need_not_shard_frozen_parameters(shard):
     shard('first', model)
     model.second.requires_grad_(False)
     check_sharding(model)
+
+
+@pytest.mark.parametrize(('clipping_type', 'is_refused'), [('adaptive', True), ('norm', False)])
+def test_clipping_under_fsdp2(clipping_type, is_refused):
+    """Composer takes the norms of shards for adaptive clipping."""
+    model = TwoHeads()
+    fully_shard(model.first)
+    state = SimpleNamespace(model=model, algorithms=[GradientClipping(clipping_type, 0.1)])
+    expectation = pytest.raises(RuntimeError, match="'adaptive'") if is_refused else nullcontext()
+    with expectation:
+        check_clipping(state)
 
 
 def test_one_rank_may_leave_parameters_out():

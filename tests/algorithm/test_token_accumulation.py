@@ -14,6 +14,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from composer import Trainer
 from composer.algorithms import SAM, GradientClipping
 from composer.callbacks import NaNMonitor
 from composer.core import Algorithm, DataSpec, Event
@@ -40,6 +41,7 @@ from tests.support.text import (
 from tests.support.training import (
     COMPOSERS_FLAG,
     TOLERANCE,
+    GradientRecorder,
     On,
     assert_exact,
     fit,
@@ -478,6 +480,42 @@ def test_retry_after_out_of_memory(model, batch, has_data_spec, token_weights):
 
     assert relative_error(recorder.gradients, expected) < TOLERANCE
     assert recorder.trainer.state.device_train_microbatch_size == 2
+
+
+class RunsOutOfMemory(torch.optim.SGD):
+    """Raises in its first step, after it has moved the weights."""
+
+    has_raised = False
+
+    def step(self, closure=None):
+        loss = super().step(closure)
+        if not self.has_raised:
+            self.has_raised = True
+            raise RuntimeError('CUDA out of memory')
+        return loss
+
+
+def test_memory_runs_out_in_the_optimizer(model, batch):
+    """Composer would compute the step again from the moved weights."""
+    optimizer = RunsOutOfMemory(model.parameters(), lr=0.1)
+    set_auto = AlgorithmOn(Event.BEFORE_LOSS, OutOfMemory(failing_call=None))
+    with pytest.raises(RuntimeError, match='must move once a batch'):
+        fit(model, batch, algorithms=[set_auto, TokenAccumulation()], optimizer=optimizer, microbatch_size=4)
+
+
+@pytest.mark.parametrize('uses_closures', [True, False])
+def test_step_that_composer_repeats(uses_closures, model, batch, monkeypatch):
+    """If the allocator is short of memory in two steps in a row, Composer would train the second batch twice."""
+    monkeypatch.setattr(Trainer, '_use_closures', lambda _: uses_closures)
+    recorder = GradientRecorder()
+
+    def be_short_of_memory(state):
+        state.auto_microbatching = True
+        recorder.trainer.num_consecutive_thrashes = 2
+
+    callbacks = [On(Event.BEFORE_TRAIN_BATCH, be_short_of_memory)]
+    with pytest.raises(RuntimeError, match='must move once a batch'):
+        fit(model, batch, callbacks=callbacks, microbatch_size=4, recorder=recorder)
 
 
 def test_retry_frees_the_failed_graph(model, batch):

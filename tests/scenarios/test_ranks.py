@@ -63,6 +63,15 @@ def test_fsdp2_on_two_ranks():
 
 
 @pytest.mark.slow
+def test_fsdp1_on_two_ranks():
+    """Composer runs FSDP1 only on GPUs, so it gets the CPU as its GPU."""
+    errors = launch_json('tests/ranks/fsdp1.py', ranks=2)
+    assert len(errors) == 3
+    for name, errors_of_ranks in errors.items():
+        assert max(errors_of_ranks) < TOLERANCE, name
+
+
+@pytest.mark.slow
 def test_fit_after_evaluation_with_fsdp2():
     (message,) = assert_exact_on_ranks('evaluated', ranks=2, num_cases=2)
     assert "`equal_counts` must be True or 'auto' with FSDP" in message
@@ -96,6 +105,22 @@ def test_all_ranks_decide_alike():
     assert max(results['ddp branches']) < TOLERANCE
     for message in results['fsdp branches']:
         assert 'must reach the same parameters on all ranks' in message
+
+
+@pytest.mark.slow
+def test_all_ranks_name_a_bad_label():
+    """In the first step and in a later one."""
+    for first_message, second_message in launch_json('tests/ranks/bad_label.py', ranks=2):
+        assert second_message.startswith('`labels` must be')
+        assert first_message == f'Another rank has refused its batch: {second_message}'
+
+
+@pytest.mark.slow
+def test_memory_runs_out_on_one_rank():
+    """In each microbatch of the first two steps. Without a reset of DDP the ranks wait forever."""
+    errors = launch_json('tests/ranks/memory.py', ranks=2)
+    assert len(errors) == 4
+    assert max(errors.values()) < TOLERANCE, errors
 
 
 @pytest.mark.slow

@@ -1,0 +1,94 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Gives optimizers that evaluate a step themselves (LBFGS, Composer's SAM) the loss of the step over all ranks.
+
+Such an optimizer calls a closure, which computes loss and gradient of the step, and decides by the result: LBFGS how
+far to go, SAM whether to go at all. The gradient is the same on all ranks, but Composer's closure returns only the part
+of this rank. So ranks would decide differently, and their weights would differ. A second call would also add its loss
+to the loss of the first one, and SAM asks for a first gradient that is not reduced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from composer.core import State
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.hooks import RemovableHandle
+
+from composer_tokacc.collectives import get_world_size, sum_over_ranks
+from composer_tokacc.compat import evaluates_steps
+from composer_tokacc.model_structure import fsdp_units
+from composer_tokacc.refusals import NotExactError
+
+
+def give_loss_of_step(state: State) -> list[RemovableHandle]:
+    """Adds a hook to each optimizer that evaluates a step itself, and returns the handles that remove the hooks.
+
+    The hook replaces Composer's closure. The new one is a collective in each call.
+
+    Args:
+        state: The trainer's state.
+
+    Raises:
+        RuntimeError: If FSDP has sharded the weights in a way that the optimizer does not know.
+    """
+    to_device = state.device.tensor_to_device
+
+    def replace_closure(
+        optimizer: torch.optim.Optimizer,
+        arguments: tuple[Any, ...],
+        options: dict[str, Any],
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        closure = _over_all_ranks(options['closure'], to_device)
+        return arguments, {**options, 'closure': closure}
+
+    optimizers = [optimizer for optimizer in state.optimizers if evaluates_steps(optimizer)]
+    _check_sees_gradients(state.model, optimizers)
+    return [optimizer.register_step_pre_hook(replace_closure) for optimizer in optimizers]
+
+
+def _check_sees_gradients(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Raises RuntimeError if an optimizer would decide by a part of the gradient, or by another one.
+
+    Under FSDP1 the parameters are the shards of this rank. Under FSDP2 they are DTensors, whose norm is that of all
+    ranks. But LBFGS keeps a list of the parameters before FSDP2 has replaced them, and would not move the new ones.
+    """
+    units = fsdp_units(model)
+    is_fsdp1 = any(not isinstance(unit, FSDPModule) for unit in units)
+    for optimizer in optimizers:
+        if is_fsdp1 or (units and isinstance(optimizer, torch.optim.LBFGS)):
+            raise NotExactError(
+                f'{type(optimizer).__name__} must see the gradients of all weights, but FSDP shards them. Train with '
+                "DDP. Composer's SAM is exact with FSDP2, too (docs/errors.md#ranks)."
+            )
+
+
+def _over_all_ranks(
+    closure: Callable[..., Any],
+    to_device: Callable[[torch.Tensor], torch.Tensor],
+) -> Callable[..., float | None]:
+    """Returns a closure that computes the gradient as Composer's closure does, and the loss over all ranks."""
+    num_calls = 0
+
+    def evaluate(*, ddp_sync: bool = True, **options: Any) -> float | None:
+        """Returns the loss of the step, None if mixed precision has overflowed. Ignores ``ddp_sync``.
+
+        Without a reduction each rank would have another gradient.
+        """
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls > 1:
+            # Composer adds the loss to the values of this dict. Only those of the first call are logged.
+            options['loss_dict'] = {}
+        loss = closure(**options)
+        if loss is None:  # on all ranks
+            return None
+        part_of_rank = torch.tensor([float(loss)], dtype=torch.float64)
+        (sum_of_parts,) = sum_over_ranks(to_device(part_of_rank))
+        return sum_of_parts / get_world_size()  # as Composer does for the logged loss
+
+    return evaluate

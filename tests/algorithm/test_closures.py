@@ -1,0 +1,133 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Optimizers that evaluate a step themselves, compared with the same optimizer in a plain loop over whole batches."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+from composer.algorithms import SAM
+from composer.algorithms.sam import SAMOptimizer
+from torch.distributed.fsdp import FSDPModule
+
+from composer_tokacc import TokenAccumulation
+from composer_tokacc.algorithm import closures
+from tests.support.launch import launch_json
+from tests.support.text import one_layer_model, ragged_batch
+from tests.support.training import TOTAL, fit, full, hugging_face, num_hooks, relative_error, unwrapped
+
+SAM_INTERVAL = 2
+FIRST_RANK_UNLABELLED = [(4, 0), (9, 0), (5, 3), (14, 11)]
+RAGGED = [(4, 2), (9, 7), (5, 3), (14, 1)]
+STEPS = (FIRST_RANK_UNLABELLED, RAGGED, FIRST_RANK_UNLABELLED, RAGGED)
+"""Length and number of labels of each row of each step. Of two ranks each has two rows."""
+TOLERANCE = 1e-4
+"""More than round-off, because LBFGS divides by the change of the gradient."""
+
+
+def sgd(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def lbfgs(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.LBFGS(parameters, lr=0.5, max_iter=3, line_search_fn='strong_wolfe')
+
+
+def weights_of_plain_loop(
+    batches: Sequence[Any], make_optimizer: Callable[..., Any], *, with_sam: bool
+) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """Returns the changes of the weights, and the loss at the start of each step."""
+    model = one_layer_model().double()
+    before = copy.deepcopy(dict(model.named_parameters()))
+    optimizer = make_optimizer(model.parameters())
+    if with_sam:
+        optimizer = SAMOptimizer(optimizer, interval=SAM_INTERVAL)
+    first_losses = []
+    for batch in batches:
+        losses = []
+
+        def closure(batch: Any = batch, losses: list[float] = losses, **_: Any) -> float:
+            model.zero_grad()
+            loss = model(**batch).loss
+            loss.backward()
+            losses.append(loss.item())
+            return losses[-1]
+
+        optimizer.step(closure)
+        first_losses.append(losses[0])
+    changes = {f'model.{name}': weight.detach() - before[name] for name, weight in model.named_parameters()}
+    return changes, first_losses
+
+
+def errors_of_training(
+    batches: Sequence[Any],
+    batches_of_rank: Sequence[Any],
+    make_optimizer: Callable[..., Any],
+    *,
+    with_sam: bool,
+    wrap: Callable[[torch.nn.Module], Any] = hugging_face,
+    **options: Any,
+) -> list[float]:
+    """Returns the relative errors of the change of the weights and of the logged losses."""
+    expected, expected_losses = weights_of_plain_loop(batches, make_optimizer, with_sam=with_sam)
+    model = wrap(one_layer_model())
+    before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    algorithms = [SAM(interval=SAM_INTERVAL)] if with_sam else []
+    recorder = fit(
+        model,
+        *batches_of_rank,
+        algorithms=[*algorithms, TokenAccumulation()],
+        optimizer=make_optimizer(model.parameters()),
+        microbatch_size=1,
+        **options,
+    )
+    changes = {}
+    for name, weight in unwrapped(recorder.trainer.state.model).named_parameters():
+        changes[name] = full(weight).detach() - before[name]
+    errors = [relative_error(changes, expected)]
+    for loss, expected_loss in zip(recorder.logged(TOTAL), expected_losses, strict=True):
+        errors.append(abs(loss / expected_loss - 1))
+    return errors
+
+
+@pytest.mark.parametrize(('make_optimizer', 'with_sam'), [(lbfgs, False), (sgd, True)])
+def test_optimizer_gets_the_loss_of_each_evaluation(make_optimizer, with_sam):
+    """Composer adds the losses of all evaluations of a step, which misleads a line search."""
+    batches = [ragged_batch(step) for step in STEPS[:2]]
+    errors = errors_of_training(batches, batches, make_optimizer, with_sam=with_sam)
+    assert max(errors) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ('unit', 'make_optimizer', 'with_sam'),
+    [(torch.nn.Linear, lbfgs, False), (torch.nn.Linear, sgd, True), (FSDPModule, lbfgs, False)],
+    ids=['FSDP1 LBFGS', 'FSDP1 SAM', 'FSDP2 LBFGS'],
+)
+def test_optimizer_must_see_whole_gradients(unit, make_optimizer, with_sam, monkeypatch):
+    monkeypatch.setattr(closures, 'fsdp_units', lambda _: [Mock(spec=unit)])
+    batch = ragged_batch()
+    with pytest.raises(RuntimeError, match='must see the gradients of all weights'):
+        errors_of_training([batch], [batch], make_optimizer, with_sam=with_sam)
+
+
+def test_hooks_end_with_the_fit():
+    model = hugging_face(one_layer_model())
+    optimizer = lbfgs(model.parameters())
+    fit(model, ragged_batch(), optimizer=optimizer)
+    assert num_hooks(model) == 0
+    assert not optimizer._optimizer_step_pre_hooks
+
+
+@pytest.mark.slow
+def test_ranks_move_alike():
+    """Some steps have labels only on the second rank, so that the loss of the first one is 0."""
+    errors = launch_json('tests/ranks/closures.py', ranks=2)
+    assert errors.keys() == {'SAM under DDP', 'SAM under FSDP2', 'LBFGS under DDP'}
+    for name, errors_of_ranks in errors.items():
+        assert max(errors_of_ranks) < TOLERANCE, name
