@@ -103,9 +103,10 @@ def _may_depend_on_padding(facts: RowFacts, rules: CutRules | None) -> bool:
         return False
     # The check has trimmed nothing on the left, so it is not known whether the model counts positions from the first
     # column. If the first token of a row has a label, the row cannot be trimmed, because the pad before this token
-    # predicts the label. If all padded rows of the run are such rows, no other rows are safe either: those without
+    # predicts the label. If the check has looked only at such rows, no other rows are safe either. Even those without
     # padding would get some in one forward over all rows. With `position_ids` in the batch positions do not matter.
-    is_unproven = not facts.is_padded or any(facts.has_label_behind_padding)
+    # Rows that may not be trimmed at all are of models with rotary embeddings, which see only distances.
+    is_unproven = facts.may_be_trimmed or not facts.is_padded
     return is_unproven and not facts.has_positions
 
 

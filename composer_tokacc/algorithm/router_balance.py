@@ -116,7 +116,7 @@ class StepBalance:
             raise _refusal("on several ranks needs a number for `device_train_microbatch_size`, got: 'auto'.")
         self._model = inner_model(state.model)
         self._device = state.device
-        self._coefficient = terms.router_coefficient
+        self._terms = terms
         self._to_device = to_device
         self._precision = precision
         self._top_k = 0  # number of experts chosen for a position; 0: not known before the first forward
@@ -246,7 +246,9 @@ class StepBalance:
         # The parts must be summed over microbatches and ranks. But the algorithm divides this term by the number of
         # microbatches, and DDP or FSDP divide its gradient by the number of ranks. This undoes both divisions.
         later_divisor = num_microbatches * get_world_size()
-        router = self._coefficient * later_divisor * part_of_step
+        coefficient = self._terms.router_coefficient
+        assert coefficient is not None  # otherwise the loss would not have been split
+        router = coefficient * later_divisor * part_of_step
         return SplitLoss(tokens=loss['tokens'], router=router)
 
     def check(self) -> None:

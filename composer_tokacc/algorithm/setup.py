@@ -173,10 +173,8 @@ class RunContext:
         self.check_batch_norms()
         self.world_size = get_world_size()
         self.excess_of_reduction = excess_of_reduction(state.model)
-        coefficient = None
-        if not options.loss_units:  # `loss_units` may name the load-balancing loss as a term
-            coefficient = router_coefficient(model)
-        self.terms = LossTerms(options.loss_units, coefficient)
+        self.terms = LossTerms(options.loss_units)
+        self.read_router_coefficient()
         # A contrastive term may gather the rows of other ranks. With `check_loss=False` a SyncBatchNorm may train,
         # which gathers statistics in every forward.
         may_gather = bool(self.terms.coupled) or not options.check_loss
@@ -237,6 +235,11 @@ class RunContext:
             return None
         return LabelSelector(self._model.model)
 
+    def read_router_coefficient(self) -> None:
+        """Reads the factor of the load-balancing loss from the model, because a schedule may change it."""
+        if not self._options.loss_units:  # `loss_units` may name the load-balancing loss as a term
+            self.terms.router_coefficient = router_coefficient(self._model)
+
     def begin_step(self, step: Step) -> None:
         """Begins a step. The split gets its record, because it will note the microbatches of the step there."""
         self.step = step
@@ -282,6 +285,7 @@ class RunContext:
             # The data may have one weight for each row. In training, batches have a weight for each position, so the
             # check gets the same.
             batch = with_weights_of_positions(batch)
+        self.read_router_coefficient()
         try:
             rules = self.check.prove(batch)
         except BaseException:

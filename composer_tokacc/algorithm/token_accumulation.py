@@ -549,8 +549,9 @@ class TokenAccumulation(Algorithm):
         if router_loss_of(state.outputs) is None:
             return
         run = self._run
+        run.read_router_coefficient()
         step_number = self._token_choice.step_number
-        # Not only in step 0, because a schedule may change the coefficient.
+        # Not only in step 0, because a loss may change, and then use another coefficient than the config says.
         is_check_due = (step_number & (step_number - 1)) == 0  # steps 0, 1, 2, 4, 8 and so on
         # With a wrong coefficient the split would be wrong, so it is checked even with `check_loss=False`. Without a
         # coefficient nothing is split, and the check only makes sure that the loss has no such term.

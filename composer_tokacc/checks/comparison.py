@@ -354,7 +354,9 @@ class RowComparison:
         ``unlabelled_rows`` came without labels. The check may have given them some, which are taken away again here. A
         step counts no tokens there, so it would leave out such a term in a microbatch that has only these rows.
         """
-        labelled_rows = [row for row in self._all_rows if self._counts[row] and row not in unlabelled_rows]
+        rows_with_tokens = [row for row in self._all_rows if self._counts[row]]
+        # If no row came with labels, those that the check has given labels stand for some.
+        labelled_rows = [row for row in rows_with_tokens if row not in unlabelled_rows] or rows_with_tokens
         has_tokens = self.check_loss and 'tokens' in self.reference.losses
         if not (has_tokens and unlabelled_rows and labelled_rows):
             return
@@ -475,7 +477,9 @@ class RowComparison:
                 raise self._not_accepted(rows, error, cut_kind) from error
             self._check_gradients(batch, result, rows, cut_kind)
             losses.append(_MicrobatchLosses(rows, result.losses))
-            self.has_shown_trimming |= self.layout.width(batch) < self._facts.width
+            # A row without a loss token, such as a row of one token, shows nothing.
+            has_tokens = any(self._counts[row] for row in rows)
+            self.has_shown_trimming |= has_tokens and self.layout.width(batch) < self._facts.width
         if self.check_loss:
             self._check_losses(losses)
         if self._at_unvaried_weights is not None:

@@ -58,6 +58,8 @@ from composer_tokacc.layout.facts import (
     LOWEST_VALUE,
     PADDED_ROWS,
     PADDING_ON_BOTH_SIDES,
+    PARTLY_UNLABELLED,
+    POSITIVE_VALUE,
     UNATTENDED_LABELS,
     UNLABELLED_ROWS,
     WITH_POSITIONS,
@@ -238,7 +240,7 @@ class FirstBatchCheck(Generic[RulesT]):
             assert shared is not None
             are_new = bool(is_any_missing) or not self._proven.limits  # in the first check nothing is proven yet
             with _explained_index_errors(shared.rows):
-                new_rules, checked_ranges = self._check_rows(shared, rules, are_new=are_new)
+                new_rules, seen, has_shown_trimming = self._check_rows(shared, rules, are_new=are_new)
             is_new_cut = rules is not None and new_rules is not None and not new_rules.cuts_like(rules)
             rules = new_rules
             if is_new_cut:
@@ -246,12 +248,17 @@ class FirstBatchCheck(Generic[RulesT]):
                 # next passes check them again. The loop ends nevertheless, because rules change only a few times:
                 # packing or trimming that has failed is not tried again.
                 self._proven = RowRanges(readings=self._proven.readings)
-            self._proven = self._proven.joined(checked_ranges)
-            if not is_new_cut and len(self._proven.missing(offer.ranges)) >= len(offer.missing):
-                # The check has proven none of the missing properties: there was none, or the layout cannot tell media
-                # from each other, or no row was trimmed. All ranges of the offer count as proven nevertheless, or this
-                # loop would not end.
-                self._proven = self._proven.joined(offer.ranges)
+            # If no row was trimmed, the check has shown nothing about padding.
+            self._proven = self._proven.joined(seen if has_shown_trimming else seen.without_padding())
+            if is_new_cut:
+                continue
+            # The check may have proven none of the missing properties: there was none, or the layout cannot tell media
+            # from each other, or no row can be trimmed. Ranges that count as proven nevertheless end this loop. First
+            # only those of the checked rows, because the rows that would show another property may have been left out
+            # for padded ones. If that is not enough, all ranges of the offer.
+            for ranges in (seen, offer.ranges):
+                if len(self._proven.missing(offer.ranges)) >= len(offer.missing):
+                    self._proven = self._proven.joined(ranges)
 
     def _offer(self, batch: Batch) -> RowOffer:
         """Returns the offer of this rank. ``batch`` is its batch."""
@@ -283,7 +290,7 @@ class FirstBatchCheck(Generic[RulesT]):
         rules: RulesT | None,
         *,
         are_new: bool,
-    ) -> tuple[RulesT | None, RowRanges]:
+    ) -> tuple[RulesT | None, RowRanges, bool]:
         """Finds the loss rule if it is not known yet, and checks the rows.
 
         Args:
@@ -292,8 +299,11 @@ class FirstBatchCheck(Generic[RulesT]):
             are_new: Whether some rows of the step lie outside of the proven ranges.
 
         Returns:
-            The rules of the exact cut; None without a cutter. And the ranges of the checked rows.
+            The rules of the exact cut; None without a cutter. The ranges of the checked rows. And whether a row was
+            trimmed. If not, nothing was learnt about padding.
         """
+        if self._is_check_due:
+            self.probe.judge_all_again()
         rule = self.rule
         if rule is None:
             rule = self._find_rule(shared.rows)
@@ -302,7 +312,7 @@ class FirstBatchCheck(Generic[RulesT]):
         self._is_check_due = False
         if self.layout is None:
             self._check_unknown_rows(shared.rows, rule)
-            return rules, RowRanges()
+            return rules, RowRanges(), False
         self._check_window(shared.rows)
         rows = with_unequal_row(self.layout, shared.rows, rule)
         comparison = RowComparison(
@@ -329,13 +339,16 @@ class FirstBatchCheck(Generic[RulesT]):
         largest_packed_row = 0
         if rules is not None and rules.packing:
             largest_packed_row = shared.largest_packed_row
-        ranges = ranges_of(describe_all(self.layout, rows), largest_packed_row)
-        if shared.unlabelled_rows:  # `rows` does not show them, because they have got labels
-            # A limit without values: it is enough to have seen such rows.
-            ranges = ranges.joined(RowRanges(limits={UNLABELLED_ROWS: ()}))
-        if not comparison.has_shown_trimming:
-            ranges = ranges.without_padding()  # no row was trimmed, so nothing was learnt about padding
-        return rules, ranges
+        # Of the shared rows, because with_unequal_row() may have added a copy of one of them. If the batch has only one
+        # row, the copy does not show how the model computes several different rows.
+        ranges = ranges_of(describe_all(self.layout, shared.rows), largest_packed_row)
+        if shared.unlabelled_rows:  # the rows do not show them, because they have got labels
+            # Limits without values: it is enough to have seen such rows.
+            names = [UNLABELLED_ROWS]
+            if len(shared.unlabelled_rows) < num_rows(shared.rows):
+                names.append(PARTLY_UNLABELLED)
+            ranges = ranges.joined(RowRanges(limits=dict.fromkeys(names, ())))
+        return rules, ranges, comparison.has_shown_trimming
 
     def _find_rule(self, rows: Batch) -> str:
         """Returns the loss rule of the model. Raises RuntimeError if the rows cannot show it."""
@@ -703,7 +716,7 @@ def chosen_rows(
     # All rows with new media or without labels are kept, because this check runs for them. After the first two
     # criteria, one chooses a row without labels, and two choose rows for each modality.
     num_kept = 2 + 2 * len(_new_modalities(missing))
-    if UNLABELLED_ROWS in missing:
+    if _has_unlabelled(missing):
         num_kept += 1
     del rows[max(max_rows, num_kept) :]
     # Fill up with short rows, which cost little.
@@ -717,6 +730,11 @@ def _new_modalities(missing: Sequence[str]) -> list[str]:
     return [modality for modality in MODALITIES if any(name.startswith(modality) for name in missing)]
 
 
+def _has_unlabelled(missing: Sequence[str]) -> bool:
+    """Returns whether rows without labels are new, or rows with and without labels in one batch."""
+    return UNLABELLED_ROWS in missing or PARTLY_UNLABELLED in missing
+
+
 def _criteria(facts: RowFacts, missing: Sequence[str]) -> list[Criterion]:
     """Returns the criteria to choose rows by, the most important one first."""
     lengths = facts.lengths
@@ -728,7 +746,7 @@ def _criteria(facts: RowFacts, missing: Sequence[str]) -> list[Criterion]:
     # The longest row has the least padding to trim, and the shortest row has the most. The longest row is often
     # truncated and has no label. It is chosen nevertheless, because the other rows may depend on its length.
     criteria = [Criterion(longest_first, needs_label=False), Criterion(sizes)]
-    if UNLABELLED_ROWS in missing:
+    if _has_unlabelled(missing):
         criteria.append(Criterion(lengths, lacks_labels(facts.batch), needs_label=False))
     for modality in _new_modalities(missing):
         media_sizes = facts.media_sizes(modality)
@@ -758,10 +776,15 @@ def _criteria(facts: RowFacts, missing: Sequence[str]) -> list[Criterion]:
     # the rows that it has chosen last.
     if any(name.startswith(PADDED_ROWS) for name in missing):
         criteria += criteria_of_widths
-    # By a flag or a mask a loss may leave out rows or tokens. The row with the lowest value shows that.
+    # By a flag or a mask a loss may leave out rows or tokens. The row with the lowest value shows that, or the row with
+    # the highest one, because some flags name what is left out.
     for key, values in facts.lowest_values.items():
         if LOWEST_VALUE + key in missing:
             criteria.append(Criterion(values, needs_label=False))
+    for key, values in facts.highest_values.items():
+        if POSITIVE_VALUE + key in missing:
+            highest_first = [-value for value in values]
+            criteria.append(Criterion(highest_first, needs_label=False))
     # The shortest row of text only, and the row with the most media.
     is_text_only = [num_media == 0 for num_media in facts.media]
     most_media_first = [-num_media for num_media in facts.media]

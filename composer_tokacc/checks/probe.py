@@ -371,6 +371,10 @@ class Probe:
         self._layers = [output.module for output in last_outputs]
         return result
 
+    def judge_all_again(self) -> None:
+        """Forgets which states were judged. A state that was only written may have begun to change the result."""
+        self._judged.clear()
+
     def judge_written_state(self, batch: Batch) -> None:
         """Raises RuntimeError, on all ranks, if the result depends on state that every forward writes.
 

@@ -41,8 +41,8 @@ from composer_tokacc.layout.pre_split import microbatches_of
 from composer_tokacc.refusals import InvalidInputError
 
 KEYS_OF_TEXT = ('input_ids', 'attention_mask', 'labels', 'position_ids')
-"""Keys without :attr:`RowFacts.lowest_values`. Their values leave no row or token out of a loss, or are described by
-other facts."""
+"""Keys without :attr:`RowFacts.lowest_values` and ``highest_values``. Their values leave no row or token out of a loss,
+or are described by other facts."""
 
 
 @dataclass(frozen=True)
@@ -189,25 +189,52 @@ class RowFacts:
         return [0 < columns < self.width for columns in self._reach.from_last]
 
     @cached_property
-    def lowest_values(self) -> dict[str, list[int]]:
-        """The lowest value in each row of further tensors of integers or bools, by key.
+    def _values_of_rows(self) -> dict[str, torch.Tensor]:
+        """The values of each row in further tensors of integers or bools, ``(rows, values)``, by key.
 
-        Such a tensor has one value for each row or token. It may be a flag, a mask, or the labels of a second task, and
-        a loss may leave out rows or tokens by it. Only the values at tokens with labels count.
+        Such a tensor has one or a few values for each row, or one for each token. It may be a flag, a mask, or the
+        labels of a second task, and a loss may leave out rows or tokens by it.
         """
-        labels = labels_at_text(self.batch)
-        lowest: dict[str, list[int]] = {}
+        values_by_key: dict[str, torch.Tensor] = {}
         for key, value in self.batch.items():
             if key in KEYS_OF_TEXT or not isinstance(value, torch.Tensor):
                 continue
-            if value.is_floating_point() or value.is_complex():
+            is_integer = not (value.is_floating_point() or value.is_complex())
+            if not is_integer or not value.numel() or value.shape[0] != len(self.real):
                 continue
-            if labels is not None and value.shape == labels.shape:
-                # ranges_of() reads only values up to 0, so a 1 stands for no value.
-                value = value.masked_fill(labels == IGNORE_INDEX, 1).amin(dim=1)
-            if value.shape == self.real.shape[:1]:
-                lowest[key] = value.tolist()
+            # The sizes of images, (images, 2), may have as many images as there are rows.
+            is_of_media = key in self.layout.family.entries and value.shape != self.real.shape
+            if value.dim() == 1 or (value.dim() == 2 and not is_of_media):
+                values_by_key[key] = value.reshape(len(value), -1)
+        return values_by_key
+
+    def _at_labels(self, values: torch.Tensor, fill: int) -> torch.Tensor:
+        """Returns values with ``fill`` at tokens without a label. Values that are not of tokens stay as they are."""
+        labels = labels_at_text(self.batch)
+        if labels is None or values.shape != labels.shape:
+            return values
+        return values.masked_fill(labels == IGNORE_INDEX, fill)
+
+    @cached_property
+    def lowest_values(self) -> dict[str, list[int]]:
+        """The lowest value in each row of further tensors of integers or bools, by key.
+
+        Of values of tokens, only those at tokens with labels count.
+        """
+        lowest: dict[str, list[int]] = {}
+        for key, values in self._values_of_rows.items():
+            # ranges_of() reads only values up to 0, so a 1 stands for no value.
+            lowest[key] = self._at_labels(values, 1).amin(dim=1).tolist()
         return lowest
+
+    @cached_property
+    def highest_values(self) -> dict[str, list[int]]:
+        """The highest value in each row of the same tensors, by key."""
+        highest: dict[str, list[int]] = {}
+        for key, values in self._values_of_rows.items():
+            # ranges_of() reads only values above 0, so a 0 stands for no value.
+            highest[key] = self._at_labels(values, 0).amax(dim=1).tolist()
+        return highest
 
     @cached_property
     def has_first_label(self) -> list[bool]:
@@ -317,8 +344,12 @@ PACKED_ROWS = 'packed rows'
 UNATTENDED_LABELS = 'labels without attention'
 PADDING_ON_BOTH_SIDES = 'padding on both sides'
 UNLABELLED_ROWS = 'rows without labels'
+PARTLY_UNLABELLED = 'rows with and without labels'
+SEVERAL_ROWS = 'several rows'
 LOWEST_VALUE = 'the lowest value of '
 """The beginning of the name. It goes on with the key."""
+POSITIVE_VALUE = 'a value above 0 of '
+"""The same. A flag may say what a loss takes, or what it leaves out."""
 PADDED_ROWS = 'rows padded'
 """The beginning of the name. It goes on with the side, such as ``' on the left'``."""
 BEYOND_ROTARY_LIMIT = 'rows beyond the rotary limit'
@@ -391,6 +422,7 @@ def ranges_of(facts_of_batches: Sequence[RowFacts], largest_packed_row: int = 0)
     """
     lengths: list[int] = []
     media_per_row: list[int] = []
+    has_no_label: list[bool] = []
     has_holes = False
     limits: dict[str, Limit] = {}
     readings: Readings = {}
@@ -402,8 +434,7 @@ def ranges_of(facts_of_batches: Sequence[RowFacts], largest_packed_row: int = 0)
             limits[UNATTENDED_LABELS] = ()
         if any(facts.begins_with_padding):
             limits[PADDING_ON_BOTH_SIDES] = ()
-        if any(lacks_labels(facts.batch)):
-            limits[UNLABELLED_ROWS] = ()
+        has_no_label += lacks_labels(facts.batch)
         for key, values in facts.lowest_values.items():
             lowest = min(values)
             # Only such a value may leave something out: 0, False, or a negative one such as -100.
@@ -411,7 +442,16 @@ def ranges_of(facts_of_batches: Sequence[RowFacts], largest_packed_row: int = 0)
                 name = LOWEST_VALUE + key
                 limit = (-lowest,)
                 limits[name] = _larger(limits.get(name, limit), limit)
+        for key, values in facts.highest_values.items():
+            if max(values) > 0:
+                limits[POSITIVE_VALUE + key] = ()
         readings = joined_readings(readings, facts.layout.readings_of(facts.batch))
+    if len(lengths) > 1:
+        limits[SEVERAL_ROWS] = ()
+    if any(has_no_label):
+        limits[UNLABELLED_ROWS] = ()
+        if not all(has_no_label):
+            limits[PARTLY_UNLABELLED] = ()
     # Without ids (Whisper) no row is trimmed.
     with_ids = [facts for facts in facts_of_batches if facts.has_ids]
     suffix = ''
@@ -488,7 +528,9 @@ def _padded_limits(facts_of_batches: Iterable[RowFacts], suffix: str) -> dict[st
     width = 0
     side = 'right'
     for facts in facts_of_batches:
-        lengths += facts.lengths
+        for length, keeps_padding in zip(facts.lengths, facts.has_label_behind_padding, strict=True):
+            if not keeps_padding:  # such a row shows nothing about trimming
+                lengths.append(length)
         width = max(width, facts.width)
         # Rows without padding have the side 'right', so one 'left' decides.
         if facts.side == 'left':

@@ -26,6 +26,7 @@ EXACT_CASES = [
     'masked',
     'masked, padded later',
     'masked, one rank without padding',
+    'masked, labelled on the other rank',
     'labelled, equally wide',
     'labelled, on the right',
     'positions, equally wide',
@@ -43,7 +44,14 @@ def test_widths_of_ranks_matter_only_on_the_left():
         assert outcomes[case] < 1e-6, case
     assert 'got: 9 on rank 0' in outcomes['labelled']
     assert 'the pad before it would predict' in outcomes['labelled']
-    for case in ('positions', 'positions, padded later', 'positions, untried', 'no position_ids'):
+    for case in (
+        'positions',
+        'positions, padded later',
+        'positions, untried',
+        'positions, labelled on the other rank',
+        'positions, one token trimmed',
+        'no position_ids',
+    ):
         assert 'count positions' in outcomes[case]
     # Transformers 4 has other names for the parameters.
     if not transformers.__version__.startswith('4.'):
@@ -65,8 +73,8 @@ KEPT = CutRules(left=FAILED)
 NOTHING_KNOWN = CutRules()
 
 
-@pytest.mark.parametrize(('rules', 'matters'), [(TRIMMED, False), (KEPT, True), (NOTHING_KNOWN, False)])
-def test_width_matters_if_trimming_failed(rules, matters):
+@pytest.mark.parametrize(('rules', 'matters'), [(TRIMMED, False), (KEPT, True), (NOTHING_KNOWN, True)])
+def test_width_matters_unless_trimming_is_exact(rules, matters):
     assert may_matter(ragged_batch(side='left'), rules) is matters
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import pytest
 import torch
 from composer.callbacks import NaNMonitor
-from composer.core import Callback
+from composer.core import Callback, Event
 
 from composer_tokacc import token_data_spec
 from composer_tokacc.algorithm.loss_terms import LossTerms
@@ -21,7 +21,7 @@ from tests.matrix.harness import measure
 from tests.matrix.native_models import NativeModel
 from tests.matrix.subjects import SUBJECTS
 from tests.support.text import ONE_UNLABELLED, ragged_batch
-from tests.support.training import fit, gradients_of, in_double, loader, relative_error
+from tests.support.training import On, fit, gradients_of, in_double, loader, relative_error
 from tests.support.weights import weighted_losses
 
 
@@ -238,3 +238,22 @@ def test_router_loss_without_gradient_is_named(use_reentrant, caplog):
 
     lines = [line for line in caplog.messages if 'has no gradient, so it changes no weight' in line]
     assert len(lines) == int(use_reentrant)
+
+
+def test_coefficient_of_a_schedule():
+    """The coefficient changes between the steps that check it, which are 0, 1, 2 and 4."""
+    model = subject_with_router('mixtral', 0.5)
+    batch = ragged_batch()
+    microbatches = Microbatches()
+
+    def anneal(state):
+        if state.timestamp.batch == 3:
+            model.model.router_aux_loss_coef = 0.05
+            model.model.config.update({'router_aux_loss_coef': 0.05})
+            microbatches.inputs.clear()
+
+    callbacks = [On(Event.BATCH_START, anneal), microbatches]
+    recorder = fit(model, *[batch] * 4, callbacks=callbacks, microbatch_size=1)
+
+    expected, _, _ = expected_step(model, batch, [microbatches.inputs])
+    assert relative_error(recorder.gradients, expected) < 1e-6

@@ -339,6 +339,7 @@ TEXT_LAYOUT = BatchLayout(family=TEXT)
 def ranges_of_batch(lengths: list[int], largest_packed_row: int = 0, **options: Any) -> RowRanges:
     """Returns the ranges of a batch of text. Takes the options of :func:`.text_batch`."""
     batch = text_batch(lengths, **options)
+    batch['labels'] = batch['labels'].masked_fill(batch['input_ids'] == 1, -100)  # of first tokens
     facts = describe(TEXT_LAYOUT, batch)
     return ranges_of([facts], largest_packed_row)
 
@@ -384,6 +385,13 @@ def test_padding_with_positions_is_new():
     ranges = ranges_of_batch([5, 20], side='left', position_ids=positions)
 
     assert proven.missing(ranges) == ['rows padded on the left, with position_ids']
+
+
+def test_label_behind_padding_says_nothing_about_trimming():
+    """On another rank, rows that can be trimmed must not count as checked because of such rows."""
+    facts = describe(TEXT_LAYOUT, text_batch([4, 9, 14], side='left'))
+    assert all(facts.has_first_label)
+    assert 'rows padded on the left' not in ranges_of([facts]).limits
 
 
 def test_complex_numbers_have_no_lowest():

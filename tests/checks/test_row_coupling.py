@@ -141,6 +141,21 @@ def test_second_labels_in_row_without_labels(weight):
     assert len(recorder.steps) == 1
 
 
+def test_second_labels_after_batch_without_labels():
+    """A batch without labels cannot show how the loss treats rows with and without them in one batch."""
+    first = ragged_batch([(4, 0), (9, 0), (14, 0)])
+    first['second_labels'] = first['labels']
+    later = ragged_batch(ONE_UNLABELLED)
+    later['second_labels'] = later['labels'].clone()
+    later['second_labels'][1, 1:4] = later['input_ids'][1, 1:4]
+    recorder = GradientRecorder()
+
+    with pytest.raises(RuntimeError, match='a term in rows without labels'):
+        fit(SecondTask(1.0), first, later, microbatch_size=1, recorder=recorder)
+
+    assert len(recorder.steps) == 1
+
+
 @pytest.mark.parametrize('unit', ['coupled_samples', 'microbatches'])
 def test_terms_that_couple_rows_refuse_regrouping(unit):
     model = with_term(lambda model, outputs, batch: outputs['logits'].mean())
@@ -285,6 +300,70 @@ def test_flag_that_a_later_batch_lacks(term_of, unit, flags, place, missing):
     message = r"'samples' must be means|mean over its loss-generating tokens|row's losses"
     with pytest.raises(RuntimeError, match=message):
         fit(model, first, later, loss_units=units_of_terms(unit), microbatch_size=1, recorder=recorder)
+
+    assert len(recorder.steps) == 1
+
+
+def of_rows_without_flag(batch, values):
+    return mean_where(batch['flags'] == 0, values.mean(dim=1))
+
+
+def of_rows_in_column(batch, values):
+    return mean_where(batch['flags'][:, 0] > 0, values.mean(dim=1))
+
+
+@pytest.mark.parametrize(
+    ('term_of', 'first_flags', 'later_flag'),
+    [
+        pytest.param(of_rows_without_flag, torch.zeros(6, dtype=torch.bool), True, id='flag says what is left out'),
+        pytest.param(of_rows_in_column, torch.ones(6, 1, dtype=torch.bool), False, id='flags in a column'),
+    ],
+)
+def test_flags_of_other_kinds(term_of, first_flags, later_flag):
+    later_flags = first_flags.clone()
+    later_flags[3] = later_flag
+    first = {**ragged_batch(), 'flags': first_flags}
+    later = {**ragged_batch(), 'flags': later_flags}
+    model = with_term(lambda model, outputs, batch: term_of(batch, outputs['logits'].square().mean(dim=-1)))
+    recorder = GradientRecorder()
+
+    with pytest.raises(RuntimeError, match="'samples' must be means"):
+        fit(model, first, later, loss_units=units_of_terms('samples'), microbatch_size=1, recorder=recorder)
+
+    assert len(recorder.steps) == 1
+
+
+def test_flag_in_batch_that_is_not_trimmed():
+    """GPT-2 keeps padding on the left. The check looks at the flagged row, although it looks at padded rows first."""
+    model = hugging_face(gpt2())
+    plain_loss = model.loss
+
+    def loss(outputs, batch):
+        sizes = outputs['logits'].square().mean(dim=(1, 2))
+        return {'lm': plain_loss(outputs, batch), 'pairs': mean_where(batch['flags'] > 0, sizes)}
+
+    model.loss = loss
+    row_sizes = [(4, 2), (14, 8), (6, 3), (7, 4), (8, 4), (9, 5), (10, 5), (11, 5)]
+    batch = ragged_batch(row_sizes, side='left')
+    batch['flags'] = torch.ones(len(row_sizes), dtype=torch.long)
+    batch['flags'][3] = 0
+
+    with pytest.raises(RuntimeError, match="'samples' must be means"):
+        fit(model, batch, loss_units=units_of_terms('samples'), microbatch_size=1)
+
+
+def centre_rows(module, args, output):
+    """Subtracts the mean of the rows. One row and its copy do not show that."""
+    return output - 0.5 * output.mean(dim=0, keepdim=True)
+
+
+def test_first_batch_has_one_row():
+    model = one_layer_model()
+    model.model.embed_tokens.register_forward_hook(centre_rows)
+    recorder = GradientRecorder()
+
+    with pytest.raises(RuntimeError, match='rows beside it'):
+        fit(model, ragged_batch([(9, 4)]), ragged_batch([(9, 4), (9, 2)]), microbatch_size=1, recorder=recorder)
 
     assert len(recorder.steps) == 1
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from composer.core import Event
 from torch.nn.utils import parametrize
 
 from composer_tokacc.checks import written_state
 from composer_tokacc.checks.written_state import StateSnapshot, perturb
 from tests.support.text import one_layer_model, ragged_batch
-from tests.support.training import assert_exact, fit, weights_unchanged
+from tests.support.training import GradientRecorder, On, assert_exact, fit, weights_unchanged
 
 
 class RunningMean(torch.nn.Module):
@@ -232,6 +233,31 @@ def test_decisive_state_is_refused(make_layer, name):
     message = rf"must not change the result of the next one, got: '.*\.{name}'"
     with weights_unchanged(model), pytest.raises(RuntimeError, match=message):
         fit(model, ragged_batch(), optimizer=optimizer)
+
+
+class LateMean(RunningMean):
+    """Writes its state in every forward, but uses it only later."""
+
+    is_used = False
+
+    def forward(self, states):
+        shifted = states - self.running if self.is_used else states
+        self.update(states.detach().mean(dim=(0, 1)))
+        return shifted
+
+
+def test_state_that_is_used_later():
+    """The first check takes it for a statistic. The check of step 16 looks again."""
+    model = with_layers(LateMean())
+    recorder = GradientRecorder()
+
+    def use(state):
+        model.model.embed_tokens[1].is_used = state.timestamp.batch >= 5
+
+    with pytest.raises(RuntimeError, match=r"must not change the result of the next one, got: '.*\.running'"):
+        fit(model, *[ragged_batch()] * 17, callbacks=[On(Event.BATCH_START, use)], recorder=recorder)
+
+    assert len(recorder.steps) == 16
 
 
 class ReplacedAttribute(ReplacedMean):

@@ -23,6 +23,8 @@ UNPADDED = [(9, 5), (9, 3)]
 ONE_RANK_IS_PADDED = [(9, 5), (9, 3), (4, 2), (14, 8)]
 LABELLED = [(4, 4), (9, 5), (6, 3), (14, 8)]
 ONLY_LABELLED_ARE_PADDED = [(9, 5), (9, 3), (4, 4), (14, 14)]  # nothing shows whether padding may be trimmed
+LABELLED_ON_OTHER_RANK = [(5, 3), (9, 5), (4, 4), (14, 8)]  # only the first rank has padding that can be trimmed
+ONE_TOKEN = [(9, 5), (9, 3), (1, 0), (14, 8)]  # a row of one token has no loss, so it shows nothing
 BEYOND_10 = [(8, 3), (9, 5), (12, 4), (30, 8)]  # the second rank is beyond the rotary limit
 ALL_BEYOND_10 = [(8, 3), (19, 5), (12, 4), (30, 8)]
 
@@ -74,6 +76,9 @@ def main() -> dict[str, Any]:
         'positions, equally wide': measure(gpt2(), MASKED, equal_widths=True),
         'positions, padded later': measure(gpt2(), MASKED, earlier_shapes=[UNPADDED]),
         'positions, untried': measure(gpt2(), ONLY_LABELLED_ARE_PADDED),
+        'masked, labelled on the other rank': measure(text_model(), LABELLED_ON_OTHER_RANK),
+        'positions, labelled on the other rank': measure(gpt2(), LABELLED_ON_OTHER_RANK),
+        'positions, one token trimmed': measure(gpt2(), ONE_TOKEN),
         'no position_ids': measure(column_counter(), MASKED),
         'no position_ids, equally wide': measure(column_counter(), MASKED, equal_widths=True),
         'positions, on the right': measure(gpt2(), MASKED, side='right'),
