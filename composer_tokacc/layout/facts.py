@@ -13,10 +13,12 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 
 import torch
 
 from composer_tokacc.batch import (
+    COUNT_KEYS,
     IGNORE_INDEX,
     MODALITIES,
     Batch,
@@ -40,9 +42,14 @@ from composer_tokacc.layout.layout import BatchLayout, media_entries
 from composer_tokacc.layout.pre_split import microbatches_of
 from composer_tokacc.refusals import InvalidInputError
 
-KEYS_OF_TEXT = ('input_ids', 'attention_mask', 'labels', 'position_ids')
-"""Keys without :attr:`RowFacts.lowest_values`. Their values leave no row or token out of a loss, or are described by
-other facts."""
+KEYS_WITHOUT_CODES = ('input_ids', 'attention_mask', 'labels', 'position_ids', *COUNT_KEYS)
+"""Keys without :attr:`RowFacts.codes`. Their values leave no row or token out of a loss, or are described by other
+facts."""
+LOWEST_CODE = -128
+"""Lowest code, see :attr:`RowFacts.codes`. The usual ones are not below -100."""
+HIGHEST_CODE = 16
+"""Highest code. Higher numbers are usually ids or counts. If they were codes, the check would run in nearly every
+step."""
 
 
 @dataclass(frozen=True)
@@ -189,25 +196,29 @@ class RowFacts:
         return [0 < columns < self.width for columns in self._reach.from_last]
 
     @cached_property
-    def lowest_values(self) -> dict[str, list[int]]:
-        """The lowest value in each row of further tensors of integers or bools, by key.
+    def codes(self) -> dict[str, list[list[int]]]:
+        """The codes that each row has in further tensors of integers or bools, by key.
 
-        Such a tensor has one value for each row or token. It may be a flag, a mask, or the labels of a second task, and
-        a loss may leave out rows or tokens by it. Only the values at tokens with labels count.
+        Such a tensor may hold a flag, a mask, a category, or the labels of a second task, and a loss may leave out rows
+        or tokens by it. Its values from ``LOWEST_CODE`` to ``HIGHEST_CODE`` are codes. If it has a value for each
+        token, only the values at tokens with labels count.
         """
         labels = labels_at_text(self.batch)
-        lowest: dict[str, list[int]] = {}
+        codes_by_key: dict[str, list[list[int]]] = {}
         for key, value in self.batch.items():
-            if key in KEYS_OF_TEXT or not isinstance(value, torch.Tensor):
+            if key in KEYS_WITHOUT_CODES or not isinstance(value, torch.Tensor):
                 continue
             if value.is_floating_point() or value.is_complex():
                 continue
-            if labels is not None and value.shape == labels.shape:
-                # ranges_of() reads only values up to 0, so a 1 stands for no value.
-                value = value.masked_fill(labels == IGNORE_INDEX, 1).amin(dim=1)
-            if value.shape == self.real.shape[:1]:
-                lowest[key] = value.tolist()
-        return lowest
+            entry = self.layout.entry_of(self.batch, key)
+            if entry.unit != 'row' or entry.is_media or value.shape[entry.row_dim] != len(self.real):
+                continue
+            values = value.movedim(entry.row_dim, 0).long()
+            if labels is not None and values.shape[:2] == labels.shape:
+                has_no_label = (labels == IGNORE_INDEX)[..., None]
+                values = values.reshape(*labels.shape, -1).masked_fill(has_no_label, HIGHEST_CODE + 1)
+            codes_by_key[key] = _codes_of_rows(values.reshape(len(values), -1))
+        return codes_by_key
 
     @cached_property
     def has_first_label(self) -> list[bool]:
@@ -230,6 +241,19 @@ class RowFacts:
         has_padding = ~self.real[:, 0]
         has_label = torch.tensor(self.has_first_label, device=self.real.device)
         return (has_label & has_padding).tolist()
+
+
+def _codes_of_rows(values: torch.Tensor) -> list[list[int]]:
+    """Returns the codes among the values of each row, ``(rows, values)``, each code once and rising."""
+    # A table with a column for each code, and a last one for all higher values.
+    num_codes = HIGHEST_CODE + 1 - LOWEST_CODE
+    columns = values.clamp(LOWEST_CODE, HIGHEST_CODE + 1) - LOWEST_CODE
+    has_code = torch.zeros(len(values), num_codes + 1, dtype=torch.bool, device=values.device)
+    has_code.scatter_(1, columns, True)
+    codes: list[list[int]] = [[] for _ in range(len(values))]
+    for row, column in has_code[:, :num_codes].nonzero().tolist():
+        codes[row].append(column + LOWEST_CODE)
+    return codes
 
 
 COLLATED_BY_LOADER = 'microbatches that a loader has collated'
@@ -317,8 +341,6 @@ PACKED_ROWS = 'packed rows'
 UNATTENDED_LABELS = 'labels without attention'
 PADDING_ON_BOTH_SIDES = 'padding on both sides'
 UNLABELLED_ROWS = 'rows without labels'
-LOWEST_VALUE = 'the lowest value of '
-"""The beginning of the name. It goes on with the key."""
 PADDED_ROWS = 'rows padded'
 """The beginning of the name. It goes on with the side, such as ``' on the left'``."""
 BEYOND_ROTARY_LIMIT = 'rows beyond the rotary limit'
@@ -404,13 +426,9 @@ def ranges_of(facts_of_batches: Sequence[RowFacts], largest_packed_row: int = 0)
             limits[PADDING_ON_BOTH_SIDES] = ()
         if any(lacks_labels(facts.batch)):
             limits[UNLABELLED_ROWS] = ()
-        for key, values in facts.lowest_values.items():
-            lowest = min(values)
-            # Only such a value may leave something out: 0, False, or a negative one such as -100.
-            if lowest <= 0:
-                name = LOWEST_VALUE + key
-                limit = (-lowest,)
-                limits[name] = _larger(limits.get(name, limit), limit)
+        for key, codes_of_rows in facts.codes.items():
+            for code in set(chain.from_iterable(codes_of_rows)):
+                limits[name_of_code(key, code)] = ()
         readings = joined_readings(readings, facts.layout.readings_of(facts.batch))
     # Without ids (Whisper) no row is trimmed.
     with_ids = [facts for facts in facts_of_batches if facts.has_ids]
@@ -436,6 +454,11 @@ def ranges_of(facts_of_batches: Sequence[RowFacts], largest_packed_row: int = 0)
     elif has_holes:
         limits['holes'] = ()
     return RowRanges(limits=limits, readings=readings)
+
+
+def name_of_code(key: str, code: int) -> str:
+    """Returns the name of the property that a row has this code under this key, see :attr:`RowFacts.codes`."""
+    return f'the value {code} of {key}'
 
 
 def largest_positions(facts: RowFacts) -> list[int]:
