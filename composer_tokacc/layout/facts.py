@@ -220,6 +220,14 @@ class RowFacts:
             codes_by_key[key] = _codes_of_rows(values.reshape(len(values), -1))
         return codes_by_key
 
+    @property
+    def lowest_values(self) -> dict[str, list[int]]:
+        """The lowest of the :attr:`codes` of each row, by key; 1: the row has none. The package does not read it."""
+        lowest: dict[str, list[int]] = {}
+        for key, codes_of_rows in self.codes.items():
+            lowest[key] = [min(codes, default=1) for codes in codes_of_rows]
+        return lowest
+
     @cached_property
     def has_first_label(self) -> list[bool]:
         """Which rows have a label on their first token."""

@@ -403,6 +403,7 @@ def test_codes():
         'answers': [[-100, 4], [-128, 16]],
         'token_tasks': [[1, 2], [1, 2]],
     }
+    assert facts.lowest_values == {'flags': [1, 0], 'answers': [-100, -128], 'token_tasks': [1, 1]}
 
 
 def test_joined_ranges_cover_both():
