@@ -18,6 +18,7 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
+from itertools import chain
 from typing import Generic, NamedTuple, TypeAlias
 
 import torch
@@ -55,16 +56,15 @@ from composer_tokacc.layout import (
 )
 from composer_tokacc.layout.facts import (
     BEYOND_ROTARY_LIMIT,
-    LOWEST_VALUE,
     PADDED_ROWS,
     PADDING_ON_BOTH_SIDES,
     PARTLY_UNLABELLED,
-    POSITIVE_VALUE,
     UNATTENDED_LABELS,
     UNLABELLED_ROWS,
     WITH_POSITIONS,
     RowRanges,
     largest_positions,
+    name_of_code,
     ranges_of,
 )
 from composer_tokacc.layout.found import joined_readings
@@ -776,15 +776,12 @@ def _criteria(facts: RowFacts, missing: Sequence[str]) -> list[Criterion]:
     # the rows that it has chosen last.
     if any(name.startswith(PADDED_ROWS) for name in missing):
         criteria += criteria_of_widths
-    # By a flag or a mask a loss may leave out rows or tokens. The row with the lowest value shows that, or the row with
-    # the highest one, because some flags name what is left out.
-    for key, values in facts.lowest_values.items():
-        if LOWEST_VALUE + key in missing:
-            criteria.append(Criterion(values, needs_label=False))
-    for key, values in facts.highest_values.items():
-        if POSITIVE_VALUE + key in missing:
-            highest_first = [-value for value in values]
-            criteria.append(Criterion(highest_first, needs_label=False))
+    # By a flag, a mask or a category a loss may leave out rows or tokens. A row with a new code shows that.
+    for key, codes_of_rows in facts.codes.items():
+        for code in sorted(set(chain.from_iterable(codes_of_rows))):
+            if name_of_code(key, code) in missing:
+                has_code = [code in codes for codes in codes_of_rows]
+                criteria.append(Criterion(lengths, has_code, needs_label=False))
     # The shortest row of text only, and the row with the most media.
     is_text_only = [num_media == 0 for num_media in facts.media]
     most_media_first = [-num_media for num_media in facts.media]

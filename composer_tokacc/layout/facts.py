@@ -13,10 +13,12 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 
 import torch
 
 from composer_tokacc.batch import (
+    COUNT_KEYS,
     IGNORE_INDEX,
     MODALITIES,
     Batch,
@@ -40,9 +42,14 @@ from composer_tokacc.layout.layout import BatchLayout, media_entries
 from composer_tokacc.layout.pre_split import microbatches_of
 from composer_tokacc.refusals import InvalidInputError
 
-KEYS_OF_TEXT = ('input_ids', 'attention_mask', 'labels', 'position_ids')
-"""Keys without :attr:`RowFacts.lowest_values` and ``highest_values``. Their values leave no row or token out of a loss,
-or are described by other facts."""
+KEYS_WITHOUT_CODES = ('input_ids', 'attention_mask', 'labels', 'position_ids', *COUNT_KEYS)
+"""Keys without :attr:`RowFacts.codes`. Their values leave no row or token out of a loss, or are described by other
+facts."""
+LOWEST_CODE = -128
+"""Lowest code, see :attr:`RowFacts.codes`. The usual ones are not below -100."""
+HIGHEST_CODE = 16
+"""Highest code. Higher numbers are usually ids or counts. If they were codes, the check would run in nearly every
+step."""
 
 
 @dataclass(frozen=True)
@@ -189,52 +196,38 @@ class RowFacts:
         return [0 < columns < self.width for columns in self._reach.from_last]
 
     @cached_property
-    def _values_of_rows(self) -> dict[str, torch.Tensor]:
-        """The values of each row in further tensors of integers or bools, ``(rows, values)``, by key.
+    def codes(self) -> dict[str, list[list[int]]]:
+        """The codes that each row has in further tensors of integers or bools, by key.
 
-        Such a tensor has one or a few values for each row, or one for each token. It may be a flag, a mask, or the
-        labels of a second task, and a loss may leave out rows or tokens by it.
+        Such a tensor may hold a flag, a mask, a category, or the labels of a second task, and a loss may leave out rows
+        or tokens by it. Its values from ``LOWEST_CODE`` to ``HIGHEST_CODE`` are codes. If it has a value for each
+        token, only the values at tokens with labels count.
         """
-        values_by_key: dict[str, torch.Tensor] = {}
+        labels = labels_at_text(self.batch)
+        codes_by_key: dict[str, list[list[int]]] = {}
         for key, value in self.batch.items():
-            if key in KEYS_OF_TEXT or not isinstance(value, torch.Tensor):
+            if key in KEYS_WITHOUT_CODES or not isinstance(value, torch.Tensor):
                 continue
             is_integer = not (value.is_floating_point() or value.is_complex())
-            if not is_integer or not value.numel() or value.shape[0] != len(self.real):
+            if not is_integer or not value.numel():
                 continue
-            # The sizes of images, (images, 2), may have as many images as there are rows.
-            is_of_media = key in self.layout.family.entries and value.shape != self.real.shape
-            if value.dim() == 1 or (value.dim() == 2 and not is_of_media):
-                values_by_key[key] = value.reshape(len(value), -1)
-        return values_by_key
+            entry = self.layout.entry_of(self.batch, key)
+            if entry.unit != 'row' or entry.is_media or value.shape[entry.row_dim] != len(self.real):
+                continue
+            values = value.movedim(entry.row_dim, 0).long()
+            if labels is not None and values.shape[:2] == labels.shape:
+                has_no_label = (labels == IGNORE_INDEX)[..., None]
+                values = values.reshape(*labels.shape, -1).masked_fill(has_no_label, HIGHEST_CODE + 1)
+            codes_by_key[key] = _codes_of_rows(values.reshape(len(values), -1))
+        return codes_by_key
 
-    def _at_labels(self, values: torch.Tensor, fill: int) -> torch.Tensor:
-        """Returns values with ``fill`` at tokens without a label. Values that are not of tokens stay as they are."""
-        labels = labels_at_text(self.batch)
-        if labels is None or values.shape != labels.shape:
-            return values
-        return values.masked_fill(labels == IGNORE_INDEX, fill)
-
-    @cached_property
+    @property
     def lowest_values(self) -> dict[str, list[int]]:
-        """The lowest value in each row of further tensors of integers or bools, by key.
-
-        Of values of tokens, only those at tokens with labels count.
-        """
+        """The lowest of the :attr:`codes` of each row, by key; 1: the row has none. The package does not read it."""
         lowest: dict[str, list[int]] = {}
-        for key, values in self._values_of_rows.items():
-            # ranges_of() reads only values up to 0, so a 1 stands for no value.
-            lowest[key] = self._at_labels(values, 1).amin(dim=1).tolist()
+        for key, codes_of_rows in self.codes.items():
+            lowest[key] = [min(codes, default=1) for codes in codes_of_rows]
         return lowest
-
-    @cached_property
-    def highest_values(self) -> dict[str, list[int]]:
-        """The highest value in each row of the same tensors, by key."""
-        highest: dict[str, list[int]] = {}
-        for key, values in self._values_of_rows.items():
-            # ranges_of() reads only values above 0, so a 0 stands for no value.
-            highest[key] = self._at_labels(values, 0).amax(dim=1).tolist()
-        return highest
 
     @cached_property
     def has_first_label(self) -> list[bool]:
@@ -257,6 +250,19 @@ class RowFacts:
         has_padding = ~self.real[:, 0]
         has_label = torch.tensor(self.has_first_label, device=self.real.device)
         return (has_label & has_padding).tolist()
+
+
+def _codes_of_rows(values: torch.Tensor) -> list[list[int]]:
+    """Returns the codes among the values of each row, ``(rows, values)``, each code once and rising."""
+    # A table with a column for each code, and a last one for all higher values.
+    num_codes = HIGHEST_CODE + 1 - LOWEST_CODE
+    columns = values.clamp(LOWEST_CODE, HIGHEST_CODE + 1) - LOWEST_CODE
+    has_code = torch.zeros(len(values), num_codes + 1, dtype=torch.bool, device=values.device)
+    has_code.scatter_(1, columns, True)
+    codes: list[list[int]] = [[] for _ in range(len(values))]
+    for row, column in has_code[:, :num_codes].nonzero().tolist():
+        codes[row].append(column + LOWEST_CODE)
+    return codes
 
 
 COLLATED_BY_LOADER = 'microbatches that a loader has collated'
@@ -346,10 +352,6 @@ PADDING_ON_BOTH_SIDES = 'padding on both sides'
 UNLABELLED_ROWS = 'rows without labels'
 PARTLY_UNLABELLED = 'rows with and without labels'
 SEVERAL_ROWS = 'several rows'
-LOWEST_VALUE = 'the lowest value of '
-"""The beginning of the name. It goes on with the key."""
-POSITIVE_VALUE = 'a value above 0 of '
-"""The same. A flag may say what a loss takes, or what it leaves out."""
 PADDED_ROWS = 'rows padded'
 """The beginning of the name. It goes on with the side, such as ``' on the left'``."""
 BEYOND_ROTARY_LIMIT = 'rows beyond the rotary limit'
@@ -435,16 +437,9 @@ def ranges_of(facts_of_batches: Sequence[RowFacts], largest_packed_row: int = 0)
         if any(facts.begins_with_padding):
             limits[PADDING_ON_BOTH_SIDES] = ()
         has_no_label += lacks_labels(facts.batch)
-        for key, values in facts.lowest_values.items():
-            lowest = min(values)
-            # Only such a value may leave something out: 0, False, or a negative one such as -100.
-            if lowest <= 0:
-                name = LOWEST_VALUE + key
-                limit = (-lowest,)
-                limits[name] = _larger(limits.get(name, limit), limit)
-        for key, values in facts.highest_values.items():
-            if max(values) > 0:
-                limits[POSITIVE_VALUE + key] = ()
+        for key, codes_of_rows in facts.codes.items():
+            for code in set(chain.from_iterable(codes_of_rows)):
+                limits[name_of_code(key, code)] = ()
         readings = joined_readings(readings, facts.layout.readings_of(facts.batch))
     if len(lengths) > 1:
         limits[SEVERAL_ROWS] = ()
@@ -476,6 +471,11 @@ def ranges_of(facts_of_batches: Sequence[RowFacts], largest_packed_row: int = 0)
     elif has_holes:
         limits['holes'] = ()
     return RowRanges(limits=limits, readings=readings)
+
+
+def name_of_code(key: str, code: int) -> str:
+    """Returns the name of the property that a row has this code under this key, see :attr:`RowFacts.codes`."""
+    return f'the value {code} of {key}'
 
 
 def largest_positions(facts: RowFacts) -> list[int]:

@@ -770,21 +770,29 @@ def values_of_rows(key: str, batches: Iterable[Batch]) -> list[Any]:
 
 
 def with_masks(batches: Sequence[Batch]) -> Sequence[Batch]:
-    """Returns the batches with an ``attention_mask`` of ones if all have ids and none has a mask or positions.
+    """Returns the batches with an ``attention_mask`` of ones if all have ids, none has a mask, and no row is packed.
 
-    The caller pads the batches afterwards. Without a mask a model would attend to the new padding. Batches with
-    ``position_ids`` get no mask, because Transformers finds the documents of packed rows by their positions only if
-    there is no mask.
+    The caller pads the batches afterwards. Without a mask a model would attend to the new padding. Batches with packed
+    rows get no mask, because Transformers finds the documents of packed rows by their positions only if there is no
+    mask.
     """
     masked: list[Batch] = []
     for batch in batches:
         ids = batch.get('input_ids')
         has_mask = batch.get('attention_mask') is not None
-        if ids is None or has_mask or batch.get('position_ids') is not None:
+        if ids is None or has_mask or _may_be_packed(batch):
             return batches
         mask = torch.ones_like(ids)
         masked.append({**batch, 'attention_mask': mask})
     return masked
+
+
+def _may_be_packed(batch: Batch) -> bool:
+    """Returns whether positions of the batch may begin again within a row: one behind the first column is 0."""
+    positions = batch.get('position_ids')
+    if positions is None:
+        return False
+    return not isinstance(positions, torch.Tensor) or bool((positions[..., 1:] == 0).any())
 
 
 def _has_dim(value: torch.Tensor, dim: int) -> bool:

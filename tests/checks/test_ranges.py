@@ -394,13 +394,26 @@ def test_label_behind_padding_says_nothing_about_trimming():
     assert 'rows padded on the left' not in ranges_of([facts]).limits
 
 
-def test_complex_numbers_have_no_lowest():
-    phases = torch.ones(2, dtype=torch.complex64)
-    batch = text_batch([5, 20], phases=phases)
+def test_codes():
+    """Codes are small integers of rows or of tokens with labels."""
+    batch = text_batch(
+        [2, 3],
+        phases=torch.ones(2, dtype=torch.complex64),
+        scores=torch.ones(2),
+        num_images=torch.zeros(2, dtype=torch.long),
+        flags=torch.tensor([True, False]),
+        answers=torch.tensor([[4, -100, 4], [17, 16, -999]]),
+        token_tasks=torch.tensor([[1, 2, 3], [2, 1, 1]]),
+    )
 
     facts = describe(TEXT_LAYOUT, batch)
 
-    assert facts.lowest_values == {}
+    assert facts.codes == {
+        'flags': [[1], [0]],
+        'answers': [[-100, 4], [-128, 16]],
+        'token_tasks': [[1, 2], [1, 2]],
+    }
+    assert facts.lowest_values == {'flags': [1, 0], 'answers': [-100, -128], 'token_tasks': [1, 1]}
 
 
 def test_joined_ranges_cover_both():

@@ -271,7 +271,22 @@ def of_flagged_tokens(batch, values):
     return mean_where(has_term[:, 1:], values[:, :-1])
 
 
+def of_rows_of_other_tasks(batch, values):
+    """Leaves out the rows of task 2."""
+    has_term = batch['flags'] != 2
+    return mean_where(has_term, values.mean(dim=1))
+
+
+def of_flagged_answers(batch, values):
+    """Each row has three answers."""
+    has_term = batch['flags'] > 0
+    values_of_rows = values.mean(dim=1, keepdim=True)
+    return mean_where(has_term, values_of_rows.expand_as(has_term))
+
+
 ROW_FLAGS = torch.ones(6, dtype=torch.long)
+ANSWER_FLAGS = torch.ones(6, 3, dtype=torch.bool)
+TASKS = torch.tensor([0, 1, 3, 0, 1, 3])
 TOKEN_FLAGS = ragged_batch()['attention_mask']
 
 
@@ -281,6 +296,8 @@ TOKEN_FLAGS = ragged_batch()['attention_mask']
         pytest.param(of_flagged_rows, 'samples', ROW_FLAGS, 3, 0, id='flag of a row is 0'),
         pytest.param(of_flagged_rows, 'samples', ROW_FLAGS, 3, -100, id='flag of a row is -100'),
         pytest.param(of_flagged_tokens, 'tokens', TOKEN_FLAGS, (3, 13), 0, id='flag of a token is 0'),
+        pytest.param(of_flagged_answers, 'samples', ANSWER_FLAGS, (3, 1), False, id='flag of an answer is False'),
+        pytest.param(of_rows_of_other_tasks, 'samples', TASKS, 3, 2, id='task that is left out'),
     ],
 )
 def test_flag_that_a_later_batch_lacks(term_of, unit, flags, place, missing):

@@ -343,18 +343,23 @@ def test_label_predicted_by_pad_is_refused():
         fit(one_layer_model(), data)
 
 
+@pytest.mark.parametrize('has_positions', [False, True])
 @pytest.mark.parametrize('width_multiple', [1, 8])
-def test_padding_without_masks_is_not_attended(width_multiple):
+def test_padding_without_masks_is_not_attended(width_multiple, has_positions):
     """Rows of one length need no mask. If their microbatch is padded later, it gets one."""
     lengths = [9, 9, 5, 5]
     batch = masked_batch(lengths)
     rows = rows_without_padding(batch, lengths)
 
     def collate_without_masks(rows):
-        return {
+        collated = {
             'input_ids': torch.cat([row['input_ids'] for row in rows]),
             'labels': torch.cat([row['labels'] for row in rows]),
         }
+        if has_positions:
+            positions = torch.arange(collated['input_ids'].shape[1])
+            collated['position_ids'] = positions.expand_as(collated['input_ids'])
+        return collated
 
     planned = planned_loader(rows, collate_without_masks, max_tokens=32, width_multiple=width_multiple)
     data = token_data_spec(planned, width_multiple=width_multiple)
