@@ -336,6 +336,9 @@ def test_override_below_a_number(tmp_path):
     message = refusal_of(file, 'dataset.eval.path=x')
     assert message.startswith('`dataset.eval` must be a mapping, got: 3. Change the file')
     assert load_config(file, ['dataset.eval={path: x}']).dataset == {'eval': {'path': 'x'}}
+    # The second override is below the value of the first one.
+    config = load_config(file, ['dataset.eval={path: x}', 'dataset.eval.split=test'])
+    assert config.dataset == {'eval': {'path': 'x', 'split': 'test'}}
 
 
 @pytest.mark.parametrize('value', ['null', '???', '${loader}'])
