@@ -7,6 +7,7 @@ import atexit
 import gc
 import re
 import sys
+import threading
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from functools import partial
@@ -462,6 +463,12 @@ def test_no_note_on_keys_switched_off():
         loader=LoaderConfig(global_eval_batch_size=4),
         trainer={'save_folder': None, 'save_interval': '5ba'},
     )
+    assert notes_on(config) == []
+
+
+def test_notes_copy_no_objects():
+    """A config that was made in Python may hold objects that cannot be copied."""
+    config = TrainConfig(algorithms={'token_accumulation': None}, trainer={'profiler': threading.Lock()})
     assert notes_on(config) == []
 
 
