@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from composer.core import Callback, State
-from composer.loggers import Logger
+from composer.loggers import Logger, LoggerDestination
 from composer.utils import dist, format_name_with_dist, partial_format
 from filelock import FileLock, Timeout
 from torch.distributed.checkpoint.api import CheckpointException
@@ -44,7 +44,15 @@ def checkpoint_folder(trainer: Section) -> Path | None:
     folder = trainer.get('save_folder')
     if folder is None or '://' in folder:  # such as s3://bucket/run
         return None
-    return Path(format_name_with_dist(folder, str(trainer.get('run_name'))))
+    return Path(format_name_with_dist(folder, str(_run_name(trainer))))
+
+
+def _run_name(trainer: Section) -> str | None:
+    """Returns the name of the run from the same places as Composer; None if Composer will generate one."""
+    for name in (trainer.get('run_name'), os.environ.get('COMPOSER_RUN_NAME'), os.environ.get('RUN_NAME')):
+        if name is not None:
+            return str(name)
+    return None
 
 
 def latest_link(trainer: Section) -> Path | None:
@@ -53,11 +61,11 @@ def latest_link(trainer: Section) -> Path | None:
     The link may not exist yet. The result is also None without a run name, because Composer refuses such a run.
     """
     folder = checkpoint_folder(trainer)
-    run_name = trainer.get('run_name')
+    run_name = _run_name(trainer)
     link_name = trainer.get('save_latest_filename', 'latest-rank{rank}.pt')  # Composer's default
-    if folder is None or not (run_name and link_name and trainer.get('autoresume')):
+    if folder is None or run_name is None or not link_name or not trainer.get('autoresume'):
         return None
-    return folder.absolute() / format_name_with_dist(link_name, str(run_name))
+    return folder.absolute() / format_name_with_dist(link_name, run_name)
 
 
 @contextmanager
@@ -82,12 +90,16 @@ def lock_folder(folder: Path | None) -> Iterator[None]:
         yield
 
 
-def arguments_to_resume(trainer: Section) -> dict[str, Any]:
+def arguments_to_resume(trainer: Section, loggers: Sequence[LoggerDestination] = ()) -> dict[str, Any]:
     """Returns arguments of the Trainer that replace ``autoresume``; a collective.
 
     Composer's ``autoresume`` loads the checkpoint behind its link, even if a killed process or a full disk has left it
     incomplete. It also writes a file into the folder of each node and removes it. In a folder that nodes share this is
     the same file for all nodes: the first one removes it, the others crash.
+
+    Args:
+        trainer: Section ``trainer`` of the config.
+        loggers: Loggers of the run. Composer may download the latest checkpoint from one of them.
     """
     link = latest_link(trainer)
     if link is None:

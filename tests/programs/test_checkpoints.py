@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from composer import Trainer
+from composer.loggers import InMemoryLogger, LoggerDestination
 
 from composer_tokacc.programs import ConfigError
 from composer_tokacc.programs.checkpoints import arguments_to_resume, find_damage, lock_folder, reading_checkpoint
@@ -114,6 +115,34 @@ def test_runs_that_search_no_checkpoint(options, only_damaged):
 def test_run_without_a_checkpoint_is_new(tmp_path):
     trainer = {'autoresume': True, 'save_folder': str(tmp_path), 'run_name': 'run'}
     assert arguments_to_resume(trainer) == {'autoresume': False}
+
+
+class UploadingLogger(LoggerDestination):
+    def can_upload_files(self) -> bool:
+        return True
+
+
+def test_composer_searches_loggers_for_a_checkpoint(tmp_path):
+    """On a new machine the folder is empty. Composer's `autoresume` downloads the latest checkpoint from a logger."""
+    trainer = {'autoresume': True, 'save_folder': str(tmp_path), 'run_name': 'run'}
+    assert arguments_to_resume(trainer, [InMemoryLogger(), UploadingLogger()]) == {}
+    assert arguments_to_resume(trainer, [InMemoryLogger()]) == {'autoresume': False}
+
+    latest = save_checkpoint(tmp_path / 'ep0-ba4-rank0.pt')
+    link_latest(latest)
+    assert arguments_to_resume(trainer, [UploadingLogger()])['load_path'] == str(latest)
+
+
+@pytest.mark.parametrize('variable', ['COMPOSER_RUN_NAME', 'RUN_NAME'])
+def test_run_name_of_environment(variable, tmp_path, monkeypatch):
+    older = save_checkpoint(tmp_path / 'ep0-ba4-rank0.pt', age=20)
+    latest = save_checkpoint(tmp_path / 'ep0-ba6-rank0.pt', age=10)
+    (tmp_path / 'latest-mine.pt').symlink_to(latest.name)
+    truncate(latest)
+    options = {'run_name': None, 'save_latest_filename': 'latest-{run_name}.pt'}
+    assert resume_from(tmp_path, **options) is None  # Composer refuses `autoresume` without a name
+    monkeypatch.setenv(variable, 'mine')
+    assert resume_from(tmp_path, **options) == str(older)
 
 
 def save_sharded_checkpoint(folder: Path) -> None:
