@@ -111,17 +111,22 @@ def arguments_to_resume(trainer: Section, loggers: Sequence[LoggerDestination] =
     exists_on_rank = dist.all_gather_object(checkpoint is not None and checkpoint.exists())
     if all(exists_on_rank):
         say(f'going on from {checkpoint}')
-        # As with `autoresume`, the arguments that the user gave for a `load_path` have no effect.
+        # As with `autoresume`, these arguments that the user gave for a `load_path` have no effect.
         return {
             'autoresume': False,
             'load_path': str(checkpoint),
+            'load_object_store': None,
             'load_weights_only': False,
-            'load_strict_model_weights': True,
             'load_ignore_keys': None,
             'load_exclude_algorithms': None,
         }
     if any(exists_on_rank):  # each node has its own folder, so `autoresume` works
         return {}
+    # Some loggers are only enabled on rank 0.
+    has_uploader = any(dist.all_gather_object(any(logger.can_upload_files() for logger in loggers)))
+    is_one_node = dist.get_world_size() == dist.get_local_world_size()
+    if has_uploader and is_one_node:
+        return {}  # `autoresume` searches the loggers
     return {'autoresume': False}  # no checkpoint yet: a new run
 
 

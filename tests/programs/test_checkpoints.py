@@ -85,6 +85,13 @@ def test_damaged_latest_file_is_replaced(tmp_path):
     assert resume_from(tmp_path) == str(older)
 
 
+def test_folder_in_place_of_the_link_is_refused(tmp_path):
+    """As in a copy that followed links. Composer would fail when it saves the next checkpoint."""
+    save_sharded_checkpoint(tmp_path / 'latest-rank0.pt')
+    with pytest.raises(ConfigError, match=r'must have a link to its latest checkpoint, got: .*, a folder'):
+        resume_from(tmp_path)
+
+
 @pytest.fixture
 def only_damaged(tmp_path):
     """The only checkpoint of a folder, which is damaged."""
