@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -141,6 +142,12 @@ def newest_checkpoint(link: Path) -> Path | None:
     latest = link
     if link.is_symlink():
         latest = link.parent / os.readlink(link)
+    elif link.is_dir():
+        raise ConfigError(
+            'trainer.save_folder',
+            f'must have a link to its latest checkpoint, got: {link}, a folder, which Composer cannot replace by the '
+            f'next link. Rename it, and make a link to it: ln -s NEW_NAME {link}',
+        )
     for checkpoint in (latest, *_older_checkpoints(latest)):
         damage = find_damage(checkpoint)
         if not damage:
@@ -322,7 +329,8 @@ class SavedRun:
             optimizers = set()
             if dict(state.get('timestamp') or {}):
                 for name in state.get('optimizers') or {}:
-                    optimizers.add(name.partition('.')[0])  # `AdamW` in `AdamW.state...` of a sharded checkpoint
+                    # In a sharded checkpoint the names are `AdamW.state...` and `AdamW.param_groups...`.
+                    optimizers.add(re.split(r'\.(?:state|param_groups)\.', name)[0])
             return cls(path, fingerprints, _shapes_of(state.get('model') or {}), sorted(optimizers))
 
 

@@ -274,12 +274,12 @@ def test_sharded_checkpoint_with_and_without_fingerprints(has_fingerprints, tmp_
         on_other_data.before_load(state, None)
 
 
-def before_load(model, path, *, shard=None, **options):
+def before_load(model, path, *, shard=None, optimizer_class=torch.optim.SGD, **options):
     """Asks whether a run with the model and an optimizer may load a checkpoint. ``shard`` is a class of FSDP 1."""
     callback = same_data(Named('ab'), model=model, trainer={'load_path': str(path), **options})
     if shard is not None:
         model[0] = shard(model[0], use_orig_params=True, device_id=torch.device('cpu'))
-    optimizer = torch.optim.SGD([torch.zeros(1)])
+    optimizer = optimizer_class([torch.zeros(1)])
     state = SimpleNamespace(run_name='run', model=model, fsdp_enabled=shard is not None, optimizers=[optimizer])
     callback.before_load(state, None)
 
@@ -291,11 +291,11 @@ def layers(*sizes):
     return torch.nn.Sequential(*modules)
 
 
-def save_model(weights, path, is_sharded):
+def save_model(weights, path, is_sharded, optimizer_class=torch.optim.SGD):
     """Saves a checkpoint of Composer's form."""
     state = {
         'model': weights,
-        'optimizers': {'SGD': {'step': 1}},
+        'optimizers': {optimizer_class.__qualname__: {'state': {'step': 1}, 'param_groups': {'lr': 0.1}}},
         'callbacks': {},
         'timestamp': {'Timestamp': {'batch': 1}},
     }
@@ -323,6 +323,20 @@ def test_checkpoint_of_another_model_is_refused(is_sharded, tmp_path):
     before_load(layers(4, 4, 4, 4), path, **options)
     with pytest.raises(ConfigError, match='2 others'):
         before_load(layers(4, 4, 3), path, **options)
+
+
+@pytest.mark.parametrize('is_sharded', [True, False])
+def test_optimizer_class_inside_a_function(is_sharded, tmp_path):
+    """Its qualified name has dots, as the keys of a sharded checkpoint have."""
+
+    class Optimizer(torch.optim.SGD):
+        pass
+
+    path = tmp_path / 'ep1'
+    save_model(layers(4, 4).state_dict(), path, is_sharded, Optimizer)
+    before_load(layers(4, 4), path, optimizer_class=Optimizer)
+    with pytest.raises(ConfigError, match='the state of the optimizer SGD to go on from'):
+        before_load(layers(4, 4), path)
 
 
 @pytest.mark.filterwarnings('ignore:.*FullyShardedDataParallel|.*NO_SHARD')
