@@ -450,7 +450,8 @@ class SameData(Callback):
             return
         weights_only = bool(self.trainer.get('load_weights_only'))
         saved = SavedRun.read(path)
-        self._is_compared = True
+        # Otherwise load_state_dict() compares, because `autoresume` may replace the path.
+        self._is_compared = not self.trainer.get('autoresume')
         if not weights_only:
             self._compare_fingerprints(saved.fingerprints)
         # With `load_ignore_keys` the user decides which weights and optimizers are loaded.
@@ -485,6 +486,7 @@ class SameData(Callback):
         # Batches are not refused yet. Only after_load() knows whether they may differ.
         saved_batches = saved.pop('batches', None)
         batches = self._fingerprints.get('batches')
+        self._other_batches = ''
         if saved_batches is not None and batches is not None:
             if 'loader.regroup_ranks' in batches:  # older checkpoints lack it
                 saved_batches.setdefault('loader.regroup_ranks', batches['loader.regroup_ranks'])
@@ -519,9 +521,9 @@ class SameData(Callback):
 
 
 def _checkpoint_to_load(trainer: Section, run_name: str) -> Path | None:
-    """Returns the checkpoint that the Trainer will load; None if there is none, or if it is not on this machine."""
+    """Returns the checkpoint at ``load_path``; None if there is none, or if it is not on this machine."""
     load_path = trainer.get('load_path')
-    if load_path is None or trainer.get('autoresume'):  # `autoresume` may replace the path
+    if load_path is None:
         return None
     # Composer replaces {run_name} and {rank} in the same way. All ranks compare the checkpoint of rank 0.
     path = Path(partial_format(load_path, run_name=run_name, rank=0, local_rank=0, node_rank=0))

@@ -275,13 +275,17 @@ def test_sharded_checkpoint_with_and_without_fingerprints(has_fingerprints, tmp_
 
 
 def before_load(model, path, *, shard=None, optimizer_class=torch.optim.SGD, **options):
-    """Asks whether a run with the model and an optimizer may load a checkpoint. ``shard`` is a class of FSDP 1."""
+    """Asks whether a run with the model and an optimizer may load a checkpoint. ``shard`` is a class of FSDP 1.
+
+    Returns the callback that was asked.
+    """
     callback = same_data(Named('ab'), model=model, trainer={'load_path': str(path), **options})
     if shard is not None:
         model[0] = shard(model[0], use_orig_params=True, device_id=torch.device('cpu'))
     optimizer = optimizer_class([torch.zeros(1)])
     state = SimpleNamespace(run_name='run', model=model, fsdp_enabled=shard is not None, optimizers=[optimizer])
     callback.before_load(state, None)
+    return callback
 
 
 def layers(*sizes):
@@ -371,6 +375,20 @@ def test_tied_head_may_be_stored_once(tmp_path):
     before_load(model, tmp_path / 'ep1', load_weights_only=True)
     with pytest.raises(ConfigError, match=r'the state of the optimizer SGD to go on from, got: .*ep1 with \[\]'):
         before_load(model, tmp_path / 'ep1')
+
+
+def test_load_path_with_autoresume_is_compared(tmp_path):
+    """`autoresume` stays if Composer searches loggers. If it finds a checkpoint there, that is compared, too."""
+    path = tmp_path / 'ep1'
+    save_model(layers(4, 4).state_dict(), path, is_sharded=False)
+    options = {'load_weights_only': True, 'autoresume': True}
+    with pytest.raises(ConfigError, match='must be of the same model'):
+        before_load(layers(4, 3), path, **options)
+
+    callback = before_load(layers(4, 4), path, **options)
+    other = same_data(Named('cb'), trainer={})
+    with pytest.raises(ConfigError, match='got: other data'):
+        callback.load_state_dict(other.state_dict())
 
 
 def resume_with_optimizer(settings):
