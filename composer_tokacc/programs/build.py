@@ -150,7 +150,7 @@ def build_trainer(
     if arguments.get('autoresume'):
         # A killed run may have left checkpoints of steps that this run trains again. They may be damaged.
         arguments.setdefault('save_overwrite', True)
-        arguments |= arguments_to_resume(config.trainer)
+        arguments |= arguments_to_resume(config.trainer, trainer_parts.loggers)
     optimizer = build_optimizer(parts.model.model, config.optimizer)
     same_data = SameData(
         parts.train_dataset,

@@ -11,8 +11,9 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import Any
 
 import torch
 from composer.core import Callback, State
-from composer.loggers import Logger
+from composer.loggers import Logger, LoggerDestination
 from composer.utils import dist, format_name_with_dist, partial_format
 from filelock import FileLock, Timeout
 from torch.distributed.checkpoint.api import CheckpointException
@@ -44,7 +45,15 @@ def checkpoint_folder(trainer: Section) -> Path | None:
     folder = trainer.get('save_folder')
     if folder is None or '://' in folder:  # such as s3://bucket/run
         return None
-    return Path(format_name_with_dist(folder, str(trainer.get('run_name'))))
+    return Path(format_name_with_dist(folder, str(_run_name(trainer))))
+
+
+def _run_name(trainer: Section) -> str | None:
+    """Returns the name of the run from the same places as Composer; None if Composer will generate one."""
+    for name in (trainer.get('run_name'), os.environ.get('COMPOSER_RUN_NAME'), os.environ.get('RUN_NAME')):
+        if name is not None:
+            return str(name)
+    return None
 
 
 def latest_link(trainer: Section) -> Path | None:
@@ -53,11 +62,11 @@ def latest_link(trainer: Section) -> Path | None:
     The link may not exist yet. The result is also None without a run name, because Composer refuses such a run.
     """
     folder = checkpoint_folder(trainer)
-    run_name = trainer.get('run_name')
+    run_name = _run_name(trainer)
     link_name = trainer.get('save_latest_filename', 'latest-rank{rank}.pt')  # Composer's default
-    if folder is None or not (run_name and link_name and trainer.get('autoresume')):
+    if folder is None or run_name is None or not link_name or not trainer.get('autoresume'):
         return None
-    return folder.absolute() / format_name_with_dist(link_name, str(run_name))
+    return folder.absolute() / format_name_with_dist(link_name, run_name)
 
 
 @contextmanager
@@ -82,12 +91,16 @@ def lock_folder(folder: Path | None) -> Iterator[None]:
         yield
 
 
-def arguments_to_resume(trainer: Section) -> dict[str, Any]:
+def arguments_to_resume(trainer: Section, loggers: Sequence[LoggerDestination] = ()) -> dict[str, Any]:
     """Returns arguments of the Trainer that replace ``autoresume``; a collective.
 
     Composer's ``autoresume`` loads the checkpoint behind its link, even if a killed process or a full disk has left it
     incomplete. It also writes a file into the folder of each node and removes it. In a folder that nodes share this is
     the same file for all nodes: the first one removes it, the others crash.
+
+    Args:
+        trainer: Section ``trainer`` of the config.
+        loggers: Loggers of the run. Composer may download the latest checkpoint from one of them.
     """
     link = latest_link(trainer)
     if link is None:
@@ -99,17 +112,22 @@ def arguments_to_resume(trainer: Section) -> dict[str, Any]:
     exists_on_rank = dist.all_gather_object(checkpoint is not None and checkpoint.exists())
     if all(exists_on_rank):
         say(f'going on from {checkpoint}')
-        # As with `autoresume`, the arguments that the user gave for a `load_path` have no effect.
+        # As with `autoresume`, these arguments that the user gave for a `load_path` have no effect.
         return {
             'autoresume': False,
             'load_path': str(checkpoint),
+            'load_object_store': None,
             'load_weights_only': False,
-            'load_strict_model_weights': True,
             'load_ignore_keys': None,
             'load_exclude_algorithms': None,
         }
     if any(exists_on_rank):  # each node has its own folder, so `autoresume` works
         return {}
+    # Some loggers are only enabled on rank 0.
+    has_uploader = any(dist.all_gather_object(any(logger.can_upload_files() for logger in loggers)))
+    is_one_node = dist.get_world_size() == dist.get_local_world_size()
+    if has_uploader and is_one_node:
+        return {}  # `autoresume` searches the loggers
     return {'autoresume': False}  # no checkpoint yet: a new run
 
 
@@ -124,6 +142,12 @@ def newest_checkpoint(link: Path) -> Path | None:
     latest = link
     if link.is_symlink():
         latest = link.parent / os.readlink(link)
+    elif link.is_dir():
+        raise ConfigError(
+            'trainer.save_folder',
+            f'must have a link to its latest checkpoint, got: {link}, a folder, which Composer cannot replace by the '
+            f'next link. Rename it, and make a link to it: ln -s NEW_NAME {link}',
+        )
     for checkpoint in (latest, *_older_checkpoints(latest)):
         damage = find_damage(checkpoint)
         if not damage:
@@ -305,7 +329,8 @@ class SavedRun:
             optimizers = set()
             if dict(state.get('timestamp') or {}):
                 for name in state.get('optimizers') or {}:
-                    optimizers.add(name.partition('.')[0])  # `AdamW` in `AdamW.state...` of a sharded checkpoint
+                    # In a sharded checkpoint the names are `AdamW.state...` and `AdamW.param_groups...`.
+                    optimizers.add(re.split(r'\.(?:state|param_groups)\.', name)[0])
             return cls(path, fingerprints, _shapes_of(state.get('model') or {}), sorted(optimizers))
 
 
@@ -425,7 +450,8 @@ class SameData(Callback):
             return
         weights_only = bool(self.trainer.get('load_weights_only'))
         saved = SavedRun.read(path)
-        self._is_compared = True
+        # Otherwise load_state_dict() compares, because `autoresume` may replace the path.
+        self._is_compared = not self.trainer.get('autoresume')
         if not weights_only:
             self._compare_fingerprints(saved.fingerprints)
         # With `load_ignore_keys` the user decides which weights and optimizers are loaded.
@@ -460,6 +486,7 @@ class SameData(Callback):
         # Batches are not refused yet. Only after_load() knows whether they may differ.
         saved_batches = saved.pop('batches', None)
         batches = self._fingerprints.get('batches')
+        self._other_batches = ''
         if saved_batches is not None and batches is not None:
             if 'loader.regroup_ranks' in batches:  # older checkpoints lack it
                 saved_batches.setdefault('loader.regroup_ranks', batches['loader.regroup_ranks'])
@@ -494,9 +521,9 @@ class SameData(Callback):
 
 
 def _checkpoint_to_load(trainer: Section, run_name: str) -> Path | None:
-    """Returns the checkpoint that the Trainer will load; None if there is none, or if it is not on this machine."""
+    """Returns the checkpoint at ``load_path``; None if there is none, or if it is not on this machine."""
     load_path = trainer.get('load_path')
-    if load_path is None or trainer.get('autoresume'):  # `autoresume` may replace the path
+    if load_path is None:
         return None
     # Composer replaces {run_name} and {rank} in the same way. All ranks compare the checkpoint of rank 0.
     path = Path(partial_format(load_path, run_name=run_name, rank=0, local_rank=0, node_rank=0))

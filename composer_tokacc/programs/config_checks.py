@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -252,7 +251,8 @@ def notes_on(config: TrainConfig) -> list[str]:
             '`algorithms` has no `token_accumulation`, so Composer weights microbatches by their samples, and the '
             'gradient depends on how a batch is cut'
         )
-    sections = asdict(config)
+    # Not by `asdict`, because a config that was made in Python may hold objects that cannot be copied.
+    sections = {**vars(config), 'loader': vars(config.loader)}
     for needed_key, keys in KEYS_NEEDING.items():
         section_name, _, name = needed_key.partition('.')
         # If the key is there with a null, the user has switched it off, as `trainer.save_folder=null` does for a short

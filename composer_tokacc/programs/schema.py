@@ -251,8 +251,10 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     """
     values_of_file = _read_file(path)
     values_of_overrides = read_overrides(overrides)
+    values_so_far = values_of_file
     for override in overrides:
-        _check_parents(override, values_of_file)
+        _check_parents(override, values_so_far)
+        values_so_far = _overlay(values_so_far, read_overrides([override]))
     # Before the merge, so that an override replaces the value of the file, even if one has the short name.
     _spell_out_size(values_of_file)
     _spell_out_size(values_of_overrides)
@@ -277,14 +279,18 @@ def read_overrides(overrides: Sequence[str]) -> Values:
     return _as_dict(values)
 
 
-def _check_parents(override: str, values_of_file: Values) -> None:
-    """Refuses ``dataset.eval.path=x`` if ``dataset.eval`` is no mapping in the file, because it would be lost silently.
+def _check_parents(override: str, values: object) -> None:
+    """Refuses ``dataset.eval.path=x`` if the value of ``dataset.eval`` is no mapping. It would be lost silently.
 
     ``dataset.eval={path: x}`` replaces any value.
+
+    Args:
+        override: A ``key=value`` text.
+        values: The values of the file, changed by the overrides before this one.
     """
     key, _, _ = override.partition('=')
     *parents, _ = key.split('.')
-    value: object = values_of_file
+    value = values
     for depth, name in enumerate(parents, start=1):
         if not isinstance(value, dict):
             return

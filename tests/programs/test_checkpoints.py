@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from composer import Trainer
+from composer.loggers import InMemoryLogger, LoggerDestination
 
 from composer_tokacc.programs import ConfigError
 from composer_tokacc.programs.checkpoints import arguments_to_resume, find_damage, lock_folder, reading_checkpoint
@@ -84,6 +85,13 @@ def test_damaged_latest_file_is_replaced(tmp_path):
     assert resume_from(tmp_path) == str(older)
 
 
+def test_folder_in_place_of_the_link_is_refused(tmp_path):
+    """As in a copy that followed links. Composer would fail when it saves the next checkpoint."""
+    save_sharded_checkpoint(tmp_path / 'latest-rank0.pt')
+    with pytest.raises(ConfigError, match=r'must have a link to its latest checkpoint, got: .*, a folder'):
+        resume_from(tmp_path)
+
+
 @pytest.fixture
 def only_damaged(tmp_path):
     """The only checkpoint of a folder, which is damaged."""
@@ -114,6 +122,34 @@ def test_runs_that_search_no_checkpoint(options, only_damaged):
 def test_run_without_a_checkpoint_is_new(tmp_path):
     trainer = {'autoresume': True, 'save_folder': str(tmp_path), 'run_name': 'run'}
     assert arguments_to_resume(trainer) == {'autoresume': False}
+
+
+class UploadingLogger(LoggerDestination):
+    def can_upload_files(self) -> bool:
+        return True
+
+
+def test_composer_searches_loggers_for_a_checkpoint(tmp_path):
+    """On a new machine the folder is empty. Composer's `autoresume` downloads the latest checkpoint from a logger."""
+    trainer = {'autoresume': True, 'save_folder': str(tmp_path), 'run_name': 'run'}
+    assert arguments_to_resume(trainer, [InMemoryLogger(), UploadingLogger()]) == {}
+    assert arguments_to_resume(trainer, [InMemoryLogger()]) == {'autoresume': False}
+
+    latest = save_checkpoint(tmp_path / 'ep0-ba4-rank0.pt')
+    link_latest(latest)
+    assert arguments_to_resume(trainer, [UploadingLogger()])['load_path'] == str(latest)
+
+
+@pytest.mark.parametrize('variable', ['COMPOSER_RUN_NAME', 'RUN_NAME'])
+def test_run_name_of_environment(variable, tmp_path, monkeypatch):
+    older = save_checkpoint(tmp_path / 'ep0-ba4-rank0.pt', age=20)
+    latest = save_checkpoint(tmp_path / 'ep0-ba6-rank0.pt', age=10)
+    (tmp_path / 'latest-mine.pt').symlink_to(latest.name)
+    truncate(latest)
+    options = {'run_name': None, 'save_latest_filename': 'latest-{run_name}.pt'}
+    assert resume_from(tmp_path, **options) is None  # Composer refuses `autoresume` without a name
+    monkeypatch.setenv(variable, 'mine')
+    assert resume_from(tmp_path, **options) == str(older)
 
 
 def save_sharded_checkpoint(folder: Path) -> None:

@@ -7,6 +7,7 @@ import atexit
 import gc
 import re
 import sys
+import threading
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from functools import partial
@@ -336,6 +337,9 @@ def test_override_below_a_number(tmp_path):
     message = refusal_of(file, 'dataset.eval.path=x')
     assert message.startswith('`dataset.eval` must be a mapping, got: 3. Change the file')
     assert load_config(file, ['dataset.eval={path: x}']).dataset == {'eval': {'path': 'x'}}
+    # The second override is below the value of the first one.
+    config = load_config(file, ['dataset.eval={path: x}', 'dataset.eval.split=test'])
+    assert config.dataset == {'eval': {'path': 'x', 'split': 'test'}}
 
 
 @pytest.mark.parametrize('value', ['null', '???', '${loader}'])
@@ -459,6 +463,12 @@ def test_no_note_on_keys_switched_off():
         loader=LoaderConfig(global_eval_batch_size=4),
         trainer={'save_folder': None, 'save_interval': '5ba'},
     )
+    assert notes_on(config) == []
+
+
+def test_notes_copy_no_objects():
+    """A config that was made in Python may hold objects that cannot be copied."""
+    config = TrainConfig(algorithms={'token_accumulation': None}, trainer={'profiler': threading.Lock()})
     assert notes_on(config) == []
 
 

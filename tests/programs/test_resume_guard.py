@@ -274,14 +274,18 @@ def test_sharded_checkpoint_with_and_without_fingerprints(has_fingerprints, tmp_
         on_other_data.before_load(state, None)
 
 
-def before_load(model, path, *, shard=None, **options):
-    """Asks whether a run with the model and an optimizer may load a checkpoint. ``shard`` is a class of FSDP 1."""
+def before_load(model, path, *, shard=None, optimizer_class=torch.optim.SGD, **options):
+    """Asks whether a run with the model and an optimizer may load a checkpoint. ``shard`` is a class of FSDP 1.
+
+    Returns the callback that was asked.
+    """
     callback = same_data(Named('ab'), model=model, trainer={'load_path': str(path), **options})
     if shard is not None:
         model[0] = shard(model[0], use_orig_params=True, device_id=torch.device('cpu'))
-    optimizer = torch.optim.SGD([torch.zeros(1)])
+    optimizer = optimizer_class([torch.zeros(1)])
     state = SimpleNamespace(run_name='run', model=model, fsdp_enabled=shard is not None, optimizers=[optimizer])
     callback.before_load(state, None)
+    return callback
 
 
 def layers(*sizes):
@@ -291,11 +295,11 @@ def layers(*sizes):
     return torch.nn.Sequential(*modules)
 
 
-def save_model(weights, path, is_sharded):
+def save_model(weights, path, is_sharded, optimizer_class=torch.optim.SGD):
     """Saves a checkpoint of Composer's form."""
     state = {
         'model': weights,
-        'optimizers': {'SGD': {'step': 1}},
+        'optimizers': {optimizer_class.__qualname__: {'state': {'step': 1}, 'param_groups': {'lr': 0.1}}},
         'callbacks': {},
         'timestamp': {'Timestamp': {'batch': 1}},
     }
@@ -323,6 +327,20 @@ def test_checkpoint_of_another_model_is_refused(is_sharded, tmp_path):
     before_load(layers(4, 4, 4, 4), path, **options)
     with pytest.raises(ConfigError, match='2 others'):
         before_load(layers(4, 4, 3), path, **options)
+
+
+@pytest.mark.parametrize('is_sharded', [True, False])
+def test_optimizer_class_inside_a_function(is_sharded, tmp_path):
+    """Its qualified name has dots, as the keys of a sharded checkpoint have."""
+
+    class Optimizer(torch.optim.SGD):
+        pass
+
+    path = tmp_path / 'ep1'
+    save_model(layers(4, 4).state_dict(), path, is_sharded, Optimizer)
+    before_load(layers(4, 4), path, optimizer_class=Optimizer)
+    with pytest.raises(ConfigError, match='the state of the optimizer SGD to go on from'):
+        before_load(layers(4, 4), path)
 
 
 @pytest.mark.filterwarnings('ignore:.*FullyShardedDataParallel|.*NO_SHARD')
@@ -357,6 +375,20 @@ def test_tied_head_may_be_stored_once(tmp_path):
     before_load(model, tmp_path / 'ep1', load_weights_only=True)
     with pytest.raises(ConfigError, match=r'the state of the optimizer SGD to go on from, got: .*ep1 with \[\]'):
         before_load(model, tmp_path / 'ep1')
+
+
+def test_load_path_with_autoresume_is_compared(tmp_path):
+    """`autoresume` stays if Composer searches loggers. If it finds a checkpoint there, that is compared, too."""
+    path = tmp_path / 'ep1'
+    save_model(layers(4, 4).state_dict(), path, is_sharded=False)
+    options = {'load_weights_only': True, 'autoresume': True}
+    with pytest.raises(ConfigError, match='must be of the same model'):
+        before_load(layers(4, 3), path, **options)
+
+    callback = before_load(layers(4, 4), path, **options)
+    other = same_data(Named('cb'), trainer={})
+    with pytest.raises(ConfigError, match='got: other data'):
+        callback.load_state_dict(other.state_dict())
 
 
 def resume_with_optimizer(settings):
