@@ -234,8 +234,8 @@ def num_writes(tensor: torch.Tensor) -> int:
 def evaluates_steps(optimizer: torch.optim.Optimizer) -> bool:
     """Returns whether an optimizer uses the loss of a closure, or calls it several times.
 
-    Most optimizers take a closure only for the interface. Those that use it require it (LBFGS), or have the mark by
-    which Composer knows them (SAM).
+    Most optimizers take a closure only for the interface, and it is optional. It is taken as used if it is required
+    (LBFGS), or if the optimizer has the mark by which Composer knows it (SAM).
     """
     closure = inspect.signature(optimizer.step).parameters.get('closure')
     is_required = closure is not None and closure.default is inspect.Parameter.empty

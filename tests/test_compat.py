@@ -17,7 +17,9 @@ import numba
 import numpy as np
 import pytest
 import torch
+from composer.algorithms.sam import SAMOptimizer
 from composer.models import HuggingFaceModel
+from composer.optim import DecoupledAdamW
 from torch import nn
 from torch.distributed import init_device_mesh
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -172,6 +174,40 @@ def test_outputs_of_ddp_are_found_before_its_sink(tmp_path):
         node, _ = compat.edge_before_sink(output.grad_fn, output.output_nr)
         names_before_sink.append(node.name())
     assert names_before_sink == ['SumBackward0', 'AddmmBackward0']
+
+
+def test_reduction_is_reset_after_an_error(tmp_path):
+    with group_of_one_rank(tmp_path):
+        model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+        # A backward that does not reach the first layer, as if memory had run out before.
+        output = model.module[1](torch.ones(1, 2))
+        model.reducer.prepare_for_backward([])
+        output.sum().backward()
+        with pytest.raises(RuntimeError, match='Expected to have finished reduction'):
+            model(torch.ones(1, 2))
+        model.require_forward_param_sync = False
+        compat.reset_reduction(model)
+        assert model.require_forward_param_sync
+        model(torch.ones(1, 2)).sum().backward()
+        assert compat.is_reduced(model)
+
+
+@pytest.mark.parametrize('is_scheduled', [False, True])
+def test_optimizers_that_evaluate_steps(is_scheduled):
+    """A learning rate scheduler replaces the method of the optimizer."""
+    weights = [nn.Parameter(torch.ones(2))]
+    adam = DecoupledAdamW(weights)
+    expected = {
+        torch.optim.SGD(weights): False,
+        torch.optim.AdamW(weights): False,
+        adam: False,
+        torch.optim.LBFGS(weights): True,
+        SAMOptimizer(adam): True,
+    }
+    for optimizer, evaluates in expected.items():
+        if is_scheduled:
+            torch.optim.lr_scheduler.ConstantLR(optimizer)
+        assert compat.evaluates_steps(optimizer) == evaluates, optimizer
 
 
 def test_mixed_precision_of_a_unit(tmp_path):

@@ -11,7 +11,7 @@ to the loss of the first one, and SAM asks for a first gradient that is not redu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,13 +28,10 @@ from composer_tokacc.refusals import NotExactError
 def give_loss_of_step(state: State) -> list[RemovableHandle]:
     """Adds a hook to each optimizer that evaluates a step itself, and returns the handles that remove the hooks.
 
-    The hook replaces Composer's closure. The new one is a collective in each call.
+    The hook replaces Composer's closure. On several ranks each call of the new one is a collective.
 
     Args:
         state: The trainer's state.
-
-    Raises:
-        RuntimeError: If FSDP has sharded the weights in a way that the optimizer does not know.
     """
     to_device = state.device.tensor_to_device
 
@@ -42,24 +39,32 @@ def give_loss_of_step(state: State) -> list[RemovableHandle]:
         optimizer: torch.optim.Optimizer,
         arguments: tuple[Any, ...],
         options: dict[str, Any],
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        closure = _over_all_ranks(options['closure'], to_device)
-        return arguments, {**options, 'closure': closure}
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if callable(options.get('closure')):  # as Composer passes it
+            return arguments, {**options, 'closure': _over_all_ranks(options['closure'], to_device)}
+        # torch also runs the hook if a subclass calls the step of its base class.
+        if len(arguments) > 1 and callable(arguments[1]):
+            same_optimizer, closure, *others = arguments
+            return (same_optimizer, _over_all_ranks(closure, to_device), *others), options
+        return None  # without a closure the step only moves the weights, or initializes the optimizer's state
 
-    optimizers = [optimizer for optimizer in state.optimizers if evaluates_steps(optimizer)]
-    _check_sees_gradients(state.model, optimizers)
-    return [optimizer.register_step_pre_hook(replace_closure) for optimizer in optimizers]
+    return [optimizer.register_step_pre_hook(replace_closure) for optimizer in _optimizers_with_closure(state)]
 
 
-def _check_sees_gradients(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+def _optimizers_with_closure(state: State) -> list[torch.optim.Optimizer]:
+    """Returns the optimizers that evaluate a step themselves."""
+    return [optimizer for optimizer in state.optimizers if evaluates_steps(optimizer)]
+
+
+def check_sees_gradients(state: State) -> None:
     """Raises RuntimeError if an optimizer would decide by a part of the gradient, or by another one.
 
     Under FSDP1 the parameters are the shards of this rank. Under FSDP2 they are DTensors, whose norm is that of all
     ranks. But LBFGS keeps a list of the parameters before FSDP2 has replaced them, and would not move the new ones.
     """
-    units = fsdp_units(model)
+    units = fsdp_units(state.model)
     is_fsdp1 = any(not isinstance(unit, FSDPModule) for unit in units)
-    for optimizer in optimizers:
+    for optimizer in _optimizers_with_closure(state):
         if is_fsdp1 or (units and isinstance(optimizer, torch.optim.LBFGS)):
             raise NotExactError(
                 f'{type(optimizer).__name__} must see the gradients of all weights, but FSDP shards them. Train with '
@@ -87,6 +92,8 @@ def _over_all_ranks(
         loss = closure(**options)
         if loss is None:  # on all ranks
             return None
+        if get_world_size() == 1:
+            return float(loss)
         part_of_rank = torch.tensor([float(loss)], dtype=torch.float64)
         (sum_of_parts,) = sum_over_ranks(to_device(part_of_rank))
         return sum_of_parts / get_world_size()  # as Composer does for the logged loss

@@ -23,7 +23,7 @@ from composer.core import State
 from composer.core.precision import get_precision_context
 from composer.models import HuggingFaceModel
 
-from composer_tokacc.algorithm.closures import give_loss_of_step
+from composer_tokacc.algorithm.closures import check_sees_gradients, give_loss_of_step
 from composer_tokacc.algorithm.loss_terms import LOSS_UNITS, LossTerms, router_coefficient
 from composer_tokacc.algorithm.rank_widths import RankWidth
 from composer_tokacc.algorithm.reduction import (
@@ -162,6 +162,7 @@ class RunContext:
         shard_again(state.model)  # an earlier evaluation may have left weights gathered
         check_sharding(state.model)
         check_clipping(state)
+        check_sees_gradients(state)
         self._model: Any = model
         self._parameters = list(model.parameters())
         self._hook_numbers: list[int] | None = None  # of the hooks that were checked

@@ -14,13 +14,14 @@ import pytest
 import torch
 from composer.algorithms import SAM
 from composer.algorithms.sam import SAMOptimizer
+from composer.core import Event
 from torch.distributed.fsdp import FSDPModule
 
 from composer_tokacc import TokenAccumulation
 from composer_tokacc.algorithm import closures
 from tests.support.launch import launch_json
 from tests.support.text import one_layer_model, ragged_batch
-from tests.support.training import TOTAL, fit, full, hugging_face, num_hooks, relative_error, unwrapped
+from tests.support.training import TOTAL, On, fit, full, hugging_face, num_hooks, relative_error, unwrapped
 
 SAM_INTERVAL = 2
 FIRST_RANK_UNLABELLED = [(4, 0), (9, 0), (5, 3), (14, 11)]
@@ -37,6 +38,39 @@ def sgd(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
 
 def lbfgs(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
     return torch.optim.LBFGS(parameters, lr=0.5, max_iter=3, line_search_fn='strong_wolfe')
+
+
+class PassesClosureOn(torch.optim.LBFGS):
+    """Gives its closure to the base class, whose step has the same hooks, by position."""
+
+    def step(self, closure):
+        return super().step(closure)
+
+
+class CallsClosureItself(torch.optim.SGD):
+    """Requires a closure, calls it, and gives the base class none."""
+
+    def step(self, closure):
+        with torch.enable_grad():
+            loss = closure()
+        super().step()
+        return loss
+
+
+def lbfgs_subclass(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+    return PassesClosureOn(parameters, lr=0.5, max_iter=3, line_search_fn='strong_wolfe')
+
+
+def sgd_subclass(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+    return CallsClosureItself(parameters, lr=0.1)
+
+
+def patched_lbfgs(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+    """Has a step that was replaced on the object, and that passes the closure on by position."""
+    optimizer = lbfgs(parameters)
+    step = optimizer.step
+    optimizer.step = lambda closure: step(closure)
+    return optimizer
 
 
 def weights_of_plain_loop(
@@ -96,7 +130,10 @@ def errors_of_training(
     return errors
 
 
-@pytest.mark.parametrize(('make_optimizer', 'with_sam'), [(lbfgs, False), (sgd, True)])
+OPTIMIZERS = [(lbfgs, False), (sgd, True), (lbfgs_subclass, False), (sgd_subclass, False), (patched_lbfgs, False)]
+
+
+@pytest.mark.parametrize(('make_optimizer', 'with_sam'), OPTIMIZERS)
 def test_optimizer_gets_the_loss_of_each_evaluation(make_optimizer, with_sam):
     """Composer adds the losses of all evaluations of a step, which misleads a line search."""
     batches = [ragged_batch(step) for step in STEPS[:2]]
@@ -111,9 +148,34 @@ def test_optimizer_gets_the_loss_of_each_evaluation(make_optimizer, with_sam):
 )
 def test_optimizer_must_see_whole_gradients(unit, make_optimizer, with_sam, monkeypatch):
     monkeypatch.setattr(closures, 'fsdp_units', lambda _: [Mock(spec=unit)])
-    batch = ragged_batch()
+    model = hugging_face(one_layer_model())
+    algorithms = [SAM()] if with_sam else []
+    optimizer = make_optimizer(model.parameters())
     with pytest.raises(RuntimeError, match='must see the gradients of all weights'):
-        errors_of_training([batch], [batch], make_optimizer, with_sam=with_sam)
+        fit(model, ragged_batch(), algorithms=[*algorithms, TokenAccumulation()], optimizer=optimizer)
+    assert num_hooks(model) == 0
+
+
+def test_hooked_step_without_a_closure():
+    """torch calls `step(closure=None)` before it saves a sharded checkpoint. The hook must not change it."""
+    model = hugging_face(one_layer_model())
+    optimizer = lbfgs(model.parameters())
+    results_of_hook = []
+
+    def call_hook_without_closure(state):
+        (hook,) = optimizer._optimizer_step_pre_hooks.values()
+        results_of_hook.append(hook(optimizer, (optimizer,), {'closure': None}))
+        results_of_hook.append(hook(optimizer, (optimizer,), {}))
+
+    fit(model, ragged_batch(), optimizer=optimizer, callbacks=[On(Event.BATCH_END, call_hook_without_closure)])
+    assert results_of_hook == [None, None]
+
+
+def test_one_rank_sums_no_losses(monkeypatch):
+    """Sums are in float64, which Apple's GPUs do not have."""
+    monkeypatch.setattr(closures, 'sum_over_ranks', Mock(side_effect=AssertionError))
+    model = hugging_face(one_layer_model())
+    fit(model, ragged_batch(), optimizer=lbfgs(model.parameters()))
 
 
 def test_hooks_end_with_the_fit():
