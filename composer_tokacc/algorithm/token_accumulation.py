@@ -546,10 +546,17 @@ class TokenAccumulation(Algorithm):
         if is_check_due and needs_check:
             run.terms.check_coefficient(state.loss, state.outputs)
         state.loss = run.terms.split(state.loss, state.outputs)
-        is_first = step_number == 0 and len(run.step.microbatches) == 1
-        if not isinstance(state.loss, SplitLoss) or not is_first:
-            return
-        if state.loss['tokens'].requires_grad and not state.loss['router'].requires_grad:
+        if isinstance(state.loss, SplitLoss) and self._is_first_microbatch:
+            self._warn_of_router_loss(state.loss)
+
+    @property
+    def _is_first_microbatch(self) -> bool:
+        """Whether the microbatch that is computed now is the first one of this rank in the fit."""
+        return self._token_choice.step_number == 0 and len(self._run.step.microbatches) == 1
+
+    def _warn_of_router_loss(self, loss: SplitLoss) -> None:
+        """Warns if the load-balancing loss has no gradient, or if it depends on how the batch is cut."""
+        if loss['tokens'].requires_grad and not loss['router'].requires_grad:
             # A reentrant checkpoint computes its forward without a graph, and Transformers collects the router's logits
             # there. One plain forward and backward over the batch loses this gradient, too.
             log.warning(
@@ -557,7 +564,7 @@ class TokenAccumulation(Algorithm):
                 'activation checkpointing, set `use_reentrant=False`. Otherwise all weights before the last router '
                 'are frozen, or the model detaches this loss.'
             )
-        if run.balance is None:
+        if self._run.balance is None:
             log.warning(
                 'The mean over tokens is exact. The load-balancing loss of the router is a statistic of microbatches, '
                 'and depends on how the batch is cut; with `router_balance=step` it does not.'
@@ -566,9 +573,10 @@ class TokenAccumulation(Algorithm):
     def _attach_gradient(self, state: State) -> None:
         """Makes the backward possible if the loss has no gradient: adds a zero, whose gradient is 0.
 
-        Only for a microbatch without media, of a model that takes media. If only an encoder of media is trained, no
-        trained parameter takes part in its loss, and the backward would raise. Otherwise something is wrong, because no
-        trained parameter takes part in any loss.
+        A microbatch may have such a loss if other microbatches train. For example, only an encoder of images is
+        trained, and it has no image. Or only some experts are trained, and its tokens chose others. If the first
+        microbatch of a model of text has such a loss, probably all have one, and that is refused. If a microbatch with
+        media has one, something is wrong, too, and the backward raises.
         """
         if any(term.requires_grad for term in tensors_in(state.loss)):
             return
@@ -578,14 +586,14 @@ class TokenAccumulation(Algorithm):
             return
         trained = {name: parameter for name, parameter in state.model.named_parameters() if parameter.requires_grad}
         first_name, first_parameter = next(iter(trained.items()))
-        if not takes_media(state.model):
-            raise NotExactError(
-                'The loss must depend on a trained parameter, got: a loss without a gradient. The parameters that are '
-                f'trained ({first_name!r} and {len(trained) - 1} more) take no part in it, or the forward '
-                'runs without a graph. A reentrant checkpoint does so if its inputs have no gradient: set '
-                '`use_reentrant=False` (docs/errors.md#model-loss).'
-            )
-        if self._token_choice.step_number == 0 and len(self._run.step.microbatches) == 1:
+        if self._is_first_microbatch:
+            if not takes_media(state.model):
+                raise NotExactError(
+                    'The loss must depend on a trained parameter, got: a loss without a gradient. The parameters that '
+                    f'are trained ({first_name!r} and {len(trained) - 1} more) take no part in it, or the forward '
+                    'runs without a graph. A reentrant checkpoint does so if its inputs have no gradient: set '
+                    '`use_reentrant=False` (docs/errors.md#model-loss).'
+                )
             log.warning(
                 'The loss of the first microbatch, which has no media, depends on no trained parameter. Such '
                 'microbatches change no weight.'
