@@ -23,7 +23,16 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.distributed.tensor import DTensor
 
-from composer_tokacc.checks.logits import edge_of, logits_of, nodes_of, router_loss_of
+from composer_tokacc.batch import IGNORE_INDEX
+from composer_tokacc.checks.logits import (
+    edge_of,
+    gradient_by_logits,
+    logits_of,
+    measure,
+    nodes_of,
+    router_loss_of,
+    token_losses_at,
+)
 from composer_tokacc.checks.step import check_total_of_loss
 from composer_tokacc.model_structure import transformers_model
 from composer_tokacc.refusals import NotExactError
@@ -169,6 +178,45 @@ class LossTerms:
             for value in with_gradient:
                 value.register_hook(lambda gradient: gradient / excess)
         return scaled
+
+    def with_weighted_values(
+        self,
+        loss: Any,
+        logits: Tensor,
+        targets: Tensor,
+        weights: Tensor,
+        *,
+        factor: float | None,
+    ) -> Any:
+        """Returns the loss with the value that each mean over tokens has if its tokens are weighted.
+
+        Gradients stay the same, because only numbers are added. A mean over tokens may be a multiple of the mean of the
+        cross-entropies. So the change of this mean is added to its value, times the same factor.
+
+        Args:
+            loss: The loss of a microbatch, in which all tokens weigh the same.
+            logits: Its logits, ``(rows, width, vocabulary)``.
+            targets: As returned by :func:`.targets_of`.
+            weights: The weight of each token, relative to their mean, at the position that predicts it,
+                ``(rows, width)``.
+            factor: The sum of all means over tokens, divided by the mean of the cross-entropies. None: it is not known,
+                and taken as 1.
+        """
+        positions = torch.arange(targets.numel(), device=logits.device)
+        losses = token_losses_at(logits, positions, targets.flatten())  # 0 at positions without a target
+        changes = losses.view_as(weights) * (weights - 1)
+        means = [term for term in self.terms_of(loss) if term.unit == 'tokens']
+        added: dict[str, Tensor] = {}  # by the name of the term
+        if len(means) > 1 and logits.grad_fn is not None:
+            for mean in means:
+                weights_in_mean = _token_weights_in(mean.value, logits, targets)
+                added[mean.name] = (weights_in_mean * changes).sum()
+        elif means:
+            # If there are several, but no gradient, nothing tells how they share the factor. The first gets all of it.
+            num_tokens = (targets != IGNORE_INDEX).sum()
+            change_of_mean = changes.sum() / num_tokens
+            added[means[0].name] = change_of_mean * (1.0 if factor is None else factor)
+        return self.changed(loss, lambda term: term.value + added.get(term.name, 0.0))
 
     def _with_all_terms(self, loss: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns the loss with all terms of ``loss_units``, in their order. A term that the microbatch lacks is 0.
@@ -347,6 +395,20 @@ def tensors_in(value: Any) -> list[Tensor]:
     for item in items:
         tensors += tensors_in(item)
     return tensors
+
+
+def _token_weights_in(value: Tensor, logits: Tensor, targets: Tensor) -> Tensor:
+    """Returns the weight of each token in a term, ``(rows, width)``, read off the gradient of the term by the logits.
+
+    In a plain mean it is 1 divided by the number of tokens. It is 0 if the term is not made of the logits, such as an
+    accuracy.
+    """
+    gradient = None
+    if value.requires_grad:
+        gradient = gradient_by_logits(value.float().mean(), logits)
+    if gradient is None:
+        return torch.zeros(targets.shape, device=logits.device)
+    return measure(logits, gradient, targets).weights
 
 
 def sum_of_means(terms: Iterable[Tensor]) -> Tensor:

@@ -51,7 +51,7 @@ from composer_tokacc.algorithm.setup import (
     check_trains_something,
     takes_media,
 )
-from composer_tokacc.batch import IGNORE_INDEX, Batch, BatchDict, labels_of, sample_name
+from composer_tokacc.batch import Batch, BatchDict, labels_of, sample_name
 from composer_tokacc.checks.logits import (
     Edge,
     at_predictions,
@@ -59,10 +59,8 @@ from composer_tokacc.checks.logits import (
     gradient_by_logits,
     has_bypass,
     logits_of,
-    measure,
     router_loss_of,
     targets_of,
-    token_losses_at,
     weigh_tokens,
 )
 from composer_tokacc.checks.step import MicrobatchRecord, Step, StepTotals, TokenChoice, check_step
@@ -799,58 +797,20 @@ class TokenAccumulation(Algorithm):
             selected: The labels and weights in the shape of the logits, see :func:`.batch_at_logits`.
         """
         rule = record.counts.rule
-        num_tokens = record.counts.loss_tokens
-        # The plain mean is sum(loss) / num_tokens, the weighted mean is sum(weight * loss) / loss_weight. So a token
-        # weighs weight * num_tokens / loss_weight times as much as in the plain mean.
-        weights_of_labels = selected[LOSS_WEIGHTS] * (num_tokens / record.counts.loss_weight)
+        # The plain mean is sum(loss) / loss_tokens, the weighted mean is sum(weight * loss) / loss_weight. So a token
+        # weighs weight * loss_tokens / loss_weight times as much as in the plain mean.
+        weights_of_labels = selected[LOSS_WEIGHTS] * (record.counts.loss_tokens / record.counts.loss_weight)
         weights = at_predictions(weights_of_labels, rule)
-        # weigh_tokens() will weight only the gradient. The value of the loss is weighted here: a number without a
-        # gradient is added to each term.
-        targets = targets_of(selected, rule)
-        positions = torch.arange(targets.numel(), device=logits.device)
-        losses = token_losses_at(logits, positions, targets.flatten())  # 0 at positions without a target
-        changes = losses.view_as(weights) * (weights - 1) / num_tokens
-        change_by_term = self._change_by_term(state.loss, logits, targets, changes)
-
-        def with_change(term: Term) -> torch.Tensor:
-            return term.value + change_by_term.get(term.name, 0.0)
-
-        state.loss = self._run.terms.changed(state.loss, with_change)
-        return weights
-
-    def _change_by_term(
-        self,
-        loss: Any,
-        logits: torch.Tensor,
-        targets: torch.Tensor,
-        changes: torch.Tensor,
-    ) -> dict[str, torch.Tensor]:
-        """Returns the number that the token weights add to the value of each mean over tokens, by the term's name.
-
-        Args:
-            loss: The loss of a microbatch, before its value is weighted.
-            logits: Its logits, ``(rows, width, vocabulary)``.
-            targets: As returned by :func:`.targets_of`.
-            changes: What each position would add if the term was a plain mean of cross-entropies, ``(rows, width)``.
-        """
+        # weigh_tokens() will weight the gradient.
         run = self._run
-        means_over_tokens = [term for term in run.terms.terms_of(loss) if term.unit == 'tokens']
-        if len(means_over_tokens) == 1 or logits.grad_fn is None:
-            # A term may be a multiple of a mean. The first-batch check has measured the factor of all terms together.
-            # Without a gradient, nothing tells how they share it, so the first term gets all.
-            factor = 1.0 if run.check.token_scale is None else run.check.token_scale
-            return {means_over_tokens[0].name: factor * changes.sum()}
-        num_tokens = (targets != IGNORE_INDEX).sum()
-        change_by_term = {}
-        for term in means_over_tokens:
-            gradient = None
-            if term.value.requires_grad:
-                gradient = gradient_by_logits(term.value.float().mean(), logits)
-            if gradient is not None:  # not a constant, such as an accuracy
-                # In a plain mean each token has the weight 1 / num_tokens.
-                factors = measure(logits, gradient, targets).weights * num_tokens
-                change_by_term[term.name] = (factors * changes).sum()
-        return change_by_term
+        state.loss = run.terms.with_weighted_values(
+            state.loss,
+            logits,
+            targets_of(selected, rule),
+            weights,
+            factor=run.check.token_scale,
+        )
+        return weights
 
     def _num_microbatches_with_samples(self, state: State) -> int | None:
         """Returns how many microbatches of this rank in the step have samples, and not only dummy rows.
