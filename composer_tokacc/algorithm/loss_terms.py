@@ -24,15 +24,7 @@ from torch.autograd.graph import GradientEdge
 from torch.distributed.tensor import DTensor
 
 from composer_tokacc.batch import IGNORE_INDEX
-from composer_tokacc.checks.logits import (
-    edge_of,
-    gradient_by_logits,
-    logits_of,
-    measure,
-    nodes_of,
-    router_loss_of,
-    token_losses_at,
-)
+from composer_tokacc.checks.logits import TINY, edge_of, logits_of, nodes_of, router_loss_of, token_losses_at
 from composer_tokacc.checks.step import check_total_of_loss
 from composer_tokacc.model_structure import transformers_model
 from composer_tokacc.refusals import NotExactError
@@ -191,7 +183,9 @@ class LossTerms:
         """Returns the loss with the value that each mean over tokens has if its tokens are weighted.
 
         Gradients stay the same, because only numbers are added. A mean over tokens may be a multiple of the mean of the
-        cross-entropies. So the change of this mean is added to its value, times the same factor.
+        cross-entropies. So the change of this mean is added to its value, times the same factor. The factor of one of
+        several terms is read off its value. Its gradient by the logits would run the hooks of FSDP, which communicate,
+        and only on ranks whose microbatch has tokens.
 
         Args:
             loss: The loss of a microbatch, in which all tokens weigh the same.
@@ -204,17 +198,19 @@ class LossTerms:
         """
         positions = torch.arange(targets.numel(), device=logits.device)
         losses = token_losses_at(logits, positions, targets.flatten())  # 0 at positions without a target
+        num_tokens = (targets != IGNORE_INDEX).sum()
+        plain_mean = losses.sum() / num_tokens
         changes = losses.view_as(weights) * (weights - 1)
+        change_of_mean = changes.sum() / num_tokens
         means = [term for term in self.terms_of(loss) if term.unit == 'tokens']
         added: dict[str, Tensor] = {}  # by the name of the term
         if len(means) > 1 and logits.grad_fn is not None:
+            relative_change = change_of_mean / plain_mean.clamp(min=TINY)
             for mean in means:
-                weights_in_mean = _token_weights_in(mean.value, logits, targets)
-                added[mean.name] = (weights_in_mean * changes).sum()
+                if mean.value.requires_grad:  # not a constant, such as an accuracy
+                    added[mean.name] = mean.value.detach().float() * relative_change
         elif means:
-            # If there are several, but no gradient, nothing tells how they share the factor. The first gets all of it.
-            num_tokens = (targets != IGNORE_INDEX).sum()
-            change_of_mean = changes.sum() / num_tokens
+            # If there are several, but no gradient, nothing tells which are constants. The first gets the whole change.
             added[means[0].name] = change_of_mean * (1.0 if factor is None else factor)
         return self.changed(loss, lambda term: term.value + added.get(term.name, 0.0))
 
@@ -395,20 +391,6 @@ def tensors_in(value: Any) -> list[Tensor]:
     for item in items:
         tensors += tensors_in(item)
     return tensors
-
-
-def _token_weights_in(value: Tensor, logits: Tensor, targets: Tensor) -> Tensor:
-    """Returns the weight of each token in a term, ``(rows, width)``, read off the gradient of the term by the logits.
-
-    In a plain mean it is 1 divided by the number of tokens. It is 0 if the term is not made of the logits, such as an
-    accuracy.
-    """
-    gradient = None
-    if value.requires_grad:
-        gradient = gradient_by_logits(value.float().mean(), logits)
-    if gradient is None:
-        return torch.zeros(targets.shape, device=logits.device)
-    return measure(logits, gradient, targets).weights
 
 
 def sum_of_means(terms: Iterable[Tensor]) -> Tensor:
