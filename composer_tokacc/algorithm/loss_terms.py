@@ -23,7 +23,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.distributed.tensor import DTensor
 
-from composer_tokacc.checks.logits import edge_of, logits_of, nodes_of, router_loss_of
+from composer_tokacc.batch import IGNORE_INDEX
+from composer_tokacc.checks.logits import TINY, edge_of, logits_of, nodes_of, router_loss_of, token_losses_at
 from composer_tokacc.checks.step import check_total_of_loss
 from composer_tokacc.model_structure import transformers_model
 from composer_tokacc.refusals import NotExactError
@@ -169,6 +170,49 @@ class LossTerms:
             for value in with_gradient:
                 value.register_hook(lambda gradient: gradient / excess)
         return scaled
+
+    def with_weighted_values(
+        self,
+        loss: Any,
+        logits: Tensor,
+        targets: Tensor,
+        weights: Tensor,
+        *,
+        factor: float | None,
+    ) -> Any:
+        """Returns the loss with the value that each mean over tokens has if its tokens are weighted.
+
+        Gradients stay the same, because only numbers are added. A mean over tokens may be a multiple of the mean of the
+        cross-entropies. So the change of this mean is added to its value, times the same factor. The factor of one of
+        several terms is read off its value. Its gradient by the logits would run the hooks of FSDP, which communicate,
+        and only on ranks whose microbatch has tokens.
+
+        Args:
+            loss: The loss of a microbatch, in which all tokens weigh the same.
+            logits: Its logits, ``(rows, width, vocabulary)``.
+            targets: As returned by :func:`.targets_of`.
+            weights: The weight of each token, relative to their mean, at the position that predicts it,
+                ``(rows, width)``.
+            factor: The sum of all means over tokens, divided by the mean of the cross-entropies. None: it is not known,
+                and taken as 1.
+        """
+        positions = torch.arange(targets.numel(), device=logits.device)
+        losses = token_losses_at(logits, positions, targets.flatten())  # 0 at positions without a target
+        num_tokens = (targets != IGNORE_INDEX).sum()
+        plain_mean = losses.sum() / num_tokens
+        changes = losses.view_as(weights) * (weights - 1)
+        change_of_mean = changes.sum() / num_tokens
+        means = [term for term in self.terms_of(loss) if term.unit == 'tokens']
+        added: dict[str, Tensor] = {}  # by the name of the term
+        if len(means) > 1 and logits.grad_fn is not None:
+            relative_change = change_of_mean / plain_mean.clamp(min=TINY)
+            for mean in means:
+                if mean.value.requires_grad:  # not a constant, such as an accuracy
+                    added[mean.name] = mean.value.detach().float() * relative_change
+        elif means:
+            # If there are several, but no gradient, nothing tells which are constants. The first gets the whole change.
+            added[means[0].name] = change_of_mean * (1.0 if factor is None else factor)
+        return self.changed(loss, lambda term: term.value + added.get(term.name, 0.0))
 
     def _with_all_terms(self, loss: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns the loss with all terms of ``loss_units``, in their order. A term that the microbatch lacks is 0.

@@ -34,7 +34,7 @@ from composer_tokacc.algorithm.reduction import (
 )
 from composer_tokacc.algorithm.router_balance import OR_LEAVE_MICROBATCH, ROUTER_BALANCES, StepBalance
 from composer_tokacc.batch import Batch, check_batch, check_vocabulary
-from composer_tokacc.checks.first_batch import MEDIA_INPUTS, FirstBatchCheck, check_gradient_hooks
+from composer_tokacc.checks.first_batch import FirstBatchCheck, check_gradient_hooks
 from composer_tokacc.checks.probe import Probe
 from composer_tokacc.checks.step import Step
 from composer_tokacc.collectives import all_gather_object, get_world_size
@@ -44,7 +44,7 @@ from composer_tokacc.data_spec.pieces import CutRules
 from composer_tokacc.data_spec.split import MicrobatchSplit, layout_of, split_of
 from composer_tokacc.labelled import LabelSelector, input_embedding, output_embedding
 from composer_tokacc.layout import BatchLayout, microbatches_of
-from composer_tokacc.layout.placeholders import all_placeholders
+from composer_tokacc.layout.placeholders import all_placeholders, modality_of
 from composer_tokacc.model_structure import media_modules, shard_again
 from composer_tokacc.planning import check_choice
 from composer_tokacc.refusals import InvalidInputError, NotExactError
@@ -423,9 +423,7 @@ def takes_media(model: torch.nn.Module) -> bool:
     arguments = _forward_arguments(inner_model(model))
     if arguments is None or media_modules(model):
         return True
-    # Some names have a word before it, such as `image_pixel_values` of Phi-4 multimodal.
-    all_names = ' '.join(arguments)
-    return any(name in all_names for name in MEDIA_INPUTS)
+    return any(modality_of(argument) is not None for argument in arguments)
 
 
 def check_trains_something(model: torch.nn.Module) -> None:

@@ -51,7 +51,7 @@ from composer_tokacc.algorithm.setup import (
     check_trains_something,
     takes_media,
 )
-from composer_tokacc.batch import IGNORE_INDEX, Batch, BatchDict, labels_of, sample_name
+from composer_tokacc.batch import Batch, BatchDict, labels_of, sample_name
 from composer_tokacc.checks.logits import (
     Edge,
     at_predictions,
@@ -59,10 +59,8 @@ from composer_tokacc.checks.logits import (
     gradient_by_logits,
     has_bypass,
     logits_of,
-    measure,
     router_loss_of,
     targets_of,
-    token_losses_at,
     weigh_tokens,
 )
 from composer_tokacc.checks.step import MicrobatchRecord, Step, StepTotals, TokenChoice, check_step
@@ -559,10 +557,17 @@ class TokenAccumulation(Algorithm):
         if is_check_due and needs_check:
             run.terms.check_coefficient(state.loss, state.outputs)
         state.loss = run.terms.split(state.loss, state.outputs)
-        is_first = step_number == 0 and len(run.step.microbatches) == 1
-        if not isinstance(state.loss, SplitLoss) or not is_first:
-            return
-        if state.loss['tokens'].requires_grad and not state.loss['router'].requires_grad:
+        if isinstance(state.loss, SplitLoss) and self._is_first_microbatch:
+            self._warn_of_router_loss(state.loss)
+
+    @property
+    def _is_first_microbatch(self) -> bool:
+        """Whether the microbatch that is computed now is the first one of this rank in the fit."""
+        return self._token_choice.step_number == 0 and len(self._run.step.microbatches) == 1
+
+    def _warn_of_router_loss(self, loss: SplitLoss) -> None:
+        """Warns if the load-balancing loss has no gradient, or if it depends on how the batch is cut."""
+        if loss['tokens'].requires_grad and not loss['router'].requires_grad:
             # A reentrant checkpoint computes its forward without a graph, and Transformers collects the router's logits
             # there. One plain forward and backward over the batch loses this gradient, too.
             log.warning(
@@ -570,7 +575,7 @@ class TokenAccumulation(Algorithm):
                 'activation checkpointing, set `use_reentrant=False`. Otherwise all weights before the last router '
                 'are frozen, or the model detaches this loss.'
             )
-        if run.balance is None:
+        if self._run.balance is None:
             log.warning(
                 'The mean over tokens is exact. The load-balancing loss of the router is a statistic of microbatches, '
                 'and depends on how the batch is cut; with `router_balance=step` it does not.'
@@ -579,9 +584,10 @@ class TokenAccumulation(Algorithm):
     def _attach_gradient(self, state: State) -> None:
         """Makes the backward possible if the loss has no gradient: adds a zero, whose gradient is 0.
 
-        Only for a microbatch without media, of a model that takes media. If only an encoder of media is trained, no
-        trained parameter takes part in its loss, and the backward would raise. Otherwise something is wrong, because no
-        trained parameter takes part in any loss.
+        A microbatch may have such a loss if other microbatches train. For example, only an encoder of images is
+        trained, and it has no image. Or only some experts are trained, and its tokens chose others. If the first
+        microbatch of a model of text has such a loss, probably all have one, and that is refused. If a microbatch with
+        media has one, something is wrong, too, and the backward raises.
         """
         if any(term.requires_grad for term in tensors_in(state.loss)):
             return
@@ -591,14 +597,14 @@ class TokenAccumulation(Algorithm):
             return
         trained = {name: parameter for name, parameter in state.model.named_parameters() if parameter.requires_grad}
         first_name, first_parameter = next(iter(trained.items()))
-        if not takes_media(state.model):
-            raise NotExactError(
-                'The loss must depend on a trained parameter, got: a loss without a gradient. The parameters that are '
-                f'trained ({first_name!r} and {len(trained) - 1} more) take no part in it, or the forward '
-                'runs without a graph. A reentrant checkpoint does so if its inputs have no gradient: set '
-                '`use_reentrant=False` (docs/errors.md#model-loss).'
-            )
-        if self._token_choice.step_number == 0 and len(self._run.step.microbatches) == 1:
+        if self._is_first_microbatch:
+            if not takes_media(state.model):
+                raise NotExactError(
+                    'The loss must depend on a trained parameter, got: a loss without a gradient. The parameters that '
+                    f'are trained ({first_name!r} and {len(trained) - 1} more) take no part in it, or the forward '
+                    'runs without a graph. A reentrant checkpoint does so if its inputs have no gradient: set '
+                    '`use_reentrant=False` (docs/errors.md#model-loss).'
+                )
             log.warning(
                 'The loss of the first microbatch, which has no media, depends on no trained parameter. Such '
                 'microbatches change no weight.'
@@ -804,58 +810,20 @@ class TokenAccumulation(Algorithm):
             selected: The labels and weights in the shape of the logits, see :func:`.batch_at_logits`.
         """
         rule = record.counts.rule
-        num_tokens = record.counts.loss_tokens
-        # The plain mean is sum(loss) / num_tokens, the weighted mean is sum(weight * loss) / loss_weight. So a token
-        # weighs weight * num_tokens / loss_weight times as much as in the plain mean.
-        weights_of_labels = selected[LOSS_WEIGHTS] * (num_tokens / record.counts.loss_weight)
+        # The plain mean is sum(loss) / loss_tokens, the weighted mean is sum(weight * loss) / loss_weight. So a token
+        # weighs weight * loss_tokens / loss_weight times as much as in the plain mean.
+        weights_of_labels = selected[LOSS_WEIGHTS] * (record.counts.loss_tokens / record.counts.loss_weight)
         weights = at_predictions(weights_of_labels, rule)
-        # weigh_tokens() will weight only the gradient. The value of the loss is weighted here: a number without a
-        # gradient is added to each term.
-        targets = targets_of(selected, rule)
-        positions = torch.arange(targets.numel(), device=logits.device)
-        losses = token_losses_at(logits, positions, targets.flatten())  # 0 at positions without a target
-        changes = losses.view_as(weights) * (weights - 1) / num_tokens
-        change_by_term = self._change_by_term(state.loss, logits, targets, changes)
-
-        def with_change(term: Term) -> torch.Tensor:
-            return term.value + change_by_term.get(term.name, 0.0)
-
-        state.loss = self._run.terms.changed(state.loss, with_change)
-        return weights
-
-    def _change_by_term(
-        self,
-        loss: Any,
-        logits: torch.Tensor,
-        targets: torch.Tensor,
-        changes: torch.Tensor,
-    ) -> dict[str, torch.Tensor]:
-        """Returns the number that the token weights add to the value of each mean over tokens, by the term's name.
-
-        Args:
-            loss: The loss of a microbatch, before its value is weighted.
-            logits: Its logits, ``(rows, width, vocabulary)``.
-            targets: As returned by :func:`.targets_of`.
-            changes: What each position would add if the term was a plain mean of cross-entropies, ``(rows, width)``.
-        """
+        # weigh_tokens() will weight the gradient.
         run = self._run
-        means_over_tokens = [term for term in run.terms.terms_of(loss) if term.unit == 'tokens']
-        if len(means_over_tokens) == 1 or logits.grad_fn is None:
-            # A term may be a multiple of a mean. The first-batch check has measured the factor of all terms together.
-            # Without a gradient, nothing tells how they share it, so the first term gets all.
-            factor = 1.0 if run.check.token_scale is None else run.check.token_scale
-            return {means_over_tokens[0].name: factor * changes.sum()}
-        num_tokens = (targets != IGNORE_INDEX).sum()
-        change_by_term = {}
-        for term in means_over_tokens:
-            gradient = None
-            if term.value.requires_grad:
-                gradient = gradient_by_logits(term.value.float().mean(), logits)
-            if gradient is not None:  # not a constant, such as an accuracy
-                # In a plain mean each token has the weight 1 / num_tokens.
-                factors = measure(logits, gradient, targets).weights * num_tokens
-                change_by_term[term.name] = (factors * changes).sum()
-        return change_by_term
+        state.loss = run.terms.with_weighted_values(
+            state.loss,
+            logits,
+            targets_of(selected, rule),
+            weights,
+            factor=run.check.token_scale,
+        )
+        return weights
 
     def _num_microbatches_with_samples(self, state: State) -> int | None:
         """Returns how many microbatches of this rank in the step have samples, and not only dummy rows.

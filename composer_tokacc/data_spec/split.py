@@ -646,33 +646,38 @@ def _check_rotary_limit(facts: RowFacts, dummies: Sequence[RowFacts]) -> None:
 def _check_decoder_padding(facts_of_batches: Sequence[RowFacts]) -> None:
     """Raises ValueError if a decoder sees padding on the left that differs between microbatches of a pre-split batch.
 
-    In one batch the narrower microbatches would have more of it.
+    In one batch the narrower microbatches would have more of it. Padding on the right changes nothing, because a
+    decoder looks only to the left.
     """
     widths = {labels_of(facts.batch).shape[1] for facts in facts_of_batches}
+    if len(widths) < 2 or not all(_makes_decoder_ids(facts) for facts in facts_of_batches):
+        return
+    padded_on_left = None
     for facts in facts_of_batches:
-        if len(widths) > 1 and _decoder_sees_padding(facts):
-            raise InvalidInputError(
-                'Labels of an encoder-decoder must be padded on the right in microbatches that a loader has collated, '
-                f'got: {sample_name(facts.batch, 0)} in a microbatch with labels padded on the left. The model makes '
-                'the ids of its decoder from them, so the decoder sees the padding. Pad labels on the right, or to one '
-                'width (docs/errors.md#padding).'
-            )
+        reach = Reach.of(labels_of(facts.batch) != IGNORE_INDEX)
+        if any(num_columns not in (reach.width, 0) for num_columns in reach.from_first):
+            return  # a row ends before the last column, so rows are padded on the right. First labels may be masked
+        if reach.side == 'left':
+            padded_on_left = facts
+    if padded_on_left is not None:
+        raise InvalidInputError(
+            'Labels of an encoder-decoder must be padded on the right in microbatches that a loader has collated, '
+            f'got: {sample_name(padded_on_left.batch, 0)} in a microbatch with labels padded on the left. The model '
+            'makes the ids of its decoder from them, so the decoder sees the padding. Pad labels on the right, or to '
+            'one width (docs/errors.md#padding).'
+        )
 
 
-def _decoder_sees_padding(facts: RowFacts) -> bool:
-    """Returns whether the decoder of an encoder-decoder model computes padding on the left of its text.
+def _makes_decoder_ids(facts: RowFacts) -> bool:
+    """Returns whether the model makes the ids of its decoder from the labels. Then no mask hides their padding.
 
-    The model makes the decoder's ids from the labels, so no mask hides their padding. Padding on the right changes
-    nothing, because a decoder looks only to the left. If the batch has ``decoder_input_ids``, its labels do not show
-    where padding is, because labels of a prompt may be masked.
+    If the batch has the decoder's inputs, its labels do not show where padding is, because labels of a prompt may be
+    masked.
     """
     if not getattr(facts.layout.config, 'is_encoder_decoder', False):
         return False
-    for key in ('decoder_input_ids', 'decoder_attention_mask'):
-        if facts.batch.get(key) is not None:
-            return False
-    has_label = labels_of(facts.batch) != IGNORE_INDEX
-    return Reach.of(has_label).side == 'left'
+    inputs_of_decoder = ('decoder_input_ids', 'decoder_inputs_embeds', 'decoder_attention_mask')
+    return all(facts.batch.get(key) is None for key in inputs_of_decoder)
 
 
 def _check_all_first_labels(facts_of_batches: Sequence[RowFacts], kind: str) -> None:

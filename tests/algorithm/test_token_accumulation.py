@@ -23,6 +23,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from composer_tokacc import BatchLayout, TokenAccumulation, token_data_spec
 from composer_tokacc.algorithm import token_accumulation
+from composer_tokacc.algorithm.setup import takes_media
 from composer_tokacc.checks.step import MicrobatchRecord
 from tests.support.exactness import family_batch
 from tests.support.families import FAMILIES
@@ -796,3 +797,42 @@ def test_only_the_projector_is_trained_by_text(caplog):
 
     assert not any(gradient.any() for gradient in recorder.gradients.values())
     assert len([line for line in caplog.messages if 'depends on no trained parameter' in line]) == 1
+
+
+class ExpertOfOneToken(torch.nn.Embedding):
+    """An embedding with an expert for the tokens of one id. It takes part in a forward only if one of them is there."""
+
+    EXPERTS_ID = 7
+
+    def __init__(self, embedding):
+        super().__init__(embedding.num_embeddings, embedding.embedding_dim, _weight=embedding.weight)
+        self.expert = torch.nn.Linear(embedding.embedding_dim, embedding.embedding_dim)
+
+    def forward(self, input_ids):
+        embeddings = super().forward(input_ids)
+        is_chosen = input_ids == self.EXPERTS_ID
+        if is_chosen.any():
+            embeddings = embeddings.clone()
+            embeddings[is_chosen] = self.expert(embeddings[is_chosen])
+        return embeddings
+
+
+def test_some_microbatches_choose_no_trained_expert(model):
+    """Such microbatches have no gradient, but the run trains."""
+    model.set_input_embeddings(ExpertOfOneToken(model.get_input_embeddings()))
+    model.requires_grad_(False)
+    model.get_input_embeddings().expert.requires_grad_(True)
+    batch = ragged_batch()
+    batch['input_ids'][batch['input_ids'] == ExpertOfOneToken.EXPERTS_ID] += 1
+    batch['input_ids'][0, 0] = ExpertOfOneToken.EXPERTS_ID
+    assert_exact(model, batch, regroup=False, microbatch_size=2)
+
+
+@pytest.mark.parametrize(
+    ('argument', 'expected'),
+    [('images', True), ('flattened_patches', True), ('audio_input_ids', True), ('inputs_embeds', False)],
+)
+def test_models_that_take_media(model, argument, expected):
+    composer_model = hugging_face(model)
+    composer_model.model_forward_args = {'input_ids', 'attention_mask', argument}
+    assert takes_media(composer_model) is expected

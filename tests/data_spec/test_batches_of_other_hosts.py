@@ -104,13 +104,19 @@ def t5():
     return subject.model('fresh')
 
 
-def seq2seq_loader(*, side, decoder_width=None):
-    """Returns a loader of one step of two microbatches. It pads labels to ``decoder_width``, or to the longest ones."""
+def seq2seq_loader(*, side, decoder_width=None, lengths=SEQ2SEQ_LENGTHS, masks_first=False):
+    """Returns a loader of one step of two microbatches. It pads labels to ``decoder_width``, or to the longest ones.
 
-    all_rows = seq2seq_batch(24, 12)
+    With ``masks_first`` the first label of each row is masked.
+    """
+
+    longest = max(decoder_length for _, decoder_length in lengths)
+    all_rows = seq2seq_batch(24, longest, lengths=lengths)
+    if masks_first:
+        all_rows['labels'][:, 0] = -100
 
     def collated(rows):
-        decoder_lengths = [SEQ2SEQ_LENGTHS[row][1] for row in rows]
+        decoder_lengths = [lengths[row][1] for row in rows]
         width = decoder_width or max(decoder_lengths)
         batch = {key: value[list(rows)] for key, value in all_rows.items()}
         batch['labels'] = batch['labels'][:, :width]
@@ -119,7 +125,7 @@ def seq2seq_loader(*, side, decoder_width=None):
                 labels.copy_(labels.roll(width - decoder_length))
         return batch
 
-    num_rows = len(SEQ2SEQ_LENGTHS)
+    num_rows = len(lengths)
     sampler = RegroupingBatchSampler(
         range(num_rows), lengths=[24] * num_rows, global_batch_size=num_rows, max_tokens=3 * 24, shuffle=False
     )
@@ -142,6 +148,17 @@ def test_labels_that_a_loader_pads_on_the_left(t5):
     data, _ = seq2seq_loader(side='left')
     with pytest.raises(ValueError, match='Labels of an encoder-decoder must be padded on the right'):
         fit(t5, data, microbatch_size=3)
+
+
+def test_first_labels_that_are_masked(t5):
+    """The rows of the first microbatch look padded on the left. The second one shows that padding is on the right."""
+    lengths = [(5, 4), (24, 4), (3, 4), (4, 9), (9, 3), (2, 5)]
+    data, batch = seq2seq_loader(side='right', lengths=lengths, masks_first=True)
+    expected_gradients = plain_gradients(t5, batch)
+
+    recorder = fit(t5, data, microbatch_size=3)
+
+    assert relative_error(recorder.gradients, expected_gradients) < 1e-6
 
 
 class WithMaskedMean(HuggingFaceModel):

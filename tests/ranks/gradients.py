@@ -18,6 +18,7 @@ import torch
 import transformers
 from composer import Evaluator
 from composer.callbacks import NaNMonitor
+from composer.models import HuggingFaceModel
 from composer.utils import dist
 
 from composer_tokacc import BatchLayout, token_data_spec
@@ -29,7 +30,7 @@ from tests.support.families import FAMILIES
 from tests.support.fsdp import FSDP, sharded
 from tests.support.masked_text import masked_batch, masked_model
 from tests.support.mixtures import COEFFICIENT, mixture_of_experts
-from tests.support.text import collate, text_model, text_rows
+from tests.support.text import collate, next_token_loss, text_model, text_rows
 from tests.support.training import (
     COMPOSERS_FLAG,
     TOTAL,
@@ -361,6 +362,42 @@ def evaluated_results() -> Results:
     yield 'refused unequal counts', refusal(sharded(model), unequal_counts, **FSDP)
 
 
+class TwoTerms(HuggingFaceModel):
+    """A model whose loss has two multiples of the mean over tokens, three times the mean together."""
+
+    def loss(self, outputs: Any, batch: Any) -> dict[str, torch.Tensor]:
+        labels = batch['labels']
+        num_tokens = (labels[:, 1:] != -100).sum().clamp(min=1)
+        mean = next_token_loss(outputs.logits, labels, reduction='sum') / num_tokens
+        return {'once': mean, 'twice': 2 * mean}
+
+
+def term_results() -> Results:
+    """Two weighted terms. One more backward to the logits would run FSDP's hooks, and only where tokens are."""
+    batch = collate(text_rows(SHAPE))
+    batch['loss_weights'] = column(batch)
+    start = 4 * dist.get_global_rank()
+    rank_batch = {key: value[start : start + 4] for key, value in batch.items()}
+    model = text_model()
+    expected, weighted_mean, _ = weighted_reference(model, batch, 'column')
+    trained_model = TwoTerms(copy.deepcopy(model), shift_labels=True, use_logits=True)
+    trained_model.model.fsdp_wrap_fn = lambda module: type(module).__name__.endswith('DecoderLayer')
+    recorder = fit(
+        trained_model,
+        rank_batch,
+        microbatch_size=1,
+        token_weights='column',
+        loss_units={'once': 'tokens', 'twice': 'tokens'},
+        **FSDP,
+    )
+    gradients = {name: gradient / 3 for name, gradient in recorder.gradients.items()}
+    loss_errors = []
+    for name, factor in (('once', 1), ('twice', 2)):
+        logged = recorder.logged(f'loss/train/{name}')[-1]
+        loss_errors.append(abs(logged / (factor * weighted_mean) - 1))
+    yield 'fsdp, two weighted terms', {'error': relative_error(gradients, expected), 'loss_error': max(loss_errors)}
+
+
 def router_results() -> Results:
     """Cases of ``router_balance='step'`` on two ranks. The second has one text row, so it makes fewer microbatches."""
     rows = text_rows(SHAPE)
@@ -416,6 +453,8 @@ def results_of(group: str) -> Results:
         return masked_results()
     if name == 'evaluated':
         return evaluated_results()
+    if name == 'terms':
+        return term_results()
     return family_results(name)
 
 

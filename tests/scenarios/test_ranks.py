@@ -149,3 +149,8 @@ def test_token_weights_on_ranks(ranks, groups, num_cases):
 @pytest.mark.slow
 def test_router_balance_on_ranks():
     assert_exact_on_ranks('router', ranks=2, num_cases=9)
+
+
+@pytest.mark.slow
+def test_weighted_terms_with_fsdp():
+    assert assert_exact_on_ranks('terms', ranks=2, num_cases=1) == []
