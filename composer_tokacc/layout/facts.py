@@ -200,12 +200,14 @@ class RowFacts:
             if key in KEYS_OF_TEXT or not isinstance(value, torch.Tensor):
                 continue
             is_integer = not (value.is_floating_point() or value.is_complex())
-            if not is_integer or not value.numel() or value.shape[0] != len(self.real):
+            # A tensor without dimensions, such as a number of items in the batch, is of no row.
+            if not is_integer or not value.numel() or value.shape[:1] != self.real.shape[:1]:
                 continue
             # The sizes of images, (images, 2), may have as many images as there are rows.
             is_of_media = key in self.layout.family.entries and value.shape != self.real.shape
             if value.dim() == 1 or (value.dim() == 2 and not is_of_media):
-                values_by_key[key] = value.reshape(len(value), -1)
+                # torch has no minimum of unsigned integers of 16 bits or more.
+                values_by_key[key] = value.reshape(len(value), -1).long()
         return values_by_key
 
     def _at_labels(self, values: torch.Tensor, fill: int) -> torch.Tensor:
