@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from numbers import Real
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -328,7 +329,10 @@ def router_coefficient(model: torch.nn.Module) -> float | None:
     for holder in (model, config):
         for name in COEFFICIENTS:
             coefficient = getattr(holder, name, None)
-            if isinstance(coefficient, (int, float)):
+            # A schedule may set a number of numpy, or a tensor.
+            if isinstance(coefficient, Tensor) and coefficient.numel() == 1:
+                return coefficient.item()
+            if isinstance(coefficient, Real):
                 return float(coefficient)
     return None
 

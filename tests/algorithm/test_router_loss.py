@@ -9,6 +9,7 @@ are computed here one by one.
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from composer.callbacks import NaNMonitor
@@ -240,7 +241,8 @@ def test_router_loss_without_gradient_is_named(use_reentrant, caplog):
     assert len(lines) == int(use_reentrant)
 
 
-def test_coefficient_of_a_schedule():
+@pytest.mark.parametrize('type_of_number', [float, np.float32, torch.tensor])
+def test_coefficient_of_a_schedule(type_of_number):
     """The coefficient changes between the steps that check it, which are 0, 1, 2 and 4."""
     model = subject_with_router('mixtral', 0.5)
     batch = ragged_batch()
@@ -248,12 +250,12 @@ def test_coefficient_of_a_schedule():
 
     def anneal(state):
         if state.timestamp.batch == 3:
-            model.model.router_aux_loss_coef = 0.05
-            model.model.config.update({'router_aux_loss_coef': 0.05})
+            model.model.router_aux_loss_coef = type_of_number(0.05)
             microbatches.inputs.clear()
 
     callbacks = [On(Event.BATCH_START, anneal), microbatches]
     recorder = fit(model, *[batch] * 4, callbacks=callbacks, microbatch_size=1)
 
+    model.model.config.update({'router_aux_loss_coef': 0.05})  # for the reference
     expected, _, _ = expected_step(model, batch, [microbatches.inputs])
     assert relative_error(recorder.gradients, expected) < 1e-6

@@ -416,6 +416,21 @@ def test_codes():
     assert facts.lowest_values == {'flags': [1, 0], 'answers': [-100, -128], 'token_tasks': [1, 1]}
 
 
+@pytest.mark.parametrize(
+    ('value', 'lowest'),
+    [
+        pytest.param(torch.tensor(6), None, id='number of items in the batch'),
+        pytest.param(torch.zeros(2, 0, dtype=torch.long), None, id='no values'),
+        pytest.param(torch.tensor([[7, 3], [1, 0]], dtype=torch.uint16), [3, 0], id='unsigned'),
+        pytest.param(torch.tensor([[True, True], [True, False]]), [1, 0], id='bools'),
+    ],
+)
+def test_lowest_of_unusual_integers(value, lowest):
+    facts = describe(TEXT_LAYOUT, text_batch([5, 20], further=value))
+
+    assert facts.lowest_values.get('further') == lowest
+
+
 def test_joined_ranges_cover_both():
     first = ranges_of_batch([5, 20])
     second = ranges_of_batch([3, 9, 10], side='left')
