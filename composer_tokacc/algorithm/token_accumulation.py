@@ -357,23 +357,15 @@ class TokenAccumulation(Algorithm):
 
         The batch is still on the CPU, so counting does not wait for the GPU.
         """
-        vocabulary = None if self._context is None else self._context.check.vocabulary
-        refusal = None
-        try:
-            check_labels_and_ids(state.model, microbatches_of(state.batch), vocabulary)
-        except RefusalError as error:
-            refusal = error  # raised below, where the other ranks get to know it
+        refusal = self._refusal_of_batch(state)
         if self._context is None:
             raise_on_all_ranks(refusal)  # before the collectives of the first-batch check
-            self._context = RunContext(state, self.options)
-            # It may be True from a checkpoint or an earlier fit, although ranks now wait in every microbatch.
-            self._reduces_once &= self._context.reductions.waits_only_to_reduce
-            self._context.prove(state.batch)  # also finds the loss rule, by which tokens are counted below
-        run = self._context
-        if refusal is not None:
+            self._set_up(state)
+        elif refusal is not None:
             # The other ranks wait for the sums of this rank. They may be any numbers.
             self._sums_over_ranks(state, [*_no_counts(), [1]])
             raise_on_all_ranks(refusal)
+        run = self._run
         batch_index = self._num_batches_read - 1
         # How the loader has assigned the samples of the global batch to the ranks. All ranks must have the same plan.
         plan = plan_record_of(state.batch, state.dataloader, batch_index)
@@ -412,6 +404,22 @@ class TokenAccumulation(Algorithm):
         run.begin_step(step)
         # Not counted when the step is computed, because an optimizer may compute it several times.
         self.num_empty_steps += run.is_step_empty
+
+    def _refusal_of_batch(self, state: State) -> RefusalError | None:
+        """Returns why the labels or ids of this rank's batch are refused. The caller tells the other ranks, too."""
+        vocabulary = None if self._context is None else self._context.check.vocabulary
+        try:
+            check_labels_and_ids(state.model, microbatches_of(state.batch), vocabulary)
+        except RefusalError as refusal:
+            return refusal
+        return None
+
+    def _set_up(self, state: State) -> None:
+        """Sets up the fit at its first batch, and runs the first-batch check, which finds the loss rule."""
+        self._context = RunContext(state, self.options)
+        # It may be True from a checkpoint or an earlier fit, although ranks now wait in every microbatch.
+        self._reduces_once &= self._context.reductions.waits_only_to_reduce
+        self._context.prove(state.batch)
 
     def _count_batch(self, state: State, batch_index: int) -> Step:
         """Adds the counts of the rows to ``state.batch``, and returns the record of the step.
