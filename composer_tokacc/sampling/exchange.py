@@ -79,7 +79,7 @@ class ExchangingDataLoader(DataLoader):
     """
 
     marks_added_rows = True
-    """Tells :func:`.num_repeated` that this loader itself gives weight 0 to copies for ranks without a sample."""
+    """Tells ``num_repeated`` that this loader itself gives weight 0 to copies for ranks without a sample."""
 
     def __init__(
         self,
