@@ -404,6 +404,7 @@ def test_codes():
         flags=torch.tensor([True, False]),
         answers=torch.tensor([[4, -100, 4], [17, 16, -999]]),
         token_tasks=torch.tensor([[1, 2, 3], [2, 1, 1]]),
+        boxes=torch.ones(2, 3, 4, dtype=torch.long),
     )
 
     facts = describe(TEXT_LAYOUT, batch)
@@ -414,6 +415,20 @@ def test_codes():
         'token_tasks': [[1, 2], [1, 2]],
     }
     assert facts.lowest_values == {'flags': [1, 0], 'answers': [-100, -128], 'token_tasks': [1, 1]}
+
+
+def test_small_ids_and_counts_are_not_new():
+    """In a column with higher numbers only 0 and negative ones may have a meaning of their own."""
+    batches = []
+    for ids, tasks in [([30, 5], [1, 2]), ([7, -1], [1, 3])]:
+        batches.append(text_batch([5, 20], ids=torch.tensor(ids), tasks=torch.tensor(tasks)))
+    # The microbatches of a pre-split batch are one batch.
+    facts_of_microbatches = [describe(TEXT_LAYOUT, batch) for batch in batches]
+
+    names = ranges_of(facts_of_microbatches).limits.keys()
+
+    codes = [name for name in names if name.startswith('the value')]
+    assert sorted(codes) == ['the value -1 of ids', *(f'the value {task} of tasks' for task in (1, 2, 3))]
 
 
 def test_joined_ranges_cover_both():
