@@ -21,7 +21,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from benchmarks.length_sets import read_tables
 from composer_tokacc import BatchLayout
 from composer_tokacc.layout import Family, Media, describe
-from composer_tokacc.layout.facts import RowRanges, ranges_of
+from composer_tokacc.layout.facts import RowRanges, name_of_code, ranges_of
 from tests.matrix.harness import kinds_of_steps
 from tests.matrix.native_models import NativeModel
 from tests.model_types.tiny import tiny_config
@@ -417,6 +417,17 @@ def test_codes():
     assert facts.lowest_values == {'flags': [1, 0], 'answers': [-100, -128], 'token_tasks': [1, 1]}
 
 
+def test_joined_ranges_cover_both():
+    first = ranges_of_batch([5, 20])
+    second = ranges_of_batch([3, 9, 10], side='left')
+
+    joined = first.joined(second)
+
+    assert joined.missing(first) == []
+    assert joined.missing(second) == []
+    assert first.missing(joined) == ['rows padded on the left']
+
+
 def test_small_ids_and_counts_are_not_new():
     """In a column with higher numbers only 0 and negative ones may have a meaning of their own."""
     batches = []
@@ -428,18 +439,8 @@ def test_small_ids_and_counts_are_not_new():
     names = ranges_of(facts_of_microbatches).limits.keys()
 
     codes = [name for name in names if name.startswith('the value')]
-    assert sorted(codes) == ['the value -1 of ids', *(f'the value {task} of tasks' for task in (1, 2, 3))]
-
-
-def test_joined_ranges_cover_both():
-    first = ranges_of_batch([5, 20])
-    second = ranges_of_batch([3, 9, 10], side='left')
-
-    joined = first.joined(second)
-
-    assert joined.missing(first) == []
-    assert joined.missing(second) == []
-    assert first.missing(joined) == ['rows padded on the left']
+    codes_of_tasks = [name_of_code('tasks', task) for task in (1, 2, 3)]
+    assert sorted(codes) == [name_of_code('ids', -1), *codes_of_tasks]
 
 
 def test_random_lengths_are_seldom_outside():
