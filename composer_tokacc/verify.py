@@ -57,6 +57,7 @@ from composer_tokacc.invariance import (
     relative_error,
 )
 from composer_tokacc.layout import BatchLayout
+from composer_tokacc.layout.layout import with_masks
 from composer_tokacc.layout.pre_split import widened
 from composer_tokacc.programs import ConfigError, TrainConfig
 from composer_tokacc.programs.build import build_parts
@@ -233,6 +234,7 @@ class _VerifiedRun:
         would be the same.
         """
         batch = self.layout.concat(self.rows_of_all_ranks[::-1], padding_side='left')
+        (batch,) = with_masks([batch])
         # `widened` rounds up to a multiple. A multiple that is larger than the width is the new width.
         wider = widened(batch, width_multiple=self.layout.width(batch) + COLUMNS_BEFORE, side='left')
         error, _ = relative_error(self.gradients_of(wider), self.whole_step('left'))

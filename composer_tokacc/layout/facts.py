@@ -49,7 +49,7 @@ LOWEST_CODE = -128
 """Lowest code, see :attr:`RowFacts.codes`. The usual ones are not below -100."""
 HIGHEST_CODE = 16
 """Highest code. Higher numbers are usually ids or counts. If they were codes, the check would run in nearly every
-step."""
+step. For the same reason codes above 0 count only if the entry has no higher number, see :func:`_keys_of_numbers`."""
 
 
 @dataclass(frozen=True)
@@ -200,8 +200,9 @@ class RowFacts:
         """The codes that each row has in further tensors of integers or bools, by key.
 
         Such a tensor may hold a flag, a mask, a category, or the labels of a second task, and a loss may leave out rows
-        or tokens by it. Its values from ``LOWEST_CODE`` to ``HIGHEST_CODE`` are codes. If it has a value for each
-        token, only the values at tokens with labels count.
+        or tokens by it. It has one value or several for each row, or one for each token. Larger tensors, such as boxes
+        of tokens or masks of pairs of tokens, would take time in each step. Values from ``LOWEST_CODE`` to
+        ``HIGHEST_CODE`` are codes. If there is a value for each token, only those at tokens with labels count.
         """
         labels = labels_at_text(self.batch)
         codes_by_key: dict[str, list[list[int]]] = {}
@@ -209,15 +210,14 @@ class RowFacts:
             if key in KEYS_WITHOUT_CODES or not isinstance(value, torch.Tensor):
                 continue
             is_integer = not (value.is_floating_point() or value.is_complex())
-            if not is_integer or not value.numel():
+            if not is_integer or not value.numel() or value.dim() > 2:
                 continue
             entry = self.layout.entry_of(self.batch, key)
             if entry.unit != 'row' or entry.is_media or value.shape[entry.row_dim] != len(self.real):
                 continue
             values = value.movedim(entry.row_dim, 0).long()
-            if labels is not None and values.shape[:2] == labels.shape:
-                has_no_label = (labels == IGNORE_INDEX)[..., None]
-                values = values.reshape(*labels.shape, -1).masked_fill(has_no_label, HIGHEST_CODE + 1)
+            if labels is not None and values.shape == labels.shape:
+                values = values.masked_fill(labels == IGNORE_INDEX, HIGHEST_CODE + 1)
             codes_by_key[key] = _codes_of_rows(values.reshape(len(values), -1))
         return codes_by_key
 
@@ -428,6 +428,7 @@ def ranges_of(facts_of_batches: Sequence[RowFacts], largest_packed_row: int = 0)
     has_holes = False
     limits: dict[str, Limit] = {}
     readings: Readings = {}
+    keys_of_numbers = _keys_of_numbers(facts_of_batches)
     for facts in facts_of_batches:
         lengths += facts.lengths
         media_per_row += facts.media
@@ -439,7 +440,8 @@ def ranges_of(facts_of_batches: Sequence[RowFacts], largest_packed_row: int = 0)
         has_no_label += lacks_labels(facts.batch)
         for key, codes_of_rows in facts.codes.items():
             for code in set(chain.from_iterable(codes_of_rows)):
-                limits[name_of_code(key, code)] = ()
+                if code <= 0 or key not in keys_of_numbers:
+                    limits[name_of_code(key, code)] = ()
         readings = joined_readings(readings, facts.layout.readings_of(facts.batch))
     if len(lengths) > 1:
         limits[SEVERAL_ROWS] = ()
@@ -471,6 +473,20 @@ def ranges_of(facts_of_batches: Sequence[RowFacts], largest_packed_row: int = 0)
     elif has_holes:
         limits['holes'] = ()
     return RowRanges(limits=limits, readings=readings)
+
+
+def _keys_of_numbers(facts_of_batches: Iterable[RowFacts]) -> set[str]:
+    """Returns the keys of entries that have a value above ``HIGHEST_CODE``, so that they hold ids or counts.
+
+    In such an entry every small number comes up sooner or later. Only 0 and negative values, such as -100, may have a
+    meaning of their own.
+    """
+    keys: set[str] = set()
+    for facts in facts_of_batches:
+        for key in facts.codes:
+            if int(facts.batch[key].long().max()) > HIGHEST_CODE:
+                keys.add(key)
+    return keys
 
 
 def name_of_code(key: str, code: int) -> str:

@@ -788,11 +788,20 @@ def with_masks(batches: Sequence[Batch]) -> Sequence[Batch]:
 
 
 def _may_be_packed(batch: Batch) -> bool:
-    """Returns whether positions of the batch may begin again within a row: one behind the first column is 0."""
+    """Returns whether positions of the batch may begin again within a row: one is not larger than the one before it.
+
+    Multimodal positions have several axes, ``(axes, rows, width)``. Some axis rises with each token of an image, but
+    none where a document begins.
+    """
     positions = batch.get('position_ids')
     if positions is None:
         return False
-    return not isinstance(positions, torch.Tensor) or bool((positions[..., 1:] == 0).any())
+    if not isinstance(positions, torch.Tensor):
+        return True
+    begins_again = positions[..., 1:] <= positions[..., :-1]
+    if begins_again.dim() == 3:
+        begins_again = begins_again.all(dim=0)
+    return bool(begins_again.any())
 
 
 def _has_dim(value: torch.Tensor, dim: int) -> bool:

@@ -24,7 +24,7 @@ from composer_tokacc.batch import Batch, common_padding_side, map_tensors, paddi
 from composer_tokacc.compat import new_shared_storage
 from composer_tokacc.layout.families import TEXT_ENTRIES
 from composer_tokacc.layout.found import Reading
-from composer_tokacc.layout.layout import BatchLayout, values_of_rows, with_masks
+from composer_tokacc.layout.layout import BatchLayout, values_of_rows
 from composer_tokacc.layout.tensors import cat_padded
 from composer_tokacc.plan_agreement import PlanRecord
 
@@ -202,7 +202,8 @@ def widened(
 ) -> Batch:
     """Returns the batch with its text padded to a multiple of ``width_multiple``, but to no more than ``limit``.
 
-    The new padding is on ``side``; by default on the side of the old one.
+    The new padding is on ``side``; by default on the side of the old one. A batch without a mask must get one before,
+    see ``with_masks``, because the new columns must be hidden.
 
     Nothing is padded if the batch has an unregistered tensor that may lie along the text. If it really does, it would
     have to be padded too. Only the model's config tells, and the loader, which calls this function, does not know the
@@ -220,8 +221,6 @@ def widened(
         if Reading.TEXT in possible or Reading.SHARED_TEXT in possible:
             return batch
     side = side or padding_side(batch)
-    # A batch without mask and positions gets a mask, because the new columns must be hidden.
-    (batch,) = with_masks([batch])
     wider: dict[str, Any] = dict(batch)
     # Unregistered tensors do not lie along the text, see above.
     for key in TEXT_ENTRIES.keys() | layout.family.entries.keys():

@@ -15,6 +15,7 @@ import torch
 
 from composer_tokacc.batch import IGNORE_INDEX, Batch, BatchDict, common_padding_side, sample_name
 from composer_tokacc.layout import PreSplitBatch
+from composer_tokacc.layout.layout import with_masks
 from composer_tokacc.layout.pre_split import widened
 from composer_tokacc.planning import CutOptions, Microbatch
 from composer_tokacc.refusals import InvalidInputError
@@ -109,11 +110,17 @@ def collate(
         batch = _as_mapping(collate_fn(samples_of_microbatch))
         _check_rows(batch, len(indices))
         collated.append(batch)
-    side = common_padding_side(collated) if options.width_multiple > 1 else None
+    if options.width_multiple > 1:
+        side = common_padding_side(collated)
+        # The new padding needs a mask. All microbatches get one, or none does, because they may be joined later.
+        masked = with_masks(collated)
+        # Padded to the width in the plan: a multiple of `width_multiple`, but not above the budget.
+        wider = [widened(batch, options.width_multiple, budget, side=side) for batch in masked]
+        is_any_wider = any(batch is not narrow for batch, narrow in zip(wider, masked, strict=True))
+        if is_any_wider:  # else no mask is needed
+            collated = wider
     microbatches: list[Batch] = []
     for number, batch in enumerate(collated):
-        # Padded to the width in the plan: a multiple of `width_multiple`, but not above the budget.
-        batch = widened(batch, options.width_multiple, budget, side=side)
         if assignment.weights is not None:
             batch = _with_weights(batch, assignment.weights[number])
         if assignment.is_copy:

@@ -21,7 +21,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from benchmarks.length_sets import read_tables
 from composer_tokacc import BatchLayout
 from composer_tokacc.layout import Family, Media, describe
-from composer_tokacc.layout.facts import RowRanges, ranges_of
+from composer_tokacc.layout.facts import RowRanges, name_of_code, ranges_of
 from tests.matrix.harness import kinds_of_steps
 from tests.matrix.native_models import NativeModel
 from tests.model_types.tiny import tiny_config
@@ -404,6 +404,7 @@ def test_codes():
         flags=torch.tensor([True, False]),
         answers=torch.tensor([[4, -100, 4], [17, 16, -999]]),
         token_tasks=torch.tensor([[1, 2, 3], [2, 1, 1]]),
+        boxes=torch.ones(2, 3, 4, dtype=torch.long),
     )
 
     facts = describe(TEXT_LAYOUT, batch)
@@ -440,6 +441,21 @@ def test_joined_ranges_cover_both():
     assert joined.missing(first) == []
     assert joined.missing(second) == []
     assert first.missing(joined) == ['rows padded on the left']
+
+
+def test_small_ids_and_counts_are_not_new():
+    """In a column with higher numbers only 0 and negative ones may have a meaning of their own."""
+    batches = []
+    for ids, tasks in [([30, 5], [1, 2]), ([7, -1], [1, 3])]:
+        batches.append(text_batch([5, 20], ids=torch.tensor(ids), tasks=torch.tensor(tasks)))
+    # The microbatches of a pre-split batch are one batch.
+    facts_of_microbatches = [describe(TEXT_LAYOUT, batch) for batch in batches]
+
+    names = ranges_of(facts_of_microbatches).limits.keys()
+
+    codes = [name for name in names if name.startswith('the value')]
+    codes_of_tasks = [name_of_code('tasks', task) for task in (1, 2, 3)]
+    assert sorted(codes) == [name_of_code('ids', -1), *codes_of_tasks]
 
 
 def test_random_lengths_are_seldom_outside():

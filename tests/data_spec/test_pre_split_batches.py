@@ -367,6 +367,42 @@ def test_padding_without_masks_is_not_attended(width_multiple, has_positions):
     assert_exact(masked_model('bert'), data, batch=batch, microbatch_size=4)
 
 
+@pytest.mark.parametrize('first_position', [0, 2])
+def test_padded_packed_rows_get_no_mask(first_position):
+    """Transformers tells documents apart by their positions only if there is no mask."""
+    one_document = torch.arange(9) + first_position
+    two_documents = torch.cat([one_document[:5], one_document[:4]])
+    rows = text_rows([(9, 7)] * 4)
+    for row, positions in zip(rows, [two_documents, two_documents, one_document, one_document], strict=True):
+        row['position_ids'] = positions[None]
+        row['labels'][:, 5] = -100  # the first token of the second document
+
+    def collate_without_masks(rows):
+        return {key: torch.cat([row[key] for row in rows]) for key in ('input_ids', 'labels', 'position_ids')}
+
+    planned = planned_loader(rows, collate_without_masks, max_tokens=32, width_multiple=8)
+    [planned_batch] = planned
+    assert [microbatch['input_ids'].shape for microbatch in planned_batch.microbatches] == [(2, 16), (2, 16)]
+    data = token_data_spec(planned, width_multiple=8)
+
+    assert_exact(one_layer_model(), data, batch=collate_without_masks(rows), microbatch_size=4)
+
+
+def test_all_microbatches_get_masks_or_none():
+    """Only one of them is padded to the next multiple, but they are joined later."""
+    rows = text_rows([(16, 9), (16, 9), (5, 3), (5, 3), (5, 3)])
+
+    def collate_without_masks(rows):
+        return {key: torch.cat([row[key] for row in rows]) for key in ('input_ids', 'labels')}
+
+    planned = planned_loader(rows, collate_without_masks, max_tokens=32, width_multiple=8)
+    [planned_batch] = planned
+    assert {microbatch['input_ids'].shape for microbatch in planned_batch.microbatches} == {(2, 16), (3, 8)}
+    data = token_data_spec(planned, width_multiple=8)
+
+    assert_exact(one_layer_model(), data, batch=collate(rows), microbatch_size=4)
+
+
 def test_positions_that_padding_moves_are_refused():
     """The check keeps the padding of such a model, but joined microbatches would have more of it."""
     rows = text_rows([(9, 3), (8, 4), (5, 2), (4, 2), (4, 1), (3, 2)])

@@ -15,6 +15,7 @@ import torch
 from composer_tokacc import BatchLayout
 from composer_tokacc.batch import padding_side
 from composer_tokacc.layout import FAMILIES, Entry, Family, describe, tensors
+from composer_tokacc.layout.layout import with_masks
 from tests.support.small_batches import (
     IMAGE,
     LLAVA,
@@ -160,6 +161,26 @@ def test_empty_decoder_key_changes_nothing(side):
 
     assert trimmed['labels'].tolist() == [[1, 2, 3]]
     torch.testing.assert_close(joined['labels'], both_rows['labels'])
+
+
+PHOTO_AXES = torch.tensor([[0, 0, 0, 0, 2], [0, 0, 1, 1, 2], [0, 1, 0, 1, 2]])[:, None]
+"""Multimodal positions of a row: an image of 2 x 2 placeholders, then a token. The axes are time, height and width."""
+
+
+@pytest.mark.parametrize(
+    ('positions', 'has_mask'),
+    [
+        pytest.param(torch.tensor([[2, 3, 4]]), True, id='one document'),
+        pytest.param(torch.tensor([[0, 1, 0]]), False, id='two documents'),
+        pytest.param(torch.tensor([[1, 2, 1]]), False, id='two documents from 1'),
+        pytest.param(PHOTO_AXES, True, id='image'),
+        pytest.param(PHOTO_AXES.repeat(1, 1, 2), False, id='two documents with images'),
+    ],
+)
+def test_only_packed_rows_get_no_mask(positions, has_mask):
+    ids = torch.ones(positions.shape[-2:], dtype=torch.long)
+    [masked] = with_masks([{'input_ids': ids, 'position_ids': positions}])
+    assert ('attention_mask' in masked) == has_mask
 
 
 def test_batch_without_mask_is_never_trimmed():
