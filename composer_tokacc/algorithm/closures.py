@@ -44,8 +44,8 @@ def give_loss_of_step(state: State) -> list[RemovableHandle]:
             return arguments, {**options, 'closure': _over_all_ranks(options['closure'], to_device)}
         # torch also runs the hook if a subclass calls the step of its base class.
         if len(arguments) > 1 and callable(arguments[1]):
-            same_optimizer, closure, *others = arguments
-            return (same_optimizer, _over_all_ranks(closure, to_device), *others), options
+            same_optimizer, closure, *further_arguments = arguments
+            return (same_optimizer, _over_all_ranks(closure, to_device), *further_arguments), options
         return None  # without a closure the step only moves the weights, or initializes the optimizer's state
 
     return [optimizer.register_step_pre_hook(replace_closure) for optimizer in _optimizers_with_closure(state)]

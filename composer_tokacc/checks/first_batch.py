@@ -240,7 +240,7 @@ class FirstBatchCheck(Generic[RulesT]):
             assert shared is not None
             are_new = bool(is_any_missing) or not self._proven.limits  # in the first check nothing is proven yet
             with _explained_index_errors(shared.rows):
-                new_rules, seen, has_shown_trimming = self._check_rows(shared, rules, are_new=are_new)
+                new_rules, checked_ranges, has_shown_trimming = self._check_rows(shared, rules, are_new=are_new)
             is_new_cut = rules is not None and new_rules is not None and not new_rules.cuts_like(rules)
             rules = new_rules
             if is_new_cut:
@@ -248,15 +248,17 @@ class FirstBatchCheck(Generic[RulesT]):
                 # next passes check them again. The loop ends nevertheless, because rules change only a few times:
                 # packing or trimming that has failed is not tried again.
                 self._proven = RowRanges(readings=self._proven.readings)
-            # If no row was trimmed, the check has shown nothing about padding.
-            self._proven = self._proven.joined(seen if has_shown_trimming else seen.without_padding())
+            proven_ranges = checked_ranges
+            if not has_shown_trimming:
+                proven_ranges = checked_ranges.without_padding()  # no row was trimmed
+            self._proven = self._proven.joined(proven_ranges)
             if is_new_cut:
                 continue
             # The check may have proven none of the missing properties: there was none, or the layout cannot tell media
             # from each other, or no row can be trimmed. Ranges that count as proven nevertheless end this loop. First
             # only those of the checked rows, because the rows that would show another property may have been left out
             # for padded ones. If that is not enough, all ranges of the offer.
-            for ranges in (seen, offer.ranges):
+            for ranges in (checked_ranges, offer.ranges):
                 if len(self._proven.missing(offer.ranges)) >= len(offer.missing):
                     self._proven = self._proven.joined(ranges)
 
