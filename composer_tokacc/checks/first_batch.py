@@ -254,10 +254,10 @@ class FirstBatchCheck(Generic[RulesT]):
             self._proven = self._proven.joined(proven_ranges)
             if is_new_cut:
                 continue
-            # The check may have proven none of the missing properties: there was none, or the layout cannot tell media
-            # from each other, or no row can be trimmed. Ranges that count as proven nevertheless end this loop. First
-            # only those of the checked rows, because the rows that would show another property may have been left out
-            # for padded ones. If that is not enough, all ranges of the offer.
+            # The check may have shown none of the missing properties, because the layout cannot tell media from each
+            # other, or because no row can be trimmed. Without progress this loop would not end. So ranges then count as
+            # proven nevertheless. At first only those of the checked rows: rows that show another property may have
+            # been left out for padded ones, and the next pass can check them. If that is not enough, those of all rows.
             for ranges in (checked_ranges, offer.ranges):
                 if len(self._proven.missing(offer.ranges)) >= len(offer.missing):
                     self._proven = self._proven.joined(ranges)
@@ -305,7 +305,7 @@ class FirstBatchCheck(Generic[RulesT]):
             trimmed. If not, nothing was learnt about padding.
         """
         if self._is_check_due:
-            self.probe.judge_all_again()
+            self.probe.judge_all_again()  # of states that a forward writes: a harmless one may have become harmful
         rule = self.rule
         if rule is None:
             rule = self._find_rule(shared.rows)

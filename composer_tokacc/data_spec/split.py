@@ -656,7 +656,9 @@ def _check_decoder_padding(facts_of_batches: Sequence[RowFacts]) -> None:
     for facts in facts_of_batches:
         reach = Reach.of(labels_of(facts.batch) != IGNORE_INDEX)
         if any(num_columns not in (reach.width, 0) for num_columns in reach.from_first):
-            return  # a row ends before the last column, so rows are padded on the right. First labels may be masked
+            # The labels of a row end before the last column, so rows are padded on the right. If their first labels are
+            # masked, that only looks like padding on the left.
+            return
         if reach.side == 'left':
             padded_on_left = facts
     if padded_on_left is not None:

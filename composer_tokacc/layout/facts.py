@@ -173,7 +173,10 @@ class RowFacts:
 
     @cached_property
     def has_hole(self) -> list[bool]:
-        """Which rows have a position without attention between attended ones. Some models number such positions."""
+        """Which rows have a position without attention between attended ones.
+
+        With media in the batch, a model may number the tokens behind such a hole in another way (Qwen2-VL).
+        """
         runs_of_rows = num_runs(self.attended).tolist()
         return [runs > 1 for runs in runs_of_rows]
 
@@ -223,7 +226,7 @@ class RowFacts:
 
     @property
     def lowest_values(self) -> dict[str, list[int]]:
-        """The lowest of the :attr:`codes` of each row, by key; 1: the row has none. The package does not read it."""
+        """The lowest of the :attr:`codes` of each row, by key; 1: the row has none. Only tests read it."""
         lowest: dict[str, list[int]] = {}
         for key, codes_of_rows in self.codes.items():
             lowest[key] = [min(codes, default=1) for codes in codes_of_rows]
@@ -243,7 +246,7 @@ class RowFacts:
     def has_label_behind_padding(self) -> list[bool]:
         """Which rows of a batch that is padded on the left have padding, and a label on the first token behind it.
 
-        The last pad predicts this label, so the row cannot be trimmed.
+        The last pad predicts this label. Without the pad the label would not count, so the row cannot be trimmed.
         """
         if self.side != 'left':
             return [False] * len(self.real)
@@ -270,7 +273,9 @@ COLLATED_BY_LOADER = 'microbatches that a loader has collated'
 
 
 def check_first_labels(facts: RowFacts, loss_rule: str, kind: str) -> None:
-    """Raises ValueError if padding on the left predicts a label, although the padding depends on how rows are cut.
+    """Raises ValueError if padding on the left predicts a label.
+
+    Called for rows whose padding depends on the cut or on the loader, because whether such a label counts would, too.
 
     Args:
         facts: The facts about the rows.

@@ -100,7 +100,7 @@ def arguments_to_resume(trainer: Section, loggers: Sequence[LoggerDestination] =
 
     Args:
         trainer: Section ``trainer`` of the config.
-        loggers: Loggers of the run. Composer may download the latest checkpoint from one of them.
+        loggers: Loggers of the run. On one node Composer may download the latest checkpoint from one of them.
     """
     link = latest_link(trainer)
     if link is None:
@@ -128,7 +128,8 @@ def arguments_to_resume(trainer: Section, loggers: Sequence[LoggerDestination] =
     is_one_node = dist.get_world_size() == dist.get_local_world_size()
     if has_uploader and is_one_node:
         return {}  # `autoresume` searches the loggers
-    return {'autoresume': False}  # no checkpoint yet: a new run
+    # No checkpoint yet: a new run. On several nodes no logger is searched, because `autoresume` may crash, see above.
+    return {'autoresume': False}
 
 
 def newest_checkpoint(link: Path) -> Path | None:
@@ -382,7 +383,7 @@ class SameData(Callback):
         batches: Settings that decide which samples a batch holds, by their keys in the config. They are compared if the
             run goes on within an epoch: with other batches it would repeat some samples and lose others. None if the
             dataset orders its samples itself. Its settings are then in the fingerprint ``order``.
-        model: The model before FSDP divides it. With None no weights are compared.
+        model: The model before FSDP divides it. With None neither weights nor the optimizer's class are compared.
         trainer: Arguments of the Trainer, which name the checkpoint. See :func:`arguments_to_resume`.
         on_other_data: What to do if fingerprints differ: ``'raise'`` an error, or ``'warn'`` and go on.
     """
@@ -427,7 +428,8 @@ class SameData(Callback):
         self._is_loading = False
         """Whether the Trainer is loading a checkpoint."""
         self._is_compared = False
-        """Whether :meth:`before_load` has read the checkpoint, so that :meth:`load_state_dict` compares nothing."""
+        """Whether :meth:`before_load` has read the checkpoint that is loaded. Then :meth:`load_state_dict` compares
+        nothing."""
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the fingerprints as one string of JSON. While a checkpoint is loaded, returns nothing.
@@ -450,7 +452,7 @@ class SameData(Callback):
             return
         weights_only = bool(self.trainer.get('load_weights_only'))
         saved = SavedRun.read(path)
-        # Otherwise load_state_dict() compares, because `autoresume` may replace the path.
+        # With `autoresume` load_state_dict() compares, too, because Composer may load another checkpoint than `path`.
         self._is_compared = not self.trainer.get('autoresume')
         if not weights_only:
             self._compare_fingerprints(saved.fingerprints)

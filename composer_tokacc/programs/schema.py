@@ -251,6 +251,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     """
     values_of_file = _read_file(path)
     values_of_overrides = read_overrides(overrides)
+    # This loop only checks: each override must fit the file as the overrides before it have changed it.
     values_so_far = values_of_file
     for override in overrides:
         _check_parents(override, values_so_far)
@@ -401,7 +402,7 @@ def _check_section(path: str, section: object) -> None:
 
 
 def _may_become_mapping(value: object) -> bool:
-    """Returns whether a value is a mapping, or null, ``???`` or a reference (``${loader}``): filled in later."""
+    """Returns whether a value is a mapping, or one may still take its place: null, ``???`` or a reference."""
     is_filled_in_later = value in (None, '???') or '${' in str(value)
     return is_filled_in_later or isinstance(value, dict)
 

@@ -76,7 +76,7 @@ class RankAssignment:
             weights: For each of these samples the weight of its tokens, float64 (n,).
             plan_checksum: Checksum of the plan of all ranks.
         """
-        # A dummy of the plan is marked `filled`, and its index is a sample that another rank computes.
+        # A dummy of the plan is marked `filled`. It has one index, that of a sample that another microbatch computes.
         loaded = [microbatch for microbatch in planned if not microbatch.filled]
         if not loaded:
             loaded = planned[:1]
