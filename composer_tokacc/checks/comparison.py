@@ -678,14 +678,14 @@ class RowComparison:
             )
         return f'{MEAN}{difference}. It holds a term that depends on which rows share a microbatch. {NAME_TERMS}'
 
-    def _is_same_loss(self, unit: str, mean: float) -> bool:
-        """Returns whether the loss of all rows equals the mean of their microbatches up to round-off, on all ranks."""
-        is_same = self.reference.is_same_loss(unit, mean)
+    def _is_same_loss(self, unit: str, compared_loss: float) -> bool:
+        """Returns whether the loss of all rows equals another loss up to round-off, on all ranks; a collective."""
+        is_same = self.reference.is_same_loss(unit, compared_loss)
         if all(self.probe.gather(is_same)):
             return True
         # The noise takes one more forward, so it is measured only if it decides.
         noise = abs(self._rounded_result.losses[unit] - self.reference.losses[unit])
-        is_same = self.reference.is_same_loss(unit, mean, noise=noise)
+        is_same = self.reference.is_same_loss(unit, compared_loss, noise=noise)
         return all(self.probe.gather(is_same))
 
     def _explained(self, difference: str, cut_kind: CutKind) -> str:

@@ -259,7 +259,8 @@ class FirstBatchCheck(Generic[RulesT]):
             # proven nevertheless. At first only those of the checked rows: rows that show another property may have
             # been left out for padded ones, and the next pass can check them. If that is not enough, those of all rows.
             for ranges in (checked_ranges, offer.ranges):
-                if len(self._proven.missing(offer.ranges)) >= len(offer.missing):
+                has_progress = len(self._proven.missing(offer.ranges)) < len(offer.missing)
+                if not has_progress:
                     self._proven = self._proven.joined(ranges)
 
     def _offer(self, batch: Batch) -> RowOffer:
