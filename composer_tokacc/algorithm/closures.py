@@ -42,7 +42,8 @@ def give_loss_of_step(state: State) -> list[RemovableHandle]:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if callable(options.get('closure')):  # as Composer passes it
             return arguments, {**options, 'closure': _over_all_ranks(options['closure'], to_device)}
-        # torch also runs the hook if a subclass calls the step of its base class.
+        # A subclass may pass the closure on to its base class by position. torch then runs this hook again, which does
+        # no harm, because the mean over the ranks of equal losses is the same loss.
         if len(arguments) > 1 and callable(arguments[1]):
             same_optimizer, closure, *further_arguments = arguments
             return (same_optimizer, _over_all_ranks(closure, to_device), *further_arguments), options
@@ -57,10 +58,10 @@ def _optimizers_with_closure(state: State) -> list[torch.optim.Optimizer]:
 
 
 def check_sees_gradients(state: State) -> None:
-    """Raises RuntimeError if an optimizer would decide by a part of the gradient, or by another one.
+    """Raises RuntimeError if an optimizer that evaluates a step itself would not see the gradients of all weights.
 
-    Under FSDP1 the parameters are the shards of this rank. Under FSDP2 they are DTensors, whose norm is that of all
-    ranks. But LBFGS keeps a list of the parameters before FSDP2 has replaced them, and would not move the new ones.
+    Under FSDP1 the parameters are the shards of this rank. Under FSDP2 they are DTensors, whose norm covers all ranks.
+    But LBFGS keeps the list of parameters from before FSDP2 replaced them, and would not move the new ones.
     """
     units = fsdp_units(state.model)
     is_fsdp1 = any(not isinstance(unit, FSDPModule) for unit in units)
@@ -82,7 +83,7 @@ def _over_all_ranks(
     def evaluate(*, ddp_sync: bool = True, **options: Any) -> float | None:
         """Returns the loss of the step, None if mixed precision has overflowed. Ignores ``ddp_sync``.
 
-        Without a reduction each rank would have another gradient.
+        Composer's SAM passes False for its first gradient, which would then differ between the ranks.
         """
         nonlocal num_calls
         num_calls += 1
@@ -96,6 +97,6 @@ def _over_all_ranks(
             return float(loss)
         part_of_rank = torch.tensor([float(loss)], dtype=torch.float64)
         (sum_of_parts,) = sum_over_ranks(to_device(part_of_rank))
-        return sum_of_parts / get_world_size()  # as Composer does for the logged loss
+        return sum_of_parts / get_world_size()  # because gradients are averaged over the ranks, too
 
     return evaluate

@@ -159,7 +159,7 @@ class LossTerms:
         """
 
         def times_scale(term: Term) -> Tensor:
-            return term.value.float() * scales[term.unit]  # a new tensor: Composer multiplies a lone `total` in place
+            return term.value.float() * scales[term.unit]  # never the model's tensor: Composer writes into a `total`
 
         scaled = self.changed(loss, times_scale)
         if self.units:
@@ -183,10 +183,10 @@ class LossTerms:
     ) -> Any:
         """Returns the loss with the value that each mean over tokens has if its tokens are weighted.
 
-        Gradients stay the same, because only numbers are added. A mean over tokens may be a multiple of the mean of the
-        cross-entropies. So the change of this mean is added to its value, times the same factor. The factor of one of
-        several terms is read off its value. Its gradient by the logits would run the hooks of FSDP, which communicate,
-        and only on ranks whose microbatch has tokens.
+        Gradients stay the same, because only numbers are added: the change of the mean of the cross-entropies, times a
+        factor, because a term may be a multiple of this mean. If there are several terms, the factor of each is its
+        value divided by the mean. The gradient by the logits would also show the factor. But it would run the hooks of
+        FSDP, which communicate, and only on ranks whose microbatch has tokens.
 
         Args:
             loss: The loss of a microbatch, in which all tokens weigh the same.

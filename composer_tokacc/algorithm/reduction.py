@@ -84,8 +84,8 @@ class ReductionWatch:
     def start_attempt(self) -> None:
         """Forgets an earlier attempt of this step, which may have failed half-way.
 
-        If memory has run out on one rank only, other ranks may have done a forward more, after which DDP on these ranks
-        reduces gradients, or does not broadcast buffers. Without a reset, ranks would wait forever.
+        If memory has run out on one rank only, other ranks may have done one more forward. A forward sets whether DDP
+        broadcasts buffers before the next one, and may prepare a reduction. So ranks could disagree and wait forever.
         """
         if self._ddp is not None and self._is_unfinished:
             reset_reduction(self._ddp)
@@ -117,8 +117,8 @@ class ReductionWatch:
         self._reduces.append(reduces)
         if not reduces:
             if len(self._reduces) == num_microbatches:
-                # With `ddp_sync_strategy='forced_sync'` Composer reduces all gradients that are not None, even after an
-                # error. If another rank has gradients of other parameters, both would wait forever. So all become None.
+                # With `ddp_sync_strategy='forced_sync'` Composer reduces all gradients that are not None, even after
+                # this error. Ranks with gradients of different parameters would wait forever. So all become None.
                 self._ddp.zero_grad()
                 raise NotExactError(NOT_REDUCED)
             return
@@ -242,7 +242,7 @@ def check_sharding(model: torch.nn.Module) -> None:
 def check_clipping(state: State) -> None:
     """Raises RuntimeError if Composer clips gradients by the norms of rows and vectors under FSDP2.
 
-    Composer divides shards in place, and gets wrong norms. It refuses this itself under FSDP1.
+    Composer would take norms of shards. Under FSDP1 it refuses this itself.
     """
     clips_adaptively = any(getattr(algorithm, 'clipping_type', None) == 'adaptive' for algorithm in state.algorithms)
     if clips_adaptively and any(isinstance(unit, FSDPModule) for unit in fsdp_units(state.model)):
@@ -253,7 +253,7 @@ def check_clipping(state: State) -> None:
 
 
 def excess_of_reduction(model: torch.nn.Module) -> float:
-    """Returns how many times too large gradients are after FSDP2 has reduced them; 1 without FSDP2. A collective.
+    """Returns how many times too large gradients are after FSDP2 on CPUs has reduced them; otherwise 1. A collective.
 
     FSDP2 asks the backend for the mean over the ranks, but on CPUs gloo of torch 2.7 returns the sum. In float16 FSDP2
     asks for the sum, and divides by the number of ranks itself, which gives the mean. So the factor depends on the type

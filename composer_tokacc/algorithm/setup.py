@@ -290,7 +290,7 @@ class RunContext:
         try:
             rules = self.check.prove(batch)
         except BaseException:
-            # FIT_END does not come after an error, so the model is given back here.
+            # FIT_END does not come after an error, so the hooks are removed here.
             self.end()
             raise
         if self.split is not None:
@@ -333,7 +333,7 @@ class RunContext:
         """
         numbers = hook_numbers(self._parameters)
         if numbers != self._hook_numbers:
-            check_gradient_hooks(self._model)
+            check_gradient_hooks(self._model)  # the function, not this method
             self._hook_numbers = numbers
 
     def check_batch_norms(self) -> None:

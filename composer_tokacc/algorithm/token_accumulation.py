@@ -362,7 +362,7 @@ class TokenAccumulation(Algorithm):
             raise_on_all_ranks(refusal)  # before the collectives of the first-batch check
             self._set_up(state)
         elif refusal is not None:
-            # The other ranks wait for the sums of this rank. They may be any numbers.
+            # The other ranks wait for this all-reduce. They only read its last number, the number of refusals.
             self._sums_over_ranks(state, [*_no_counts(), [1]])
             raise_on_all_ranks(refusal)
         run = self._run
@@ -417,7 +417,7 @@ class TokenAccumulation(Algorithm):
     def _set_up(self, state: State) -> None:
         """Sets up the fit at its first batch, and runs the first-batch check, which finds the loss rule."""
         self._context = RunContext(state, self.options)
-        # It may be True from a checkpoint or an earlier fit, although ranks now wait in every microbatch.
+        # It may be True from a checkpoint or an earlier fit, but now ranks may wait for each other in every microbatch.
         self._reduces_once &= self._context.reductions.waits_only_to_reduce
         self._context.prove(state.batch)
 
@@ -440,8 +440,8 @@ class TokenAccumulation(Algorithm):
             rows=row_counts_of(state.batch),
             facts=describe_all(run.check.layout, state.batch),
             is_weighted=self.is_weighted,
-            # From earlier steps. check_step() refuses a bypass that they did not have. With None it refuses none:
-            # neither the user (`check_loss`) nor token weights ask for the check.
+            # What earlier steps have shown. If they had no bypass, check_step() refuses one. None: bypasses are not
+            # compared with earlier steps, because neither `check_loss` nor token weights ask for it.
             has_bypass=run.has_bypass if self.options.checks_loss else None,
         )
 
@@ -534,7 +534,7 @@ class TokenAccumulation(Algorithm):
         terms = self._run.terms
         empty_units = ['tokens']
         if terms.of_unit(state.loss, 'microbatches') and not any(real_tokens(state.batch)):
-            # All positions are padding. So no token was routed, and the router's loss is 0 / 0.
+            # All positions are padding, which the router's loss does not count. So it is 0 / 0.
             empty_units.append('microbatches')
         zero = attached_zero(state.outputs, state.loss)
         has_samples = self._current.record.counts.samples > 0
@@ -594,8 +594,8 @@ class TokenAccumulation(Algorithm):
 
         A microbatch may have such a loss if other microbatches train. For example, only an encoder of images is
         trained, and it has no image. Or only some experts are trained, and its tokens chose others. If the first
-        microbatch of a model of text has such a loss, probably all have one, and that is refused. If a microbatch with
-        media has one, something is wrong, too, and the backward raises.
+        microbatch of a model without media has such a loss, probably all have one, and that is refused. With media, or
+        without a layout that finds media, the loss is left as it is, and the backward raises.
         """
         if any(term.requires_grad for term in tensors_in(state.loss)):
             return
@@ -844,7 +844,7 @@ class TokenAccumulation(Algorithm):
         if step.planned:
             return sum(num_samples(microbatch) > 0 for microbatch in step.planned)
         # Composer's own split makes microbatches of a fixed number of rows. Each row is a sample, except that the last
-        # one may be repeated. If it is alone in a microbatch, this does not count. So samples are divided, not rows.
+        # one may be repeated. A microbatch with only this row does not count. So samples are divided, not rows.
         microbatch_size = int(state.device_train_microbatch_size or 1)
         return -(-step.counts.samples // microbatch_size)  # rounded up, because the last one may have fewer rows
 
@@ -995,9 +995,9 @@ def _check_has_weight(step: Step, batch: Batch) -> None:
 def _check_is_not_repeated(step: Step, microbatch_size: float | None) -> None:
     """Raises RuntimeError if Composer computes a step again, but the optimizer may have moved weights already.
 
-    With automatic microbatching Composer halves the microbatch size, and repeats the batch, also if memory runs out in
-    the optimizer, and if the allocator was short of memory in two complete steps. An optimizer that evaluates the step
-    several times (LBFGS, SAM) does so with one microbatch size.
+    With automatic microbatching Composer halves the microbatch size and repeats the batch if memory runs out, even in
+    the optimizer. It also does so after two complete steps that were short of memory. An optimizer that evaluates the
+    step several times (LBFGS, SAM) is not refused, because it does so with one microbatch size.
     """
     if step.completed_size not in (None, microbatch_size):
         raise NotExactError(
