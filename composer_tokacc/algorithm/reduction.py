@@ -74,8 +74,7 @@ class ReductionWatch:
             parameter for parameter in state.model.parameters() if isinstance(parameter, DTensor)
         ]
         self._is_unfinished = False  # whether an attempt has begun, and has not come to its end
-        self.start_attempt()
-        self._is_unfinished = False  # it was not an attempt
+        self._forget_microbatches()
         # With automatic microbatching Composer asks all ranks after every forward whether memory ran out.
         self.waits_only_to_reduce = self._ddp is not None and not state.auto_microbatching and not may_gather
         """Whether ranks wait for each other only when DDP reduces gradients. If so, and if DDP reduces only in the last
@@ -90,6 +89,10 @@ class ReductionWatch:
         if self._ddp is not None and self._is_unfinished:
             reset_reduction(self._ddp)
         self._is_unfinished = True
+        self._forget_microbatches()
+
+    def _forget_microbatches(self) -> None:
+        """Empties what is noted of the microbatches of an attempt."""
         self._reduces: list[bool] = []  # under DDP, for each microbatch so far: whether its backward reduces gradients
         # The parameters to watch in the next backward, each with the state of its gradient before that backward.
         self._states_before: list[tuple[torch.nn.Parameter, tuple[int, int]]] = []

@@ -103,7 +103,7 @@ class AlgorithmOptions:
         return self.token_weights != 'token'
 
     @property
-    def checks_loss(self) -> bool:
+    def needs_loss_check(self) -> bool:
         """Whether the first-batch check compares the model's loss with its rule.
 
         Token weights always need this, so with them it is True even if ``check_loss`` is False.
@@ -117,7 +117,7 @@ class AlgorithmOptions:
             return '`logits` is set to all'
         if self.loss_units:
             return '`loss_units` names terms, which may be made of any logits'
-        if not self.checks_loss:
+        if not self.needs_loss_check:
             return 'with `check_loss=False` nothing is known about the loss'
         return None
 
@@ -222,7 +222,7 @@ class RunContext:
             to_device,
             cutter=self.split,
             loss_tokens=self._options.loss_tokens,
-            check_loss=self._options.checks_loss,
+            check_loss=self._options.needs_loss_check,
             microbatch_size=_microbatch_size_of(state),
             selector=self._new_selector(state, layout),
             forward_arguments=_forward_arguments(self._model),

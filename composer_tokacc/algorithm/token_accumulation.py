@@ -442,7 +442,7 @@ class TokenAccumulation(Algorithm):
             is_weighted=self.is_weighted,
             # What earlier steps have shown. If they had no bypass, check_step() refuses one. None: bypasses are not
             # compared with earlier steps, because neither `check_loss` nor token weights ask for it.
-            has_bypass=run.has_bypass if self.options.checks_loss else None,
+            has_bypass=run.has_bypass if self.options.needs_loss_check else None,
         )
 
     def _with_new_labels_marked(self, batch: Batch) -> Batch:
