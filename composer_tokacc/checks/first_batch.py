@@ -609,8 +609,11 @@ def rule_batch(layout: BatchLayout | None, rows: Batch) -> BatchDict:
     if layout is not None:
         rows = layout.select(rows, [_row_for_rule(layout, rows)])
     labels = labels_of(rows)
-    mask = _mask_of_labels(rows)
-    positions = _attended_labels(rows)[0].nonzero().flatten() + 1
+    mask = rows.get('attention_mask')
+    if not isinstance(mask, Tensor) or mask.shape != labels.shape:
+        mask = None
+    # Labels on padding cannot show the rule: in a model that counts only attended labels, the loss would be NaN.
+    positions = loss_mask(rows, 'causal_attended')[0].nonzero().flatten()
     if len(positions) < 2:
         # There are too few labels, so any attended positions of text are taken.
         attended = torch.ones_like(labels)
@@ -631,29 +634,9 @@ def rule_batch(layout: BatchLayout | None, rows: Batch) -> BatchDict:
     return changed
 
 
-def _mask_of_labels(rows: Batch) -> Tensor | None:
-    """Returns the attention mask if it has an entry for each label."""
-    mask = rows.get('attention_mask')
-    if isinstance(mask, Tensor) and mask.shape == labels_of(rows).shape:
-        return mask
-    return None
-
-
-def _attended_labels(rows: Batch) -> Tensor:
-    """Returns whether each position after the first one has a label and is attended, ``(rows, width - 1)``.
-
-    Labels on padding cannot show the loss rule: in a model that counts only attended labels, the loss would be NaN.
-    """
-    is_label = labels_of(rows)[:, 1:] != IGNORE_INDEX
-    mask = _mask_of_labels(rows)
-    if mask is None:
-        return is_label
-    return is_label & (mask[:, 1:] != 0)
-
-
 def _row_for_rule(layout: BatchLayout, rows: Batch) -> int:
     """Returns the number of a row with enough labels, and with media if possible, because some models need media."""
-    num_labels = _attended_labels(rows).sum(dim=1).tolist()
+    num_labels = loss_mask(rows, 'causal_attended').sum(dim=1).tolist()
     num_media = layout.media_per_row(rows)
 
     def fitness(row: int) -> tuple[int, bool]:
