@@ -649,8 +649,10 @@ def _check_decoder_padding(facts_of_batches: Sequence[RowFacts]) -> None:
     In one batch the narrower microbatches would have more of it. Padding on the right changes nothing, because a
     decoder looks only to the left.
     """
+    if not all(_makes_decoder_ids(facts) for facts in facts_of_batches):
+        return
     widths = {labels_of(facts.batch).shape[1] for facts in facts_of_batches}
-    if len(widths) < 2 or not all(_makes_decoder_ids(facts) for facts in facts_of_batches):
+    if len(widths) < 2:
         return
     padded_on_left = None
     for facts in facts_of_batches:
