@@ -603,13 +603,11 @@ class TokenAccumulation(Algorithm):
         layout = self._run.check.layout
         if layout is None or layout.media_of(state.batch):
             return
-        trained = {name: parameter for name, parameter in state.model.named_parameters() if parameter.requires_grad}
-        first_name, first_parameter = next(iter(trained.items()))
         if self._is_first_microbatch:
             if not takes_media(state.model):
                 raise NotExactError(
                     'The loss must depend on a trained parameter, got: a loss without a gradient. The parameters that '
-                    f'are trained ({first_name!r} and {len(trained) - 1} more) take no part in it, or the forward '
+                    f'are trained ({_name_trained(state.model)}) take no part in it, or the forward '
                     'runs without a graph. A reentrant checkpoint does so if its inputs have no gradient: set '
                     '`use_reentrant=False` (docs/errors.md#model-loss).'
                 )
@@ -617,6 +615,7 @@ class TokenAccumulation(Algorithm):
                 'The loss of the first microbatch, which has no media, depends on no trained parameter. Such '
                 'microbatches change no weight.'
             )
+        first_parameter = next(parameter for parameter in state.model.parameters() if parameter.requires_grad)
         zero = empty_sum(first_parameter)
         self._current.record.has_weight = False  # so check_step() expects no gradient at its logits
         state.loss = self._run.terms.changed(state.loss, lambda term: term.value + zero)
@@ -976,6 +975,12 @@ def _checked_entries(batch: Batch) -> BatchDict:
     """Returns the entries that check_step() reads. Others, such as images, need not stay on the device until then."""
     checked_keys = ('labels', 'attention_mask', 'sample_ids', LOSS_WEIGHTS)
     return {key: batch[key] for key in checked_keys if key in batch}
+
+
+def _name_trained(model: torch.nn.Module) -> str:
+    """Returns the name of the first trained parameter, and how many others there are."""
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    return f'{names[0]!r} and {len(names) - 1} more'
 
 
 def _no_counts() -> list[Sequence[float]]:
