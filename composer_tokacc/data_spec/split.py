@@ -168,7 +168,7 @@ class MicrobatchSplit:
     def _packing_costs_less(self, facts_of_batches: Sequence[RowFacts], microbatch_size: float) -> bool:
         """Returns whether packing the batches of all ranks costs less than padding them; a collective."""
         lengths = np.array(_lengths_of(facts_of_batches))
-        budget = self._budget(facts_of_batches, microbatch_size)
+        budget = self._budget(facts_of_batches, microbatch_size, widest_row=int(lengths.max()))
         # The token budget is the only cap here: loss tokens cannot be counted until the first-batch check has found the
         # loss rule. The widths below are already rounded up to `width_multiple`, so the cut must not round them.
         options = replace(self.options.without_caps(), max_tokens=budget, packing=False, width_multiple=1)
@@ -211,9 +211,9 @@ class MicrobatchSplit:
         if not facts_of_batches or not may_pack:  # without a layout there are no facts
             return 0
         lengths = _lengths_of(facts_of_batches)
-        budget = self._budget(facts_of_batches, microbatch_size)
-        largest_group = min(budget, sum(lengths))
         longest_row = max(lengths)  # a row over the budget is packed alone
+        budget = self._budget(facts_of_batches, microbatch_size, widest_row=longest_row)
+        largest_group = min(budget, sum(lengths))
         return max(largest_group, longest_row)
 
     def _note_plan(self, batch: Batch, microbatch_size: float) -> None:
@@ -226,9 +226,15 @@ class MicrobatchSplit:
             self._planned_tokens = batch.max_tokens
             self._planned_size = microbatch_size
 
-    def _budget(self, facts_of_batches: Sequence[RowFacts], microbatch_size: float) -> int:
-        """Returns the most tokens of a microbatch. A slot also has room for the text of a decoder, if there is one."""
-        widest = max(facts.width for facts in facts_of_batches)
+    def _budget(self, facts_of_batches: Sequence[RowFacts], microbatch_size: float, *, widest_row: int) -> int:
+        """Returns the most tokens of a microbatch. A slot also has room for the text of a decoder, if there is one.
+
+        Args:
+            facts_of_batches: Facts of the batch, or of each of its microbatches.
+            microbatch_size: The ``device_train_microbatch_size``.
+            widest_row: Columns that the widest row keeps. The budget of a loader is raised to it. The width of the
+                batch may be far greater, if the collator pads all rows to one width.
+        """
         decoder_width = max(facts.decoder_width for facts in facts_of_batches)
         if self.options.slot_tokens is None and self._planned_tokens:
             # At the first microbatch size the share is 1, and planned microbatches just fit.
@@ -236,11 +242,11 @@ class MicrobatchSplit:
             planned_budget = int(self._planned_tokens * share)
             # The loader's budget leaves out the text of a decoder, but a microbatch counts it.
             budget = planned_budget + token_budget(microbatch_size, decoder_width)
-            largest_row = widest + decoder_width
+            largest_row = widest_row + decoder_width
             budget = max(budget, largest_row)  # so that a single row always fits
             # The loader's budget may be the largest integer already, and the planner takes no larger one.
             return min(budget, sys.maxsize)
-        width = self.options.slot_tokens or widest
+        width = self.options.slot_tokens or max(facts.width for facts in facts_of_batches)
         return token_budget(microbatch_size, width + decoder_width)
 
     @property
@@ -353,7 +359,8 @@ class MicrobatchSplit:
             facts_of_batches = [self._joined(layout, pre_split, facts_of_batches)]
             pre_split = None
         self._check_packing(facts_of_batches)
-        budget = self._budget(facts_of_batches, microbatch_size)
+        widest_row = max(max(self.rules.widths(facts)) for facts in facts_of_batches)
+        budget = self._budget(facts_of_batches, microbatch_size, widest_row=widest_row)
         options = replace(self.options, max_tokens=budget)
         pieces = self._cut(facts_of_batches, options, pre_split)
         dummies = self._dummy_rows(facts_of_batches)

@@ -309,9 +309,10 @@ def test_repeated_microbatch_adds_no_tokens():
 # In training.
 
 
-def planned_loader(rows, collate_rows, *, max_tokens, **options):
+def planned_loader(rows, collate_rows, *, max_tokens, lengths=None, **options):
     """Returns a loader of one global batch of these rows, planned in microbatches of at most ``max_tokens``."""
-    lengths = [row['labels'].shape[1] for row in rows]
+    if lengths is None:
+        lengths = [row['labels'].shape[1] for row in rows]
     sampler = RegroupingBatchSampler(
         rows, lengths=lengths, global_batch_size=len(rows), max_tokens=max_tokens, shuffle=False, **options
     )
@@ -452,6 +453,19 @@ def test_joined_rows_keep_the_budget(max_tokens, sizes, most_rows):
         microbatches = spec.split_batch(batch, size)
         for microbatch in microbatches:
             assert len(microbatch['labels']) <= most_rows
+
+
+@pytest.mark.parametrize('options', [{}, {'packing': True}, {'regroup': False}])
+def test_padding_to_one_width_keeps_the_budget(options):
+    """The collator pads all rows to 60 tokens, and the loader has planned with half of each length."""
+    rows = text_rows([(10, 9), (9, 8), (8, 7), (7, 6), (6, 5), (5, 4)])
+    planned = planned_loader(rows, partial(collate, width=60), max_tokens=22, lengths=[5, 5, 4, 4, 3, 3])
+    positions = On(Event.BEFORE_FORWARD, lambda state: state.batch['input_ids'].numel())
+
+    fit(one_layer_model(), token_data_spec(planned, **options), microbatch_size=6, callbacks=[positions])
+
+    assert sum(positions.values) >= 45
+    assert max(positions.values) <= 22
 
 
 def global_batches(dataset, loader):
