@@ -10,6 +10,8 @@ from typing import Any, TypeGuard
 
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
+from composer_tokacc.refusals import InvalidInputError
+
 log = logging.getLogger(__name__)
 
 
@@ -30,19 +32,28 @@ def num_repeated(dataloader: Any, batch_index: int, num_rows: int) -> int:
     """
     if not isinstance(dataloader, DataLoader) or getattr(dataloader, 'marks_added_rows', False):
         return 0
+    expected_rows = num_rows
     # A RegroupingBatchSampler tells whether the only sample of this rank's batch is a copy.
     has_only_copies = getattr(dataloader.batch_sampler, 'has_only_copies', None)
     if has_only_copies is not None:
-        return int(has_only_copies(batch_index))
-    sampler, batch_size = sampler_of(dataloader)
-    if batch_size is None:
-        return 0
-    num_copies = num_repeated_by(sampler, batch_size, batch_index)
+        num_copies = int(has_only_copies(batch_index))
+    else:
+        sampler, batch_size = sampler_of(dataloader)
+        if batch_size is None:
+            return 0
+        num_copies = num_repeated_by(sampler, batch_size, batch_index)
+        if num_copies > 0:
+            # Only the last batch of the epoch repeats a sample, so it has the remaining samples of this rank.
+            expected_rows = sampler.num_samples - batch_index * batch_size
     if num_copies == 0:
         return 0
-    # Only the last batch of the epoch repeats a sample, so it has the remaining samples of this rank.
-    num_samples = sampler.num_samples - batch_index * batch_size
-    if num_rows != num_samples:
+    if not yields_in_order(dataloader):
+        log.warning(
+            'A sample of another rank is repeated in this epoch, and counts twice: the loader has `in_order=False`, so '
+            'it is not known which batch has it. Leave `in_order` out.'
+        )
+        return 0
+    if num_rows != expected_rows:
         log.warning(
             'The last batch of the epoch repeats a sample of another rank, and the sample counts twice: the batch has '
             '%d rows, and not one for each sample, so its row is not known. `drop_last=True` of the sampler avoids it.',
@@ -78,6 +89,20 @@ def num_repeated_by(sampler: Any, batch_size: int, batch_index: int) -> int:
 def has_torchs_order(sampler: object) -> TypeGuard[DistributedSampler]:
     """Returns whether torch's DistributedSampler decides the order. A subclass may change the order."""
     return isinstance(sampler, DistributedSampler) and type(sampler).__iter__ is DistributedSampler.__iter__
+
+
+def yields_in_order(dataloader: DataLoader) -> bool:
+    """Returns whether the batches come in the order of the sampler. Only worker processes can change it."""
+    return dataloader.in_order or dataloader.num_workers == 0
+
+
+def check_order(dataloader: DataLoader) -> None:
+    """Raises ValueError if batches may come in another order than that of the sampler."""
+    if not yields_in_order(dataloader):
+        raise InvalidInputError(
+            '`in_order` must be True, got: False. The place of a run in an epoch is the number of its batches, so a '
+            'resumed run would leave out batches that came late, and repeat others. Leave `in_order` out.'
+        )
 
 
 def first_batch_of(dataloader: Any) -> int:

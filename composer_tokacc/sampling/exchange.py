@@ -32,7 +32,7 @@ from composer_tokacc.plan_agreement import PlanRecord, compare_plans, reading_fa
 from composer_tokacc.planning import CostModel, CutOptions, Rows
 from composer_tokacc.planning.plan import plan_checked_rows
 from composer_tokacc.refusals import InvalidInputError
-from composer_tokacc.repeated_samples import num_repeated_by
+from composer_tokacc.repeated_samples import check_order, num_repeated_by
 from composer_tokacc.sampling.rank_assignment import ENDED_BY_AN_ERROR, RankAssignment, collate
 
 Value = TypeVar('Value')
@@ -110,6 +110,7 @@ class ExchangingDataLoader(DataLoader):
         super().__init__(dataset, collate_fn=pack, **kwargs)
         if self.batch_size is None:
             raise InvalidInputError('`batch_size` must be what each rank reads in a step, got: None. Pass a number.')
+        check_order(self)
         keep_from_accelerate(self)  # accelerate would divide the batches of a rank again
         self._collate = collate_fn
         self._pin = pin_memory and torch.cuda.is_available()

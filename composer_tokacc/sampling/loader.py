@@ -19,6 +19,7 @@ from composer_tokacc.layout import PreSplitBatch
 from composer_tokacc.plan_agreement import PlanRecord
 from composer_tokacc.planning import check_kind
 from composer_tokacc.refusals import InvalidInputError
+from composer_tokacc.repeated_samples import check_order
 from composer_tokacc.sampling.rank_assignment import ENDED_BY_AN_ERROR, RankAssignment, collate
 from composer_tokacc.sampling.sampler import RegroupingBatchSampler, length_of, noting_progress
 from composer_tokacc.sampling.witness import witness_of
@@ -83,6 +84,7 @@ class RegroupingDataLoader(DataLoader):
         # loader to a plain DataLoader, to skip batches, and that one does not unwrap.
         wrap: Any = _BatchToPin if kwargs.get('pin_memory') else _unchanged
         super().__init__(planned_dataset, batch_sampler=batch_sampler, collate_fn=wrap, **kwargs)
+        check_order(self)
         keep_from_accelerate(self)  # accelerate would divide the batches of a rank again
         self._resume_at = (0, 0)
         """Epoch and batch at which a resumed run goes on. All earlier batches are skipped. (0, 0): none are skipped."""

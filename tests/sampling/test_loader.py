@@ -200,6 +200,15 @@ def test_iterating_takes_no_random_numbers(loader_class, num_workers):
     assert torch.equal(torch.get_rng_state(), state_before)
 
 
+@pytest.mark.parametrize('loader_class', [RegroupingDataLoader, ExchangingDataLoader])
+def test_batches_out_of_order_are_refused(loader_class):
+    """The place of a run is a number of batches. A resumed run would leave out those that came late."""
+    dataset = LengthDataset(30)
+    loader_over(dataset, loader_class, in_order=False)  # without workers the order stays
+    with pytest.raises(ValueError, match='`in_order` must be True'):
+        loader_over(dataset, loader_class, in_order=False, num_workers=2)
+
+
 def test_worker_seeds_of_ranks_and_epochs():
     class Seeds(LengthDataset):
         def __getitem__(self, index):

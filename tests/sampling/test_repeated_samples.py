@@ -65,6 +65,19 @@ def test_sampler_of_a_part():
     assert num_repeated(loader, 1, num_rows=2) == 0
 
 
+def test_last_batch_of_unknown_number(caplog):
+    """The third batch that is read may not be the third one of the epoch, so no row is taken for the repeated one."""
+    sampler = DistributedSampler(range(11), num_replicas=2, rank=1)
+    in_order, out_of_order = [
+        DataLoader(range(11), batch_size=2, sampler=sampler, num_workers=2, in_order=in_order)
+        for in_order in (True, False)
+    ]
+    assert num_repeated(in_order, 2, num_rows=2) == 1
+    assert not caplog.records
+    assert num_repeated(out_of_order, 2, num_rows=2) == 0
+    assert 'in_order' in caplog.text
+
+
 @pytest.mark.parametrize('ranks', [1, 2, 3, 4])
 def test_ranks_without_a_sample(ranks):
     # Two samples are left for the last of three steps.
