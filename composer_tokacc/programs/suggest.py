@@ -27,6 +27,7 @@ from composer.utils import dist
 from composer_tokacc.cache import cache_folder
 from composer_tokacc.collectives import from_any_rank
 from composer_tokacc.data import TABLE_COLUMNS, LengthTable
+from composer_tokacc.data.identity import class_name
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.model_structure import HALF_PRECISION
 from composer_tokacc.monitor import TokenMonitor
@@ -194,7 +195,8 @@ def memory_of_run(
         'logits': logits,
         'width': width,
         # Other samples need another trace of the same model. For example, a token of a video has other pixels than a
-        # token of an image.
+        # token of an image. The samples of `size lengths=...` have the sizes of a table, but are made up.
+        'dataset': class_name(dataset),
         'samples': {name: getattr(traced_sizes, name).tolist() for name in TABLE_COLUMNS},
     }
 

@@ -15,6 +15,7 @@ import torch
 
 from composer_tokacc.data import LengthTable
 from composer_tokacc.programs import ConfigError, load_config, suggest
+from composer_tokacc.programs.length_tables import StandIns
 from composer_tokacc.programs.schema import TrainConfig
 from composer_tokacc.programs.sources import source_of
 from composer_tokacc.sizing import BatchShape, MemoryModel
@@ -89,6 +90,19 @@ def calibrations(monkeypatch, tmp_path):
     """The folder that keeps the memory models."""
     monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
     return tmp_path / 'composer_tokacc' / 'memory'
+
+
+def test_stand_ins_have_their_own_calibration(calibrations):
+    """A table of lengths may be that of the dataset, but a made-up image stands for every medium of a sample."""
+    dataset, processor, table = traced_data()
+    config = config_of(FEW_LAYERS)
+    source = source_of(config)
+    stand_ins = StandIns(table, processor, source.model_config(processor))
+
+    suggest.memory_of_run(config, stand_ins, processor, table)
+    suggest.memory_of_run(config, dataset, processor, table)
+
+    assert len(list(calibrations.iterdir())) == 2
 
 
 @pytest.mark.parametrize('precision', ['amp_bf16', 'AMP_BF16', 'amp_fp8'])
