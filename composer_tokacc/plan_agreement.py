@@ -7,20 +7,23 @@ Every rank plans the whole global batch by itself and computes its own part of i
 the same plan. Otherwise some samples would be trained twice and others never, without any sign of it.
 
 So each rank has a *record* of its plan: a checksum, the rank, and a *witness*, a digest of two samples that every rank
-reads. Three integers of it travel with the counts that are summed over the ranks in each step anyway. Their sums tell
-all ranks whether the records are equal. Only if they are not, the ranks exchange the arguments of their plans, and all
-of them raise the same error about the difference. A normal step has no further collective.
+reads. It also holds the learning rates of the step, because ranks with different ones would train different weights.
+Three integers of it travel with the counts that are summed over the ranks in each step anyway. Their sums tell all
+ranks whether the records are equal. Only if they are not, the ranks exchange their records, and all of them raise the
+same error about the difference. A normal step has no further collective.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
 import numpy as np
+import torch
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from composer_tokacc.collectives import (
@@ -79,11 +82,13 @@ class PlanRecord:
     the rank has not read them, or could not. RANDOM if it has read them repeatedly with different results."""
     facts: Facts = field(default_factory=dict)
     """The arguments of the plan."""
+    learning_rates: tuple[float, ...] = ()
+    """Learning rates of the step, see :func:`learning_rates_of`. Empty in a loop whose optimizer is not known."""
 
     @property
     def checksum(self) -> int:
-        """Checksum of everything that must be equal on all ranks: the plan and the witness."""
-        return extended_checksum(self.plan_checksum, self.witness.encode())
+        """Checksum of everything that must be equal on all ranks: the plan, the witness and the learning rates."""
+        return extended_checksum(self.plan_checksum, f'{self.witness}{self.learning_rates}'.encode())
 
 
 def plan_record_of(batch: Any, dataloader: Any, batch_index: int) -> PlanRecord | None:
@@ -113,6 +118,22 @@ def plan_record_of(batch: Any, dataloader: Any, batch_index: int) -> PlanRecord 
     if has_torchs_order(sampler):
         return replace(record, rank=sampler.rank, num_ranks=sampler.num_replicas)
     return record
+
+
+def learning_rates_of(optimizers: Iterable[Optimizer]) -> tuple[float, ...]:
+    """Returns the learning rate of each group of parameters.
+
+    Tensors on a GPU are left out, because the host would wait for them.
+    """
+    learning_rates = []
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            learning_rate = group.get('lr')
+            if isinstance(learning_rate, torch.Tensor) and learning_rate.device.type != 'cpu':
+                continue
+            if learning_rate is not None:
+                learning_rates.append(float(learning_rate))
+    return tuple(learning_rates)
 
 
 def numbers_to_sum(record: PlanRecord | None) -> list[int]:
@@ -203,6 +224,15 @@ def find_difference(records: Sequence[PlanRecord]) -> str | None:
         values = [str(record.facts.get(name, 'none')) for record in records]
         if len(set(values)) > 1:
             return _unequal(name, values)
+    rates = [record.learning_rates for record in records]
+    if len(set(rates)) > 1:
+        rank = [value != rates[0] for value in rates].index(True)
+        return (
+            f'The learning rates must be the same on all ranks, got: {_shown(rates[0])} on rank 0, '
+            f'{_shown(rates[rank])} on rank {rank}. Otherwise the weights of the ranks differ after the step. A '
+            'schedule in epochs follows the length of the loader of its rank, so give all ranks loaders of one length '
+            '(`train_subset_num_batches`), or `max_duration` and the schedule in batches.'
+        )
     # If the dataset of one rank is random, the datasets of the others are, too, even if a repeated read
     # returned the same by chance. Then the witnesses say nothing.
     witnesses = [record.witness or 'unknown' for record in records]
@@ -225,6 +255,11 @@ def find_difference(records: Sequence[PlanRecord]) -> str | None:
             'place in the epoch. If they have them, install the same versions of numpy and numba on every node.'
         )
     return None
+
+
+def _shown(learning_rates: Sequence[float]) -> str:
+    """Returns the learning rates of a rank as text, each once."""
+    return ', '.join(str(rate) for rate in dict.fromkeys(learning_rates)) or 'none'
 
 
 def _unequal(name: str, values: Sequence[str]) -> str:

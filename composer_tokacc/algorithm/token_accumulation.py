@@ -69,7 +69,7 @@ from composer_tokacc.counting import real_tokens, with_one_label
 from composer_tokacc.data_spec.split import split_of
 from composer_tokacc.labelled import LabelSelector, batch_at_logits
 from composer_tokacc.layout import describe_all, microbatches_of
-from composer_tokacc.plan_agreement import check_plans, numbers_to_sum, plan_record_of
+from composer_tokacc.plan_agreement import PlanRecord, check_plans, learning_rates_of, numbers_to_sum, plan_record_of
 from composer_tokacc.planning import check_state
 from composer_tokacc.refusals import InvalidInputError, NotExactError, RefusalError
 from composer_tokacc.repeated_samples import first_batch_of, num_repeated
@@ -368,7 +368,8 @@ class TokenAccumulation(Algorithm):
         run = self._run
         batch_index = self._num_batches_read - 1
         # How the loader has assigned the samples of the global batch to the ranks. All ranks must have the same plan.
-        plan = plan_record_of(state.batch, state.dataloader, batch_index)
+        plan = plan_record_of(state.batch, state.dataloader, batch_index) or PlanRecord()
+        plan = replace(plan, learning_rates=learning_rates_of(state.optimizers))
         step = self._count_batch(state, batch_index)
         width = run.width_of(step)
         # One all-reduce for everything that ranks must know of each other before the batch is cut.

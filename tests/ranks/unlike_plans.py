@@ -5,21 +5,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
+from composer.optim import LinearScheduler
 from composer.utils import dist
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from composer_tokacc import token_data_spec, weighted_microbatches
 from composer_tokacc.sampling import ExchangingDataLoader
 from tests.support.length_dataset import LONGEST, LengthDataset, Reversed, collate_samples, regrouping_loader
 from tests.support.text import text_model
-from tests.support.training import GradientRecorder, fit, hugging_face, reference_gradients, relative_error
+from tests.support.training import (
+    GradientRecorder,
+    fit,
+    hugging_face,
+    reference_gradients,
+    relative_error,
+    state_of,
+)
 
 NUM_SAMPLES = 30
+UNEVEN_SAMPLES = 9
+"""Samples of a dataset that gives rank 0 one more than rank 1."""
 GLOBAL_BATCH = 8
 
 
@@ -33,6 +43,21 @@ class UnseededDataset(LengthDataset):
         ids = self.generator.integers(3, 40, sample['input_ids'].shape)
         sample['input_ids'] = torch.from_numpy(ids)
         return sample
+
+
+class DividedSamples(IterableDataset):
+    """Gives each rank its part of the samples, and knows how many these are."""
+
+    def __init__(self) -> None:
+        self.samples = LengthDataset(UNEVEN_SAMPLES)
+        self.indices = range(dist.get_global_rank(), UNEVEN_SAMPLES, dist.get_world_size())
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for index in self.indices:
+            yield self.samples[index]
+
+    def __len__(self) -> int:
+        return len(self.indices)
 
 
 def regrouping(dataset: Any = None, *, num_workers: int = 0, **options: Any) -> DataLoader:
@@ -71,6 +96,13 @@ def exchanging(seed: int = 0, max_tokens: int = 2 * LONGEST, **options: Any) -> 
     )
 
 
+def exchanging_divided(batch_size: int) -> DataLoader:
+    """Returns our exchanging loader. With batches of four samples, rank 0 has two batches, and rank 1 has one."""
+    return ExchangingDataLoader(
+        DividedSamples(), batch_size=batch_size, collate_fn=collate_samples, max_tokens=2 * LONGEST
+    )
+
+
 def at_batch(batch: int) -> DataLoader:
     """Returns our loader, which begins with this batch."""
     loader: Any = regrouping()
@@ -102,6 +134,7 @@ UNLIKE: dict[str, Callable[[int], DataLoader]] = {
     'kind of loader': lambda rank: stock() if rank else regrouping(),
     'seed, exchanged': lambda rank: exchanging(seed=rank),
     'max_tokens, exchanged': lambda rank: exchanging(max_tokens=(1 + rank) * LONGEST),
+    'length, exchanged': lambda rank: exchanging_divided(4),
 }
 ALIKE: dict[str, Callable[[int], DataLoader]] = {
     'regrouping': lambda rank: regrouping(),
@@ -112,6 +145,7 @@ ALIKE: dict[str, Callable[[int], DataLoader]] = {
     'numbers of its own': lambda rank: regrouping(UnseededDataset(NUM_SAMPLES)),
     'stock': lambda rank: stock(),
     'exchanging': lambda rank: exchanging(),
+    'exchanging divided samples': lambda rank: exchanging_divided(3),
 }
 
 
@@ -133,6 +167,32 @@ def run(build: Callable[[int], DataLoader]) -> dict[str, Any]:
         'message': dist.all_gather_object(message),
         'steps': dist.all_gather_object(len(recorder.losses)),
         'moved': dist.all_gather_object(has_moved),
+    }
+
+
+def errors_of_schedule() -> dict[str, Any]:
+    """Trains an epoch in which the learning rate falls. Rank 0 has five batches, and rank 1 has four."""
+    recorder = GradientRecorder()
+    model = text_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(DividedSamples(), batch_size=1, collate_fn=collate_samples)
+    message = ''
+    try:
+        fit(
+            model,
+            token_data_spec(loader, slot_tokens=LONGEST),
+            recorder=recorder,
+            optimizer=optimizer,
+            schedulers=LinearScheduler(alpha_f=0.0),
+            max_duration='1ep',
+        )
+    except RuntimeError as error:
+        message = str(error)
+    digests = dist.all_gather_object(state_of(model)['parameters'])
+    return {
+        'message': dist.all_gather_object(message),
+        'steps': dist.all_gather_object(len(recorder.losses)),
+        'are_equal': digests[0] == digests[1],
     }
 
 
@@ -191,4 +251,5 @@ def main() -> dict[str, Any]:
         'own loop, alike': errors_of_plain_loop(seed=0),
         'later': errors_of_other_epoch(),
         'exact': errors_of_gradients(),
+        'schedule': errors_of_schedule(),
     }

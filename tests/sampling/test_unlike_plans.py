@@ -43,6 +43,7 @@ WORDS_OF_MESSAGE = {
     'kind of loader': ('none on rank 1',),
     'seed, exchanged': SEEDS,
     'max_tokens, exchanged': ('`max_tokens`', '48 on rank 0', '96 on rank 1'),
+    'length, exchanged': ('`len(dataset)`', '[2, 1] batches'),
 }
 
 
@@ -65,6 +66,12 @@ def test_unlike_ranks_are_refused():
     for message in results['later']:
         assert message.startswith('1: `epoch`')
         assert 'got: 1 on rank 0, 2 on rank 1' in message
+    schedule = results['schedule']
+    for message in schedule['message']:
+        assert 'learning rates must be the same on all ranks, got: 0.08' in message
+        assert 'on rank 0, 0.075' in message
+    assert schedule['steps'] == [2, 2]  # the first two steps of both ranks have 0.1
+    assert schedule['are_equal']
     assert len(results['exact']) == 4
     assert max(results['exact']) < 1e-6
 
