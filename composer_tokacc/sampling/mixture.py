@@ -23,6 +23,7 @@ from fractions import Fraction
 
 import numpy as np
 import torch
+from torch.utils.data import ConcatDataset
 
 from composer_tokacc.planning import Table, checked_table
 from composer_tokacc.refusals import InvalidInputError
@@ -197,6 +198,43 @@ class LossShares:
         total_share = max(shares.sum(), 1e-9)
         weight_of_dataset = shares * tokens.sum() / np.maximum(tokens, 1) / total_share
         return weight_of_dataset[datasets]
+
+
+def check_parts(
+    name: str,
+    sizes: Sequence[int],
+    dataset: object,
+) -> None:
+    """Raises ValueError if a dataset of a mixture would begin or end within a part of a ConcatDataset.
+
+    Then the sizes are usually in another order than the parts, and every share would be that of other samples. A
+    dataset of the mixture may consist of several parts. Other classes do not tell their parts.
+
+    Args:
+        name: Name of the argument with the sizes.
+        sizes: Samples of each dataset of the mixture.
+        dataset: The dataset of the run.
+    """
+    if not isinstance(dataset, ConcatDataset):
+        return
+    sizes_of_parts = _sizes_of_parts(dataset)
+    ends_of_parts = np.cumsum(sizes_of_parts)
+    if not np.isin(np.cumsum(sizes), ends_of_parts).all():
+        raise InvalidInputError(
+            f'`{name}` must have the sizes of the datasets in `dataset`, in their order, got: {list(sizes)} for parts '
+            f'of {sizes_of_parts} samples.'
+        )
+
+
+def _sizes_of_parts(dataset: ConcatDataset) -> list[int]:
+    """Returns the number of samples of each part, also of the parts of a part."""
+    sizes: list[int] = []
+    for part in dataset.datasets:
+        if isinstance(part, ConcatDataset):
+            sizes += _sizes_of_parts(part)
+        else:
+            sizes.append(len(part))  # pyright: ignore[reportArgumentType]
+    return sizes
 
 
 def permutation(size: int, seed: int) -> np.ndarray:

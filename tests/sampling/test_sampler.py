@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import pickle
 import threading
@@ -16,11 +17,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import ConcatDataset, DataLoader, DistributedSampler
 
 from composer_tokacc.planning import CostModel, plan_microbatches
-from composer_tokacc.sampling import Mixture
-from composer_tokacc.sampling.sampler import prefetch
+from composer_tokacc.sampling import LossShares, Mixture
+from composer_tokacc.sampling.sampler import RegroupingBatchSampler, prefetch
 from tests.support.sampler_steps import (
     LONGEST_SAMPLE,
     build_sampler,
@@ -274,6 +275,30 @@ def test_bad_arguments_are_refused(kwargs, message):
     with pytest.raises(ValueError, match=message) as caught:
         build_sampler(num_samples=4, **options)
     assert '\n' not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ('sizes', 'are_refused'),
+    [
+        ([10, 20, 70], False),
+        ([30, 70], False),
+        ([10, 90], False),
+        ([100], False),
+        ([70, 30], True),
+        ([70, 20, 10], True),
+    ],
+)
+def test_datasets_of_a_mixture_are_the_parts(sizes, are_refused):
+    """One dataset of a mixture may be several parts. The sizes of others are usually in another order."""
+    dataset = ConcatDataset([range(10), ConcatDataset([range(20), range(70)])])
+    shares = [1 / len(sizes)] * len(sizes)
+    for option in ({'mixture': Mixture(sizes)}, {'loss_shares': LossShares(sizes, shares, [1] * 100)}):
+        (name,) = option
+        refusal = contextlib.nullcontext()
+        if are_refused:
+            refusal = pytest.raises(ValueError, match=rf'`{name}` must have the sizes .*parts of \[10, 20, 70\]')
+        with refusal:
+            RegroupingBatchSampler(dataset, lengths=[1] * 100, global_batch_size=4, max_tokens=9, **option)
 
 
 @pytest.mark.parametrize('name', ['max_tokens', 'max_image_tokens'])
