@@ -160,6 +160,21 @@ def test_dropped_text_that_stands_elsewhere():
         encode([user('Is it red?', IMAGE, 'red'), assistant('Yes.')], make_images(1))
 
 
+def test_dropped_text_behind_a_second_image():
+    """The template writes only the second part of a turn that begins with an image. The question stands there twice."""
+    processor = small()
+    processor.chat_template = (
+        "{% for message in messages %}<|{{ message['role'] }}|>"
+        "{% for part in message['content'] if part['type'] == 'image' %}<image>{% endfor %}"
+        "{{ message['content'][1 if message['content'][0]['type'] == 'image' else 0].text }}<|end|>{% endfor %}"
+    )
+    encode = ConversationEncoder(processor)
+    first_turns = [user(IMAGE, 'Is it red?'), assistant('Yes.')]
+    encode([*first_turns, user(IMAGE, 'Is it red?'), assistant('No.')], make_images(2))
+    with pytest.raises(ValueError, match='must write what the user says'):
+        encode([*first_turns, user(IMAGE, IMAGE, 'Is it red?'), assistant('No.')], make_images(3))
+
+
 def test_result_of_a_tool_as_json():
     """Llama 3.1 and gpt-oss write it so."""
     processor = small()
