@@ -114,6 +114,26 @@ def test_encoding_is_that_of_the_processor(family):
         assert torch.equal(sample[key], value), key
 
 
+@pytest.mark.parametrize('side', ['left', 'right'])
+@pytest.mark.parametrize('family', ['small', 'qwen2_vl'])
+def test_nothing_is_cut_to_a_saved_length(family, side, tmp_path):
+    """A tokenizer that has truncated a text saves the length. Processors cut each later text to it."""
+    make_processor, _ = PROCESSORS[family]
+    processor = make_processor()
+    question = ' '.join(['word'] * 20)
+    expected = ConversationEncoder(processor)([user(IMAGE, question), assistant('Red.')], make_images(1))
+    processor.tokenizer.truncation_side = side
+    processor.tokenizer('a b c', truncation=True, max_length=16)
+    processor.save_pretrained(tmp_path)
+    loaded = type(processor).from_pretrained(tmp_path)
+    loaded.chat_template = processor.chat_template
+    assert loaded.tokenizer.init_kwargs['max_length'] == 16
+    sample = ConversationEncoder(loaded)([user(IMAGE, question), assistant('Red.')], make_images(1))
+    assert torch.equal(sample['input_ids'], expected['input_ids'])
+    assert torch.equal(sample['labels'], expected['labels'])
+    assert loaded.tokenizer.init_kwargs['max_length'] == 16, "the user's processor has changed"
+
+
 @pytest.mark.parametrize('family', ['llava_next', 'llava_onevision', 'idefics3'])
 def test_empty_turns_are_those_of_the_template(family):
     make_processor, _ = PROCESSORS[family]

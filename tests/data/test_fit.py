@@ -202,6 +202,16 @@ def test_budget_of_pixels_or_longest_side(tmp_path, family):
     assert [report['sample'] for report in fitted.fitted()] == ['one', 'two']
 
 
+def test_processor_loaded_with_max_pixels(path, processor, tmp_path):
+    """Transformers passes `max_pixels` on to each call, where it would take the place of a smaller `size`."""
+    processor.save_pretrained(tmp_path / 'processor')
+    loaded = type(processor).from_pretrained(tmp_path / 'processor', max_pixels=40 * 40)
+    loaded.chat_template = processor.chat_template
+    dataset = open_dataset(path, loaded, fit=True, max_length=24, on_error='skip')
+    assert not dataset.skipped
+    assert [report['sample'] for report in dataset.fitted()] == ['two', 'three', 'film', 'both']
+
+
 @pytest.mark.parametrize('family', ['small', 'llava', 'llava_next', 'llava_onevision'])
 def test_processor_of_fixed_images_is_refused(tmp_path, family):
     with pytest.raises(ValueError, match='`fit` must be left out, because Llava'):
