@@ -170,13 +170,15 @@ class ConversationEncoder:
             part for them.
 
         Raises:
-            ValueError: If a message has a wrong form, the processor or its template cannot encode the conversation, the
-                sample is longer than ``max_length``, or the processor cuts off the end of an audio.
+            ValueError: If a message has a wrong form, the number of media is wrong, the processor or its template
+                cannot encode the conversation, the sample is longer than ``max_length``, or the processor cuts off the
+                end of an audio.
         """
         if not messages:
             raise InvalidInputError(f'`messages` must hold at least one turn, got: {messages!r}. Leave the sample out.')
         checked_messages = [check_message(message) for message in messages]
         media = {'image': images, 'video': videos, 'audio': audios}
+        self._check_number_of_media(checked_messages, media)
         # With control_tokens=text, `render` writes stand-ins for the control tokens in the messages. At the end,
         # `spell` replaces them, see ControlTokenPolicy.
         rendered = self.render(checked_messages)
@@ -375,6 +377,24 @@ class ConversationEncoder:
                 }
             prepared.append(self.control.hide(message))
         return self.template.render(prepared)
+
+    def _check_number_of_media(self, messages: Sequence[Message], media: DecodedMedia) -> None:
+        """Refuses media without a part in the messages, parts without media, and media that the processor cannot take.
+
+        A tokenizer would drop all media silently, and the processors of BLIP would drop parts.
+        """
+        for modality, items in media.items():
+            num_parts = 0
+            for message in messages:
+                num_parts += sum(part['type'] == modality for part in message['content'])
+            if num_parts != len(items):
+                raise InvalidInputError(
+                    f'`{modality}s` must hold one for each part of this type in `messages`, got: {len(items)} for '
+                    f'{num_parts} parts.'
+                )
+            if items and modality not in self.parts:
+                name = type(self.processor).__name__
+                raise InvalidInputError(f'`{modality}s` must be left out, because {name} takes none. Use another.')
 
     def _check_ends_of_audios(
         self,

@@ -251,6 +251,21 @@ def test_media_without_a_placeholder_are_refused(modality):
         ConversationEncoder(processor).check_takes_media(record)
 
 
+@pytest.mark.parametrize(
+    ('make', 'parts', 'num_images', 'message'),
+    [
+        (lambda: small().tokenizer, [IMAGE], 1, 'takes none'),
+        (lambda: small().tokenizer, [], 1, 'got: 1 for 0 parts'),
+        (blip2, [IMAGE], 0, 'got: 0 for 1 parts'),
+        (qwen2_vl, [IMAGE], 2, 'got: 2 for 1 parts'),
+    ],
+)
+def test_media_that_would_be_dropped(make, parts, num_images, message):
+    encode = ConversationEncoder(make())
+    with pytest.raises(ValueError, match=f'`images` must .*{message}'):
+        encode([user(*parts, WHAT), assistant('Red.')], make_images(num_images))
+
+
 def test_messages_of_a_wrong_form_are_refused():
     """The encoder takes only the text of an answer, so an image in it would be dropped."""
     encoder = ConversationEncoder(small())
