@@ -18,9 +18,10 @@ from typing import Any, overload
 
 import torch
 
-from composer_tokacc.batch import IGNORE_INDEX, Batch, BatchDict, labels_of, text_of
+from composer_tokacc.batch import IGNORE_INDEX, Batch, BatchDict, labels_of, sample_name, text_of
 from composer_tokacc.counting import counted_tokens, mask_document_starts, real_tokens
 from composer_tokacc.layout import PreSplitBatch, microbatches_of
+from composer_tokacc.refusals import InvalidInputError
 from composer_tokacc.weights import LOSS_WEIGHTS, token_weights_of
 
 ROWS_KEY = 'composer_tokacc.rows'
@@ -100,7 +101,9 @@ def with_counts(batch: Batch, loss_tokens: str = 'causal', token_weights: str = 
             ``loss_weights``.
     """
     if isinstance(batch, PreSplitBatch):
-        return batch.map(partial(with_counts, loss_tokens=loss_tokens, token_weights=token_weights))
+        counted = batch.map(partial(with_counts, loss_tokens=loss_tokens, token_weights=token_weights))
+        check_planned_tokens(counted, [row.loss_tokens for row in row_counts_of(counted)])
+        return counted
     batch = _without_labels_of_added_rows(batch)
     if loss_tokens != 'unshifted':
         batch = mask_document_starts(batch)
@@ -109,6 +112,40 @@ def with_counts(batch: Batch, loss_tokens: str = 'causal', token_weights: str = 
         weights = token_weights_of(batch, token_weights, loss_tokens)
         batch = {**batch, LOSS_WEIGHTS: weights}
     return attach_row_counts(batch, count_rows(batch, loss_tokens, weights))
+
+
+def check_planned_tokens(batch: object, loss_tokens: Sequence[int]) -> None:
+    """Raises ValueError if a row has another number of loss tokens than the sampler has computed its weight from.
+
+    The sampler knows only a table. With a wrong number the shares of the datasets in the loss would not be those that
+    the user has set. Does nothing unless the sampler has ``loss_shares``.
+
+    Args:
+        batch: A batch. Only one of a :class:`.RegroupingDataLoader` has planned numbers.
+        loss_tokens: The counted loss tokens of each row.
+    """
+    if not isinstance(batch, PreSplitBatch) or batch.loss_tokens is None:
+        return
+    rows = row_counts_of(batch)
+    for number, (row, counted, planned) in enumerate(zip(rows, loss_tokens, batch.loss_tokens, strict=True)):
+        if row.samples == 0 or counted == planned:  # a repeated sample has no loss
+            continue
+        raise InvalidInputError(
+            f'`loss_shares` must know the loss tokens of each sample, got: {planned} for {sample_name(batch, number)}, '
+            f'which has {counted}. The weights of its dataset would be wrong. Count the samples again (remove the '
+            'length table, or give the dataset a `fingerprint()` that changes with its labels). Samples whose labels '
+            'are random cannot have `loss_shares`.'
+        )
+
+
+def check_shares_are_used(batch: object, token_weights: str) -> None:
+    """Raises ValueError if the sampler has ``loss_shares``, but tokens do not get the weights of the batch."""
+    if isinstance(batch, PreSplitBatch) and batch.loss_tokens is not None and token_weights != 'column':
+        raise InvalidInputError(
+            "The `loss_shares` of a sampler need `token_weights='column'`, which applies them, got: "
+            f'{token_weights!r}. Set it (in a loop, with `step_loss_weights` and `apply_token_weights`), or leave '
+            '`loss_shares` out.'
+        )
 
 
 def _without_labels_of_added_rows(batch: Batch) -> Batch:

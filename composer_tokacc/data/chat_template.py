@@ -101,9 +101,9 @@ class ChatTemplate:
         self._takes_media = takes_media
         self._media_of_roles: dict[str, set[str] | None] = {}
         """The results of `_media_of`, by role."""
-        self._checked_shapes: set[tuple[tuple[str, int], ...]] = set()
+        self._checked_shapes: set[tuple[tuple[str, ...], ...]] = set()
         """Shapes of conversations for which a rendering with markers has shown that the template writes all turns. A
-        shape is the role and the number of texts of each turn. See `_check_all_written`."""
+        shape is the role and the types of the parts of each turn. See `_check_all_written`."""
         example = self._texts_of_example()
         added_tokens = _added_tokens_of(tokenizer)
         self._endings = _find_endings(example, tokenizer, added_tokens)
@@ -345,13 +345,13 @@ class ChatTemplate:
             if message['role'] != 'assistant':
                 _check_written(message, text)
         # This is not enough, because the text of a dropped turn may also stand in another turn. A marker cannot. So the
-        # conversation is rendered again with markers, once for all conversations with the same roles and numbers of
-        # texts. The numbers matter, because an empty turn shows nothing, and some templates write only the first text
-        # of a turn.
+        # conversation is rendered again with markers, once for all conversations with the same roles and types of
+        # parts. The types matter, because an empty turn shows nothing, and some templates write only the first text of
+        # a turn, or only the part after an image.
         turns = []
         for message in messages:
-            num_texts = sum(part['type'] == 'text' for part in message['content'])
-            turns.append((message['role'], num_texts))
+            types = [part['type'] for part in message['content']]
+            turns.append((message['role'], *types))
         shape = tuple(turns)
         if shape in self._checked_shapes:
             return

@@ -17,6 +17,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import replace
 from itertools import groupby
 from typing import Any, Literal
@@ -67,6 +68,9 @@ PROCESSOR_PARTS = {
 """For each modality: the attributes of a processor that may hold its part for this modality, which turns media into
 tensors. If a processor has both attributes for audio, the second is used, as in Transformers."""
 
+ARGUMENTS_OF_TOKENIZER = ('max_length', 'truncation', 'padding', 'min_pixels', 'max_pixels')
+"""Arguments of a tokenizer that :func:`_without_arguments_of_tokenizer` takes away from a processor's calls."""
+
 
 class ConversationEncoder:
     """Encodes conversations: runs a processor on the messages and media of each, and adds ``labels``.
@@ -106,6 +110,7 @@ class ConversationEncoder:
             check_count('max_length', max_length)
         check_choice('train_on', train_on, ('all', 'last'))
         check_choice('add_end_token', add_end_token, (True, False))
+        processor = _without_arguments_of_tokenizer(processor)
         tokenizer = getattr(processor, 'tokenizer', processor)
         template_owner = owner_of_template(processor)
         _check_processor(processor, tokenizer, template_owner)
@@ -134,7 +139,8 @@ class ConversationEncoder:
         vocabulary = tokenizer.get_vocab()
         self._tags_that_are_tokens = [tag for tag in PLACEHOLDERS if tag in vocabulary]
         """The tags ``<image>``, ``<video>`` and ``<audio>``, if they are in the vocabulary."""
-        # With control_tokens=text these are copies that know a few more tokens.
+        # These may be copies, see `_without_arguments_of_tokenizer`. With control_tokens=text they are copies that know
+        # a few more tokens.
         self.processor = self.control.processor
         self.tokenizer = self.control.tokenizer
 
@@ -164,13 +170,15 @@ class ConversationEncoder:
             part for them.
 
         Raises:
-            ValueError: If a message has a wrong form, the processor or its template cannot encode the conversation, the
-                sample is longer than ``max_length``, or the processor cuts off the end of an audio.
+            ValueError: If a message has a wrong form, the number of media is wrong, the processor or its template
+                cannot encode the conversation, the sample is longer than ``max_length``, or the processor cuts off the
+                end of an audio.
         """
         if not messages:
             raise InvalidInputError(f'`messages` must hold at least one turn, got: {messages!r}. Leave the sample out.')
         checked_messages = [check_message(message) for message in messages]
         media = {'image': images, 'video': videos, 'audio': audios}
+        self._check_number_of_media(checked_messages, media)
         # With control_tokens=text, `render` writes stand-ins for the control tokens in the messages. At the end,
         # `spell` replaces them, see ControlTokenPolicy.
         rendered = self.render(checked_messages)
@@ -369,6 +377,24 @@ class ConversationEncoder:
                 }
             prepared.append(self.control.hide(message))
         return self.template.render(prepared)
+
+    def _check_number_of_media(self, messages: Sequence[Message], media: DecodedMedia) -> None:
+        """Refuses media without a part in the messages, parts without media, and media that the processor cannot take.
+
+        A tokenizer would drop all media silently, and the processors of BLIP would drop parts.
+        """
+        for modality, items in media.items():
+            num_parts = 0
+            for message in messages:
+                num_parts += sum(part['type'] == modality for part in message['content'])
+            if num_parts != len(items):
+                raise InvalidInputError(
+                    f'`{modality}s` must hold one for each part of this type in `messages`, got: {len(items)} for '
+                    f'{num_parts} parts.'
+                )
+            if items and modality not in self.parts:
+                name = type(self.processor).__name__
+                raise InvalidInputError(f'`{modality}s` must be left out, because {name} takes none. Use another.')
 
     def _check_ends_of_audios(
         self,
@@ -607,6 +633,32 @@ class ConversationEncoder:
                 f'`processor` must expand only placeholders, but {name} writes other tokens for {answer_text[:200]!r}.'
             )
         return spans
+
+
+def _without_arguments_of_tokenizer(processor: Any) -> Any:
+    """Returns a processor that does not pass some arguments of its tokenizer on to each call.
+
+    Transformers keeps the arguments that a tokenizer was made with, and a processor passes them on to its tokenizer and
+    to all its parts, where they stand above the settings of the part. Two kinds of them must not be passed on:
+
+    - ``max_length``, ``truncation`` and ``padding``. ``tokenizer.json`` has a ``max_length`` if the tokenizer was saved
+      after it had truncated a text. Texts and audio would then be cut off silently.
+    - ``min_pixels`` and ``max_pixels``, as from ``AutoProcessor.from_pretrained(name, max_pixels=...)``. The image
+      processor already has them as its ``size``. In a call they would take the place of the smaller ``size`` with which
+      `FittingEncoder` makes media smaller.
+
+    Returns the processor itself if its tokenizer has none of them, otherwise a shallow copy.
+    """
+    tokenizer: Any = getattr(processor, 'tokenizer', None)
+    arguments: Mapping[str, Any] = getattr(tokenizer, 'init_kwargs', {})
+    if all(arguments.get(name) is None for name in ARGUMENTS_OF_TOKENIZER):
+        return processor
+    other_arguments = {name: value for name, value in arguments.items() if name not in ARGUMENTS_OF_TOKENIZER}
+    tokenizer = copy(tokenizer)
+    tokenizer.init_kwargs = other_arguments
+    processor = copy(processor)
+    processor.tokenizer = tokenizer
+    return processor
 
 
 def _parts_of(processor: Any) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from composer_tokacc.cache import fingerprint
 from composer_tokacc.data.formats import parse_record
 from composer_tokacc.data.hub import HUB, ask_hub
 from composer_tokacc.data.llama_factory import DatasetEntry
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 GZIP_SIGNATURE = b'\x1f\x8b'
+BYTES_AT_END = 2**20
+"""Bytes at the end of a parquet file that are read to recognize it. In most files the end holds all its metadata."""
 
 
 def read_records(
@@ -283,7 +286,21 @@ def _load_table(path: str) -> Any:
         return datasets.load_from_disk(path)
     # `datasets` takes a path for a glob pattern, and a relative path for the pattern of the whole path.
     pattern = glob.escape(os.path.abspath(path))
-    return datasets.Dataset.from_parquet(pattern)
+    return datasets.Dataset.from_parquet(pattern, config_name=_name_in_cache(path))
+
+
+def _name_in_cache(file: str) -> str:
+    """Returns the name under which `datasets` keeps the unpacked copy of a parquet file in its cache.
+
+    By itself `datasets` recognizes a file by its path and time. But a file may have been replaced by one of the same
+    time: container images and `rsync` keep or set the time. So the name tells the size and the end of the file, too.
+    The end of a parquet file holds the places, sizes, and the least and largest values of all columns.
+    """
+    with open(file, 'rb') as opened:
+        size = opened.seek(0, os.SEEK_END)
+        opened.seek(max(0, size - BYTES_AT_END))
+        end = opened.read()
+    return f'composer_tokacc-{fingerprint([size, zlib.crc32(end)], length=16)}'
 
 
 def _without_decoding(feature: Any) -> Any:

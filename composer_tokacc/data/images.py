@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 from PIL import ExifTags, Image, UnidentifiedImageError
@@ -49,9 +50,8 @@ TURNS = {
 def read_image(file: MediaFile) -> Image.Image:
     """Returns an image in RGB, turned as its EXIF entry says. 16 bits a channel are scaled to 8."""
     with _open_image(file) as image:
-        # PIL's mode I holds 32 bits. An older PIL uses it for the 16 bits of a PNG, too, so the mode does not tell.
-        has_32_bits = image.format == 'TIFF' and image.mode == 'I'
-        return _to_rgb(_upright(image), has_32_bits=has_32_bits)
+        has_known_white = _has_known_white(image)  # reads entries of the file, which `_upright` may drop
+        return _to_rgb(_upright(image), has_known_white=has_known_white)
 
 
 def image_size(file: MediaFile) -> tuple[int, int]:
@@ -112,20 +112,36 @@ def _known_formats() -> list[str]:
     return [name for name in IMAGE_FORMATS if name in Image.OPEN]
 
 
-def _to_rgb(image: Image.Image, *, has_32_bits: bool) -> Image.Image:
+def _has_known_white(image: Image.Image) -> bool:
+    """Tells whether 0 means black and 65535 means white in an image, if it has more than 8 bits a channel.
+
+    This is not so in some TIFF files. PIL does not scale 12 bits to 16. If 0 means white, it inverts only images of up
+    to 8 bits.
+    """
+    if image.format != 'TIFF' or not image.mode.startswith('I'):
+        return True
+    # PIL's mode I holds 32 bits. An older PIL uses it for the 16 bits of a PNG, too, so the mode does not tell.
+    if image.mode == 'I':
+        return False
+    entries: Any = getattr(image, 'tag_v2', {})
+    is_black_zero = entries.get(ExifTags.Base.PhotometricInterpretation) == 1
+    return is_black_zero and entries.get(ExifTags.Base.BitsPerSample) == (16,)
+
+
+def _to_rgb(image: Image.Image, *, has_known_white: bool) -> Image.Image:
     """Converts to RGB, and scales 16 bits a channel to 8. PIL itself would turn all values above 255 white.
 
     Args:
         image: The image. PIL's mode F holds floats, and modes that begin with I hold integers of 16 or 32 bits.
-        has_32_bits: Whether its file has integers of 32 bits. Such an image is refused, because it is not known which
-            value means white.
+        has_known_white: Whether 0 means black and the largest 16-bit value means white, if it holds integers of more
+            than 8 bits. If not, the image is refused.
     """
     if image.mode == 'F' or image.mode.startswith('I'):
         values = np.asarray(image)
         fits_16_bits = np.all((values >= 0) & (values <= MAX_16_BIT))
-        if has_32_bits or image.mode == 'F' or not fits_16_bits:
+        if not has_known_white or image.mode == 'F' or not fits_16_bits:
             raise InvalidInputError(
-                f'it has no known white (PIL mode {image.mode}). Save it with 8 or 16 bits a channel'
+                f'it has no known white (PIL mode {image.mode}). Save it with 8 or 16 bits a channel, and 0 for black'
             )
         values_of_8_bits = values // (MAX_16_BIT // 255)  # 65535 becomes 255
         image = Image.fromarray(values_of_8_bits.astype(np.uint8))

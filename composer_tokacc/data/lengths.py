@@ -46,7 +46,7 @@ from composer_tokacc.data.sizes import (
 )
 from composer_tokacc.refusals import InvalidInputError
 
-TABLE_VERSION = 9
+TABLE_VERSION = 10
 """Increased when the content of a table changes, so that files of older versions are not read."""
 TABLE_COLUMNS = (
     'lengths',

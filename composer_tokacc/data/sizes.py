@@ -97,15 +97,21 @@ def map_samples(
 def image_token_ids(processor: Any) -> tuple[int, ...]:
     """Returns the ids of the tokens that stand for images, videos and audio.
 
-    Processors and tokenizers name these tokens in attributes such as ``image_token_id``.
+    Processors and tokenizers name these tokens in attributes such as ``image_token_id``. A few write another token for
+    each patch than the one in the text of the chat template: Llama 4 has ``img_patch_token``, Molmo2 a list
+    ``image_token_ids``.
     """
     tokenizer = getattr(processor, 'tokenizer', None)
     candidates = set()
+    names_of_tokens = ['img_patch_token']
     for modality in MODALITIES:
         candidates.add(getattr(processor, f'{modality}_token_id', None))
         candidates.add(getattr(tokenizer, f'{modality}_token_id', None))
+        candidates.update(getattr(processor, f'{modality}_token_ids', None) or ())
+        names_of_tokens.append(f'{modality}_token')
+    for name in names_of_tokens:
         # Some processors have only the text of the token.
-        token = getattr(processor, f'{modality}_token', None)
+        token = getattr(processor, name, None)
         if token is not None and tokenizer is not None:
             candidates.add(tokenizer.convert_tokens_to_ids(str(token)))
     # A token that is not in the vocabulary has the id of unknown tokens. SmolVLM's video token is an example.

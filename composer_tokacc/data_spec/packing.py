@@ -57,7 +57,12 @@ def pack_rows(
     Raises:
         ValueError: If the batch has an entry that cannot be packed.
     """
-    is_shifted = row_counts_of(batch)[0].rule != 'unshifted'
+    rule = row_counts_of(batch)[0].rule
+    if rule == 'causal_attended':
+        # This rule does not count labels on padding. Packed, the padding under such a label would become a token.
+        labels = batch['labels'].masked_fill(~attended_positions(batch), IGNORE_INDEX)
+        batch = {**batch, 'labels': labels}
+    is_shifted = rule != 'unshifted'
     real = real_positions(batch)
     _check_rows(batch, real, attention, is_shifted=is_shifted)
     if not bool(real.any()):

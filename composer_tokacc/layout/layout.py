@@ -568,7 +568,8 @@ class BatchLayout:
         """Returns one batch of all rows, with text padded to the widest row, and the images of all rows in their order.
 
         Plain values that differ become a list with one entry per row, see ``values_of_rows``. If all batches with
-        the key have the same value, all rows get it. Arrays of numpy always become a list.
+        the key have the same value, all rows get it. Arrays of numpy always become a list, and so do values under a
+        key of rows, such as ``loss_weights``.
 
         Args:
             batches: Batches, or one-row samples; those without images may lack the image entries. If rows are padded
@@ -604,12 +605,26 @@ class BatchLayout:
             elif any(isinstance(value, (list, tuple)) for value in values):
                 _check_present(key, present, batches)
                 joined[key] = values_of_rows(key, batches)
-            # Arrays cannot be compared by `!=`, which returns another array.
-            elif any(isinstance(value, np.ndarray) or value != values[0] for value in values):
-                joined[key] = values_of_rows(key, batches)
             else:
-                joined[key] = values[0] if values else None
+                joined[key] = self._joined_plain_value(key, values, batches)
         return joined
+
+    def _joined_plain_value(self, key: str, values: Sequence[Any], batches: Sequence[Batch]) -> Any:
+        """Returns the plain value of all batches if they have the same, else a list with the value of each row.
+
+        Args:
+            key: The key.
+            values: The value of each batch that has the key.
+            batches: All batches.
+        """
+        if not values:
+            return None
+        # Arrays cannot be compared by `!=`, which returns another array.
+        differs = any(isinstance(value, np.ndarray) or value != values[0] for value in values)
+        # A registered key, such as `loss_weights`, has an entry for each row, even if all of them are equal.
+        if differs or key in self._registered:
+            return values_of_rows(key, batches)
+        return values[0]
 
     def _carried_or_counted(self, batch: Batch, modality: str) -> list[int]:
         """Returns the number of items of each row of a batch.

@@ -85,6 +85,9 @@ class PreSplitBatch(Mapping[str, Any]):
         self.indices = indices
         self.plan: PlanRecord | None = None
         """This rank's record of the plan of the global batch. Ranks compare their records. None: no plan."""
+        self.loss_tokens: Sequence[int] | None = None
+        """Loss tokens of each row by the table from which the sampler has computed the weights of tokens. None: the
+        sampler gives no weights."""
         self._joined: dict[str, Any] = {}  # the joined entries that were already read, by key
 
     def __repr__(self) -> str:
@@ -96,6 +99,7 @@ class PreSplitBatch(Mapping[str, Any]):
         changed = [function(microbatch) for microbatch in self.microbatches]
         batch = PreSplitBatch(changed, max_tokens=self.max_tokens, indices=self.indices)
         batch.plan = self.plan
+        batch.loss_tokens = self.loss_tokens
         return batch
 
     def joined(self, layout: BatchLayout) -> dict[str, Any]:

@@ -46,6 +46,9 @@ class RankAssignment:
     """Whether its only sample is such a copy, which must have no weight in the loss."""
     weights: list[list[float]] | None = None
     """For each sample of each microbatch the weight of its tokens; None if all tokens of the step weigh the same."""
+    loss_tokens: list[int] | None = None
+    """For each sample, microbatch by microbatch, the loss tokens from which its weight was computed; None: no weights.
+    """
     plan_checksum: int = 0
     """Checksum of the plan of all ranks. If it differs between ranks, the step is refused."""
     witnesses: tuple[int, ...] = field(default=(), compare=False)  # not a part of the plan
@@ -66,6 +69,7 @@ class RankAssignment:
         planned: Sequence[Microbatch],
         global_batch: np.ndarray,
         weights: np.ndarray | None = None,
+        loss_tokens: np.ndarray | None = None,
         plan_checksum: int = 0,
     ) -> RankAssignment:
         """Returns the assignment of a rank.
@@ -74,6 +78,7 @@ class RankAssignment:
             planned: Microbatches of the rank. Their indices are positions in `global_batch`.
             global_batch: Samples of the global batch, int64 (n,).
             weights: For each of these samples the weight of its tokens, float64 (n,).
+            loss_tokens: For each of these samples the loss tokens from which its weight was computed, int (n,).
             plan_checksum: Checksum of the plan of all ranks.
         """
         # A dummy of the plan is marked `filled`. It has one index, that of a sample that another microbatch computes.
@@ -82,15 +87,19 @@ class RankAssignment:
             loaded = planned[:1]
         samples = []
         weights_of_samples = []
+        loss_tokens_of_samples = []
         for microbatch in loaded:
             indices = list(microbatch.indices)
             samples.append(global_batch[indices].tolist())
             if weights is not None:
                 weights_of_samples.append(weights[indices].tolist())
+            if loss_tokens is not None:
+                loss_tokens_of_samples += loss_tokens[indices].tolist()
         return cls(
             microbatches=samples,
             is_copy=loaded[0].filled,
             weights=weights_of_samples or None,
+            loss_tokens=loss_tokens_of_samples or None,
             plan_checksum=plan_checksum,
         )
 
@@ -126,7 +135,9 @@ def collate(
         if assignment.is_copy:
             batch = _without_weight(batch)
         microbatches.append(batch)
-    return PreSplitBatch(microbatches, max_tokens=budget, indices=assignment.microbatches)
+    pre_split_batch = PreSplitBatch(microbatches, max_tokens=budget, indices=assignment.microbatches)
+    pre_split_batch.loss_tokens = assignment.loss_tokens
+    return pre_split_batch
 
 
 def _as_mapping(batch: Any) -> dict[str, Any]:

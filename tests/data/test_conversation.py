@@ -114,6 +114,26 @@ def test_encoding_is_that_of_the_processor(family):
         assert torch.equal(sample[key], value), key
 
 
+@pytest.mark.parametrize('side', ['left', 'right'])
+@pytest.mark.parametrize('family', ['small', 'qwen2_vl'])
+def test_nothing_is_cut_to_a_saved_length(family, side, tmp_path):
+    """A tokenizer that has truncated a text saves the length. Processors cut each later text to it."""
+    make_processor, _ = PROCESSORS[family]
+    processor = make_processor()
+    question = ' '.join(['word'] * 20)
+    expected = ConversationEncoder(processor)([user(IMAGE, question), assistant('Red.')], make_images(1))
+    processor.tokenizer.truncation_side = side
+    processor.tokenizer('a b c', truncation=True, max_length=16)
+    processor.save_pretrained(tmp_path)
+    loaded = type(processor).from_pretrained(tmp_path)
+    loaded.chat_template = processor.chat_template
+    assert loaded.tokenizer.init_kwargs['max_length'] == 16
+    sample = ConversationEncoder(loaded)([user(IMAGE, question), assistant('Red.')], make_images(1))
+    assert torch.equal(sample['input_ids'], expected['input_ids'])
+    assert torch.equal(sample['labels'], expected['labels'])
+    assert loaded.tokenizer.init_kwargs['max_length'] == 16, "the user's processor has changed"
+
+
 @pytest.mark.parametrize('family', ['llava_next', 'llava_onevision', 'idefics3'])
 def test_empty_turns_are_those_of_the_template(family):
     make_processor, _ = PROCESSORS[family]
@@ -158,6 +178,21 @@ def test_dropped_text_that_stands_elsewhere():
     encode([user(IMAGE, 'Is it red?'), assistant('Yes.')], make_images(1))
     with pytest.raises(ValueError, match='must write what the user says'):
         encode([user('Is it red?', IMAGE, 'red'), assistant('Yes.')], make_images(1))
+
+
+def test_dropped_text_behind_a_second_image():
+    """The template writes only the second part of a turn that begins with an image. The question stands there twice."""
+    processor = small()
+    processor.chat_template = (
+        "{% for message in messages %}<|{{ message['role'] }}|>"
+        "{% for part in message['content'] if part['type'] == 'image' %}<image>{% endfor %}"
+        "{{ message['content'][1 if message['content'][0]['type'] == 'image' else 0].text }}<|end|>{% endfor %}"
+    )
+    encode = ConversationEncoder(processor)
+    first_turns = [user(IMAGE, 'Is it red?'), assistant('Yes.')]
+    encode([*first_turns, user(IMAGE, 'Is it red?'), assistant('No.')], make_images(2))
+    with pytest.raises(ValueError, match='must write what the user says'):
+        encode([*first_turns, user(IMAGE, IMAGE, 'Is it red?'), assistant('No.')], make_images(3))
 
 
 def test_result_of_a_tool_as_json():
@@ -214,6 +249,21 @@ def test_media_without_a_placeholder_are_refused(modality):
         BadSampleError, match=f'"a" .*has {modality}s in a turn of the user, but the chat template writes no'
     ):
         ConversationEncoder(processor).check_takes_media(record)
+
+
+@pytest.mark.parametrize(
+    ('make', 'parts', 'num_images', 'message'),
+    [
+        (lambda: small().tokenizer, [IMAGE], 1, 'takes none'),
+        (lambda: small().tokenizer, [], 1, 'got: 1 for 0 parts'),
+        (blip2, [IMAGE], 0, 'got: 0 for 1 parts'),
+        (qwen2_vl, [IMAGE], 2, 'got: 2 for 1 parts'),
+    ],
+)
+def test_media_that_would_be_dropped(make, parts, num_images, message):
+    encode = ConversationEncoder(make())
+    with pytest.raises(ValueError, match=f'`images` must .*{message}'):
+        encode([user(*parts, WHAT), assistant('Red.')], make_images(num_images))
 
 
 def test_messages_of_a_wrong_form_are_refused():

@@ -133,6 +133,19 @@ def test_table_holds_what_samples_are(path, processor, tmp_path):
         assert 'shrink_steps' not in sample
 
 
+def test_image_that_has_changed_since_the_table(processor, tmp_path):
+    """The new image has as many bytes as the old one, so it has the same fingerprint."""
+    record = {**record_of('one', ['image']), 'images': ['0.ppm']}
+    path = write_json(tmp_path, [record])
+    options = {'fit': True, 'max_length': 19, 'lengths_folder': tmp_path / 'tables'}
+    write_noise(tmp_path / '0.ppm', (18, 245))
+    assert len(open_dataset(path, processor, **options)[0]['input_ids'][0]) == 18
+    write_noise(tmp_path / '0.ppm', (10, 441))
+    dataset = open_dataset(path, processor, **options)
+    with pytest.raises(BadSampleError, match=r'sample "one" .* got: 26 tokens.*Remove the table'):
+        dataset[0]
+
+
 def test_a_video_gives_frames_and_pixels(path, processor):
     film = 4  # index of the sample
     full_video = open_dataset(path, processor)[film]
@@ -200,6 +213,16 @@ def test_budget_of_pixels_or_longest_side(tmp_path, family):
     _, fitted_media_tokens = count_tokens(fitted, processor)
     assert 0 < max(fitted_media_tokens) <= cap
     assert [report['sample'] for report in fitted.fitted()] == ['one', 'two']
+
+
+def test_processor_loaded_with_max_pixels(path, processor, tmp_path):
+    """Transformers passes `max_pixels` on to each call, where it would take the place of a smaller `size`."""
+    processor.save_pretrained(tmp_path / 'processor')
+    loaded = type(processor).from_pretrained(tmp_path / 'processor', max_pixels=40 * 40)
+    loaded.chat_template = processor.chat_template
+    dataset = open_dataset(path, loaded, fit=True, max_length=24, on_error='skip')
+    assert not dataset.skipped
+    assert [report['sample'] for report in dataset.fitted()] == ['two', 'three', 'film', 'both']
 
 
 @pytest.mark.parametrize('family', ['small', 'llava', 'llava_next', 'llava_onevision'])

@@ -15,19 +15,22 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from PIL import Image
 from tokenizers import AddedToken
 from tokenizers.normalizers import Lowercase
 from tokenizers.pre_tokenizers import PreTokenizer
 
 from composer_tokacc.cache import cache_folder
-from composer_tokacc.data import LengthTable, count_patches, lengths, patch_size_of, sizes
+from composer_tokacc.data import ConversationEncoder, LengthTable, count_patches, lengths, patch_size_of, sizes
 from composer_tokacc.data.lengths import build_length_table, length_table, table_name
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.programs import load_config
 from composer_tokacc.programs.sources import source_of
 from examples.digits import DigitsDataset, build_digits_processor
+from tests.data.chat_processors import QWEN, tokenizer
 from tests.data.length_tables import assert_same_table, lengths_of
 from tests.model_types.tiny import PATCH
+from tests.support.conversations import IMAGE, assistant, user
 from tests.support.families import FAMILIES, IMAGE_FAMILIES
 from tests.support.launch import ROOT
 
@@ -148,6 +151,20 @@ def empty_table():
     """Returns a table of three samples without a token."""
     zeros = np.zeros(3, np.int32)
     return LengthTable(lengths=zeros, image_tokens=zeros, loss_tokens=zeros, vision_patches=zeros)
+
+
+def test_patch_token_of_llama_4():
+    """Llama 4 writes `<|patch|>` for each patch, and `<|image|>` once."""
+    words = tokenizer('<|image|>', '<|patch|>', '<|im_start|>', '<|im_end|>', eos_token='<|im_end|>')
+    image_processor = getattr(transformers, 'Llama4ImageProcessor', None) or transformers.Llama4ImageProcessorFast
+    images = image_processor(size={'height': 28, 'width': 28}, max_patches=4)
+    template = QWEN.replace('<|vision_start|><|image_pad|><|vision_end|>', '<|image|>')
+    processor = transformers.Llama4Processor(images, words, patch_size=7, chat_template=template)
+    encode = ConversationEncoder(processor)
+    sample = encode([user(IMAGE, 'What?'), assistant('Red.')], [Image.new('RGB', (60, 50))])
+    num_patches = int((sample['input_ids'] == words.convert_tokens_to_ids('<|patch|>')).sum())
+    table = build_length_table([sample], processor, num_workers=0)
+    assert table.image_tokens.tolist() == [num_patches + 1]
 
 
 def test_saved_table_is_readable_by_others(tmp_path):

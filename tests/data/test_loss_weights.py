@@ -52,6 +52,16 @@ def test_sample_without_weight_is_named(tmp_path):
         token_weights_of(batch, 'column')
 
 
+@pytest.mark.parametrize('weights', [(0.5, 0.5), (0.5, 2.0)])
+def test_plain_numbers_of_a_users_dataset(weights):
+    samples = []
+    for weight in weights:
+        ids = torch.arange(5)[None]
+        samples.append({'input_ids': ids, 'labels': ids, 'loss_weights': weight})
+    batch = VisionLanguageCollator(small())(samples)
+    assert token_weights_of(batch, 'column')[:, 1].tolist() == list(weights)
+
+
 def test_smallest_and_largest_weight(tmp_path):
     weights = [0, 1e-30, 1e30]
     batch = collated(write_json(tmp_path, records_with(*weights)))

@@ -475,6 +475,35 @@ def test_image_with_odd_exif_is_turned(tmp_path, orientation, place):
     assert np.asarray(image)[place].tolist() == [255, 255, 255]
 
 
+def write_grey_tiff(path, bits, white_is_zero, pixels):
+    """Writes a TIFF of one row of two grey pixels. ``pixels`` are the bytes of the row."""
+    numbers = {256: 2, 257: 1, 258: bits, 259: 1, 262: 0 if white_is_zero else 1, 273: 8, 277: 1, 278: 1}
+    numbers[279] = len(pixels)
+    entries = [struct.pack('<HHIHH', tag, 3, 1, number, 0) for tag, number in numbers.items()]
+    directory = struct.pack('<H', len(entries)) + b''.join(entries) + bytes(4)
+    path.write_bytes(b'II*\0' + struct.pack('<I', 8 + len(pixels)) + pixels + directory)
+
+
+@pytest.mark.parametrize(
+    ('bits', 'white_is_zero', 'pixels', 'expected'),
+    [
+        (16, False, b'\xff\xff\0\0', [255, 0]),
+        (16, True, b'\xff\xff\0\0', None),
+        (12, False, b'\xff\xf0\0', None),
+        (8, True, b'\xff\0', [0, 255]),
+    ],
+)
+def test_white_of_a_tiff(tmp_path, bits, white_is_zero, pixels, expected):
+    """PIL returns 12 bits as they are, and does not invert 16 bits."""
+    path = tmp_path / 'a.tiff'
+    write_grey_tiff(path, bits, white_is_zero, pixels)
+    if expected is None:
+        with pytest.raises(BadSampleError, match='it has no known white'):
+            read('image', path)
+    else:
+        assert np.asarray(read('image', path))[0, :, 0].tolist() == expected
+
+
 def test_heif_is_read(tmp_path):
     pillow_heif = pytest.importorskip('pillow_heif')
     path = tmp_path / 'a.heic'

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 
 import pytest
@@ -165,6 +166,16 @@ def test_brackets_in_a_path(tmp_path, monkeypatch, is_relative):
     path = 'a[1].parquet' if is_relative else folder / 'a[1].parquet'
     (raw,) = read_raw_records(path)
     assert raw.data == {'name': 'a[1].parquet'}
+
+
+def test_file_replaced_by_one_of_the_same_time(tmp_path):
+    """`datasets` keeps an unpacked copy of a file, which it recognizes by path and time."""
+    answers = []
+    for answer in ('one', 'two'):
+        path = to_parquet(datasets.Dataset.from_dict({'answer': [answer]}), tmp_path)
+        os.utime(path, (1, 1))
+        answers += [raw.data['answer'] for raw in read_raw_records(path)]
+    assert answers == ['one', 'two']
 
 
 def test_split_of_several_must_be_named(tmp_path):

@@ -142,6 +142,19 @@ def test_one_label_behind_the_tokens():
     assert_exact(one_layer_model(), batch, packing=True)
 
 
+def test_labels_on_padding_that_do_not_count():
+    """A model that counts attended labels must not count them when it is packed."""
+    batch = ragged_batch(ONE_UNLABELLED)
+    without_labels_on_padding = packed_text(with_counts(batch, 'causal_attended'))
+    for row, (length, _) in enumerate(ONE_UNLABELLED):
+        batch['labels'][row, length : length + 2] = 7
+
+    packed = packed_text(with_counts(batch, 'causal_attended'))
+
+    for key in ('input_ids', 'labels', 'attention_mask', 'position_ids'):
+        assert torch.equal(packed[key], without_labels_on_padding[key])
+
+
 @pytest.mark.parametrize('side', ['left', 'right'])
 def test_empty_rows_are_packed(side):
     """A rank's share of a step may be empty, and so may several microbatches."""

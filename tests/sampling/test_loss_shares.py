@@ -14,7 +14,9 @@ from composer_tokacc import (
     RegroupingBatchSampler,
     RegroupingDataLoader,
     TokenMonitor,
+    step_loss_weights,
     token_data_spec,
+    weighted_microbatches,
 )
 from composer_tokacc.sampling import LossShares
 from tests.support.exactness import loss_tokens
@@ -104,14 +106,17 @@ def gradient_of_shared_means(model, samples):
     return gradients_of(model, total)
 
 
-@pytest.mark.parametrize('packing', [False, True])
-def test_gradient_of_the_shared_means(packing):
+def shared_data(packing=False, missing_tokens=0):
+    """Returns samples of three datasets with shares, their sampler, and a data spec.
+
+    ``missing_tokens`` is the number of tokens by which the table is wrong for each sample.
+    """
     datasets = []
     for seed, (name, num_samples) in enumerate(SIZES.items()):
         datasets.append(NamedDataset(name, num_samples, seed))
     dataset = ConcatDataset(datasets)
     samples = [dataset[index] for index in range(40)]
-    tokens = [loss_tokens(sample) for sample in samples]
+    tokens = [loss_tokens(sample) - missing_tokens for sample in samples]
     sampler = RegroupingBatchSampler(
         dataset,
         lengths=[sample['input_ids'].shape[1] for sample in samples],
@@ -122,7 +127,38 @@ def test_gradient_of_the_shared_means(packing):
         loss_shares=LossShares(list(SIZES.values()), SHARES, tokens),
     )
     loader = RegroupingDataLoader(dataset, batch_sampler=sampler, collate_fn=collate_named)
-    data = token_data_spec(loader, slot_tokens=LONGEST, packing=packing)
+    return samples, sampler, token_data_spec(loader, slot_tokens=LONGEST, packing=packing)
+
+
+def test_samples_with_other_labels_than_in_the_table():
+    """Shares by a table of other labels would not be the shares of the loss."""
+    _, _, data = shared_data(missing_tokens=1)
+    with pytest.raises(ValueError, match=r"`loss_shares` .* got: \d+ for sample '\d+', which has \d+"):
+        fit(text_model(), data, token_weights='column', max_duration='1ba')
+
+
+def test_loop_with_other_labels_than_in_the_table():
+    _, _, data = shared_data(missing_tokens=1)
+    batch = next(iter(data.dataloader))
+    with pytest.raises(ValueError, match='`loss_shares` must know the loss tokens of each sample'):
+        step_loss_weights(batch, token_weights='column')
+
+
+def test_shares_that_nobody_applies():
+    _, _, data = shared_data()
+    batch = next(iter(data.dataloader))
+    assert step_loss_weights(batch, token_weights='column')
+    with pytest.raises(ValueError, match=r"need `token_weights='column'`.* got: 'sqrt'"):
+        step_loss_weights(batch, token_weights='sqrt')
+    with pytest.raises(ValueError, match=r"need `token_weights='column'`.* got: 'token'"):
+        next(weighted_microbatches(batch))
+    with pytest.raises(ValueError, match=r"need `token_weights='column'`.* got: 'token'"):
+        fit(text_model(), data, max_duration='1ba')
+
+
+@pytest.mark.parametrize('packing', [False, True])
+def test_gradient_of_the_shared_means(packing):
+    samples, sampler, data = shared_data(packing)
     samples_of_step = [samples[index] for index in sampler.window(0)]
     expected = gradient_of_shared_means(text_model(), samples_of_step)
 
