@@ -314,6 +314,46 @@ def test_invalid_generation_config_is_kept(tmp_path, lora):
         assert written['temperature'] == 0.9
 
 
+@pytest.fixture
+def base_tied_by_config(tmp_path):
+    """The folder of a model whose config ties head and embeddings, although its files hold different ones.
+
+    Transformers 5 does not tie them then.
+    """
+    base = tmp_path / 'base'
+    write_base(base)
+    config_file = base / 'config.json'
+    config = json.loads(config_file.read_text())
+    config['tie_word_embeddings'] = True
+    config['text_config']['tie_word_embeddings'] = True
+    config_file.write_text(json.dumps(config))
+    return base
+
+
+def test_head_that_only_the_config_ties(base_tied_by_config, tmp_path):
+    model = AutoModelForImageTextToText.from_pretrained(base_tied_by_config)
+    composer_model = hugging_face(model)
+    optimizer = torch.optim.SGD(trained_parameters(composer_model), lr=0.1)
+    checkpoint = train_and_save(composer_model, digits_batch(), optimizer=optimizer, folder=tmp_path / 'checkpoints')
+
+    assert export(checkpoint, tmp_path / 'exported') == 0
+
+    exported_logits = logits_of_folder(tmp_path / 'exported')
+    torch.testing.assert_close(exported_logits, logits_of(model), rtol=1e-6, atol=1e-6)
+
+
+def test_head_stays_if_embeddings_grow(base_tied_by_config):
+    processor = build_digits_processor()
+    head = build_model(pretrained=str(base_tied_by_config), processor=processor).model.lm_head.weight
+    processor.tokenizer.add_tokens([f'<new {number}>' for number in range(2 * len(head))])
+
+    larger_model = build_model(pretrained=str(base_tied_by_config), processor=processor).model
+
+    larger_head = larger_model.lm_head.weight
+    assert len(larger_head) > len(head)
+    assert torch.equal(larger_head[: len(head)], head)
+
+
 def test_adapter_without_a_base(tmp_path, capsys):
     """Its base was not read from a folder, so it can only be exported merged."""
     checkpoint, expected, _ = lora_checkpoint(tmp_path, {}, pretrained=False)

@@ -26,7 +26,7 @@ from composer_tokacc.programs.checkpoints import check_checkpoint, read_state, r
 from composer_tokacc.programs.errors import ConfigError, building
 from composer_tokacc.programs.host_types import Section
 from composer_tokacc.programs.lora import contains_base, load_weights, refuse_partial, with_saved_adapter
-from composer_tokacc.programs.models import auto_class, empty_model, set_cache
+from composer_tokacc.programs.models import auto_class, empty_model, has_tied_head, note_tying, set_cache
 
 
 def export_checkpoint(checkpoint: Path, folder: Path, *, merge: bool = False) -> None:
@@ -166,8 +166,15 @@ def _save_adapter(
 def _model_with_weights(config: PretrainedConfig, weights: Mapping[str, torch.Tensor]) -> Any:
     """Returns a model without an adapter, with the weights of a checkpoint."""
     model = empty_model(config)
+    was_tied = has_tied_head(model)
     _, unknown = load_weights(model, weights, assign=True)
-    model.tie_weights()  # a head that is tied to the embeddings may be stored once
+    head = model.get_output_embeddings()
+    is_stored_twice = was_tied and not head.weight.is_meta and not model.get_input_embeddings().weight.is_meta
+    if is_stored_twice:
+        # Transformers 5 does not tie them if the files of a model hold different ones, whatever its config says.
+        _tie_if_equal(model)
+    else:
+        model.tie_weights()  # a head that is tied to the embeddings may be stored once
     missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     refuse_partial(f'the weights of a {type(model).__name__}', missing, unknown)
     return model
@@ -187,21 +194,23 @@ def _merged_model(
         with building('base_model_name_or_path'):
             # In the type of the run, because the files of the base may be in a type with fewer bits.
             model = auto_class(config).from_pretrained(base, dtype=config.dtype, trust_remote_code=False)
-    head = model.get_output_embeddings()
-    was_tied = head is not None and head.weight is model.get_input_embeddings().weight
-    if head is not None and was_tied:
+    was_tied = has_tied_head(model)
+    if was_tied:
         # Untie head and embeddings for the merge, because perhaps only one of them was trained.
+        head = model.get_output_embeddings()
         head.weight = nn.Parameter(head.weight.detach().clone())
     merged: Any = with_saved_adapter(model, adapter_config, weights).merge_and_unload()
     if was_tied:
-        # Tie them again if they are still equal after the merge.
-        head = merged.get_output_embeddings()
-        embedding = merged.get_input_embeddings()
-        is_tied = torch.equal(head.weight, embedding.weight)
-        merged.config.tie_word_embeddings = is_tied
-        merged.config.get_text_config().tie_word_embeddings = is_tied
-        merged.tie_weights()
+        _tie_if_equal(merged)
     return merged
+
+
+def _tie_if_equal(model: Any) -> None:
+    """Ties the head to the embeddings if they are equal. Notes in the config whether they are."""
+    head = model.get_output_embeddings()
+    is_tied = torch.equal(head.weight, model.get_input_embeddings().weight)
+    note_tying(model, is_tied=is_tied)
+    model.tie_weights()
 
 
 def _write_processor(metadata: Section, folder: Path) -> None:

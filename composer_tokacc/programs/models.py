@@ -367,7 +367,23 @@ def _from_checkpoint(path: str, model_class: Any, dtype: torch.dtype, options: d
             GenerationConfig.from_pretrained(path)
     # Weights that the model has no place for are allowed, because many checkpoints hold heads for other tasks.
     refuse_partial(f'the weights of a {type(model).__name__}', sorted(loading['missing_keys']), path=path)
+    if model.get_output_embeddings() is not None and not has_tied_head(model):
+        # Transformers 5 does not tie them if the checkpoint holds different ones, even if the config says so. With such
+        # a config, a later change of the embeddings' size would replace the head by the embeddings.
+        note_tying(model, is_tied=False)
     return model
+
+
+def has_tied_head(model: Any) -> bool:
+    """Returns whether the head of a model and its embeddings are one weight."""
+    head = model.get_output_embeddings()
+    return head is not None and head.weight is model.get_input_embeddings().weight
+
+
+def note_tying(model: Any, *, is_tied: bool) -> None:
+    """Writes into the config of a model whether Transformers ties its head to its embeddings."""
+    for config in (model.config, model.config.get_text_config()):
+        config.tie_word_embeddings = is_tied
 
 
 def _fit_embeddings(model: Any, tokenizer: Any, *, has_lora: bool) -> None:
