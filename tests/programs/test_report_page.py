@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -169,7 +170,7 @@ def test_resumed_run_replaces_later_lines(tmp_path):
 @pytest.mark.parametrize(
     'metrics',
     [
-        {'phase': 'warm-up', 'nothing': None, 'bad': float('nan')},
+        {'phase': 'warm-up', 'nothing': None},
         {'vector': torch.ones(1), 'complex': torch.tensor(1j)},
         {'rows': [[1, 2], [3]], 'large': 10**400},
         {'step': 70.5},  # the name of our own entry
@@ -180,6 +181,26 @@ def test_only_numbers_are_written(metrics, tmp_path):
     metrics_of_step = {'loss': torch.tensor(1.5), **metrics}
     log_steps(tmp_path, [metrics_of_step])
     assert read_metrics(tmp_path) == {'loss': ([1], [1.5])}
+
+
+def test_last_figures_that_are_not_finite(tmp_path):
+    """They must not be replaced by those of an earlier step."""
+    diverged = {'loss/train/total': math.nan, 'metrics/eval/Loss': math.inf, 'token_monitor/mfu': math.nan}
+    log_steps(tmp_path, [{'loss/train/total': 2, 'metrics/eval/Loss': 3, 'token_monitor/mfu': 0.5}, diverged])
+    metrics = read_metrics(tmp_path)
+    parts = SimpleNamespace(train_dataset=None, eval_dataset=None, model=None, processor=None)
+    result = summarize(state_at(2), metrics, parts, first_step=0, seconds=1.0)
+
+    config = TrainConfig(report={'folder': str(tmp_path)})
+    summary = write_report(config, parts, result, metrics, InMemoryLogger(), [])
+
+    written = json.loads((tmp_path / 'result.json').read_text())
+    assert written['loss'] == {'first': 2.0, 'last': None}
+    assert written['eval'] == {'Loss': None}
+    assert written['token_monitor'] == {'mfu': 0.5}
+    assert '2.000 -> NaN' in summary
+    page = (tmp_path / 'report.html').read_text()
+    assert 'total: nan' in page
 
 
 def test_source_whose_name_is_a_pattern():
