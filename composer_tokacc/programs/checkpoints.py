@@ -3,7 +3,8 @@
 
 """Guards the checkpoints of a run.
 
-Only one run at a time writes to a folder. A run resumes only from a complete checkpoint of the same model and data.
+Only one run at a time writes to a folder, of checkpoints or of results. A run resumes only from a complete checkpoint
+of the same model and data.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import os
 import re
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,10 +46,10 @@ def checkpoint_folder(trainer: Section) -> Path | None:
     folder = trainer.get('save_folder')
     if folder is None or '://' in folder:  # such as s3://bucket/run
         return None
-    return Path(format_name_with_dist(folder, str(_run_name(trainer))))
+    return Path(format_name_with_dist(folder, str(run_name_of(trainer))))
 
 
-def _run_name(trainer: Section) -> str | None:
+def run_name_of(trainer: Section) -> str | None:
     """Returns the name of the run from the same places as Composer; None if Composer will generate one."""
     for name in (trainer.get('run_name'), os.environ.get('COMPOSER_RUN_NAME'), os.environ.get('RUN_NAME')):
         if name is not None:
@@ -62,7 +63,7 @@ def latest_link(trainer: Section) -> Path | None:
     The link may not exist yet. The result is also None without a run name, because Composer refuses such a run.
     """
     folder = checkpoint_folder(trainer)
-    run_name = _run_name(trainer)
+    run_name = run_name_of(trainer)
     link_name = trainer.get('save_latest_filename', 'latest-rank{rank}.pt')  # Composer's default
     if folder is None or run_name is None or not link_name or not trainer.get('autoresume'):
         return None
@@ -70,24 +71,29 @@ def latest_link(trainer: Section) -> Path | None:
 
 
 @contextmanager
-def lock_folder(folder: Path | None) -> Iterator[None]:
-    """Keeps other runs out of a folder while the block runs. Does nothing for None.
+def lock_folders(folders: Mapping[str, Path | None]) -> Iterator[None]:
+    """Keeps other runs out of some folders while the block runs.
 
-    The system releases the lock if the process is killed.
+    The system releases the locks if the process is killed.
+
+    Args:
+        folders: The folders by their keys in the config. Several keys may have the same folder. None is left out.
     """
-    if folder is None:
-        yield
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        acquired = FileLock(folder / '.lock').acquire(timeout=0)
-    except Timeout as error:
-        raise ConfigError(
-            'trainer.save_folder',
-            f'must be free, got: {folder}, into which another run is writing. Wait for it, or give this one a '
-            '`trainer.run_name` and a `trainer.save_folder` of its own',
-        ) from error
-    with acquired:
+    locked = set()
+    with ExitStack() as stack:
+        for key, folder in folders.items():
+            if folder is None or folder.resolve() in locked:
+                continue
+            folder.mkdir(parents=True, exist_ok=True)
+            try:
+                stack.enter_context(FileLock(folder / '.lock').acquire(timeout=0))
+            except Timeout as error:
+                raise ConfigError(
+                    key,
+                    f'must be free, got: {folder}, into which another run is writing. Wait for it, or give this one a '
+                    f'`trainer.run_name` and a `{key}` of its own',
+                ) from error
+            locked.add(folder.resolve())
         yield
 
 
