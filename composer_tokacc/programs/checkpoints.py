@@ -366,12 +366,17 @@ SPEED_SETTINGS = ('foreach', 'fused', 'capturable', 'differentiable')
 change them."""
 
 
+MEANING_OF_WEIGHTS = ('vocabulary', 'model.lora.alpha', 'model.lora.use_rslora', 'model.pretrained')
+"""Fingerprints that are compared even if a run loads only the weights of a checkpoint. With another vocabulary the rows
+of the embeddings stand for other tokens. An adapter with another scale, or on another base, is another model."""
+
+
 class SameData(Callback):
     """Refuses to resume with another model, data, order, processor, vocabulary, adapter or optimizer, on all ranks.
 
     Models are compared by the names and shapes of their weights. For everything else this callback saves fingerprints
-    in each checkpoint and compares them, unless the run loads only weights. The number of ranks may change, and so may
-    every setting that decides how batches are cut into microbatches.
+    in each checkpoint and compares them. If the run loads only weights, it compares ``MEANING_OF_WEIGHTS``. The number
+    of ranks may change, and so may every setting that decides how batches are cut into microbatches.
 
     Composer calls three methods, in this order:
 
@@ -463,7 +468,11 @@ class SameData(Callback):
         if not weights_only:
             self._compare_fingerprints(saved.fingerprints)
         # With `load_ignore_keys` the user decides which weights and optimizers are loaded.
-        if self._unsharded is None or self.trainer.get('load_ignore_keys'):
+        if self.trainer.get('load_ignore_keys'):
+            return
+        if weights_only:
+            self._compare_meaning(path, saved.fingerprints)
+        if self._unsharded is None:
             return
         # FSDP has divided the weights by now. Without it, algorithms may have changed the model since __init__().
         model_shapes = self._unsharded if state.fsdp_enabled else ModelShapes.of(inner_model(state.model))
@@ -515,17 +524,34 @@ class SameData(Callback):
             f'got: other {" and ".join(differing)} ({details})'
         )
 
-    def _refuse(self, message: str) -> None:
-        """Raises ConfigError with this message and the remedies. With ``on_other_data='warn'`` it only warns."""
+    def _compare_meaning(self, path: Path, saved_json: str) -> None:
+        """Refuses weights that mean something else in this run, see ``MEANING_OF_WEIGHTS``."""
+        differing = {}
+        for name, saved_value in json.loads(saved_json or '{}').items():
+            value = self._fingerprints.get(name)
+            if name in MEANING_OF_WEIGHTS and saved_value != value:
+                differing[name] = f'{name} {saved_value} there, {value} here'
+        if differing:
+            details = ', '.join(differing.values())
+            self._refuse(
+                'a run that loads the weights of a checkpoint must have its vocabulary, and the scale and the base of '
+                f'its adapter, got: {path} with other {" and ".join(differing)} ({details})',
+                remedy='Set it back. A run has the vocabulary of the weights if it starts from an export of the '
+                'checkpoint: model.pretrained=FOLDER',
+            )
+
+    def _refuse(
+        self,
+        message: str,
+        *,
+        remedy: str = 'Set it back, or for a new run give another trainer.run_name and trainer.save_folder, with '
+        'trainer.load_path and trainer.load_weights_only=true if it starts from these weights',
+    ) -> None:
+        """Raises ConfigError with this message and the remedy. With ``on_other_data='warn'`` it only warns."""
         if self.on_other_data == 'warn':
             log.warning('%s; goes on because of `loader.on_other_data`.', message)
             return
-        raise ConfigError(
-            '',
-            f'{message}. Set it back, or for a new run give another trainer.run_name and trainer.save_folder, with '
-            'trainer.load_path and trainer.load_weights_only=true if it starts from these weights; to go on: '
-            'loader.on_other_data=warn',
-        )
+        raise ConfigError('', f'{message}. {remedy}; to go on: loader.on_other_data=warn')
 
 
 def _checkpoint_to_load(trainer: Section, run_name: str) -> Path | None:

@@ -128,7 +128,8 @@ class LoaderConfig:
     """Where lengths of samples are kept between runs; null means the user's cache folder."""
     on_other_data: Literal['raise', 'warn'] = 'raise'
     """What to do if a resumed run has other data, processor, vocabulary, adapter or optimizer settings than its
-    checkpoint, or goes on within an epoch with other batches: ``raise`` an error, or ``warn`` and go on."""
+    checkpoint, goes on within an epoch with other batches, or loads only weights, which mean something else with its
+    vocabulary or adapter: ``raise`` an error, or ``warn`` and go on."""
 
     @property
     def largest_batch(self) -> int:
