@@ -263,6 +263,12 @@ def notes_on(config: TrainConfig) -> list[str]:
             section_name, _, name = key.partition('.')
             if sections[section_name].get(name):
                 notes.append(f'`{key}` has no effect without `{needed_key}`')
+    lora = config.model.lora
+    if lora is not None and config.model.freeze and lora.get('bias') in (None, 'none'):
+        notes.append(
+            '`model.freeze` has no effect with `model.lora`, which freezes the whole model. What is trained in these '
+            'parts is set by `model.lora.target_modules` and `modules_to_save`'
+        )
     parts = config.dataset.get('parts') or {}
     # A key next to `parts` is the default for all parts and the eval set. If each of them has the key, the default is
     # never used.

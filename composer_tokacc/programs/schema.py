@@ -79,7 +79,8 @@ class ModelConfig:
     """For a fresh model: ``model_type`` and the fields of its Transformers config."""
     freeze: list[str] = field(default_factory=list)
     """Parts that keep their weights, e.g. ``[vision_tower]``. The layers after the vision feature layer of LLaVA
-    models always do: no loss reaches them."""
+    models always do: no loss reaches them. With ``lora`` it only keeps biases from ``lora.bias``; an adapter in these
+    parts is trained."""
     lora: dict[str, Any] | None = None
     """Train an adapter (peft): ``r``, ``alpha``, ``dropout``, ``target_modules``, ``modules_to_save``; ``bits: 4``:
     the base in 4 bits (bitsandbytes, GPU only)."""

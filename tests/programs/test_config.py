@@ -455,6 +455,16 @@ def test_notes_on_keys_without_effect():
     assert notes_on(config) == []
 
 
+def test_note_on_freeze_with_an_adapter():
+    config = TrainConfig(algorithms={'token_accumulation': None})
+    config.model.freeze = ['vision_tower']
+    assert notes_on(config) == []
+    config.model.lora = {'r': 2}
+    assert len(notes_on(config)) == 1
+    config.model.lora['bias'] = 'all'
+    assert notes_on(config) == []
+
+
 def test_no_note_on_keys_switched_off():
     """A null is on purpose: `trainer.save_folder=null` for a short trial of a file that saves."""
     config = TrainConfig(
