@@ -139,13 +139,14 @@ def arguments_to_resume(trainer: Section, loggers: Sequence[LoggerDestination] =
 
 
 def newest_checkpoint(link: Path) -> Path | None:
-    """Returns the newest complete checkpoint; None if there is no checkpoint. Refuses a folder of damaged ones.
+    """Returns the newest complete checkpoint; None if there is no checkpoint. Refuses a link to a damaged one, if there
+    is no other.
 
     Args:
         link: Composer's link to the latest checkpoint. A copy of a folder may hold a file in its place.
     """
     if not os.path.lexists(link):
-        return None
+        return _newest_without_link(link)
     latest = link
     if link.is_symlink():
         latest = link.parent / os.readlink(link)
@@ -166,6 +167,27 @@ def newest_checkpoint(link: Path) -> Path | None:
         f'{latest.parent}. Remove {link.parent} to start from the beginning, or give `trainer.load_path` with '
         '`trainer.autoresume=false`',
     )
+
+
+def _newest_without_link(link: Path) -> Path | None:
+    """Returns the newest complete checkpoint of a training run in a folder without a link; None if there is none.
+
+    A copy of a folder may lack the link, and so does a run that was killed when it had saved its first checkpoint. If
+    such a run began anew, it would overwrite the checkpoints.
+
+    Args:
+        link: The path that the link would have.
+    """
+    for checkpoint in _older_checkpoints(link):
+        if find_damage(checkpoint):
+            continue
+        try:
+            saved = SavedRun.read(checkpoint)
+        except ConfigError:  # a file of another program
+            continue
+        if saved.optimizers:  # otherwise no run can go on from it
+            return checkpoint
+    return None
 
 
 def _older_checkpoints(latest: Path) -> list[Path]:

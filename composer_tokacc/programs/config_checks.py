@@ -278,12 +278,22 @@ def notes_on(config: TrainConfig) -> list[str]:
     for key, value in config.dataset.items():
         if parts and value is not None and all(key in dataset for dataset in datasets):
             notes.append(f'`dataset.{key}` has no effect, because each dataset has its own')
+    eval_section = config.dataset.get('eval')
+    for part in parts.values() or [{}]:
+        if eval_section and _same_file(config.dataset | part, config.dataset | eval_section):
+            notes.append('`dataset.eval` has the `path` of training data, so it evaluates samples that are trained')
     size = config.microbatching.device_train_microbatch_size
     if config.microbatching.device_memory_gib is not None and size != 'suggest':
         notes.append(
             '`microbatching.device_memory_gib` only limits the microbatches of a run with `microbatching.size: suggest`'
         )
     return notes
+
+
+def _same_file(training: Section, evaluation: Section) -> bool:
+    """Returns whether two datasets read the same files. Other classes than ours may read a part of their ``path``."""
+    names = {training.get('name'), evaluation.get('name')}
+    return names == {'llava'} and training.get('path') == evaluation.get('path')
 
 
 def check_folders(config: TrainConfig) -> None:

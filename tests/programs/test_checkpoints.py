@@ -79,6 +79,25 @@ def test_names_of_other_forms(name, tmp_path):
     assert resume_from(tmp_path) == str(older)
 
 
+def save_run(path: Path, *, age: int) -> Path:
+    """Writes a checkpoint that a run can go on from."""
+    timestamp = {'Timestamp': {'batch': 2}}
+    torch.save({'state': {'model': {}, 'optimizers': {'SGD': {}}, 'timestamp': timestamp}}, path)
+    os.utime(path, (1e9 - age, 1e9 - age))
+    return path
+
+
+def test_copy_without_the_link_is_resumed(tmp_path):
+    """If the run began anew, it would overwrite the checkpoints. Files of other programs are left out."""
+    save_checkpoint(tmp_path / 'weights.pt')
+    assert resume_from(tmp_path) is None
+    older = save_run(tmp_path / 'ep0-ba2-rank0.pt', age=20)
+    latest = save_run(tmp_path / 'ep0-ba4-rank0.pt', age=10)
+    assert resume_from(tmp_path) == str(latest)
+    truncate(latest)
+    assert resume_from(tmp_path) == str(older)
+
+
 def test_damaged_latest_file_is_replaced(tmp_path):
     """A copy of a folder may hold a file in place of the link."""
     older = save_checkpoint(tmp_path / 'ep0-ba4-rank0.pt', age=20)

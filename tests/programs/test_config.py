@@ -455,6 +455,17 @@ def test_notes_on_keys_without_effect():
     assert notes_on(config) == []
 
 
+def test_note_on_evaluation_of_trained_samples():
+    dataset = {'name': 'llava', 'path': 'a.json', 'eval': {'max_length': 9}}
+    config = TrainConfig(algorithms={'token_accumulation': None}, dataset=dataset)
+    assert len(notes_on(config)) == 1
+    dataset['parts'] = {'a': {'path': 'b.json'}, 'b': {'path': 'a.json'}}
+    dataset['eval'] = {'path': 'b.json'}
+    assert sum('`dataset.eval` has the `path` of training data' in note for note in notes_on(config)) == 1
+    dataset['eval'] = {'path': 'c.json'}
+    assert not any('`dataset.eval` has the `path`' in note for note in notes_on(config))
+
+
 def test_note_on_freeze_with_an_adapter():
     config = TrainConfig(algorithms={'token_accumulation': None})
     config.model.freeze = ['vision_tower']
