@@ -138,17 +138,25 @@ def _or_none(value: float) -> float | None:
 def _sources(metrics: Mapping[str, Series]) -> dict[str, dict[str, float]]:
     """Returns the figures of each source: its tokens, its mean shares of weight and cost, its first and last loss.
 
-    The cost of a source is its number of computed positions.
+    The cost of a source is its number of computed positions. The shares are means over all steps that have sources. A
+    source that came late is not logged in the steps before, and had no share in them.
     """
     sources = {}
     tokens_of_sources = select(metrics, 'token_monitor/source/*/tokens')
+    logged_steps: set[int] = set()
+    for steps, _ in tokens_of_sources.values():
+        logged_steps.update(steps)
     for name, (_, tokens) in sorted(tokens_of_sources.items()):
         # Read by their full names, because in a pattern a source such as `captions[en]` would not match itself.
         metric = f'token_monitor/source/{name}'
         _, weights = metrics[f'{metric}/weight']
         _, positions = metrics[f'{metric}/positions']
         _, losses = metrics.get(f'{metric}/loss', ([], []))
-        source = {'tokens': sum(tokens), 'weight': fmean(weights), 'positions': fmean(positions)}
+        source = {
+            'tokens': sum(tokens),
+            'weight': sum(weights) / len(logged_steps),
+            'positions': sum(positions) / len(logged_steps),
+        }
         if losses:
             source |= {'first_loss': losses[0], 'last_loss': losses[-1]}
         sources[name] = source

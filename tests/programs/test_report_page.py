@@ -216,6 +216,19 @@ def test_source_whose_name_is_a_pattern():
     assert sources == {'captions[en]': expected}
 
 
+def test_shares_of_a_source_that_came_late():
+    """It has all of the weight in the last of four steps, and is not logged before."""
+    metrics = {}
+    for name in ('tokens', 'weight', 'positions'):
+        metrics[f'token_monitor/source/early/{name}'] = ([1, 2, 3, 4], [1.0, 1.0, 1.0, 0.0])
+        metrics[f'token_monitor/source/late/{name}'] = ([4], [1.0])
+
+    sources = _sources(metrics)
+
+    assert sources['early'] == {'tokens': 3.0, 'weight': 0.75, 'positions': 0.75}
+    assert sources['late'] == {'tokens': 1.0, 'weight': 0.25, 'positions': 0.25}
+
+
 def test_full_disk_is_reported_once(tmp_path):
     (tmp_path / 'metrics.jsonl').symlink_to('/dev/full')
     lines = JsonLines(str(tmp_path))
