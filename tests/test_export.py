@@ -383,6 +383,17 @@ def test_export_replaces_an_earlier_one(tmp_path):
         AutoProcessor.from_pretrained(folder)
 
 
+def test_export_leaves_no_template_of_an_earlier_one(tmp_path):
+    model = build_model(config=tiny_config(), processor=build_digits_processor())
+    export_model(model, tmp_path)
+    assert AutoProcessor.from_pretrained(tmp_path).chat_template
+
+    model.processor.chat_template = None
+    model.processor.tokenizer.chat_template = None
+    export_model(model, tmp_path)
+    assert AutoProcessor.from_pretrained(tmp_path).chat_template is None
+
+
 def bytes_of_files(folder):
     return {path: path.read_bytes() for path in folder.rglob('*')}
 

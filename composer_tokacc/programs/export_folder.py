@@ -29,6 +29,18 @@ from composer_tokacc.programs.lora import contains_base, load_weights, refuse_pa
 from composer_tokacc.programs.models import auto_class, empty_model, has_tied_head, note_tying, set_cache
 
 
+EXPORTED_FILES = (
+    '*.safetensors*',
+    '*.json',  # configs, tokenizer and vocabulary
+    '*.jinja',
+    'additional_chat_templates/*.jinja',
+    '*.model',  # of sentencepiece
+    'merges.txt',
+    'vocab.txt',
+)
+"""Patterns of the files in an exported folder that Transformers loads."""
+
+
 def export_checkpoint(checkpoint: Path, folder: Path, *, merge: bool = False) -> None:
     """Writes a folder that ``from_pretrained`` loads without Composer and this package.
 
@@ -113,9 +125,9 @@ def export_model(model: HuggingFaceModel, folder: Path) -> None:
         unfinished = Path(scratch) / 'folder'
         unfinished.mkdir()
         _write_folder(state, 'the trained model', unfinished, merge=False)
-        # Removes the earlier export first, because this one may not overwrite all of its files, such as an adapter or a
-        # further shard.
-        for pattern in ('*.safetensors*', '*config.json'):
+        # Removes the earlier export first, because this one may not overwrite all of its files, such as an adapter, a
+        # further shard or a chat template. Transformers would load them.
+        for pattern in EXPORTED_FILES:
             for file in folder.glob(pattern):
                 file.unlink()
         shutil.copytree(unfinished, folder, copy_function=os.replace, dirs_exist_ok=True)
