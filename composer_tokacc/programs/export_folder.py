@@ -28,7 +28,6 @@ from composer_tokacc.programs.host_types import Section
 from composer_tokacc.programs.lora import contains_base, load_weights, refuse_partial, with_saved_adapter
 from composer_tokacc.programs.models import auto_class, empty_model, has_tied_head, note_tying, set_cache
 
-
 EXPORTED_FILES = (
     '*.safetensors*',
     '*.json',  # configs, tokenizer and vocabulary
