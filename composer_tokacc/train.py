@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,6 +31,7 @@ from composer_tokacc.programs.answers import answers_of
 from composer_tokacc.programs.build import RunParts, TrainerParts, build_parts, build_trainer, build_trainer_parts
 from composer_tokacc.programs.checkpoints import checkpoint_folder, lock_folders, run_name_of
 from composer_tokacc.programs.config_checks import notes_on
+from composer_tokacc.programs.evaluated_weights import evaluated_weights
 from composer_tokacc.programs.metrics_file import JsonLines, read_metrics
 from composer_tokacc.programs.rehearsal import rehearsal_of
 from composer_tokacc.programs.run_result import result_folder, summarize, write_report
@@ -144,7 +145,10 @@ def _train(config: TrainConfig) -> None:
         last_answers = []
         if answers is not None:
             last_answers = answers.last
-        summary = write_report(config, parts, result, metrics, history, last_answers)
+        with ExitStack() as stack:
+            if not config.is_sharded:  # rank 0 could not use a sharded model alone
+                stack.enter_context(evaluated_weights(trainer.state, trainer.logger))
+            summary = write_report(config, parts, result, metrics, history, last_answers)
     # All ranks wait until the report is written. If a rank exited earlier, NCCL would report it as crashed.
     dist.barrier()
     trainer.close()  # before the summary, because this ends the line of the progress bar

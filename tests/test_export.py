@@ -368,6 +368,28 @@ def test_adapter_without_a_base(tmp_path, capsys):
     assert '`report.export` must be false with FSDP, and for `model.lora` on a base' in capsys.readouterr().err
 
 
+@pytest.mark.slow
+def test_export_has_the_evaluated_average(tmp_path):
+    """Composer's EMA evaluates an average of the weights, and saves it. Without checkpoints it is exported as well."""
+    logits = []
+    for name, save_folder in (('saved', tmp_path), ('not_saved', 'null')):
+        overrides = [
+            f'trainer.save_folder={save_folder}',
+            f'report.folder={tmp_path}/{name}',
+            'report.export=true',
+            'algorithms.ema={half_life: 10ba}',
+            'optimizer.lr=0.01',
+            'scheduler.t_warmup=0ba',
+            'trainer.eval_interval=3ba',
+        ]
+        assert train([DIGITS, *TINY_DIGITS, 'trainer.max_duration=3ba', *overrides]) == 0
+        logits.append(logits_of_folder(tmp_path / name / 'exported'))
+    assert export(tmp_path / 'latest-rank0.pt', tmp_path / 'checkpoint') == 0
+    expected = logits_of_folder(tmp_path / 'checkpoint')
+    for logits_of_export in logits:
+        torch.testing.assert_close(logits_of_export, expected, rtol=1e-6, atol=1e-6)
+
+
 def test_export_replaces_an_earlier_one(tmp_path):
     pytest.importorskip('peft')
     write_base(tmp_path / 'base')
