@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import re
+import zlib
 from collections.abc import Iterable, Mapping
 from operator import add
 from typing import Any, NamedTuple
@@ -18,7 +19,6 @@ from typing import Any, NamedTuple
 import torch
 
 from composer_tokacc.batch import Batch, labels_of
-from composer_tokacc.cache import fingerprint
 from composer_tokacc.checks.logits import logits_of, token_losses_at
 from composer_tokacc.labelled import LabelledPositions, batch_at_logits
 from composer_tokacc.monitor.step_counts import rows_with_positions
@@ -137,7 +137,8 @@ class SourceLedger:
         name = _loggable(source)
         if name in self._names.values():
             # Another source becomes the same name, such as one with as many Chinese characters.
-            name = f'{name}_{fingerprint(source, length=6)}'
+            checksum = zlib.crc32(source.encode())
+            name = f'{name}_{checksum:08x}'
         self._names[source] = name
 
     def _warn_of_others(self) -> None:
