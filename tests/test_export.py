@@ -354,6 +354,32 @@ def test_head_stays_if_embeddings_grow(base_tied_by_config):
     assert torch.equal(larger_head[: len(head)], head)
 
 
+def test_merge_into_another_base_is_refused(tmp_path, capsys):
+    """The folder of the base may have been written again since the adapter was trained."""
+    pytest.importorskip('peft')
+    folder = tmp_path / 'base'
+    base = write_base(folder, tied=True)
+    build_digits_processor().save_pretrained(folder)
+    overrides = [
+        *without_model(TINY_DIGITS),
+        'model.config=null',
+        f'model.pretrained={folder}',
+        'model.lora={r: 2, modules_to_save: [lm_head]}',
+        'trainer.max_duration=1ba',
+        'trainer.eval_interval=0',
+        f'trainer.save_folder={tmp_path}',
+        f'report.folder={tmp_path}',
+    ]
+    assert train([DIGITS, *overrides]) == 0
+    assert export(tmp_path / 'latest-rank0.pt', tmp_path / 'merged', 'merge=true') == 0
+
+    with torch.no_grad():
+        base.lm_head.weight[-1] += 1
+    base.save_pretrained(folder)
+    assert export(tmp_path / 'latest-rank0.pt', tmp_path / 'other', 'merge=true') == 2
+    assert 'the base of the adapter must have the weights that it was trained on' in capsys.readouterr().err
+
+
 def test_adapter_without_a_base(tmp_path, capsys):
     """Its base was not read from a folder, so it can only be exported merged."""
     checkpoint, expected, _ = lora_checkpoint(tmp_path, {}, pretrained=False)

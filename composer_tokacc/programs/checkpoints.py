@@ -353,14 +353,18 @@ class SavedRun:
                 state = _state_of_folder(path)
             else:
                 state = read_state(path)
-            callbacks = state.get('callbacks') or {}
-            fingerprints = (callbacks.get(SameData.__qualname__) or {}).get('fingerprints', '')
             optimizers = set()
             if dict(state.get('timestamp') or {}):
                 for name in state.get('optimizers') or {}:
                     # In a sharded checkpoint the names are `AdamW.state...` and `AdamW.param_groups...`.
                     optimizers.add(re.split(r'\.(?:state|param_groups)\.', name)[0])
-            return cls(path, fingerprints, _shapes_of(state.get('model') or {}), sorted(optimizers))
+            return cls(path, saved_fingerprints(state), _shapes_of(state.get('model') or {}), sorted(optimizers))
+
+
+def saved_fingerprints(state: Section) -> str:
+    """Returns the JSON of :class:`SameData` in the part ``state`` of a checkpoint; empty if there is none."""
+    callbacks = state.get('callbacks') or {}
+    return (callbacks.get(SameData.__qualname__) or {}).get('fingerprints', '')
 
 
 def _state_of_folder(path: Path) -> dict[str, Any]:

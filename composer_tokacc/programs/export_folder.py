@@ -22,10 +22,10 @@ from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import GenerationConfig, PretrainedConfig
 
-from composer_tokacc.programs.checkpoints import check_checkpoint, read_state, reading_checkpoint
+from composer_tokacc.programs.checkpoints import check_checkpoint, read_state, reading_checkpoint, saved_fingerprints
 from composer_tokacc.programs.errors import ConfigError, building
 from composer_tokacc.programs.host_types import Section
-from composer_tokacc.programs.lora import contains_base, load_weights, refuse_partial, with_saved_adapter
+from composer_tokacc.programs.lora import contains_base, identify_base, load_weights, refuse_partial, with_saved_adapter
 from composer_tokacc.programs.models import auto_class, empty_model, has_tied_head, note_tying, set_cache
 
 EXPORTED_FILES = (
@@ -97,7 +97,10 @@ def _write_folder(
         if adapter_file is None:
             model = _model_with_weights(config, weights)
         else:
-            model = _merged_model(config, adapter_file['content'], weights)
+            fingerprints = json.loads(saved_fingerprints(state) or '{}')
+            model = _merged_model(
+                config, adapter_file['content'], weights, base_fingerprint=fingerprints.get('model.pretrained')
+            )
         set_cache(model, on=True)  # it is off in training, and generation with the saved model would be slow
         generation_config = getattr(model, 'generation_config', None)  # only of models that can generate
         if generation_file:
@@ -195,8 +198,17 @@ def _merged_model(
     config: PretrainedConfig,
     adapter_config: Section,
     weights: Mapping[str, torch.Tensor],
+    *,
+    base_fingerprint: str | None,
 ) -> Any:
-    """Returns the base of an adapter with the adapter merged into it. See :func:`_save_adapter` for the arguments."""
+    """Returns the base of an adapter with the adapter merged into it.
+
+    Args:
+        config: See :func:`_save_adapter`.
+        adapter_config: See :func:`_save_adapter`.
+        weights: See :func:`_save_adapter`.
+        base_fingerprint: Result of :func:`.identify_base` in the run. None: it is not known.
+    """
     if contains_base(weights):
         # The base had random weights. These are replaced below.
         model = auto_class(config).from_config(config)
@@ -205,6 +217,9 @@ def _merged_model(
         with building('base_model_name_or_path'):
             # In the type of the run, because the files of the base may be in a type with fewer bits.
             model = auto_class(config).from_pretrained(base, dtype=config.dtype, trust_remote_code=False)
+        is_rounded = getattr(config, 'quantization_config', None) is not None  # its fingerprint is of rounded weights
+        if base_fingerprint is not None and not is_rounded:
+            _check_base(model, base_fingerprint, base)
     was_tied = has_tied_head(model)
     if was_tied:
         # Untie head and embeddings for the merge, because perhaps only one of them was trained.
@@ -214,6 +229,17 @@ def _merged_model(
     if was_tied:
         _tie_if_equal(merged)
     return merged
+
+
+def _check_base(model: Any, expected_fingerprint: str, base: object) -> None:
+    """Refuses another base than the one that the adapter was trained on. ``base`` names it in the error."""
+    model.requires_grad_(False)  # as in the run, because only frozen weights are in the fingerprint
+    if identify_base(model) != expected_fingerprint:
+        raise ConfigError(
+            '',
+            f'the base of the adapter must have the weights that it was trained on, got: others in {base}. Put them '
+            'back there, or export without merge=true and merge with the right base by peft',
+        )
 
 
 def _tie_if_equal(model: Any) -> None:
