@@ -67,7 +67,7 @@ KEYS_NEEDING = {
         'trainer.save_weights_only',
     ),
     'trainer.load_path': ('trainer.load_weights_only', 'trainer.load_ignore_keys', 'trainer.load_exclude_algorithms'),
-    'dataset.eval': ('loader.global_eval_batch_size',),
+    'dataset.eval': ('loader.global_eval_batch_size', 'report.answers', 'report.answer_tokens'),
 }
 """For each key, the keys that have no effect without it. Composer accepts them silently. `trainer.eval_interval` is not
 among them, because Composer itself warns if there is no eval set."""
@@ -263,6 +263,8 @@ def notes_on(config: TrainConfig) -> list[str]:
             section_name, _, name = key.partition('.')
             if sections[section_name].get(name):
                 notes.append(f'`{key}` has no effect without `{needed_key}`')
+    if config.is_sharded and config.report.get('answers'):
+        notes.append('`report.answers` has no effect with FSDP, because no rank holds the whole model')
     lora = config.model.lora
     if lora is not None and config.model.freeze and lora.get('bias') in (None, 'none'):
         notes.append(

@@ -455,6 +455,15 @@ def test_notes_on_keys_without_effect():
     assert notes_on(config) == []
 
 
+def test_note_on_answers_that_nobody_gives():
+    config = TrainConfig(algorithms={'token_accumulation': None}, report={'folder': 'runs', 'answers': 4})
+    assert notes_on(config) == ['`report.answers` has no effect without `dataset.eval`']
+    config.dataset['eval'] = {'path': 'eval.json'}
+    assert notes_on(config) == []
+    config.trainer['parallelism_config'] = {'fsdp': {}}
+    assert notes_on(config) == ['`report.answers` has no effect with FSDP, because no rank holds the whole model']
+
+
 def test_note_on_evaluation_of_trained_samples():
     dataset = {'name': 'llava', 'path': 'a.json', 'eval': {'max_length': 9}}
     config = TrainConfig(algorithms={'token_accumulation': None}, dataset=dataset)
