@@ -67,8 +67,9 @@ def _exact_step(model: torch.nn.Module) -> Iterator[TokenWeightsReport]:
         faults.append('Every token of an optimizer step must weigh the same, got: positive and negative weights.')
     if unequal_names:
         faults.append(
-            f'Each rank has other gradients at the step of the optimizer: {listed(unequal_names)}. Average them over '
-            'the ranks. With DDP, the last backward must not be in `no_sync`.'
+            'Each rank has other gradients at the step of the optimizer, or at the end if there was no step: '
+            f'{listed(unequal_names)}. Average them over the ranks. With DDP, the last backward must not be in '
+            '`no_sync`.'
         )
     for rank, sentences in enumerate(faults_by_rank):
         prefix = f'Rank {rank}: ' if len(faults_by_rank) > 1 else ''

@@ -62,7 +62,8 @@ class StepWatch:
         self.faults: list[str] = []
         """A sentence for each fault that was found on this rank. The list is complete when the context ends."""
         self.gradients_at_step: dict[str, Checksum] = {}
-        """Gradients that an optimizer used in its last step. Sharded parameters are left out."""
+        """Gradients that an optimizer used in its last step. If no optimizer of the parameters made one, these are the
+        gradients at the end of the context that are finite. Sharded parameters are left out."""
         self._model = inner_model(model)
         parameters = self._model.named_parameters()
         trained = {name: parameter for name, parameter in parameters if parameter.requires_grad}
@@ -81,6 +82,8 @@ class StepWatch:
         """Gradients at the end of the last backward. Empty: there was none."""
         self._has_stepped = False
         """Whether an optimizer has made a step since the start of the last backward."""
+        self._had_step = False
+        """Whether an optimizer has made any step in the context."""
         self._inputs: list[tuple[Any, Any]] = []
         """Positional and named arguments of the forwards that run, before other hooks change them. There are several if
         a hook runs the model, such as that of ``LogitsAtLabels``."""
@@ -110,6 +113,11 @@ class StepWatch:
 
     def __exit__(self, *error: object) -> None:
         self._hooks.close()
+        if not self._had_step:
+            # The loop moves the weights itself, or its optimizer has copies of them. Or a GradScaler has left out the
+            # step, because a gradient is not finite.
+            gradients = self._gradient_checksums()
+            self._keep_gradients({name: sums for name, sums in gradients.items() if math.isfinite(sums.size)})
 
     def _on_backward_start(self, gradients: object) -> None:
         """Compares weights and gradients with those of the last backward, before this one adds to a gradient."""
@@ -175,24 +183,31 @@ class StepWatch:
         if not stepped_ids & self._trained_ids:
             return
         self._has_stepped = True
+        self._had_step = True
         # Within a backward, an optimizer may make its step as soon as one gradient is complete.
         if self._in_backward or not self._gradients_at_end:
             return
         lost_names = []
+        gradients = {}
         for name, gradient in self._gradient_checksums().items():
-            parameter = self._parameters[name]
-            if id(parameter) not in stepped_ids:
+            if id(self._parameters[name]) not in stepped_ids:
                 continue
+            gradients[name] = gradient
             if gradient == ZERO and self._gradients_at_end[name] != ZERO:
                 lost_names.append(name)
-            if not isinstance(parameter, DTensor):
-                self.gradients_at_step[name] = gradient
+        self._keep_gradients(gradients)
         if lost_names:
             self.faults.append(
                 'Gradients were set to 0 between the last backward and the step of the optimizer: '
                 f'{listed(lost_names)}. Call `zero_grad` after the step, and freeze parameters by '
                 '`requires_grad_(False)`.'
             )
+
+    def _keep_gradients(self, gradients: Mapping[str, Checksum]) -> None:
+        """Keeps gradients for :attr:`gradients_at_step`."""
+        for name, gradient in gradients.items():
+            if not isinstance(self._parameters[name], DTensor):
+                self.gradients_at_step[name] = gradient
 
     def _gradient_checksums(self) -> dict[str, Checksum]:
         return _checksums({name: parameter.grad for name, parameter in self._parameters.items()})

@@ -11,8 +11,9 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
+from pathlib import Path
 
 from composer_tokacc.programs.process import allow_open_files, command_line, prepare, say, share_cores
 
@@ -28,8 +29,9 @@ from composer.utils import dist
 from composer_tokacc.programs import TrainConfig
 from composer_tokacc.programs.answers import answers_of
 from composer_tokacc.programs.build import RunParts, TrainerParts, build_parts, build_trainer, build_trainer_parts
-from composer_tokacc.programs.checkpoints import checkpoint_folder, lock_folder
+from composer_tokacc.programs.checkpoints import checkpoint_folder, lock_folders, run_name_of
 from composer_tokacc.programs.config_checks import notes_on
+from composer_tokacc.programs.evaluated_weights import evaluated_weights
 from composer_tokacc.programs.metrics_file import JsonLines, read_metrics
 from composer_tokacc.programs.rehearsal import rehearsal_of
 from composer_tokacc.programs.run_result import result_folder, summarize, write_report
@@ -63,12 +65,22 @@ def run(config: TrainConfig) -> None:
     if config.dry_run:
         _dry_run(config)
         return
-    # The first rank locks the folder for all ranks. The others wait for it when they join the process group.
-    folder = None
+    # The first rank locks the folders for all ranks. The others wait for it when they join the process group.
+    folders = {}
     if dist.get_global_rank() == 0:
-        folder = checkpoint_folder(config.trainer)
-    with lock_folder(folder):
+        folders = _folders_of_run(config)
+    with lock_folders(folders):
         _train(config)
+
+
+def _folders_of_run(config: TrainConfig) -> dict[str, Path | None]:
+    """Returns the folders that a run writes into, by their keys in the config."""
+    run_name = run_name_of(config.trainer)
+    report_folder = None
+    # Without a name Composer will generate one, so that no other run has the same folder.
+    if run_name is not None or '{run_name}' not in config.report['folder']:
+        report_folder = result_folder(config, str(run_name))
+    return {'trainer.save_folder': checkpoint_folder(config.trainer), 'report.folder': report_folder}
 
 
 class _DryRunEnd(Exception):
@@ -133,7 +145,10 @@ def _train(config: TrainConfig) -> None:
         last_answers = []
         if answers is not None:
             last_answers = answers.last
-        summary = write_report(config, parts, result, metrics, history, last_answers)
+        with ExitStack() as stack:
+            if not config.is_sharded:  # rank 0 could not use a sharded model alone
+                stack.enter_context(evaluated_weights(trainer.state, trainer.logger))
+            summary = write_report(config, parts, result, metrics, history, last_answers)
     # All ranks wait until the report is written. If a rank exited earlier, NCCL would report it as crashed.
     dist.barrier()
     trainer.close()  # before the summary, because this ends the line of the progress bar

@@ -314,6 +314,72 @@ def test_invalid_generation_config_is_kept(tmp_path, lora):
         assert written['temperature'] == 0.9
 
 
+@pytest.fixture
+def base_tied_by_config(tmp_path):
+    """The folder of a model whose config ties head and embeddings, although its files hold different ones.
+
+    Transformers 5 does not tie them then.
+    """
+    base = tmp_path / 'base'
+    write_base(base)
+    config_file = base / 'config.json'
+    config = json.loads(config_file.read_text())
+    config['tie_word_embeddings'] = True
+    config['text_config']['tie_word_embeddings'] = True
+    config_file.write_text(json.dumps(config))
+    return base
+
+
+def test_head_that_only_the_config_ties(base_tied_by_config, tmp_path):
+    model = AutoModelForImageTextToText.from_pretrained(base_tied_by_config)
+    composer_model = hugging_face(model)
+    optimizer = torch.optim.SGD(trained_parameters(composer_model), lr=0.1)
+    checkpoint = train_and_save(composer_model, digits_batch(), optimizer=optimizer, folder=tmp_path / 'checkpoints')
+
+    assert export(checkpoint, tmp_path / 'exported') == 0
+
+    exported_logits = logits_of_folder(tmp_path / 'exported')
+    torch.testing.assert_close(exported_logits, logits_of(model), rtol=1e-6, atol=1e-6)
+
+
+def test_head_stays_if_embeddings_grow(base_tied_by_config):
+    processor = build_digits_processor()
+    head = build_model(pretrained=str(base_tied_by_config), processor=processor).model.lm_head.weight
+    processor.tokenizer.add_tokens([f'<new {number}>' for number in range(2 * len(head))])
+
+    larger_model = build_model(pretrained=str(base_tied_by_config), processor=processor).model
+
+    larger_head = larger_model.lm_head.weight
+    assert len(larger_head) > len(head)
+    assert torch.equal(larger_head[: len(head)], head)
+
+
+def test_merge_into_another_base_is_refused(tmp_path, capsys):
+    """The folder of the base may have been written again since the adapter was trained."""
+    pytest.importorskip('peft')
+    folder = tmp_path / 'base'
+    base = write_base(folder, tied=True)
+    build_digits_processor().save_pretrained(folder)
+    overrides = [
+        *without_model(TINY_DIGITS),
+        'model.config=null',
+        f'model.pretrained={folder}',
+        'model.lora={r: 2, modules_to_save: [lm_head]}',
+        'trainer.max_duration=1ba',
+        'trainer.eval_interval=0',
+        f'trainer.save_folder={tmp_path}',
+        f'report.folder={tmp_path}',
+    ]
+    assert train([DIGITS, *overrides]) == 0
+    assert export(tmp_path / 'latest-rank0.pt', tmp_path / 'merged', 'merge=true') == 0
+
+    with torch.no_grad():
+        base.lm_head.weight[-1] += 1
+    base.save_pretrained(folder)
+    assert export(tmp_path / 'latest-rank0.pt', tmp_path / 'other', 'merge=true') == 2
+    assert 'the base of the adapter must have the weights that it was trained on' in capsys.readouterr().err
+
+
 def test_adapter_without_a_base(tmp_path, capsys):
     """Its base was not read from a folder, so it can only be exported merged."""
     checkpoint, expected, _ = lora_checkpoint(tmp_path, {}, pretrained=False)
@@ -326,6 +392,28 @@ def test_adapter_without_a_base(tmp_path, capsys):
 
     assert train([DIGITS, 'model.lora={r: 2}', 'report.export=true']) == 2
     assert '`report.export` must be false with FSDP, and for `model.lora` on a base' in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_export_has_the_evaluated_average(tmp_path):
+    """Composer's EMA evaluates an average of the weights, and saves it. Without checkpoints it is exported as well."""
+    logits = []
+    for name, save_folder in (('saved', tmp_path), ('not_saved', 'null')):
+        overrides = [
+            f'trainer.save_folder={save_folder}',
+            f'report.folder={tmp_path}/{name}',
+            'report.export=true',
+            'algorithms.ema={half_life: 10ba}',
+            'optimizer.lr=0.01',
+            'scheduler.t_warmup=0ba',
+            'trainer.eval_interval=3ba',
+        ]
+        assert train([DIGITS, *TINY_DIGITS, 'trainer.max_duration=3ba', *overrides]) == 0
+        logits.append(logits_of_folder(tmp_path / name / 'exported'))
+    assert export(tmp_path / 'latest-rank0.pt', tmp_path / 'checkpoint') == 0
+    expected = logits_of_folder(tmp_path / 'checkpoint')
+    for logits_of_export in logits:
+        torch.testing.assert_close(logits_of_export, expected, rtol=1e-6, atol=1e-6)
 
 
 def test_export_replaces_an_earlier_one(tmp_path):
@@ -341,6 +429,17 @@ def test_export_replaces_an_earlier_one(tmp_path):
         assert weights_files == [expected_file]
         assert has_adapter_config == (lora is not None)
         AutoProcessor.from_pretrained(folder)
+
+
+def test_export_leaves_no_template_of_an_earlier_one(tmp_path):
+    model = build_model(config=tiny_config(), processor=build_digits_processor())
+    export_model(model, tmp_path)
+    assert AutoProcessor.from_pretrained(tmp_path).chat_template
+
+    model.processor.chat_template = None
+    model.processor.tokenizer.chat_template = None
+    export_model(model, tmp_path)
+    assert AutoProcessor.from_pretrained(tmp_path).chat_template is None
 
 
 def bytes_of_files(folder):

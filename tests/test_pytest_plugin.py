@@ -301,6 +301,22 @@ def test_forgotten_backward_of_first_token():
     assert 'Forward 2 of 2 adds nothing to the gradient' in faults_of(model, step)
 
 
+def test_forward_without_a_measured_weight():
+    """The model is sure of its labels, so nobody knows whether its tokens weigh as much as those of the other one."""
+    model = torch.nn.Embedding(9, 9)
+    with torch.no_grad():
+        for token in (5, 6):
+            model.weight[token] = 0
+            model.weight[token, token + 1] = 30
+
+    def step():
+        for ids, weight in ((torch.arange(5)[None], 1), (torch.tensor([[5, 6, 7]]), 100)):
+            loss = cross_entropy(model(ids)[0, :-1], ids[0, 1:], reduction='sum')
+            (loss * weight).backward()
+
+    assert 'Forward 2 of 2 has no token whose weight can be measured' in faults_of(model, step)
+
+
 def test_lost_label_of_each_row():
     """The loss of the loop leaves out the last token. The other tokens weigh the same."""
     model = text_model()

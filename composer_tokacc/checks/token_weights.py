@@ -110,7 +110,7 @@ class TokenWeightsReport:
         """Returns a sentence for each forward of this rank that adds nothing to the gradient, or not enough.
 
         All labels of a forward should add to it, unless they are ignored. If a forward gets no labels, some token
-        should.
+        should. The weight of at least one token must be measured, because the others are left out of :attr:`spread`.
         """
         sentences = []
         for number, forward in enumerate(self._forwards, start=1):
@@ -118,9 +118,17 @@ class TokenWeightsReport:
             num_tokens = int(has_loss.sum())
             num_labels = 1 if forward.num_labels is None else int(forward.num_labels)
             # A forward of an activation checkpoint repeats another one, which is judged by itself.
-            if num_tokens >= num_labels or forward.in_backward:
+            if forward.in_backward:
                 continue
             name = f'Forward {number} of {len(self._forwards)}'
+            if num_tokens >= num_labels:
+                if num_tokens > 0 and not len(forward.reliable_weights):
+                    sentences.append(
+                        f'{name} has no token whose weight can be measured: the model is sure of all labels '
+                        f'(1 - p below {SURE}), or most of the gradient is not of a cross-entropy. Test with a fresh '
+                        'model and without the other loss.'
+                    )
+                continue
             if num_tokens > 0:
                 sentences.append(
                     f'{name} adds only {num_tokens} of its {num_labels} labels to the gradient. Set labels that '

@@ -11,8 +11,8 @@ from __future__ import annotations
 import logging
 import math
 import re
+import zlib
 from collections.abc import Iterable, Mapping
-from functools import lru_cache
 from operator import add
 from typing import Any, NamedTuple
 
@@ -49,9 +49,11 @@ class SourceLedger:
     """Sums up the rows of a step by source, over all ranks. The ranks need not have the same sources."""
 
     def __init__(self) -> None:
-        self.names: list[str] = []
-        """Sources that any rank has seen so far. The list is the same on all ranks."""
-        self._has_warned = False
+        self._names: dict[str, str] = {}
+        """The name in the log of each source that any rank has seen so far, without further ones than ``MOST_SOURCES``.
+        The mapping is the same on all ranks."""
+        self._has_others = False
+        """Whether any rank has seen further sources."""
         self.begin_attempt()
 
     def begin_attempt(self) -> None:
@@ -83,7 +85,7 @@ class SourceLedger:
         self._losses.append(losses)
 
     def sums_of_rank(self) -> dict[str, SourceSums]:
-        """Returns the sums of each source on this rank. Waits for the device."""
+        """Returns the sums of each source on this rank, by the name in the batch. Waits for the device."""
         losses: list[float] = []
         for tensor in self._losses:
             losses += tensor.tolist()
@@ -95,34 +97,55 @@ class SourceLedger:
             loss = sum(losses[start:end])
             start = end
             if row.source is not None:
-                name = _loggable(row.source)
                 sums_of_row = SourceSums(loss, row.loss_tokens, row.loss_weight, positions)
-                earlier = sums.get(name, SourceSums())
-                sums[name] = earlier.plus(sums_of_row)
+                earlier = sums.get(row.source, SourceSums())
+                sums[row.source] = earlier.plus(sums_of_row)
         return sums
 
     def add_up(self, sums_of_ranks: Iterable[Mapping[str, SourceSums]]) -> dict[str, SourceSums]:
-        """Returns the sums of each source over all ranks. They are 0 if only earlier steps had rows of the source.
+        """Returns the sums of each source over all ranks, by its name in the log.
+
+        They are 0 if only earlier steps had rows of the source.
 
         Args:
             sums_of_ranks: The result of :meth:`sums_of_rank` on each rank.
         """
-        totals = dict.fromkeys(self.names, SourceSums())
+        totals_by_source: dict[str, SourceSums] = {}
         for rank_sums in sums_of_ranks:
-            for name, sums in rank_sums.items():
-                if name not in totals and len(totals) >= MOST_SOURCES:
-                    name = OTHERS
-                    self._warn_of_others()
-                earlier = totals.get(name, SourceSums())
-                totals[name] = earlier.plus(sums)
-        self.names = list(totals)
+            for source, sums in rank_sums.items():
+                earlier = totals_by_source.get(source, SourceSums())
+                totals_by_source[source] = earlier.plus(sums)
+        # Sorted, so that names do not depend on the order of the rows. A resumed run has another order.
+        for source in sorted(totals_by_source):
+            self._add_name(source)
+        names = list(self._names.values())
+        if self._has_others and OTHERS not in names:
+            names.append(OTHERS)
+        totals = dict.fromkeys(names, SourceSums())
+        for source, sums in totals_by_source.items():
+            name = self._names.get(source, OTHERS)
+            totals[name] = totals[name].plus(sums)
         return totals
+
+    def _add_name(self, source: str) -> None:
+        """Gives a source a name in the log, unless it has one or there are too many."""
+        if source in self._names:
+            return
+        if len(self._names) >= MOST_SOURCES:
+            self._warn_of_others()
+            return
+        name = _loggable(source)
+        if name in self._names.values():
+            # Another source becomes the same name, such as one with as many Chinese characters.
+            checksum = zlib.crc32(source.encode())
+            name = f'{name}_{checksum:08x}'
+        self._names[source] = name
 
     def _warn_of_others(self) -> None:
         """Warns once that there are too many sources."""
-        if self._has_warned:
+        if self._has_others:
             return
-        self._has_warned = True
+        self._has_others = True
         log.warning(
             'Rows have more than %d sources. The others are logged together, as `%s`. Let `source` name the file '
             'or the part of a mixture, or set TokenMonitor(sources=False).',
@@ -161,7 +184,6 @@ def _token_losses(batch: Batch, outputs: Any, num_tokens: int) -> torch.Tensor |
     return token_losses_at(logits, places, targets)
 
 
-@lru_cache(maxsize=4096)
 def _loggable(source: str) -> str:
     """Replaces the characters that MLflow refuses in the name of a metric. All loggers accept the other characters."""
     return re.sub(r'[^\w\-. ]', '_', source, flags=re.ASCII) or '_'

@@ -23,6 +23,7 @@ from composer_tokacc.batch import IGNORE_INDEX
 from composer_tokacc.compat import inner_model
 from composer_tokacc.data import image_token_ids
 from composer_tokacc.programs.build import RunParts
+from composer_tokacc.programs.evaluated_weights import evaluated_weights
 from composer_tokacc.programs.host_types import Processor, Row, SampleDataset
 from composer_tokacc.programs.metrics_file import keep_lines
 from composer_tokacc.programs.models import tokenizer_of
@@ -89,13 +90,14 @@ class Answers(Callback):
         if dist.get_global_rank() != 0 or not self.can_generate:
             return
         try:
-            self.last = answer_eval_samples(
-                cast(HuggingFaceModel, inner_model(state.model)),
-                self.dataset,
-                self.processor,
-                num_samples=self.num_samples,
-                max_new_tokens=self.max_new_tokens,
-            )
+            with evaluated_weights(state, logger):
+                self.last = answer_eval_samples(
+                    cast(HuggingFaceModel, inner_model(state.model)),
+                    self.dataset,
+                    self.processor,
+                    num_samples=self.num_samples,
+                    max_new_tokens=self.max_new_tokens,
+                )
         except Exception as error:  # a model that cannot generate can still be trained
             self.can_generate = False
             log.warning('Nothing is answered at evaluations: %s: %s', type(error).__name__, error)

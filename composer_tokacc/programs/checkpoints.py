@@ -3,7 +3,8 @@
 
 """Guards the checkpoints of a run.
 
-Only one run at a time writes to a folder. A run resumes only from a complete checkpoint of the same model and data.
+Only one run at a time writes to a folder, of checkpoints or of results. A run resumes only from a complete checkpoint
+of the same model and data.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import os
 import re
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,10 +46,10 @@ def checkpoint_folder(trainer: Section) -> Path | None:
     folder = trainer.get('save_folder')
     if folder is None or '://' in folder:  # such as s3://bucket/run
         return None
-    return Path(format_name_with_dist(folder, str(_run_name(trainer))))
+    return Path(format_name_with_dist(folder, str(run_name_of(trainer))))
 
 
-def _run_name(trainer: Section) -> str | None:
+def run_name_of(trainer: Section) -> str | None:
     """Returns the name of the run from the same places as Composer; None if Composer will generate one."""
     for name in (trainer.get('run_name'), os.environ.get('COMPOSER_RUN_NAME'), os.environ.get('RUN_NAME')):
         if name is not None:
@@ -62,7 +63,7 @@ def latest_link(trainer: Section) -> Path | None:
     The link may not exist yet. The result is also None without a run name, because Composer refuses such a run.
     """
     folder = checkpoint_folder(trainer)
-    run_name = _run_name(trainer)
+    run_name = run_name_of(trainer)
     link_name = trainer.get('save_latest_filename', 'latest-rank{rank}.pt')  # Composer's default
     if folder is None or run_name is None or not link_name or not trainer.get('autoresume'):
         return None
@@ -70,24 +71,29 @@ def latest_link(trainer: Section) -> Path | None:
 
 
 @contextmanager
-def lock_folder(folder: Path | None) -> Iterator[None]:
-    """Keeps other runs out of a folder while the block runs. Does nothing for None.
+def lock_folders(folders: Mapping[str, Path | None]) -> Iterator[None]:
+    """Keeps other runs out of some folders while the block runs.
 
-    The system releases the lock if the process is killed.
+    The system releases the locks if the process is killed.
+
+    Args:
+        folders: The folders by their keys in the config. Several keys may have the same folder. None is left out.
     """
-    if folder is None:
-        yield
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        acquired = FileLock(folder / '.lock').acquire(timeout=0)
-    except Timeout as error:
-        raise ConfigError(
-            'trainer.save_folder',
-            f'must be free, got: {folder}, into which another run is writing. Wait for it, or give this one a '
-            '`trainer.run_name` and a `trainer.save_folder` of its own',
-        ) from error
-    with acquired:
+    locked = set()
+    with ExitStack() as stack:
+        for key, folder in folders.items():
+            if folder is None or folder.resolve() in locked:
+                continue
+            folder.mkdir(parents=True, exist_ok=True)
+            try:
+                stack.enter_context(FileLock(folder / '.lock').acquire(timeout=0))
+            except Timeout as error:
+                raise ConfigError(
+                    key,
+                    f'must be free, got: {folder}, into which another run is writing. Wait for it, or give this one a '
+                    f'`trainer.run_name` and a `{key}` of its own',
+                ) from error
+            locked.add(folder.resolve())
         yield
 
 
@@ -133,13 +139,14 @@ def arguments_to_resume(trainer: Section, loggers: Sequence[LoggerDestination] =
 
 
 def newest_checkpoint(link: Path) -> Path | None:
-    """Returns the newest complete checkpoint; None if there is no checkpoint. Refuses a folder of damaged ones.
+    """Returns the newest complete checkpoint; None if there is no checkpoint. Refuses a link to a damaged one, if there
+    is no other.
 
     Args:
         link: Composer's link to the latest checkpoint. A copy of a folder may hold a file in its place.
     """
     if not os.path.lexists(link):
-        return None
+        return _newest_without_link(link)
     latest = link
     if link.is_symlink():
         latest = link.parent / os.readlink(link)
@@ -160,6 +167,27 @@ def newest_checkpoint(link: Path) -> Path | None:
         f'{latest.parent}. Remove {link.parent} to start from the beginning, or give `trainer.load_path` with '
         '`trainer.autoresume=false`',
     )
+
+
+def _newest_without_link(link: Path) -> Path | None:
+    """Returns the newest complete checkpoint of a training run in a folder without a link; None if there is none.
+
+    A copy of a folder may lack the link, and so does a run that was killed when it had saved its first checkpoint. If
+    such a run began anew, it would overwrite the checkpoints.
+
+    Args:
+        link: The path that the link would have.
+    """
+    for checkpoint in _older_checkpoints(link):
+        if find_damage(checkpoint):
+            continue
+        try:
+            saved = SavedRun.read(checkpoint)
+        except ConfigError:  # a file of another program
+            continue
+        if saved.optimizers:  # otherwise no run can go on from it
+            return checkpoint
+    return None
 
 
 def _older_checkpoints(latest: Path) -> list[Path]:
@@ -325,14 +353,18 @@ class SavedRun:
                 state = _state_of_folder(path)
             else:
                 state = read_state(path)
-            callbacks = state.get('callbacks') or {}
-            fingerprints = (callbacks.get(SameData.__qualname__) or {}).get('fingerprints', '')
             optimizers = set()
             if dict(state.get('timestamp') or {}):
                 for name in state.get('optimizers') or {}:
                     # In a sharded checkpoint the names are `AdamW.state...` and `AdamW.param_groups...`.
                     optimizers.add(re.split(r'\.(?:state|param_groups)\.', name)[0])
-            return cls(path, fingerprints, _shapes_of(state.get('model') or {}), sorted(optimizers))
+            return cls(path, saved_fingerprints(state), _shapes_of(state.get('model') or {}), sorted(optimizers))
+
+
+def saved_fingerprints(state: Section) -> str:
+    """Returns the JSON of :class:`SameData` in the part ``state`` of a checkpoint; empty if there is none."""
+    callbacks = state.get('callbacks') or {}
+    return (callbacks.get(SameData.__qualname__) or {}).get('fingerprints', '')
 
 
 def _state_of_folder(path: Path) -> dict[str, Any]:
@@ -360,12 +392,17 @@ SPEED_SETTINGS = ('foreach', 'fused', 'capturable', 'differentiable')
 change them."""
 
 
+MEANING_OF_WEIGHTS = ('vocabulary', 'model.lora.alpha', 'model.lora.use_rslora', 'model.pretrained')
+"""Fingerprints that are compared even if a run loads only the weights of a checkpoint. With another vocabulary the rows
+of the embeddings stand for other tokens. An adapter with another scale, or on another base, is another model."""
+
+
 class SameData(Callback):
     """Refuses to resume with another model, data, order, processor, vocabulary, adapter or optimizer, on all ranks.
 
     Models are compared by the names and shapes of their weights. For everything else this callback saves fingerprints
-    in each checkpoint and compares them, unless the run loads only weights. The number of ranks may change, and so may
-    every setting that decides how batches are cut into microbatches.
+    in each checkpoint and compares them. If the run loads only weights, it compares ``MEANING_OF_WEIGHTS``. The number
+    of ranks may change, and so may every setting that decides how batches are cut into microbatches.
 
     Composer calls three methods, in this order:
 
@@ -457,7 +494,11 @@ class SameData(Callback):
         if not weights_only:
             self._compare_fingerprints(saved.fingerprints)
         # With `load_ignore_keys` the user decides which weights and optimizers are loaded.
-        if self._unsharded is None or self.trainer.get('load_ignore_keys'):
+        if self.trainer.get('load_ignore_keys'):
+            return
+        if weights_only:
+            self._compare_meaning(path, saved.fingerprints)
+        if self._unsharded is None:
             return
         # FSDP has divided the weights by now. Without it, algorithms may have changed the model since __init__().
         model_shapes = self._unsharded if state.fsdp_enabled else ModelShapes.of(inner_model(state.model))
@@ -509,17 +550,34 @@ class SameData(Callback):
             f'got: other {" and ".join(differing)} ({details})'
         )
 
-    def _refuse(self, message: str) -> None:
-        """Raises ConfigError with this message and the remedies. With ``on_other_data='warn'`` it only warns."""
+    def _compare_meaning(self, path: Path, saved_json: str) -> None:
+        """Refuses weights that mean something else in this run, see ``MEANING_OF_WEIGHTS``."""
+        differing = {}
+        for name, saved_value in json.loads(saved_json or '{}').items():
+            value = self._fingerprints.get(name)
+            if name in MEANING_OF_WEIGHTS and saved_value != value:
+                differing[name] = f'{name} {saved_value} there, {value} here'
+        if differing:
+            details = ', '.join(differing.values())
+            self._refuse(
+                'a run that loads the weights of a checkpoint must have its vocabulary, and the scale and the base of '
+                f'its adapter, got: {path} with other {" and ".join(differing)} ({details})',
+                remedy='Set it back. A run has the vocabulary of the weights if it starts from an export of the '
+                'checkpoint: model.pretrained=FOLDER',
+            )
+
+    def _refuse(
+        self,
+        message: str,
+        *,
+        remedy: str = 'Set it back, or for a new run give another trainer.run_name and trainer.save_folder, with '
+        'trainer.load_path and trainer.load_weights_only=true if it starts from these weights',
+    ) -> None:
+        """Raises ConfigError with this message and the remedy. With ``on_other_data='warn'`` it only warns."""
         if self.on_other_data == 'warn':
             log.warning('%s; goes on because of `loader.on_other_data`.', message)
             return
-        raise ConfigError(
-            '',
-            f'{message}. Set it back, or for a new run give another trainer.run_name and trainer.save_folder, with '
-            'trainer.load_path and trainer.load_weights_only=true if it starts from these weights; to go on: '
-            'loader.on_other_data=warn',
-        )
+        raise ConfigError('', f'{message}. {remedy}; to go on: loader.on_other_data=warn')
 
 
 def _checkpoint_to_load(trainer: Section, run_name: str) -> Path | None:

@@ -67,7 +67,7 @@ KEYS_NEEDING = {
         'trainer.save_weights_only',
     ),
     'trainer.load_path': ('trainer.load_weights_only', 'trainer.load_ignore_keys', 'trainer.load_exclude_algorithms'),
-    'dataset.eval': ('loader.global_eval_batch_size',),
+    'dataset.eval': ('loader.global_eval_batch_size', 'report.answers', 'report.answer_tokens'),
 }
 """For each key, the keys that have no effect without it. Composer accepts them silently. `trainer.eval_interval` is not
 among them, because Composer itself warns if there is no eval set."""
@@ -263,6 +263,14 @@ def notes_on(config: TrainConfig) -> list[str]:
             section_name, _, name = key.partition('.')
             if sections[section_name].get(name):
                 notes.append(f'`{key}` has no effect without `{needed_key}`')
+    if config.is_sharded and config.report.get('answers'):
+        notes.append('`report.answers` has no effect with FSDP, because no rank holds the whole model')
+    lora = config.model.lora
+    if lora is not None and config.model.freeze and lora.get('bias') in (None, 'none'):
+        notes.append(
+            '`model.freeze` has no effect with `model.lora`, which freezes the whole model. What is trained in these '
+            'parts is set by `model.lora.target_modules` and `modules_to_save`'
+        )
     parts = config.dataset.get('parts') or {}
     # A key next to `parts` is the default for all parts and the eval set. If each of them has the key, the default is
     # never used.
@@ -272,12 +280,22 @@ def notes_on(config: TrainConfig) -> list[str]:
     for key, value in config.dataset.items():
         if parts and value is not None and all(key in dataset for dataset in datasets):
             notes.append(f'`dataset.{key}` has no effect, because each dataset has its own')
+    eval_section = config.dataset.get('eval')
+    for part in parts.values() or [{}]:
+        if eval_section and _same_file(config.dataset | part, config.dataset | eval_section):
+            notes.append('`dataset.eval` has the `path` of training data, so it evaluates samples that are trained')
     size = config.microbatching.device_train_microbatch_size
     if config.microbatching.device_memory_gib is not None and size != 'suggest':
         notes.append(
             '`microbatching.device_memory_gib` only limits the microbatches of a run with `microbatching.size: suggest`'
         )
     return notes
+
+
+def _same_file(training: Section, evaluation: Section) -> bool:
+    """Returns whether two datasets read the same files. Other classes than ours may read a part of their ``path``."""
+    names = {training.get('name'), evaluation.get('name')}
+    return names == {'llava'} and training.get('path') == evaluation.get('path')
 
 
 def check_folders(config: TrainConfig) -> None:

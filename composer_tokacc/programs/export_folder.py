@@ -22,11 +22,22 @@ from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import GenerationConfig, PretrainedConfig
 
-from composer_tokacc.programs.checkpoints import check_checkpoint, read_state, reading_checkpoint
+from composer_tokacc.programs.checkpoints import check_checkpoint, read_state, reading_checkpoint, saved_fingerprints
 from composer_tokacc.programs.errors import ConfigError, building
 from composer_tokacc.programs.host_types import Section
-from composer_tokacc.programs.lora import contains_base, load_weights, refuse_partial, with_saved_adapter
-from composer_tokacc.programs.models import auto_class, empty_model, set_cache
+from composer_tokacc.programs.lora import contains_base, identify_base, load_weights, refuse_partial, with_saved_adapter
+from composer_tokacc.programs.models import auto_class, empty_model, has_tied_head, note_tying, set_cache
+
+EXPORTED_FILES = (
+    '*.safetensors*',
+    '*.json',  # configs, tokenizer and vocabulary
+    '*.jinja',
+    'additional_chat_templates/*.jinja',
+    '*.model',  # of sentencepiece
+    'merges.txt',
+    'vocab.txt',
+)
+"""Patterns of the files in an exported folder that Transformers loads."""
 
 
 def export_checkpoint(checkpoint: Path, folder: Path, *, merge: bool = False) -> None:
@@ -86,7 +97,10 @@ def _write_folder(
         if adapter_file is None:
             model = _model_with_weights(config, weights)
         else:
-            model = _merged_model(config, adapter_file['content'], weights)
+            fingerprints = json.loads(saved_fingerprints(state) or '{}')
+            model = _merged_model(
+                config, adapter_file['content'], weights, base_fingerprint=fingerprints.get('model.pretrained')
+            )
         set_cache(model, on=True)  # it is off in training, and generation with the saved model would be slow
         generation_config = getattr(model, 'generation_config', None)  # only of models that can generate
         if generation_file:
@@ -113,9 +127,9 @@ def export_model(model: HuggingFaceModel, folder: Path) -> None:
         unfinished = Path(scratch) / 'folder'
         unfinished.mkdir()
         _write_folder(state, 'the trained model', unfinished, merge=False)
-        # Removes the earlier export first, because this one may not overwrite all of its files, such as an adapter or a
-        # further shard.
-        for pattern in ('*.safetensors*', '*config.json'):
+        # Removes the earlier export first, because this one may not overwrite all of its files, such as an adapter, a
+        # further shard or a chat template. Transformers would load them.
+        for pattern in EXPORTED_FILES:
             for file in folder.glob(pattern):
                 file.unlink()
         shutil.copytree(unfinished, folder, copy_function=os.replace, dirs_exist_ok=True)
@@ -166,8 +180,15 @@ def _save_adapter(
 def _model_with_weights(config: PretrainedConfig, weights: Mapping[str, torch.Tensor]) -> Any:
     """Returns a model without an adapter, with the weights of a checkpoint."""
     model = empty_model(config)
+    was_tied = has_tied_head(model)
     _, unknown = load_weights(model, weights, assign=True)
-    model.tie_weights()  # a head that is tied to the embeddings may be stored once
+    head = model.get_output_embeddings()
+    is_stored_twice = was_tied and not head.weight.is_meta and not model.get_input_embeddings().weight.is_meta
+    if is_stored_twice:
+        # Transformers 5 does not tie them if the files of a model hold different ones, whatever its config says.
+        _tie_if_equal(model)
+    else:
+        model.tie_weights()  # a head that is tied to the embeddings may be stored once
     missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     refuse_partial(f'the weights of a {type(model).__name__}', missing, unknown)
     return model
@@ -177,8 +198,17 @@ def _merged_model(
     config: PretrainedConfig,
     adapter_config: Section,
     weights: Mapping[str, torch.Tensor],
+    *,
+    base_fingerprint: str | None,
 ) -> Any:
-    """Returns the base of an adapter with the adapter merged into it. See :func:`_save_adapter` for the arguments."""
+    """Returns the base of an adapter with the adapter merged into it.
+
+    Args:
+        config: See :func:`_save_adapter`.
+        adapter_config: See :func:`_save_adapter`.
+        weights: See :func:`_save_adapter`.
+        base_fingerprint: Result of :func:`.identify_base` in the run. None: it is not known.
+    """
     if contains_base(weights):
         # The base had random weights. These are replaced below.
         model = auto_class(config).from_config(config)
@@ -187,21 +217,37 @@ def _merged_model(
         with building('base_model_name_or_path'):
             # In the type of the run, because the files of the base may be in a type with fewer bits.
             model = auto_class(config).from_pretrained(base, dtype=config.dtype, trust_remote_code=False)
-    head = model.get_output_embeddings()
-    was_tied = head is not None and head.weight is model.get_input_embeddings().weight
-    if head is not None and was_tied:
+        is_rounded = getattr(config, 'quantization_config', None) is not None  # its fingerprint is of rounded weights
+        if base_fingerprint is not None and not is_rounded:
+            _check_base(model, base_fingerprint, base)
+    was_tied = has_tied_head(model)
+    if was_tied:
         # Untie head and embeddings for the merge, because perhaps only one of them was trained.
+        head = model.get_output_embeddings()
         head.weight = nn.Parameter(head.weight.detach().clone())
     merged: Any = with_saved_adapter(model, adapter_config, weights).merge_and_unload()
     if was_tied:
-        # Tie them again if they are still equal after the merge.
-        head = merged.get_output_embeddings()
-        embedding = merged.get_input_embeddings()
-        is_tied = torch.equal(head.weight, embedding.weight)
-        merged.config.tie_word_embeddings = is_tied
-        merged.config.get_text_config().tie_word_embeddings = is_tied
-        merged.tie_weights()
+        _tie_if_equal(merged)
     return merged
+
+
+def _check_base(model: Any, expected_fingerprint: str, base: object) -> None:
+    """Refuses another base than the one that the adapter was trained on. ``base`` names it in the error."""
+    model.requires_grad_(False)  # as in the run, because only frozen weights are in the fingerprint
+    if identify_base(model) != expected_fingerprint:
+        raise ConfigError(
+            '',
+            f'the base of the adapter must have the weights that it was trained on, got: others in {base}. Put them '
+            'back there, or export without merge=true and merge with the right base by peft',
+        )
+
+
+def _tie_if_equal(model: Any) -> None:
+    """Ties the head to the embeddings if they are equal. Notes in the config whether they are."""
+    head = model.get_output_embeddings()
+    is_tied = torch.equal(head.weight, model.get_input_embeddings().weight)
+    note_tying(model, is_tied=is_tied)
+    model.tie_weights()
 
 
 def _write_processor(metadata: Section, folder: Path) -> None:

@@ -299,8 +299,13 @@ def identify_adapter(model: nn.Module) -> dict[str, Any]:
         return {}
     identity = {f'model.lora.{name}': getattr(config, PEFT_NAMES.get(name, name)) for name in NOT_IN_WEIGHTS}
     if config.base_model_name_or_path is not None:
-        identity['model.pretrained'] = fingerprint(_ends_of_base(model))
+        identity['model.pretrained'] = identify_base(model)
     return identity
+
+
+def identify_base(model: nn.Module) -> str:
+    """Returns a fingerprint of the frozen base of an adapter. It is the same with the adapter and without it."""
+    return fingerprint(_ends_of_base(model))
 
 
 def _ends_of_base(model: nn.Module) -> Iterator[bytes]:

@@ -27,7 +27,7 @@ STEP = 'step'
 """Key of the step in a line. The other keys are names of metrics."""
 
 Series = tuple[list[int], list[float]]
-"""Steps in the order of the file, and a finite value for each step."""
+"""Steps in the order of the file, and a value for each step. NaN stands for every value that was not finite."""
 
 
 class JsonLines(LoggerDestination):
@@ -126,8 +126,7 @@ def keep_lines(path: Path, *, until: int) -> None:
 def read_metrics(folder: Path) -> dict[str, Series]:
     """Returns the metrics of a run by name, from the ``metrics.jsonl`` in its folder. Empty if there is no such file.
 
-    Leaves out values that were not finite. A step may have two values, for example if a finished run was evaluated
-    again.
+    A step may have two values, for example if a finished run was evaluated again.
     """
     path = folder / METRICS_FILE
     if not path.is_file():
@@ -136,11 +135,24 @@ def read_metrics(folder: Path) -> dict[str, Series]:
     for line in _read_lines(path):
         step = line.pop(STEP)
         for name, value in line.items():
-            if isinstance(value, int | float):  # not null
+            if value is None:  # the file has null for NaN and infinity
+                value = math.nan
+            if isinstance(value, int | float):
                 steps, values = metrics.setdefault(name, ([], []))
                 steps.append(step)
                 values.append(float(value))
     return metrics
+
+
+def finite_part(series: Series) -> Series:
+    """Returns the steps of a metric in which its value was finite, and these values."""
+    finite_steps = []
+    finite_values = []
+    for step, value in zip(*series, strict=True):
+        if math.isfinite(value):
+            finite_steps.append(step)
+            finite_values.append(value)
+    return finite_steps, finite_values
 
 
 def select(metrics: Mapping[str, Series], pattern: str) -> dict[str, Series]:

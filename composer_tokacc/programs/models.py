@@ -28,6 +28,7 @@ from composer_tokacc.model_structure import transformer_blocks
 from composer_tokacc.programs.errors import ConfigError, building, unknown_name
 from composer_tokacc.programs.host_types import Processor, Section
 from composer_tokacc.programs.lora import (
+    IN_ADAPTER,
     check_lora,
     four_bit_options,
     keep_trained_only,
@@ -139,13 +140,15 @@ def build_transformers_model(
     set_cache(model, on=False)
 
     unreached_names = _unreached_vision_layers(model)  # before the adapter, which renames the layers of its base
-    freeze_parameters(model, freeze)
+    frozen_names = freeze_parameters(model, freeze)
     if lora is not None:
         # Seeded again, so that the adapter does not depend on how many random numbers were drawn for its base.
         with same_random_numbers(seed):
             model = with_adapter(model, lora, base=pretrained)
     for name, parameter in model.named_parameters():
         if name_in_base(name) in unreached_names:  # also the adapter of such a parameter
+            parameter.requires_grad_(False)
+        if name_in_base(name) in frozen_names and not IN_ADAPTER.search(name):  # a bias that `lora.bias` trains
             parameter.requires_grad_(False)
 
     if activation_checkpointing:
@@ -176,22 +179,25 @@ def check_model(
         check_lora(lora, pretrained=pretrained)
 
 
-def freeze_parameters(model: nn.Module, names: Sequence[str]) -> None:
-    """Switches off the gradient of every parameter below one of ``names``.
+def freeze_parameters(model: nn.Module, names: Sequence[str]) -> set[str]:
+    """Switches off the gradient of every parameter below one of ``names``. Returns the full names of the parameters.
 
     A name is a dotted prefix such as ``language_model.layers.0``. A leading ``model.``, which newer Transformers put
     before all parts, makes no difference.
     """
     parameters = dict(model.named_parameters())
+    frozen_names: set[str] = set()
     for name in names:
-        parameters_of_part = [value for full_name, value in parameters.items() if _matched_length(full_name, name)]
-        if not parameters_of_part:
+        names_of_part = [full_name for full_name in parameters if _matched_length(full_name, name)]
+        if not names_of_part:
             # Only the two outer levels are suggested, such as `model.layers`. A head that is tied to the embeddings has
             # no parameters of its own, so it is not suggested.
             outer_parts = {'.'.join(full_name.split('.')[:2]) for full_name in parameters}
             raise ConfigError('model.freeze', unknown_name('part', name, outer_parts))
-        for parameter in parameters_of_part:
-            parameter.requires_grad_(False)
+        frozen_names.update(names_of_part)
+    for full_name in frozen_names:
+        parameters[full_name].requires_grad_(False)
+    return frozen_names
 
 
 def parameter_groups(model: nn.Module, parts: Mapping[str, Section]) -> list[dict[str, Any]]:
@@ -367,7 +373,23 @@ def _from_checkpoint(path: str, model_class: Any, dtype: torch.dtype, options: d
             GenerationConfig.from_pretrained(path)
     # Weights that the model has no place for are allowed, because many checkpoints hold heads for other tasks.
     refuse_partial(f'the weights of a {type(model).__name__}', sorted(loading['missing_keys']), path=path)
+    if model.get_output_embeddings() is not None and not has_tied_head(model):
+        # Transformers 5 does not tie them if the checkpoint holds different ones, even if the config says so. With such
+        # a config, a later change of the embeddings' size would replace the head by the embeddings.
+        note_tying(model, is_tied=False)
     return model
+
+
+def has_tied_head(model: Any) -> bool:
+    """Returns whether the head of a model and its embeddings are one weight."""
+    head = model.get_output_embeddings()
+    return head is not None and head.weight is model.get_input_embeddings().weight
+
+
+def note_tying(model: Any, *, is_tied: bool) -> None:
+    """Writes into the config of a model whether Transformers ties its head to its embeddings."""
+    for config in (model.config, model.config.get_text_config()):
+        config.tie_word_embeddings = is_tied
 
 
 def _fit_embeddings(model: Any, tokenizer: Any, *, has_lora: bool) -> None:

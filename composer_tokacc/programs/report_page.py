@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import base64
+import math
 from collections.abc import Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
@@ -16,7 +17,7 @@ from jinja2 import Environment
 from PIL import Image
 
 from composer_tokacc.programs.answers import Answer
-from composer_tokacc.programs.metrics_file import Series, select
+from composer_tokacc.programs.metrics_file import Series, finite_part, select
 
 MOST_POINTS = 400
 """Most points of a curve. The steps are divided into at most half as many ranges. The lowest and the highest value of
@@ -119,7 +120,9 @@ def write_page(
     for caption, patterns in PANELS:
         curves: dict[str, Series] = {}
         for pattern in patterns:
-            curves.update(select(metrics, pattern))
+            for name, series in select(metrics, pattern).items():
+                if any(map(math.isfinite, series[1])):
+                    curves[name] = series
         if curves:
             charts.append(_chart(caption, curves))
     picture = ''
@@ -146,22 +149,27 @@ def _as_png(image: Image.Image) -> str:
 
 
 def _chart(title: str, curves: Mapping[str, Series]) -> dict[str, Any]:
-    """Returns a chart for the template: its axes, and the points of its curves, whose coordinates are in [0, 1]."""
+    """Returns a chart for the template: its axes, and the points of its curves, whose coordinates are in [0, 1].
+
+    Values that were not finite are not drawn. Each curve must have at least one finite value.
+    """
     all_steps = np.concatenate([steps for steps, _ in curves.values()])
-    all_values = np.concatenate([values for _, values in curves.values()])
+    all_values = np.concatenate([finite_part(series)[1] for series in curves.values()])
     first_step = all_steps.min()
     last_step = all_steps.max()
     low = all_values.min()
     high = all_values.max()
     drawn_curves = []
-    for name, (steps, values) in curves.items():
+    for name, series in curves.items():
+        steps, values = finite_part(series)
         points = []
         for place in _drawn_places(values):
             # A single step or a constant curve must not divide by zero.
             across = (steps[place] - first_step) / max(last_step - first_step, 1)
             up = (values[place] - low) / ((high - low) or 1)
             points.append((across, up))
-        drawn_curves.append({'name': name, 'points': points, 'last': values[-1]})
+        # The figure below the chart is NaN if the last value was not finite.
+        drawn_curves.append({'name': name, 'points': points, 'last': series[1][-1]})
     return {
         'title': title,
         'curves': drawn_curves,

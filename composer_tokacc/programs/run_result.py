@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +23,7 @@ from composer_tokacc.programs.answers import Answer
 from composer_tokacc.programs.build import RunParts
 from composer_tokacc.programs.export_folder import export_model
 from composer_tokacc.programs.host_types import Processor, Section
-from composer_tokacc.programs.metrics_file import Series, select
+from composer_tokacc.programs.metrics_file import Series, finite_part, select
 from composer_tokacc.programs.registry import report_function
 from composer_tokacc.programs.report_page import write_page
 from composer_tokacc.programs.schema import TrainConfig
@@ -66,7 +67,7 @@ class FinishedRun:
 
     def series(self, name: str) -> tuple[list[int], list[float]]:
         """Returns steps and finite values of a logged metric; empty if nothing logged it."""
-        return self.metrics.get(name, ([], []))
+        return finite_part(self.metrics.get(name, ([], [])))
 
 
 def result_folder(config: TrainConfig, run_name: str) -> Path:
@@ -84,7 +85,8 @@ def summarize(
 ) -> dict[str, Any]:
     """Returns the values for ``result.json``.
 
-    Metrics under ``eval`` come from the last evaluation. Metrics under ``token_monitor`` are means over the steps.
+    Metrics under ``eval`` come from the last evaluation. Metrics under ``token_monitor`` are means over the steps in
+    which they were finite. A loss, or a metric of the evaluation, is None if it was not finite.
 
     Args:
         state: The state of the Trainer.
@@ -97,7 +99,11 @@ def summarize(
     evaluation = select(metrics, 'metrics/eval/*')
     monitored = select(metrics, 'token_monitor/*')
     # For the figures of sources see _sources().
-    means = {name: fmean(values) for name, (_, values) in monitored.items() if not name.startswith('source/')}
+    means = {}
+    for name, series in monitored.items():
+        _, finite_values = finite_part(series)
+        if finite_values and not name.startswith('source/'):
+            means[name] = fmean(finite_values)
     has_parts = isinstance(parts.train_dataset, ConcatDataset)  # made from `dataset.parts`
     datasets = parts.train_dataset.datasets if has_parts else [parts.train_dataset]
     skipped = []
@@ -115,8 +121,8 @@ def summarize(
         'samples': state.timestamp.sample.value,
         'tokens': state.timestamp.token.value,
         'seconds': round(seconds, 3),
-        'loss': {'first': losses[0], 'last': losses[-1]} if losses else {},
-        'eval': {name: values[-1] for name, (_, values) in evaluation.items()},
+        'loss': {'first': _or_none(losses[0]), 'last': _or_none(losses[-1])} if losses else {},
+        'eval': {name: _or_none(values[-1]) for name, (_, values) in evaluation.items()},
         'token_monitor': means,
         'sources': _sources(metrics),
         'skipped': skipped,
@@ -124,20 +130,33 @@ def summarize(
     }
 
 
+def _or_none(value: float) -> float | None:
+    """Returns the value, or None for NaN, because JSON has no number for it."""
+    return value if math.isfinite(value) else None
+
+
 def _sources(metrics: Mapping[str, Series]) -> dict[str, dict[str, float]]:
     """Returns the figures of each source: its tokens, its mean shares of weight and cost, its first and last loss.
 
-    The cost of a source is its number of computed positions.
+    The cost of a source is its number of computed positions. The shares are means over all steps that have sources. A
+    source that came late is not logged in the steps before, and had no share in them.
     """
     sources = {}
     tokens_of_sources = select(metrics, 'token_monitor/source/*/tokens')
+    logged_steps: set[int] = set()
+    for steps, _ in tokens_of_sources.values():
+        logged_steps.update(steps)
     for name, (_, tokens) in sorted(tokens_of_sources.items()):
         # Read by their full names, because in a pattern a source such as `captions[en]` would not match itself.
         metric = f'token_monitor/source/{name}'
         _, weights = metrics[f'{metric}/weight']
         _, positions = metrics[f'{metric}/positions']
         _, losses = metrics.get(f'{metric}/loss', ([], []))
-        source = {'tokens': sum(tokens), 'weight': fmean(weights), 'positions': fmean(positions)}
+        source = {
+            'tokens': sum(tokens),
+            'weight': sum(weights) / len(logged_steps),
+            'positions': sum(positions) / len(logged_steps),
+        }
         if losses:
             source |= {'first_loss': losses[0], 'last_loss': losses[-1]}
         sources[name] = source
@@ -206,8 +225,9 @@ def _lines(result: Section) -> list[tuple[str, str]]:
     else:
         lines.append(('steps', f'{steps} ({samples} samples, {seconds})'))
     if loss:
-        lines.append(('training loss, first to last step', f'{loss["first"]:.3f} -> {loss["last"]:.3f}'))
-    if 'MaskedAccuracy' in evaluation:
+        first, last = ('NaN' if value is None else f'{value:.3f}' for value in (loss['first'], loss['last']))
+        lines.append(('training loss, first to last step', f'{first} -> {last}'))
+    if evaluation.get('MaskedAccuracy') is not None:
         lines.append(('held-out token accuracy', f'{evaluation["MaskedAccuracy"]:.2%}'))
     for name, words, form in MONITOR_LINES:
         if name in monitor:

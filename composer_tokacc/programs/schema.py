@@ -79,7 +79,8 @@ class ModelConfig:
     """For a fresh model: ``model_type`` and the fields of its Transformers config."""
     freeze: list[str] = field(default_factory=list)
     """Parts that keep their weights, e.g. ``[vision_tower]``. The layers after the vision feature layer of LLaVA
-    models always do: no loss reaches them."""
+    models always do: no loss reaches them. With ``lora`` it only keeps biases from ``lora.bias``; an adapter in these
+    parts is trained."""
     lora: dict[str, Any] | None = None
     """Train an adapter (peft): ``r``, ``alpha``, ``dropout``, ``target_modules``, ``modules_to_save``; ``bits: 4``:
     the base in 4 bits (bitsandbytes, GPU only)."""
@@ -128,7 +129,8 @@ class LoaderConfig:
     """Where lengths of samples are kept between runs; null means the user's cache folder."""
     on_other_data: Literal['raise', 'warn'] = 'raise'
     """What to do if a resumed run has other data, processor, vocabulary, adapter or optimizer settings than its
-    checkpoint, or goes on within an epoch with other batches: ``raise`` an error, or ``warn`` and go on."""
+    checkpoint, goes on within an epoch with other batches, or loads only weights, which mean something else with its
+    vocabulary or adapter: ``raise`` an error, or ``warn`` and go on."""
 
     @property
     def largest_batch(self) -> int:

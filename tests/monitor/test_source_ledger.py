@@ -204,6 +204,19 @@ def test_source_may_be_named_others(caplog):
     assert caplog.text.count(f'logged together, as `{OTHERS}`') == 1
 
 
+def test_sources_whose_names_become_the_same():
+    """Loggers refuse these characters. The names do not depend on the order of the rows."""
+    names_by_order = []
+    for first, second in ('图表', '文档'), ('文档', '图表'):
+        batch = batch_of([first, first, second], shape=[(4, 2), (5, 1), (9, 7)])
+        data = fit_unplanned(batch).memory.data
+        names_by_order.append({name: data[name] for name in data if '/source/' in name and name.endswith('/tokens')})
+    names, names_of_other_order = names_by_order
+    assert len(names) == 2
+    assert names.keys() == names_of_other_order.keys()
+    assert sorted(values[0][1] for values in names.values()) == [3, 7]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize('options', ['{}', '{"packing": true}'])
 def test_sources_that_only_one_rank_has(options):

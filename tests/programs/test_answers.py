@@ -43,7 +43,7 @@ def answers_at_evaluations(model, dataset, processor, folder, *, steps):
     """Evaluates after the given steps. Returns the answers of the last evaluation."""
     answers = Answers(dataset, processor, folder=str(folder / '{run_name}'), num_samples=2, max_new_tokens=3)
     for step in steps:
-        state = SimpleNamespace(model=model, run_name='run', timestamp=Timestamp(batch=step))
+        state = SimpleNamespace(model=model, algorithms=[], run_name='run', timestamp=Timestamp(batch=step))
         answers.eval_end(state, None)
     return answers.last
 

@@ -15,8 +15,10 @@ from composer import Trainer
 from composer.loggers import InMemoryLogger, LoggerDestination
 
 from composer_tokacc.programs import ConfigError
-from composer_tokacc.programs.checkpoints import arguments_to_resume, find_damage, lock_folder, reading_checkpoint
+from composer_tokacc.programs.checkpoints import arguments_to_resume, find_damage, lock_folders, reading_checkpoint
+from composer_tokacc.train import main
 from tests.support.launch import launch_json
+from tests.support.programs import DIGITS, TINY_DIGITS
 
 
 def save_checkpoint(path: Path, *, age: int = 0) -> Path:
@@ -73,6 +75,25 @@ def test_names_of_other_forms(name, tmp_path):
     older = save_checkpoint(tmp_path / name.format(4), age=20)
     latest = save_checkpoint(tmp_path / name.format(6), age=10)
     link_latest(latest)
+    truncate(latest)
+    assert resume_from(tmp_path) == str(older)
+
+
+def save_run(path: Path, *, age: int) -> Path:
+    """Writes a checkpoint that a run can go on from."""
+    timestamp = {'Timestamp': {'batch': 2}}
+    torch.save({'state': {'model': {}, 'optimizers': {'SGD': {}}, 'timestamp': timestamp}}, path)
+    os.utime(path, (1e9 - age, 1e9 - age))
+    return path
+
+
+def test_copy_without_the_link_is_resumed(tmp_path):
+    """If the run began anew, it would overwrite the checkpoints. Files of other programs are left out."""
+    save_checkpoint(tmp_path / 'weights.pt')
+    assert resume_from(tmp_path) is None
+    older = save_run(tmp_path / 'ep0-ba2-rank0.pt', age=20)
+    latest = save_run(tmp_path / 'ep0-ba4-rank0.pt', age=10)
+    assert resume_from(tmp_path) == str(latest)
     truncate(latest)
     assert resume_from(tmp_path) == str(older)
 
@@ -182,12 +203,22 @@ def test_full_disk_is_not_a_damaged_checkpoint(tmp_path):
 
 
 def test_folder_belongs_to_one_run(tmp_path):
-    with lock_folder(tmp_path), pytest.raises(ConfigError, match='another run'), lock_folder(tmp_path):
+    folders = {'trainer.save_folder': tmp_path, 'report.folder': tmp_path}
+    of_report = {'trainer.save_folder': None, 'report.folder': tmp_path}
+    with lock_folders(folders), pytest.raises(ConfigError, match=r'^`report.folder` .* another run'):
+        lock_folders(of_report).__enter__()
+    with lock_folders(of_report):
         pass
-    with lock_folder(tmp_path):
+    with lock_folders({}), lock_folders({'trainer.save_folder': None}):  # runs without a folder
         pass
-    with lock_folder(None), lock_folder(None):  # runs without a folder
-        pass
+
+
+def test_report_folder_belongs_to_one_run(tmp_path, capsys):
+    """Without checkpoints, too: the metrics of both runs would be in one file."""
+    command = [DIGITS, *TINY_DIGITS, f'report.folder={tmp_path}/{{run_name}}', 'trainer.run_name=mine']
+    with lock_folders({'report.folder': tmp_path / 'mine'}):
+        assert main(command) == 2
+    assert '`report.folder` must be free, got: ' in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -455,6 +455,36 @@ def test_notes_on_keys_without_effect():
     assert notes_on(config) == []
 
 
+def test_note_on_answers_that_nobody_gives():
+    config = TrainConfig(algorithms={'token_accumulation': None}, report={'folder': 'runs', 'answers': 4})
+    assert notes_on(config) == ['`report.answers` has no effect without `dataset.eval`']
+    config.dataset['eval'] = {'path': 'eval.json'}
+    assert notes_on(config) == []
+    config.trainer['parallelism_config'] = {'fsdp': {}}
+    assert notes_on(config) == ['`report.answers` has no effect with FSDP, because no rank holds the whole model']
+
+
+def test_note_on_evaluation_of_trained_samples():
+    dataset = {'name': 'llava', 'path': 'a.json', 'eval': {'max_length': 9}}
+    config = TrainConfig(algorithms={'token_accumulation': None}, dataset=dataset)
+    assert len(notes_on(config)) == 1
+    dataset['parts'] = {'a': {'path': 'b.json'}, 'b': {'path': 'a.json'}}
+    dataset['eval'] = {'path': 'b.json'}
+    assert sum('`dataset.eval` has the `path` of training data' in note for note in notes_on(config)) == 1
+    dataset['eval'] = {'path': 'c.json'}
+    assert not any('`dataset.eval` has the `path`' in note for note in notes_on(config))
+
+
+def test_note_on_freeze_with_an_adapter():
+    config = TrainConfig(algorithms={'token_accumulation': None})
+    config.model.freeze = ['vision_tower']
+    assert notes_on(config) == []
+    config.model.lora = {'r': 2}
+    assert len(notes_on(config)) == 1
+    config.model.lora['bias'] = 'all'
+    assert notes_on(config) == []
+
+
 def test_no_note_on_keys_switched_off():
     """A null is on purpose: `trainer.save_folder=null` for a short trial of a file that saves."""
     config = TrainConfig(

@@ -323,6 +323,19 @@ def test_whole_base_may_be_frozen(processor):
     assert trained_names(frozen) == trained_names(not_frozen)
 
 
+def test_frozen_parts_keep_their_biases(processor):
+    """``bias`` trains biases of the base, except for those in parts that ``model.freeze`` names."""
+    lora = {'r': 2, 'bias': 'all', 'modules_to_save': ['multi_modal_projector']}
+    frozen_parts = ['vision_tower', 'multi_modal_projector']
+    frozen = trained_names(build_model(config=LLAVA, processor=processor, freeze=frozen_parts, lora=lora))
+    not_frozen = trained_names(build_model(config=LLAVA, processor=processor, lora=lora))
+    kept = not_frozen - frozen
+    assert any('vision_tower' in name for name in kept)
+    assert not any('vision_tower' in name for name in frozen)
+    assert all(name.endswith('.bias') for name in kept)
+    assert any('multi_modal_projector.modules_to_save' in name for name in frozen)
+
+
 @pytest.mark.slow
 def test_gradient_on_two_ranks_is_exact():
     results = launch_json('tests/ranks/lora.py', ranks=2)

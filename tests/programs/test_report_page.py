@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -169,7 +170,7 @@ def test_resumed_run_replaces_later_lines(tmp_path):
 @pytest.mark.parametrize(
     'metrics',
     [
-        {'phase': 'warm-up', 'nothing': None, 'bad': float('nan')},
+        {'phase': 'warm-up', 'nothing': None},
         {'vector': torch.ones(1), 'complex': torch.tensor(1j)},
         {'rows': [[1, 2], [3]], 'large': 10**400},
         {'step': 70.5},  # the name of our own entry
@@ -180,6 +181,26 @@ def test_only_numbers_are_written(metrics, tmp_path):
     metrics_of_step = {'loss': torch.tensor(1.5), **metrics}
     log_steps(tmp_path, [metrics_of_step])
     assert read_metrics(tmp_path) == {'loss': ([1], [1.5])}
+
+
+def test_last_figures_that_are_not_finite(tmp_path):
+    """They must not be replaced by those of an earlier step."""
+    diverged = {'loss/train/total': math.nan, 'metrics/eval/Loss': math.inf, 'token_monitor/mfu': math.nan}
+    log_steps(tmp_path, [{'loss/train/total': 2, 'metrics/eval/Loss': 3, 'token_monitor/mfu': 0.5}, diverged])
+    metrics = read_metrics(tmp_path)
+    parts = SimpleNamespace(train_dataset=None, eval_dataset=None, model=None, processor=None)
+    result = summarize(state_at(2), metrics, parts, first_step=0, seconds=1.0)
+
+    config = TrainConfig(report={'folder': str(tmp_path)})
+    summary = write_report(config, parts, result, metrics, InMemoryLogger(), [])
+
+    written = json.loads((tmp_path / 'result.json').read_text())
+    assert written['loss'] == {'first': 2.0, 'last': None}
+    assert written['eval'] == {'Loss': None}
+    assert written['token_monitor'] == {'mfu': 0.5}
+    assert '2.000 -> NaN' in summary
+    page = (tmp_path / 'report.html').read_text()
+    assert 'total: nan' in page
 
 
 def test_source_whose_name_is_a_pattern():
@@ -193,6 +214,19 @@ def test_source_whose_name_is_a_pattern():
 
     expected = {'tokens': 6.0, 'weight': 3.0, 'positions': 3.0, 'first_loss': 4.0, 'last_loss': 2.0}
     assert sources == {'captions[en]': expected}
+
+
+def test_shares_of_a_source_that_came_late():
+    """It has all of the weight in the last of four steps, and is not logged before."""
+    metrics = {}
+    for name in ('tokens', 'weight', 'positions'):
+        metrics[f'token_monitor/source/early/{name}'] = ([1, 2, 3, 4], [1.0, 1.0, 1.0, 0.0])
+        metrics[f'token_monitor/source/late/{name}'] = ([4], [1.0])
+
+    sources = _sources(metrics)
+
+    assert sources['early'] == {'tokens': 3.0, 'weight': 0.75, 'positions': 0.75}
+    assert sources['late'] == {'tokens': 1.0, 'weight': 0.25, 'positions': 0.25}
 
 
 def test_full_disk_is_reported_once(tmp_path):

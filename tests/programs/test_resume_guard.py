@@ -154,6 +154,25 @@ def test_weights_alone_take_other_data(latest, data, tmp_path):
     assert steps(tmp_path / 'new') == 2
 
 
+def test_weights_alone_need_their_vocabulary(tmp_path, capsys):
+    """The tokenizer is trained on the text. Here both have 300 tokens, so all shapes are the same."""
+    answers = {
+        'first': 'I should say that in all likelihood, given what we know of optics and pigments, this vivid thing is',
+        'second': 'We would think: perhaps it looks like something quite cold; my friends call every hue zebra or jazz',
+    }
+    for name, answer in answers.items():
+        write_data(tmp_path / name, answer=answer)
+    assert main(command(tmp_path / 'first', tmp_path / 'checkpoints')) == 0
+    path = (tmp_path / 'checkpoints' / 'latest-rank0.pt').resolve()
+    overrides = ['trainer.load_weights_only=true', f'trainer.load_path={path}', 'trainer.run_name=other']
+    arguments = command(tmp_path / 'second', tmp_path / 'new', *overrides)
+
+    assert main(arguments) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith('error: a run that loads the weights of a checkpoint must have its vocabulary')
+    assert main([*arguments, 'loader.on_other_data=warn']) == 0
+
+
 def digits_command(folder, num_steps, *overrides):
     return [
         DIGITS,
@@ -212,6 +231,15 @@ def test_adapter_of_equal_shapes_is_named(lora, difference, adapted, capsys):
     line = refusal(capsys)
     assert f'got: other {difference}' in line
     assert '. Set it back, or for a new run give another trainer.run_name' in line
+
+
+def test_weights_alone_of_an_adapter(adapted, tmp_path, capsys):
+    """With another alpha they would be another model. Dropout may change."""
+    path = (adapted / 'latest-rank0.pt').resolve()
+    overrides = ['trainer.load_weights_only=true', f'trainer.load_path={path}', 'trainer.run_name=other']
+    assert main([*adapted_command(tmp_path / 'new', 1, '{r: 2, alpha: 8}'), *overrides]) == 2
+    assert 'with other model.lora.alpha (model.lora.alpha 4 there, 8 here)' in capsys.readouterr().err
+    assert main([*adapted_command(tmp_path / 'new', 1, '{r: 2, dropout: 0.1}'), *overrides]) == 0
 
 
 def test_an_adapter_written_differently_is_resumed(adapted):

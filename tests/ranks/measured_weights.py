@@ -34,7 +34,7 @@ def figures_of_ranks(report: Any) -> dict[str, list[Any]]:
     }
 
 
-def fault_of_step(model: Any, batch: dict[str, Any], context: Any) -> str:
+def fault_of_step(model: Any, batch: dict[str, Any], context: Any, *, makes_step: bool = True) -> str:
     """Returns the message with which the fixture `token_exact` fails a step of one microbatch; empty if it passes."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.zero_grad()
@@ -43,7 +43,8 @@ def fault_of_step(model: Any, batch: dict[str, Any], context: Any) -> str:
             for microbatch, weight in weighted_microbatches([batch]):
                 with context:
                     (model(**microbatch).loss * weight).backward()
-            optimizer.step()
+            if makes_step:
+                optimizer.step()
     except pytest.fail.Exception as failure:
         return str(failure)
     return ''
@@ -64,6 +65,7 @@ def main() -> dict[str, Any]:
         (model(**batch).loss * (rank == 0)).backward()
     figures['nothing on rank 1'] = figures_of_ranks(report)
     figures['faults without averages'] = fault_of_step(model, batch, model.no_sync())
+    figures['faults without a step'] = fault_of_step(model, batch, model.no_sync(), makes_step=False)
     figures['faults'] = fault_of_step(model, batch, contextlib.nullcontext())
     llama = text_model()
     with measure_token_weights(llama) as report:

@@ -1,0 +1,34 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""The weights that an evaluation sees, for answers and for the model at the end of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from composer.algorithms import EMA
+from composer.core import Event, State
+from composer.loggers import Logger
+
+
+@contextmanager
+def evaluated_weights(state: State, logger: Logger) -> Iterator[None]:
+    """Gives the model the weights that Composer evaluates, while the block runs.
+
+    With Composer's EMA these are the average of the weights. It swaps them in at the start of an evaluation, and out at
+    its end, before any callback is called.
+    """
+    averages = []
+    for algorithm in state.algorithms:
+        # It does not match before its average has begun.
+        if isinstance(algorithm, EMA) and algorithm.match(Event.EVAL_START, state):
+            averages.append(algorithm)
+    for average in averages:
+        average.apply(Event.EVAL_START, state, logger)
+    try:
+        yield
+    finally:
+        for average in averages:
+            average.apply(Event.EVAL_END, state, logger)
