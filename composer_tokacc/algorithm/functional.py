@@ -12,14 +12,14 @@ from typing import Any
 import torch
 
 from composer_tokacc.batch import Batch, BatchDict
-from composer_tokacc.checks.logits import at_predictions, weigh_tokens
+from composer_tokacc.checks.logits import at_predictions, raise_if_bypassed, weigh_tokens
 from composer_tokacc.collectives import get_world_size, sum_over_ranks
 from composer_tokacc.counting import loss_mask, with_one_label
 from composer_tokacc.layout import BatchLayout, PreSplitBatch, describe
 from composer_tokacc.layout.facts import COLLATED_BY_LOADER, check_first_labels
 from composer_tokacc.plan_agreement import check_plans, numbers_to_sum
 from composer_tokacc.planning import check_count
-from composer_tokacc.refusals import InvalidInputError
+from composer_tokacc.refusals import InvalidInputError, NotExactError
 from composer_tokacc.row_counts import row_counts_of, with_counts, without_row_counts
 from composer_tokacc.weights import weights_at
 
@@ -203,7 +203,8 @@ def apply_token_weights(
 ) -> None:
     """Turns the gradient of a mean over tokens into the gradient of their weighted mean, in a loop without a Trainer.
 
-    A hook on the logits multiplies their gradient in the backward. The value of the loss stays the plain mean.
+    A hook on the logits multiplies their gradient in the backward. The value of the loss stays the plain mean. With
+    ``'token'`` nothing changes.
 
     Args:
         logits: Logits of a microbatch, ``(rows, width, vocabulary)``, as the model returned them, before the backward.
@@ -211,15 +212,30 @@ def apply_token_weights(
             ``loss_tokens`` names count, as in :func:`.step_loss_weights`.
         token_weights: ``'token'``, ``'sqrt'``, ``'sample'`` or ``'column'``, see :class:`.TokenAccumulation`.
         loss_tokens: Which labels the model's loss averages over, see :func:`.counting.loss_mask`.
+
+    Raises:
+        ValueError: If the logits have another shape than the labels, or no gradient.
+        RuntimeError: In the backward, if the loss is not made of these logits, so that the weights would not apply.
     """
     has_loss = loss_mask(batch, loss_tokens)
     weights = weights_at(batch, token_weights, has_loss)
-    if logits.shape[:-1] != weights.shape:
+    if token_weights == 'token':
+        return  # all weigh the same, so losses that no hook on the logits reaches are exact, too
+    shape = tuple(getattr(logits, 'shape', ()))
+    if shape[:-1] != weights.shape or not logits.requires_grad:
         raise InvalidInputError(
-            f'`logits` must be of shape {(*weights.shape, "vocabulary")}, as `labels`, got: {tuple(logits.shape)}.'
+            f'`logits` must be a tensor of shape {(*weights.shape, "vocabulary")}, as `labels`, with a gradient, got: '
+            f'{type(logits).__name__} of shape {shape}. Give the logits that the loss is made of, not detached, and '
+            'compute them at all positions.'
         )
     # Without labels, or with weights of 0 only, the sum is 0. The minimum prevents 0 / 0.
     sum_of_weights = weights.sum(dtype=torch.float64).clamp(min=1e-30)
     # The loss divides by the number of tokens. The weighted mean divides by the sum of the weights.
     factor = (has_loss.sum() / sum_of_weights).float()
     weigh_tokens(logits, at_predictions(weights * factor, loss_tokens))
+    refusal = NotExactError(
+        'The loss must be made of the logits that `apply_token_weights` got, but its gradient does not pass through '
+        'them, so the tokens would have no weights: the loss is compiled or fused with the model, or made of other '
+        'logits. Compute it from these logits outside of the compiled model, and call one backward for the whole loss.'
+    )
+    raise_if_bypassed(logits, refusal)
