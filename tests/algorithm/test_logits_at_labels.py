@@ -597,6 +597,71 @@ def test_plain_loop_refuses_a_wrong_shift():
         model(**batch)
 
 
+class MeanOfRows(transformers.LlamaForCausalLM):
+    """Its loss is the mean of the means of the rows. Its forward names only some arguments."""
+
+    def forward(self, labels=None, **inputs):
+        outputs = super().forward(**inputs)
+        losses = torch.nn.functional.cross_entropy(outputs.logits[:, :-1].mT, labels[:, 1:], reduction='none')
+        num_labels = (labels[:, 1:] != -100).sum(dim=1).clamp(min=1)
+        outputs.loss = (losses.sum(dim=1) / num_labels).mean()
+        return outputs
+
+
+ONE_ROW = [(14, 4)]
+EQUAL_ROWS = [(14, 3), (9, 3)]
+NO_LABEL = [(14, 0), (9, 0)]
+
+
+@pytest.mark.parametrize('shape', [ONE_ROW, EQUAL_ROWS, NO_LABEL])
+def test_plain_loop_checks_how_rows_are_joined(shape):
+    """The rows of the first forward do not show that logits in one row change the loss of several rows."""
+    model = MeanOfRows(one_layer_model().config)
+    batch = without_sample_ids(batch_of(shape=shape))
+    with pytest.raises(RuntimeError, match='logits-at-labels'), LogitsAtLabels(model):
+        model(**batch)
+
+
+def test_plain_loop_checks_a_batch_without_labels():
+    model = one_layer_model()
+    batch = without_sample_ids(batch_of(shape=NO_LABEL))
+    with pytest.raises(RuntimeError, match='logits-at-labels'), LogitsAtLabels(model, shifts_labels=False):
+        model(**batch)
+
+
+class TakesAnything(transformers.LlamaForCausalLM):
+    """Passes all arguments on by ``**kwargs``, as many subclasses do."""
+
+    def forward(self, **inputs):
+        return super().forward(**inputs)
+
+
+@pytest.mark.parametrize('option', [{}, {'num_items_in_batch': 21}, {'return_dict': False}])
+def test_plain_loop_passes_all_arguments(option):
+    model = TakesAnything(one_layer_model().config)
+    batch = {**without_sample_ids(batch_of()), **option}
+    expected = gradients_of(model, loss_in(model(**batch)))
+    with LogitsAtLabels(model):
+        gradients = gradients_of(model, loss_in(model(**batch)))
+    assert relative_error(gradients, expected) < TOLERANCE
+
+
+def loss_in(outputs):
+    return outputs[0]
+
+
+def test_rows_that_cannot_be_told_apart_compute_all_logits():
+    """The check had only one row, and nothing tells how to copy it. So batches of one row compute logits at labels."""
+    model = one_layer_model()
+    number_of_logits = []
+    with LogitsAtLabels(model):
+        for shape in (ONE_ROW, FEW_LABELS):
+            batch = without_sample_ids(batch_of(shape=shape))
+            outputs = model(**batch, cu_seq_lens_q=torch.arange(2 + len(shape)))
+            number_of_logits.append(tuple(outputs.logits.shape[:2]))
+    assert number_of_logits == [(1, 5), (len(FEW_LABELS), max(LENGTHS))]
+
+
 def text_model_without_head():
     return one_layer_model().model
 
