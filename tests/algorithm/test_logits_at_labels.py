@@ -662,6 +662,27 @@ def test_rows_that_cannot_be_told_apart_compute_all_logits():
     assert number_of_logits == [(1, 5), (len(FEW_LABELS), max(LENGTHS))]
 
 
+@pytest.mark.parametrize('has_frozen_body', [False, True])
+def test_checkpointed_head_of_several_forwards(has_frozen_body):
+    """A backward of two losses computes the output embedding of both forwards again, each at its own labels."""
+    model = checkpointed_head()
+    batches = [without_sample_ids(batch_of(shape=shape)) for shape in ([(14, 4), (9, 2)], [(12, 3), (13, 3)])]
+    if has_frozen_body:
+        model.model.requires_grad_(False)
+
+    def sum_of_losses():
+        return sum(model(**batch).loss for batch in batches)
+
+    expected = gradients_of(model, sum_of_losses())
+    with LogitsAtLabels(model):
+        loss = sum_of_losses()
+        if has_frozen_body:  # then nothing tells which forward is computed again
+            with pytest.raises(RuntimeError, match='got: 2 forwards before a backward'):
+                loss.backward()
+            return
+        assert relative_error(gradients_of(model, loss), expected) < TOLERANCE
+
+
 def text_model_without_head():
     return one_layer_model().model
 
