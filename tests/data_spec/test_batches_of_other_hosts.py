@@ -150,6 +150,22 @@ def test_labels_that_a_loader_pads_on_the_left(t5):
         fit(t5, data, microbatch_size=3)
 
 
+def test_labels_as_wide_as_the_text_by_chance(t5):
+    """The encoder's padding on the left is trimmed, but not that of the labels, which the decoder sees."""
+    batches = []
+    for decoder_width in (12, 24):
+        batch = seq2seq_batch(24, decoder_width)
+        for key, value in batch.items():
+            lengths = [length for length, _ in SEQ2SEQ_LENGTHS]
+            if key == 'labels':
+                lengths = [length for _, length in SEQ2SEQ_LENGTHS]
+            rows = [row.roll(len(row) - length) for row, length in zip(value, lengths, strict=True)]
+            batch[key] = torch.stack(rows)
+        batches.append(batch)
+
+    assert_exact(t5.model, *batches, microbatch_size=1)
+
+
 def test_first_labels_that_are_masked(t5):
     """The rows of the first microbatch look padded on the left. The second one shows that padding is on the right."""
     lengths = [(5, 4), (24, 4), (3, 4), (4, 9), (9, 3), (2, 5)]
