@@ -83,10 +83,11 @@ def test_microbatch_without_rows():
     assert step_loss_weights([with_labels, without_rows]) == [1.0, 0.0]
 
 
-def test_loss_of_no_labels_is_a_number():
+@pytest.mark.parametrize('side', ['left', 'right'])
+def test_loss_of_no_labels_is_a_number(side):
     """Also if the row has a single token, so that no label has a token and a token before it."""
     model = one_layer_model()
-    padded = ragged_batch([(6, 0), (1, 0)])
+    padded = ragged_batch([(6, 0), (1, 0)], side=side)
     single_token = {key: value[1:] for key, value in padded.items()}
     for batch in (padded, single_token):
         ((microbatch, weight),) = weighted_microbatches([batch])
