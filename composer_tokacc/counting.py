@@ -189,8 +189,8 @@ def with_one_label(batch: Mapping[str, Any]) -> dict[str, Any]:
 
     A mean over no labels is 0 / 0, so NaN, and stays NaN if the caller multiplies the loss by 0. The label is written
     at the first attended position after an attended one. If all rows have a single token, it is written at an attended
-    position that is not in the first column, else at a pad that is not there. Only if the batch has no such position, it
-    is written in the first column, where models that shift labels do not count it.
+    position behind the first column, else at a pad there. A batch of one column gets it in this column, where models
+    that shift labels do not count it.
 
     The label is 0, because every vocabulary has this token. Ids of image placeholders may lie outside of it.
     """
