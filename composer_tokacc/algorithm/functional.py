@@ -91,6 +91,7 @@ def step_loss_weights(
                 (model(**microbatch).loss * weight).backward()
     """
     weight_sums = []
+    num_tokens = 0
     for microbatch in _as_list(microbatches, loss_tokens):
         has_loss = loss_mask(microbatch, loss_tokens)
         # A row of 0 samples repeats a sample, so that this rank has as many rows as the others. It must not count.
@@ -99,7 +100,8 @@ def step_loss_weights(
         counted = has_loss & is_sample[:, None]
         weights = weights_at(microbatch, token_weights, counted)
         weight_sums.append(float(weights.sum(dtype=torch.float64)))
-    return _factors(microbatches, weight_sums, device)
+        num_tokens += int(counted.sum())
+    return _factors(microbatches, weight_sums, num_tokens, device)
 
 
 def weighted_microbatches(
@@ -127,7 +129,7 @@ def weighted_microbatches(
     token_counts = []
     for microbatch in counted_microbatches:
         token_counts.append(sum(row.loss_tokens for row in row_counts_of(microbatch)))
-    factors = _factors(microbatches, token_counts, device)
+    factors = _factors(microbatches, token_counts, sum(token_counts), device)
     for microbatch, num_tokens, factor in zip(counted_microbatches, token_counts, factors, strict=True):
         model_batch = without_row_counts(microbatch)
         if num_tokens == 0:
@@ -173,6 +175,7 @@ def _as_list(microbatches: Sequence[Batch] | PreSplitBatch, loss_tokens: str) ->
 def _factors(
     microbatches: Sequence[Batch] | PreSplitBatch,
     weight_sums: Sequence[float],
+    num_tokens: int,
     device: torch.device | str,
 ) -> list[float]:
     """Returns the factor of each microbatch's mean loss; a collective.
@@ -180,16 +183,23 @@ def _factors(
     Args:
         microbatches: The microbatches as the caller has them. A pre-split batch may have a plan.
         weight_sums: The sum of the weights of the tokens of each microbatch.
+        num_tokens: The number of the tokens of all microbatches.
         device: The device on which the process group reduces.
 
     Raises:
-        RuntimeError: On all ranks, if they have planned different batches.
+        RuntimeError: On all ranks, if they have planned different batches, or if the step has tokens, but all of them
+            have weight 0.
     """
     plan = getattr(microbatches, 'plan', None)
-    numbers = [sum(weight_sums), *numbers_to_sum(plan)]
+    numbers = [sum(weight_sums), num_tokens, *numbers_to_sum(plan)]
     on_device = torch.tensor(numbers, dtype=torch.float64, device=device)
-    step_sum, *plan_sums = sum_over_ranks(on_device)
+    step_sum, step_tokens, *plan_sums = sum_over_ranks(on_device)
     check_plans(plan_sums, plan)
+    if step_sum == 0 and step_tokens > 0:
+        raise NotExactError(
+            f'The weights of a step must not all be 0, got: 0 for each of its {step_tokens:.0f} loss-generating '
+            'tokens. Fix `loss_weights`, or leave the step out (docs/errors.md#counts).'
+        )
     world_size = get_world_size()
     return [token_weight(weight_sum, step_sum, world_size=world_size) for weight_sum in weight_sums]
 

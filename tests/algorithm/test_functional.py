@@ -224,6 +224,12 @@ def test_number_of_items_is_refused(function):
         function(microbatches)
 
 
+def test_step_of_zero_weights_is_refused():
+    microbatches = [{**ragged_batch(SHAPE), 'loss_weights': [0.0] * len(SHAPE)}] * 2
+    with pytest.raises(RuntimeError, match='weights of a step must not all be 0, got: 0 for each of its 50'):
+        step_loss_weights(microbatches, token_weights='column')
+
+
 class OtherLogits(torch.nn.Module):
     """Returns a part of the logits that its loss is made of, as models with a padded vocabulary do."""
 
