@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from composer_tokacc.batch import Batch, BatchDict
+from composer_tokacc.batch import Batch, BatchDict, check_vocabulary, labels_of
 from composer_tokacc.checks.logits import at_predictions, raise_if_bypassed, weigh_tokens
 from composer_tokacc.collectives import get_world_size, sum_over_ranks
 from composer_tokacc.counting import loss_mask, with_one_label
@@ -142,8 +142,8 @@ def _as_list(microbatches: Sequence[Batch] | PreSplitBatch, loss_tokens: str) ->
 
     Raises:
         TypeError: If they are not a list.
-        ValueError: If a batch has ``num_items_in_batch``, or if padding that the loader has added predicts the label of
-            a row's first token.
+        ValueError: If a batch has ``num_items_in_batch`` or a negative label other than -100, or if padding that the
+            loader has added predicts the label of a row's first token.
     """
     if isinstance(microbatches, PreSplitBatch):
         microbatches = microbatches.microbatches
@@ -162,6 +162,9 @@ def _as_list(microbatches: Sequence[Batch] | PreSplitBatch, loss_tokens: str) ->
     for microbatch in microbatches:
         if not isinstance(microbatch, Mapping):
             continue  # labels_of() will refuse it
+        labels_of(microbatch)  # refuses a batch without labels
+        # The model may ignore such a label, but here it would count.
+        check_vocabulary(microbatch, 'labels', size=None)
         divisor = microbatch.get('num_items_in_batch')
         if divisor is not None:
             raise InvalidInputError(

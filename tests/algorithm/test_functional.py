@@ -230,6 +230,17 @@ def test_step_of_zero_weights_is_refused():
         step_loss_weights(microbatches, token_weights='column')
 
 
+@pytest.mark.parametrize(
+    'function', [step_loss_weights, lambda microbatches: list(weighted_microbatches(microbatches))]
+)
+def test_other_ignored_labels_are_refused(function):
+    """A model with `ignore_index=-1` would leave out labels that are counted."""
+    microbatch = ragged_batch(SHAPE)
+    microbatch['labels'] = microbatch['labels'].clamp(min=-1)
+    with pytest.raises(ValueError, match='`labels` must be -100 or ids of the vocabulary, got: -1'):
+        function([microbatch])
+
+
 class OtherLogits(torch.nn.Module):
     """Returns a part of the logits that its loss is made of, as models with a padded vocabulary do."""
 
