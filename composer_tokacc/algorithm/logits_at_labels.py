@@ -120,6 +120,13 @@ class LogitsAtLabels:
                 'by position.'
             )
         assert self._selector is not None
+        mask = kwargs.get('attention_mask')
+        if not isinstance(mask, torch.Tensor | None):
+            # It would have to be read, because a label without attention may not count.
+            raise InvalidInputError(
+                f'With LogitsAtLabels `attention_mask` must be a tensor, got: {type(mask).__name__}. Give the mask of '
+                'padding, (rows, width), or train without LogitsAtLabels.'
+            )
         if self._rule is None:
             if torch.is_inference_mode_enabled():
                 return  # the check needs gradients

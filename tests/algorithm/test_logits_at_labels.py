@@ -542,6 +542,14 @@ def test_arguments_by_position_are_refused():
         model(batch['input_ids'], labels=batch['labels'])
 
 
+def test_masks_by_layer_type_are_refused():
+    model = one_layer_model()
+    batch = without_sample_ids(batch_of())
+    batch['attention_mask'] = {'full_attention': batch['attention_mask']}
+    with LogitsAtLabels(model), pytest.raises(ValueError, match='`attention_mask` must be a tensor, got: dict'):
+        model(**batch)
+
+
 def test_adapted_model_without_a_task():
     """Its forward names no arguments."""
     model = with_lora()
