@@ -535,6 +535,15 @@ def test_plain_loop_begins_with_one_token(side):
     assert_one_forward_is_exact(model, model, side=side, shape=[(1, 0), (9, 3), (5, 2)])
 
 
+def test_plain_loop_begins_with_one_column():
+    """The loss of such a microbatch is NaN in a plain forward, too. The next microbatch is checked."""
+    model = one_layer_model()
+    with LogitsAtLabels(model):
+        model(**without_sample_ids(batch_of(shape=[(1, 0)])))
+        outputs = model(**without_sample_ids(batch_of()))
+    assert outputs.logits.shape[0] == 1
+
+
 def test_arguments_by_position_are_refused():
     model = one_layer_model()
     batch = batch_of()
