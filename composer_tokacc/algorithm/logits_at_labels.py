@@ -89,9 +89,10 @@ class LogitsAtLabels:
             raise InvalidInputError(
                 'This LogitsAtLabels is entered already. Use it in one `with` block at a time, around the whole loop.'
             )
-        # `_begin_forward` must run before the hooks of the selector. Hooks run in the order in which they were added.
+        # `_begin_forward` must run before the hooks of the selector. It also must run before the hook of FSDP2, which
+        # gathers weights: the forwards of the check end with their weights sharded again. So it comes first.
         begin_forward = torch.compiler.disable(self._begin_forward)
-        self._handle = self._model.register_forward_pre_hook(begin_forward, with_kwargs=True)
+        self._handle = self._model.register_forward_pre_hook(begin_forward, prepend=True, with_kwargs=True)
         self._selector = LabelSelector(self._model)
         return self
 

@@ -15,6 +15,8 @@ import transformers
 from composer.core import Event
 from composer.metrics import LanguageCrossEntropy
 from composer.models import ComposerClassifier
+from torch.distributed import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
@@ -24,6 +26,7 @@ from composer_tokacc.labelled import LabelledPositions, batch_at_logits
 from tests.support.families import FAMILIES
 from tests.support.masked_text import masked_batch, masked_model
 from tests.support.mixtures import mixture_of_experts
+from tests.support.process_group import group_of_one_rank
 from tests.support.text import collate, named_batch, next_token_loss, one_layer_model, single_rows, text_rows
 from tests.support.training import (
     TOLERANCE,
@@ -589,6 +592,21 @@ def test_compiled_model_in_a_plain_loop():
     model = one_layer_model()
     compiled = torch.compile(model, backend='eager')
     assert_one_forward_is_exact(model, compiled)
+
+
+def test_sharded_model_in_a_plain_loop(tmp_path):
+    """The check runs the model before FSDP2 has gathered the weights for the forward of the loop."""
+    model = one_layer_model()
+    batch = without_sample_ids(batch_of())
+    expected, _ = reference_gradients(model, batch)
+    with group_of_one_rank(tmp_path):
+        fully_shard(model, mesh=init_device_mesh('cpu', (1,)))
+        with LogitsAtLabels(model):
+            outputs = model(**batch)
+        assert outputs.logits.shape[0] == 1
+        outputs.loss.backward()
+        gradients = {name: gradient.full_tensor() for name, gradient in composer_gradients(model).items()}
+    assert relative_error(gradients, expected) < TOLERANCE
 
 
 def test_labels_that_are_shifted_already():
