@@ -188,8 +188,9 @@ def with_one_label(batch: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the batch with a label that carries loss, for a batch without any. Does not wait for the device.
 
     A mean over no labels is 0 / 0, so NaN, and stays NaN if the caller multiplies the loss by 0. The label is written
-    at the first attended position after an attended one, where every loss rule counts it. If all rows have a single
-    token, it is written at the first pad after an attended position, else at the first position of the batch.
+    at the first attended position after an attended one. If all rows have a single token, it is written at an attended
+    position behind the first column, else at a pad there. A batch of one column gets it in this column, where models
+    that shift labels do not count it.
 
     The label is 0, because every vocabulary has this token. Ids of image placeholders may lie outside of it.
     """
@@ -198,12 +199,15 @@ def with_one_label(batch: Mapping[str, Any]) -> dict[str, Any]:
     is_attended = torch.ones_like(labels, dtype=torch.bool)
     if isinstance(mask, torch.Tensor) and mask.shape == labels.shape:  # loss_mask() reads no mask of another shape
         is_attended = mask != 0
+    is_behind_first_column = torch.ones_like(is_attended)
+    is_behind_first_column[:, :1] = False
     follows_attended = torch.zeros_like(is_attended)
     follows_attended[:, 1:] = is_attended[:, :-1]
-    # 2: every rule counts a label here; 1: all but 'causal_attended' do; 0, in the first column: only 'unshifted' does.
-    # `argmax` returns the first of equals.
-    counts_by_every_rule = follows_attended & is_attended
-    preference = follows_attended.int() + counts_by_every_rule.int()
+    # 2 and 3: every rule counts a label here; 1: all but 'causal_attended' do; 0, in the first column: only 'unshifted'
+    # does. `argmax` returns the first of equals.
+    counts_by_every_rule = is_behind_first_column & is_attended
+    is_predicted_by_token = counts_by_every_rule & follows_attended
+    preference = is_behind_first_column.int() + counts_by_every_rule.int() + is_predicted_by_token.int()
     best_place = preference.flatten().argmax()
     places = torch.arange(labels.numel(), device=labels.device)
     has_label = (places == best_place).view_as(labels)

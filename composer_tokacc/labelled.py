@@ -185,6 +185,9 @@ class LabelSelector:
         self._positions: LabelledPositions | None = None  # None: it computes all logits
         self._labels_shape = torch.Size()
         self._num_calls = 0  # of the output embedding
+        self._is_in_forward = False
+        # Forwards in training since a backward has computed the output embedding again.
+        self._num_open_forwards = 0
         self.positions_of_logits: LabelledPositions | None = None
         """Where the last forward computed logits; None: at every position."""
         self.num_head_calls = 0
@@ -218,6 +221,8 @@ class LabelSelector:
     def begin_forward(self, rule: str, num_labels: int, num_positions: int) -> None:
         """Arms the hooks for the next forward, unless nearly all positions have a label. It would save little then."""
         self.disarm()  # a forward that failed may have left it armed
+        if torch.is_grad_enabled():
+            self._num_open_forwards += 1
         if is_worth_selecting(num_labels, num_positions):
             self.arm(rule, num_labels)
 
@@ -233,6 +238,7 @@ class LabelSelector:
         """
         # The last forward may have raised before _check_selected(), which resets the positions.
         self._positions = None
+        self._is_in_forward = True
         self._num_calls = 0
         num_labels = self._num_labels
         self._num_labels = None
@@ -256,20 +262,45 @@ class LabelSelector:
     def _select_hidden_states(self, head: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Hook before the output embedding: keeps only the hidden states that predict a label."""
         self._num_calls += 1
-        positions = self._positions
-        if positions is None and is_in_backward():
-            # Activation checkpointing of the output embedding computes this part of the last forward again.
-            positions = self.positions_of_logits
+        if not args:
+            return None  # given by name. If labels were selected, their number does not fit the logits
+        hidden_states = args[0]
+        node: Any = hidden_states.grad_fn
+        if is_in_backward() and not self._is_in_forward:
+            # Activation checkpointing of the output embedding computes this part of a forward again.
+            positions = self._positions_of_earlier(node)
+        else:
+            positions = self._positions
+            if positions is not None and hidden_states.shape[:2] != self._labels_shape:
+                raise NotExactError(
+                    'Logits at labels need hidden states of every position of the labels '
+                    f'{tuple(self._labels_shape)}, got: {tuple(hidden_states.shape[:2])} at the output embedding. The '
+                    'model changes the sequence on the way.'
+                )
+            if node is not None:
+                node.metadata[self] = positions
         if positions is None:
             return None
-        hidden_states = args[0]
-        if hidden_states.shape[:2] != self._labels_shape:
-            raise NotExactError(
-                f'Logits at labels need hidden states of every position of the labels {tuple(self._labels_shape)}, '
-                f'got: {tuple(hidden_states.shape[:2])} at the output embedding. The model changes the sequence on the '
-                'way.'
-            )
         return (positions.select(hidden_states), *args[1:])
+
+    def _positions_of_earlier(self, node: Any) -> LabelledPositions | None:
+        """Returns where an earlier forward computed logits; None: at every position.
+
+        It need not be the last forward, because a loss may be the sum of the losses of several forwards. The ``node``
+        of the graph that made its hidden states tells it. If the node has no note, because the hidden states were
+        copied since, or if they have no gradient, it must be the last forward.
+        """
+        num_forwards = self._num_open_forwards
+        self._num_open_forwards = 0
+        if node is not None and self in node.metadata:
+            return node.metadata[self]
+        if num_forwards > 1:
+            raise NotExactError(
+                'With logits at labels, and a checkpoint around the output embedding, each forward must have its '
+                f'backward before the next forward, got: {num_forwards} forwards before a backward. Leave the output '
+                'embedding out of the checkpoint (docs/errors.md#logits-at-labels).'
+            )
+        return self.positions_of_logits
 
     def _check_selected(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         """Hook after the model: records where logits were computed.
@@ -278,6 +309,7 @@ class LabelSelector:
         """
         self.positions_of_logits = self._positions
         self._positions = None
+        self._is_in_forward = False
         if self.positions_of_logits is None:
             self.num_head_calls = self._num_calls
         elif self._num_calls != 1:

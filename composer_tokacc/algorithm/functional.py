@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 
-from composer_tokacc.batch import Batch, BatchDict
-from composer_tokacc.checks.logits import at_predictions, weigh_tokens
+from composer_tokacc.batch import Batch, BatchDict, check_vocabulary, labels_of
+from composer_tokacc.checks.logits import at_predictions, raise_if_bypassed, weigh_tokens
 from composer_tokacc.collectives import get_world_size, sum_over_ranks
 from composer_tokacc.counting import loss_mask, with_one_label
 from composer_tokacc.layout import BatchLayout, PreSplitBatch, describe
 from composer_tokacc.layout.facts import COLLATED_BY_LOADER, check_first_labels
 from composer_tokacc.plan_agreement import check_plans, numbers_to_sum
 from composer_tokacc.planning import check_count
-from composer_tokacc.refusals import InvalidInputError
+from composer_tokacc.refusals import InvalidInputError, NotExactError
 from composer_tokacc.row_counts import (
     check_planned_tokens,
     check_shares_are_used,
@@ -109,7 +109,7 @@ def step_loss_weights(
         weight_sums.append(float(weights.sum(dtype=torch.float64)))
         tokens_of_rows += counted.sum(dim=1).tolist()
     check_planned_tokens(microbatches, tokens_of_rows)
-    return _factors(microbatches, weight_sums, device)
+    return _factors(microbatches, weight_sums, sum(tokens_of_rows), device)
 
 
 def weighted_microbatches(
@@ -138,7 +138,7 @@ def weighted_microbatches(
     token_counts = []
     for microbatch in counted_microbatches:
         token_counts.append(sum(row.loss_tokens for row in row_counts_of(microbatch)))
-    factors = _factors(microbatches, token_counts, device)
+    factors = _factors(microbatches, token_counts, sum(token_counts), device)
     for microbatch, num_tokens, factor in zip(counted_microbatches, token_counts, factors, strict=True):
         model_batch = without_row_counts(microbatch)
         if num_tokens == 0:
@@ -151,8 +151,8 @@ def _as_list(microbatches: Sequence[Batch] | PreSplitBatch, loss_tokens: str) ->
 
     Raises:
         TypeError: If they are not a list.
-        ValueError: If a batch has ``num_items_in_batch``, or if padding that the loader has added predicts the label of
-            a row's first token.
+        ValueError: If a batch has ``num_items_in_batch`` or a negative label other than -100, or if padding that the
+            loader has added predicts the label of a row's first token.
     """
     if isinstance(microbatches, PreSplitBatch):
         microbatches = microbatches.microbatches
@@ -171,6 +171,9 @@ def _as_list(microbatches: Sequence[Batch] | PreSplitBatch, loss_tokens: str) ->
     for microbatch in microbatches:
         if not isinstance(microbatch, Mapping):
             continue  # labels_of() will refuse it
+        labels_of(microbatch)  # refuses a batch without labels
+        # The model may ignore such a label, but here it would count.
+        check_vocabulary(microbatch, 'labels', size=None)
         divisor = microbatch.get('num_items_in_batch')
         if divisor is not None:
             raise InvalidInputError(
@@ -184,6 +187,7 @@ def _as_list(microbatches: Sequence[Batch] | PreSplitBatch, loss_tokens: str) ->
 def _factors(
     microbatches: Sequence[Batch] | PreSplitBatch,
     weight_sums: Sequence[float],
+    num_tokens: int,
     device: torch.device | str,
 ) -> list[float]:
     """Returns the factor of each microbatch's mean loss; a collective.
@@ -191,16 +195,23 @@ def _factors(
     Args:
         microbatches: The microbatches as the caller has them. A pre-split batch may have a plan.
         weight_sums: The sum of the weights of the tokens of each microbatch.
+        num_tokens: The number of the tokens of all microbatches.
         device: The device on which the process group reduces.
 
     Raises:
-        RuntimeError: On all ranks, if they have planned different batches.
+        RuntimeError: On all ranks, if they have planned different batches, or if the step has tokens, but all of them
+            have weight 0.
     """
     plan = getattr(microbatches, 'plan', None)
-    numbers = [sum(weight_sums), *numbers_to_sum(plan)]
+    numbers = [sum(weight_sums), num_tokens, *numbers_to_sum(plan)]
     on_device = torch.tensor(numbers, dtype=torch.float64, device=device)
-    step_sum, *plan_sums = sum_over_ranks(on_device)
+    step_sum, step_tokens, *plan_sums = sum_over_ranks(on_device)
     check_plans(plan_sums, plan)
+    if step_sum == 0 and step_tokens > 0:
+        raise NotExactError(
+            f'The weights of a step must not all be 0, got: 0 for each of its {step_tokens:.0f} loss-generating '
+            'tokens. Fix `loss_weights`, or leave the step out (docs/errors.md#counts).'
+        )
     world_size = get_world_size()
     return [token_weight(weight_sum, step_sum, world_size=world_size) for weight_sum in weight_sums]
 
@@ -214,7 +225,8 @@ def apply_token_weights(
 ) -> None:
     """Turns the gradient of a mean over tokens into the gradient of their weighted mean, in a loop without a Trainer.
 
-    A hook on the logits multiplies their gradient in the backward. The value of the loss stays the plain mean.
+    A hook on the logits multiplies their gradient in the backward. The value of the loss stays the plain mean. With
+    ``'token'`` nothing changes.
 
     Args:
         logits: Logits of a microbatch, ``(rows, width, vocabulary)``, as the model returned them, before the backward.
@@ -222,15 +234,30 @@ def apply_token_weights(
             ``loss_tokens`` names count, as in :func:`.step_loss_weights`.
         token_weights: ``'token'``, ``'sqrt'``, ``'sample'`` or ``'column'``, see :class:`.TokenAccumulation`.
         loss_tokens: Which labels the model's loss averages over, see :func:`.counting.loss_mask`.
+
+    Raises:
+        ValueError: If the logits have another shape than the labels, or no gradient.
+        RuntimeError: In the backward, if the loss is not made of these logits, so that the weights would not apply.
     """
     has_loss = loss_mask(batch, loss_tokens)
     weights = weights_at(batch, token_weights, has_loss)
-    if logits.shape[:-1] != weights.shape:
+    if token_weights == 'token':
+        return  # all weigh the same, so losses that no hook on the logits reaches are exact, too
+    shape = tuple(getattr(logits, 'shape', ()))
+    if shape[:-1] != weights.shape or not logits.requires_grad:
         raise InvalidInputError(
-            f'`logits` must be of shape {(*weights.shape, "vocabulary")}, as `labels`, got: {tuple(logits.shape)}.'
+            f'`logits` must be a tensor of shape {(*weights.shape, "vocabulary")}, as `labels`, with a gradient, got: '
+            f'{type(logits).__name__} of shape {shape}. Give the logits that the loss is made of, not detached, and '
+            'compute them at all positions.'
         )
     # Without labels, or with weights of 0 only, the sum is 0. The minimum prevents 0 / 0.
     sum_of_weights = weights.sum(dtype=torch.float64).clamp(min=1e-30)
     # The loss divides by the number of tokens. The weighted mean divides by the sum of the weights.
     factor = (has_loss.sum() / sum_of_weights).float()
     weigh_tokens(logits, at_predictions(weights * factor, loss_tokens))
+    refusal = NotExactError(
+        'The loss must be made of the logits that `apply_token_weights` got, but its gradient does not pass through '
+        'them, so the tokens would have no weights: the loss is compiled or fused with the model, or made of other '
+        'logits. Compute it from these logits outside of the compiled model, and call one backward for the whole loss.'
+    )
+    raise_if_bypassed(logits, refusal)

@@ -19,15 +19,17 @@ import torch
 
 from composer_tokacc.batch import Batch
 from composer_tokacc.checks.comparison import RowComparison
-from composer_tokacc.checks.first_batch import find_loss_rule, rule_batch
+from composer_tokacc.checks.first_batch import find_loss_rule, rule_batch, with_unequal_row
+from composer_tokacc.checks.logits import entry_of
 from composer_tokacc.checks.probe import Probe
 from composer_tokacc.compat import inner_model
-from composer_tokacc.counting import loss_mask
+from composer_tokacc.counting import loss_mask, with_one_label
 from composer_tokacc.labelled import LabelSelector, output_embedding
 from composer_tokacc.layout import BatchLayout
-from composer_tokacc.model_structure import transformers_model
+from composer_tokacc.model_structure import fsdp_units, transformers_model
 from composer_tokacc.planning import check_choice, check_kind
 from composer_tokacc.refusals import InvalidInputError, NotExactError
+from composer_tokacc.row_counts import without_row_counts
 
 
 class LogitsAtLabels:
@@ -40,8 +42,10 @@ class LogitsAtLabels:
     row, and so on. If the model shifts labels, it drops the logits of the last position, so one more position follows
     at the end.
 
-    The first such forward computes its batch with and without all logits, and compares loss and gradient. This takes
-    about five more forwards, whose gradients are not kept. With FSDP all ranks must make this forward at the same time.
+    The first such forward computes its batch with and without all logits, and compares loss and gradient. If no two of
+    its rows have unequal numbers of labels, a copy of a row with another number is added, so that the check shows how
+    the loss joins rows. This takes about five more forwards, whose gradients are not kept. With FSDP all ranks must
+    make this forward at the same time.
 
     Args:
         model: A Hugging Face model that computes its own loss; it may be wrapped by Composer, DDP or accelerate.
@@ -71,6 +75,9 @@ class LogitsAtLabels:
             )
         self._shifts_labels = shifts_labels
         self._rule: str | None = None  # the loss rule of the model; None: no forward was checked yet
+        # Whether the check had rows with unequal numbers of labels. If not, the loss may depend on which labels share a
+        # row, so batches with labels in several rows compute all logits.
+        self._is_proven_for_rows = False
         self._is_probing = False  # whether the check of the first forward is calling the model
         # Set between __enter__ and __exit__.
         self._handle: Any = None  # of the hook _begin_forward()
@@ -82,9 +89,10 @@ class LogitsAtLabels:
             raise InvalidInputError(
                 'This LogitsAtLabels is entered already. Use it in one `with` block at a time, around the whole loop.'
             )
-        # `_begin_forward` must run before the hooks of the selector. Hooks run in the order in which they were added.
+        # `_begin_forward` must run before the hooks of the selector. It also must run before the hook of FSDP2, which
+        # gathers weights: the forwards of the check end with their weights sharded again. So it comes first.
         begin_forward = torch.compiler.disable(self._begin_forward)
-        self._handle = self._model.register_forward_pre_hook(begin_forward, with_kwargs=True)
+        self._handle = self._model.register_forward_pre_hook(begin_forward, prepend=True, with_kwargs=True)
         self._selector = LabelSelector(self._model)
         return self
 
@@ -104,6 +112,8 @@ class LogitsAtLabels:
         """Checks the first batch, and tells the selector how many labels a batch has. A forward pre-hook."""
         if self._is_probing or not module.training or kwargs.get('labels') is None:
             return
+        if kwargs.get('shift_labels') is not None:
+            return  # the loss reads these instead of the labels, and the selector leaves such a batch alone
         if args:
             # The check and the selector look tensors up by name.
             raise InvalidInputError(
@@ -111,11 +121,26 @@ class LogitsAtLabels:
                 'by position.'
             )
         assert self._selector is not None
+        mask = kwargs.get('attention_mask')
+        if not isinstance(mask, torch.Tensor | None):
+            # It would have to be read, because a label without attention may not count.
+            raise InvalidInputError(
+                f'With LogitsAtLabels `attention_mask` must be a tensor, got: {type(mask).__name__}. Give the mask of '
+                'padding, (rows, width), or train without LogitsAtLabels.'
+            )
         if self._rule is None:
             if torch.is_inference_mode_enabled():
                 return  # the check needs gradients
+            # Rows of one column show nothing, and their loss is NaN if the model shifts labels. So the next forward is
+            # checked. But with FSDP all ranks must check the same forward.
+            if kwargs['labels'].shape[-1] == 1 and not fsdp_units(self._model):
+                return
             self._rule = self._checked_rule(kwargs)
-        num_labels = int(loss_mask(kwargs, self._rule).sum())  # waits for the GPU
+        labels_of_rows = loss_mask(kwargs, self._rule).sum(dim=1)
+        if not self._is_proven_for_rows and int((labels_of_rows > 0).sum()) > 1:
+            self._selector.disarm()
+            return
+        num_labels = int(labels_of_rows.sum())  # waits for the GPU
         self._selector.begin_forward(self._rule, num_labels, kwargs['labels'].numel())
 
     def _checked_rule(self, batch: Mapping[str, Any]) -> str:
@@ -123,10 +148,13 @@ class LogitsAtLabels:
         assert self._selector is not None
         self._is_probing = True
         try:
-            probe = Probe.from_model(self._model)
-            rows: Batch = {key: value for key, value in batch.items() if value is not None}
-            rule = self._rule_of(probe, rows)
+            # With every entry of the batch, because a forward may take some of them by `**kwargs`.
+            probe = Probe(lambda entries: self._model(**without_row_counts(entries)), _loss_in, self._model)
+            batch = {key: value for key, value in batch.items() if value is not None}
+            rule = self._rule_of(probe, batch)
             layout = BatchLayout.for_model(self._model)
+            rows = _rows_to_check(layout, batch, rule)
+            self._is_proven_for_rows = len(_label_counts(rows, rule)) > 1
             comparison = RowComparison(probe, layout, _unchanged, rule, rows, check_loss=True)
             failure = comparison.selection_failure(self._selector)
         finally:
@@ -146,6 +174,31 @@ class LogitsAtLabels:
         # into the first row, and keeps the other rows without labels.
         batch = rule_batch(layout=None, rows=rows)
         return find_loss_rule(probe, batch)
+
+
+def _rows_to_check(layout: BatchLayout, batch: Batch, rule: str) -> Batch:
+    """Returns the batch with at least one label, and if possible with rows that have unequal numbers of labels.
+
+    A batch without labels would show nothing. One row, or rows with equally many labels, would not show a loss that
+    depends on which labels share a row, such as a mean of the rows' means.
+    """
+    if not bool(loss_mask(batch, rule).any()):
+        batch = with_one_label(batch)
+    try:
+        return with_unequal_row(layout, dict(batch), rule)
+    except (KeyError, ValueError):
+        return batch  # the layout cannot tell the rows apart
+
+
+def _label_counts(batch: Batch, rule: str) -> set[int]:
+    """Returns the numbers of labels that rows have, each number once and without 0."""
+    counts = loss_mask(batch, rule).sum(dim=1).tolist()
+    return set(counts) - {0}
+
+
+def _loss_in(outputs: Any, batch: Batch) -> Any:
+    """Returns the loss that the model has computed. With ``return_dict=False`` it is the first of a tuple."""
+    return outputs[0] if isinstance(outputs, tuple) else entry_of(outputs, 'loss')
 
 
 def _unchanged(batch: Batch) -> Batch:

@@ -298,6 +298,38 @@ def on_gradient(logits: Tensor, hook: Callable[[Tensor], Tensor | None]) -> None
     node.register_prehook(change)
 
 
+def raise_if_bypassed(logits: Tensor, refusal: Exception) -> None:
+    """Makes a backward raise an error if its loss is not made of the logits. Hooks on the logits then change nothing.
+
+    The backward has come past the logits if it is at a node before them: such a node runs after all nodes that it gives
+    its outputs to. So a hook at these nodes finds out whether a gradient has come to the logits. The nodes are followed
+    back to the output embedding, because the logits may be a part or a copy of the tensor that the loss uses.
+    """
+    node, index = edge_of(logits)
+    was_reached = False
+
+    def note(gradients: Sequence[Tensor | None]) -> None:
+        nonlocal was_reached
+        # A compiled forward has one node for loss and logits. The gradient is None if only the loss was used.
+        if gradients[index] is None:
+            raise refusal
+        was_reached = True
+
+    def check(gradients: Sequence[Tensor | None]) -> None:
+        if not was_reached:
+            raise refusal
+
+    if node is not None:
+        node.register_prehook(note)
+    while node is not None:
+        # Nodes of parameters (`variable`) are left out, because they outlive the graph, and so would their hooks.
+        inputs = [source for source, _ in node.next_functions if source and not hasattr(source, 'variable')]
+        for source in inputs:
+            source.register_prehook(check)
+        # A node with one input may be a view, a cast or a cap of its input. One with several is the output embedding.
+        node = inputs[0] if len(inputs) == 1 else None
+
+
 def gradient_by_logits(loss: Tensor, logits: Tensor) -> Tensor | None:
     """Returns the gradient of a loss by the logits, and keeps the graph.
 

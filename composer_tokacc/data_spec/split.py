@@ -661,14 +661,17 @@ def _check_decoder_padding(facts_of_batches: Sequence[RowFacts]) -> None:
     widths = {labels_of(facts.batch).shape[1] for facts in facts_of_batches}
     if len(widths) < 2:
         return
+    # If some rows begin after the first column, and others end before the last one, either the first or the last labels
+    # of some rows are masked. The text of the encoder tells: a tokenizer pads it on the same side.
+    is_text_padded_on_left = any(facts.side == 'left' for facts in facts_of_batches)
     padded_on_left = None
     for facts in facts_of_batches:
         reach = Reach.of(labels_of(facts.batch) != IGNORE_INDEX)
-        if any(num_columns not in (reach.width, 0) for num_columns in reach.from_first):
-            # The labels of a row end before the last column, so rows are padded on the right. If their first labels are
-            # masked, that only looks like padding on the left.
-            return
-        if reach.side == 'left':
+        full_or_empty = (reach.width, 0)
+        ends_early = any(num_columns not in full_or_empty for num_columns in reach.from_first)
+        if ends_early and not is_text_padded_on_left:
+            return  # padded on the right. If first labels are masked, that only looks like padding on the left
+        if any(num_columns not in full_or_empty for num_columns in reach.from_last):
             padded_on_left = facts
     if padded_on_left is not None:
         raise InvalidInputError(

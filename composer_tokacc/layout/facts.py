@@ -24,10 +24,8 @@ from composer_tokacc.batch import (
     Batch,
     Reach,
     attended_positions,
-    labels_at_text,
     lacks_labels,
     num_runs,
-    real_positions,
     sample_name,
 )
 from composer_tokacc.layout.families import Media
@@ -38,7 +36,7 @@ from composer_tokacc.layout.found import (
     joined_readings,
     lengths_of_runs,
 )
-from composer_tokacc.layout.layout import BatchLayout, media_entries
+from composer_tokacc.layout.layout import BatchLayout, labels_along_text, media_entries, real_positions_of
 from composer_tokacc.layout.pre_split import microbatches_of
 from composer_tokacc.refusals import InvalidInputError
 
@@ -157,7 +155,7 @@ class RowFacts:
     def decoder_width(self) -> int:
         """Width of the decoder's text in an encoder-decoder model with ``input_ids``, else 0. It is never trimmed."""
         # Only the labels of a decoder do not lie along `input_ids`.
-        if not self.has_ids or labels_at_text(self.batch) is not None:
+        if not self.has_ids or labels_along_text(self.layout, self.batch) is not None:
             return 0
         widths = [0]
         for key in ('labels', 'decoder_input_ids'):
@@ -207,7 +205,7 @@ class RowFacts:
         of tokens or masks of pairs of tokens, would take time in each step. Values from ``LOWEST_CODE`` to
         ``HIGHEST_CODE`` are codes. If there is a value for each token, only those at tokens with labels count.
         """
-        labels = labels_at_text(self.batch)
+        labels = labels_along_text(self.layout, self.batch)
         codes_by_key: dict[str, list[list[int]]] = {}
         for key, value in self.batch.items():
             if key in KEYS_WITHOUT_CODES or not isinstance(value, torch.Tensor):
@@ -235,7 +233,7 @@ class RowFacts:
     @cached_property
     def has_first_label(self) -> list[bool]:
         """Which rows have a label on their first token."""
-        labels = labels_at_text(self.batch)
+        labels = labels_along_text(self.layout, self.batch)
         if labels is None:
             return [False] * len(self.real)
         first_real = self.real.int().argmax(dim=1, keepdim=True)
@@ -299,7 +297,7 @@ def describe(layout: BatchLayout, batch: Batch) -> RowFacts:
     Raises:
         ValueError: If ``mm_token_type_ids`` are padded on another side than the ids.
     """
-    real = real_positions(batch)
+    real = real_positions_of(layout, batch)
     _check_types_on_padding(layout, batch, real)
     reach = Reach.of(real)
     facts = RowFacts(

@@ -24,6 +24,8 @@ from composer_tokacc.batch import (
     MODALITIES,
     Batch,
     Reach,
+    attended_positions,
+    labels_at_text,
     real_positions,
     sample_name,
     text_of,
@@ -58,6 +60,8 @@ from composer_tokacc.refusals import InvalidInputError
 
 SCALED_ROTARY_TYPES = ('dynamic', 'longrope')
 """Rotary embeddings that change with the largest position of the batch, once that is over a limit."""
+KEYS_AT_LABELS = ('labels', 'loss_weights', 'loss_mask')
+"""Keys of tensors with a value for each label."""
 NUM_DUMMY_FRAMES = 4
 """Frames of a dummy video. InstructBLIP-Video's processor writes placeholders for as many."""
 
@@ -225,8 +229,8 @@ class BatchLayout:
         """Returns how a tensor belongs to rows.
 
         A tensor gets no ``seq_dims``, and so is not trimmed with the text, if it is not as wide as the text, or if the
-        batch shows that it belongs to a decoder (``decoder_input_ids``, or no ``input_ids``). The labels of a decoder
-        may be as wide as the encoder's text by chance.
+        batch or the config shows that it belongs to a decoder. The labels of a decoder may be as wide as the encoder's
+        text by chance.
 
         Raises:
             ValueError: If the key is not registered, and its shape tells nothing, or contradicts earlier batches. Or if
@@ -246,7 +250,7 @@ class BatchLayout:
             )
         # Without `input_ids` (Whisper) the text is the decoder's, which is not trimmed.
         lies_along_text = batch.get('input_ids') is not None
-        if key in ('labels', 'loss_weights') and batch.get('decoder_input_ids') is not None:
+        if key in KEYS_AT_LABELS and _has_decoder(self.config, batch):
             lies_along_text = False
         for dim in entry.seq_dims:
             # A tensor may lack the dimension: `loss_weights` may have one weight per row.
@@ -526,7 +530,7 @@ class BatchLayout:
         # Frames of an audio that lies along the text would have to be trimmed with it, so nothing is trimmed.
         if has_audio_along_text(batch, self.config):
             return dict(batch)
-        reach = Reach.of(real_positions(batch))
+        reach = Reach.of(real_positions_of(self, batch))
         side = reach.side
         longest = max(reach.lengths(side))
         width = self.width(batch)
@@ -748,6 +752,28 @@ def _entry_by_shape(
     if key == 'position_ids' and value.shape == (1, width):
         return Entry(unit=unit, seq_dims=(1,))
     return entry
+
+
+def _has_decoder(config: Any, batch: Batch) -> bool:
+    """Returns whether the labels of a batch are at positions of a decoder, and not at those of ``input_ids``.
+
+    Without a config only ``decoder_input_ids`` show it.
+    """
+    if batch.get('decoder_input_ids') is not None:
+        return True
+    return batch.get('input_ids') is not None and getattr(config, 'is_encoder_decoder', False)
+
+
+def labels_along_text(layout: BatchLayout, batch: Batch) -> torch.Tensor | None:
+    """Returns the labels if they lie at the positions of the text; None if not, as in an encoder-decoder."""
+    return None if _has_decoder(layout.config, batch) else labels_at_text(batch)
+
+
+def real_positions_of(layout: BatchLayout, batch: Batch) -> torch.Tensor:
+    """Returns the positions that must not be trimmed, bool ``(rows, width)``: those with attention or with a label."""
+    if _has_decoder(layout.config, batch):
+        return attended_positions(batch)
+    return real_positions(batch)
 
 
 def inferred_layout(batches: Iterable[Batch]) -> BatchLayout:

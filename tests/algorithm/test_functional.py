@@ -83,10 +83,11 @@ def test_microbatch_without_rows():
     assert step_loss_weights([with_labels, without_rows]) == [1.0, 0.0]
 
 
-def test_loss_of_no_labels_is_a_number():
+@pytest.mark.parametrize('side', ['left', 'right'])
+def test_loss_of_no_labels_is_a_number(side):
     """Also if the row has a single token, so that no label has a token and a token before it."""
     model = one_layer_model()
-    padded = ragged_batch([(6, 0), (1, 0)])
+    padded = ragged_batch([(6, 0), (1, 0)], side=side)
     single_token = {key: value[1:] for key, value in padded.items()}
     for batch in (padded, single_token):
         ((microbatch, weight),) = weighted_microbatches([batch])
@@ -221,3 +222,81 @@ def test_number_of_items_is_refused(function):
     microbatches[1]['num_items_in_batch'] = torch.tensor(26)
     with pytest.raises(ValueError, match=r'must not hold `num_items_in_batch`, got: 26'):
         function(microbatches)
+
+
+def test_step_of_zero_weights_is_refused():
+    microbatches = [{**ragged_batch(SHAPE), 'loss_weights': [0.0] * len(SHAPE)}] * 2
+    with pytest.raises(RuntimeError, match='weights of a step must not all be 0, got: 0 for each of its 50'):
+        step_loss_weights(microbatches, token_weights='column')
+
+
+@pytest.mark.parametrize(
+    'function', [step_loss_weights, lambda microbatches: list(weighted_microbatches(microbatches))]
+)
+def test_other_ignored_labels_are_refused(function):
+    """A model with `ignore_index=-1` would leave out labels that are counted."""
+    microbatch = ragged_batch(SHAPE)
+    microbatch['labels'] = microbatch['labels'].clamp(min=-1)
+    with pytest.raises(ValueError, match='`labels` must be -100 or ids of the vocabulary, got: -1'):
+        function([microbatch])
+
+
+class OtherLogits(torch.nn.Module):
+    """Returns a part of the logits that its loss is made of, as models with a padded vocabulary do."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = one_layer_model()
+
+    def forward(self, **batch):
+        outputs = self.model(**batch)
+        outputs.logits = outputs.logits.float()[..., :-1]
+        return outputs
+
+
+def compiled_model():
+    """Returns a model whose loss is compiled with it, to one node of the graph."""
+    return torch.compile(one_layer_model(), backend='aot_eager')
+
+
+@pytest.mark.parametrize('make_model', [OtherLogits, pytest.param(compiled_model, marks=pytest.mark.slow)])
+def test_loss_of_other_logits_is_refused(make_model):
+    """The hook on the returned logits would change no gradient, so all tokens would weigh the same."""
+    model = make_model()
+    microbatch = ragged_batch(SHAPE)
+    try:
+        outputs = model(**microbatch)
+        apply_token_weights(outputs.logits, microbatch, 'sqrt')
+        with pytest.raises(RuntimeError, match='its gradient does not pass through them'):
+            outputs.loss.backward()
+    finally:
+        torch._dynamo.reset()
+
+
+def test_equal_weights_need_no_logits():
+    apply_token_weights(None, ragged_batch(SHAPE), 'token')
+
+
+@pytest.mark.parametrize('change', [torch.Tensor.detach, lambda logits: None, lambda logits: logits[:, 1:]])
+def test_unsuitable_logits_are_refused(change):
+    microbatch = ragged_batch(SHAPE)
+    logits = change(one_layer_model()(**microbatch).logits)
+    with pytest.raises(ValueError, match='`logits` must be a tensor of shape'):
+        apply_token_weights(logits, microbatch, 'sqrt')
+
+
+def test_second_term_of_hidden_states_keeps_its_gradient():
+    """A backward that comes to the hidden states through the logits and in another way is not refused."""
+    model = one_layer_model()
+    microbatch = ragged_batch(SHAPE)
+    weights = torch.ones(len(SHAPE))  # they change nothing
+
+    def loss_of_two_terms(*, is_weighted):
+        outputs = model(**microbatch, output_hidden_states=True)
+        if is_weighted:
+            apply_token_weights(outputs.logits, {**microbatch, 'loss_weights': weights}, 'column')
+        return outputs.loss + outputs.hidden_states[-1].square().mean()
+
+    expected = gradients_of(model, loss_of_two_terms(is_weighted=False))
+    gradients = gradients_of(model, loss_of_two_terms(is_weighted=True))
+    assert relative_error(gradients, expected) < 1e-6

@@ -15,6 +15,8 @@ import transformers
 from composer.core import Event
 from composer.metrics import LanguageCrossEntropy
 from composer.models import ComposerClassifier
+from torch.distributed import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
@@ -24,6 +26,7 @@ from composer_tokacc.labelled import LabelledPositions, batch_at_logits
 from tests.support.families import FAMILIES
 from tests.support.masked_text import masked_batch, masked_model
 from tests.support.mixtures import mixture_of_experts
+from tests.support.process_group import group_of_one_rank
 from tests.support.text import collate, named_batch, next_token_loss, one_layer_model, single_rows, text_rows
 from tests.support.training import (
     TOLERANCE,
@@ -535,11 +538,28 @@ def test_plain_loop_begins_with_one_token(side):
     assert_one_forward_is_exact(model, model, side=side, shape=[(1, 0), (9, 3), (5, 2)])
 
 
+def test_plain_loop_begins_with_one_column():
+    """The loss of such a microbatch is NaN in a plain forward, too. The next microbatch is checked."""
+    model = one_layer_model()
+    with LogitsAtLabels(model):
+        model(**without_sample_ids(batch_of(shape=[(1, 0)])))
+        outputs = model(**without_sample_ids(batch_of()))
+    assert outputs.logits.shape[0] == 1
+
+
 def test_arguments_by_position_are_refused():
     model = one_layer_model()
     batch = batch_of()
     with LogitsAtLabels(model), pytest.raises(ValueError, match=r'by name.*got: 1 arguments by position'):
         model(batch['input_ids'], labels=batch['labels'])
+
+
+def test_masks_by_layer_type_are_refused():
+    model = one_layer_model()
+    batch = without_sample_ids(batch_of())
+    batch['attention_mask'] = {'full_attention': batch['attention_mask']}
+    with LogitsAtLabels(model), pytest.raises(ValueError, match='`attention_mask` must be a tensor, got: dict'):
+        model(**batch)
 
 
 def test_adapted_model_without_a_task():
@@ -574,6 +594,21 @@ def test_compiled_model_in_a_plain_loop():
     assert_one_forward_is_exact(model, compiled)
 
 
+def test_sharded_model_in_a_plain_loop(tmp_path):
+    """The check runs the model before FSDP2 has gathered the weights for the forward of the loop."""
+    model = one_layer_model()
+    batch = without_sample_ids(batch_of())
+    expected, _ = reference_gradients(model, batch)
+    with group_of_one_rank(tmp_path):
+        fully_shard(model, mesh=init_device_mesh('cpu', (1,)))
+        with LogitsAtLabels(model):
+            outputs = model(**batch)
+        assert outputs.logits.shape[0] == 1
+        outputs.loss.backward()
+        gradients = {name: gradient.full_tensor() for name, gradient in composer_gradients(model).items()}
+    assert relative_error(gradients, expected) < TOLERANCE
+
+
 def test_labels_that_are_shifted_already():
     """The loss then reads `shift_labels`, which are not selected. So all logits are computed."""
     batch = batch_of()
@@ -595,6 +630,92 @@ def test_plain_loop_refuses_a_wrong_shift():
     batch = without_sample_ids(batch_of())
     with pytest.raises(RuntimeError, match='logits-at-labels'), LogitsAtLabels(model, shifts_labels=False):
         model(**batch)
+
+
+class MeanOfRows(transformers.LlamaForCausalLM):
+    """Its loss is the mean of the means of the rows. Its forward names only some arguments."""
+
+    def forward(self, labels=None, **inputs):
+        outputs = super().forward(**inputs)
+        losses = torch.nn.functional.cross_entropy(outputs.logits[:, :-1].mT, labels[:, 1:], reduction='none')
+        num_labels = (labels[:, 1:] != -100).sum(dim=1).clamp(min=1)
+        outputs.loss = (losses.sum(dim=1) / num_labels).mean()
+        return outputs
+
+
+ONE_ROW = [(14, 4)]
+EQUAL_ROWS = [(14, 3), (9, 3)]
+NO_LABEL = [(14, 0), (9, 0)]
+
+
+@pytest.mark.parametrize('shape', [ONE_ROW, EQUAL_ROWS, NO_LABEL])
+def test_plain_loop_checks_how_rows_are_joined(shape):
+    """The rows of the first forward do not show that logits in one row change the loss of several rows."""
+    model = MeanOfRows(one_layer_model().config)
+    batch = without_sample_ids(batch_of(shape=shape))
+    with pytest.raises(RuntimeError, match='logits-at-labels'), LogitsAtLabels(model):
+        model(**batch)
+
+
+def test_plain_loop_checks_a_batch_without_labels():
+    model = one_layer_model()
+    batch = without_sample_ids(batch_of(shape=NO_LABEL))
+    with pytest.raises(RuntimeError, match='logits-at-labels'), LogitsAtLabels(model, shifts_labels=False):
+        model(**batch)
+
+
+class TakesAnything(transformers.LlamaForCausalLM):
+    """Passes all arguments on by ``**kwargs``, as many subclasses do."""
+
+    def forward(self, **inputs):
+        return super().forward(**inputs)
+
+
+@pytest.mark.parametrize('option', [{}, {'num_items_in_batch': 21}, {'return_dict': False}])
+def test_plain_loop_passes_all_arguments(option):
+    model = TakesAnything(one_layer_model().config)
+    batch = {**without_sample_ids(batch_of()), **option}
+    expected = gradients_of(model, loss_in(model(**batch)))
+    with LogitsAtLabels(model):
+        gradients = gradients_of(model, loss_in(model(**batch)))
+    assert relative_error(gradients, expected) < TOLERANCE
+
+
+def loss_in(outputs):
+    return outputs[0]
+
+
+def test_rows_that_cannot_be_told_apart_compute_all_logits():
+    """The check had only one row, and nothing tells how to copy it. So batches of one row compute logits at labels."""
+    model = one_layer_model()
+    number_of_logits = []
+    with LogitsAtLabels(model):
+        for shape in (ONE_ROW, FEW_LABELS):
+            batch = without_sample_ids(batch_of(shape=shape))
+            outputs = model(**batch, cu_seq_lens_q=torch.arange(2 + len(shape)))
+            number_of_logits.append(tuple(outputs.logits.shape[:2]))
+    assert number_of_logits == [(1, 5), (len(FEW_LABELS), max(LENGTHS))]
+
+
+@pytest.mark.parametrize('has_frozen_body', [False, True])
+def test_checkpointed_head_of_several_forwards(has_frozen_body):
+    """A backward of two losses computes the output embedding of both forwards again, each at its own labels."""
+    model = checkpointed_head()
+    batches = [without_sample_ids(batch_of(shape=shape)) for shape in ([(14, 4), (9, 2)], [(12, 3), (13, 3)])]
+    if has_frozen_body:
+        model.model.requires_grad_(False)
+
+    def sum_of_losses():
+        return sum(model(**batch).loss for batch in batches)
+
+    expected = gradients_of(model, sum_of_losses())
+    with LogitsAtLabels(model):
+        loss = sum_of_losses()
+        if has_frozen_body:  # then nothing tells which forward is computed again
+            with pytest.raises(RuntimeError, match='got: 2 forwards before a backward'):
+                loss.backward()
+            return
+        assert relative_error(gradients_of(model, loss), expected) < TOLERANCE
 
 
 def text_model_without_head():

@@ -104,10 +104,11 @@ def t5():
     return subject.model('fresh')
 
 
-def seq2seq_loader(*, side, decoder_width=None, lengths=SEQ2SEQ_LENGTHS, masks_first=False):
+def seq2seq_loader(*, side, decoder_width=None, lengths=SEQ2SEQ_LENGTHS, masks_first=False, pads_all_left=False):
     """Returns a loader of one step of two microbatches. It pads labels to ``decoder_width``, or to the longest ones.
 
-    With ``masks_first`` the first label of each row is masked.
+    With ``masks_first`` the first label of each row is masked. With ``pads_all_left`` the text is padded on the left,
+    too, and the last label of the first row is masked.
     """
 
     longest = max(decoder_length for _, decoder_length in lengths)
@@ -123,6 +124,10 @@ def seq2seq_loader(*, side, decoder_width=None, lengths=SEQ2SEQ_LENGTHS, masks_f
         if side == 'left':
             for labels, decoder_length in zip(batch['labels'], decoder_lengths, strict=True):
                 labels.copy_(labels.roll(width - decoder_length))
+        if pads_all_left:
+            for key in ('input_ids', 'attention_mask'):
+                batch[key] = batch[key].flip(1)
+            batch['labels'][0, -1] = -100
         return batch
 
     num_rows = len(lengths)
@@ -143,11 +148,28 @@ def test_labels_that_a_loader_pads(t5, side, decoder_width):
     assert relative_error(recorder.gradients, expected_gradients) < 1e-6
 
 
-def test_labels_that_a_loader_pads_on_the_left(t5):
+@pytest.mark.parametrize('pads_all_left', [False, True])
+def test_labels_that_a_loader_pads_on_the_left(t5, pads_all_left):
     """The decoder sees this padding, and in one batch with the other rows there would be more of it."""
-    data, _ = seq2seq_loader(side='left')
+    data, _ = seq2seq_loader(side='left', pads_all_left=pads_all_left)
     with pytest.raises(ValueError, match='Labels of an encoder-decoder must be padded on the right'):
         fit(t5, data, microbatch_size=3)
+
+
+def test_labels_as_wide_as_the_text_by_chance(t5):
+    """The encoder's padding on the left is trimmed, but not that of the labels, which the decoder sees."""
+    batches = []
+    for decoder_width in (12, 24):
+        batch = seq2seq_batch(24, decoder_width)
+        for key, value in batch.items():
+            lengths = [length for length, _ in SEQ2SEQ_LENGTHS]
+            if key == 'labels':
+                lengths = [length for _, length in SEQ2SEQ_LENGTHS]
+            rows = [row.roll(len(row) - length) for row, length in zip(value, lengths, strict=True)]
+            batch[key] = torch.stack(rows)
+        batches.append(batch)
+
+    assert_exact(t5.model, *batches, microbatch_size=1)
 
 
 def test_first_labels_that_are_masked(t5):
