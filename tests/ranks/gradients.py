@@ -285,8 +285,7 @@ def weight_results(name: str) -> Results:
     weighted_rows = with_weights(ordered_rows)
     batch, rank_batch = batches_of(layout, weighted_rows, order, pad_token_id=pad_token_id)
     cuts = [(False, *cut) for cut in WEIGHTED_CUTS]
-    if name != 'qwen2_5_vl':
-        cuts += [(True, *cut) for cut in PACKED_WEIGHTED_CUTS]
+    cuts += [(True, *cut) for cut in PACKED_WEIGHTED_CUTS]
     for packing, size, weights in cuts:
         data = token_data_spec(loader(rank_batch), packing=packing)
         label = f'{name} {weights} microbatch {size}{packed_label(packing)}'
