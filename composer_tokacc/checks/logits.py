@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import Node
 from torch.distributed.tensor import DTensor
 
 from composer_tokacc.batch import IGNORE_INDEX, Batch, labels_of
@@ -298,19 +298,6 @@ def on_gradient(logits: Tensor, hook: Callable[[Tensor], Tensor | None]) -> None
     node.register_prehook(change)
 
 
-def gradient_by_logits(loss: Tensor, logits: Tensor) -> Tensor | None:
-    """Returns the gradient of a loss by the logits, and keeps the graph.
-
-    None: the loss is not made of the logits, or no parameter before the logits is trained. If the logits are a copy,
-    the gradient is the one by the tensor before the copy, see :func:`edge_of`.
-    """
-    node, index = edge_of(logits)
-    if node is None:
-        return None
-    (gradient,) = torch.autograd.grad(loss, GradientEdge(node, index), retain_graph=True, allow_unused=True)
-    return gradient
-
-
 def edge_of(tensor: Tensor) -> Edge:
     """Returns the node of the graph that makes a tensor, such as the logits, and its number among the node's outputs.
 
@@ -344,6 +331,18 @@ def has_bypass(losses: Iterable[Tensor], ends: Collection[Edge]) -> bool:
     """
     # The node at which a parameter enters the graph holds it as `variable`.
     return any(hasattr(node, 'variable') for node in nodes_of(losses, ends))
+
+
+def edges_of_graph(losses: Iterable[Tensor]) -> set[Edge]:
+    """Returns the edges of all tensors that some losses are made of, see :func:`edge_of`.
+
+    It reads no values. Unlike a backward to these tensors it runs no hooks, and those of FSDP would communicate.
+    """
+    losses = list(losses)
+    edges = {edge_of(loss) for loss in losses}
+    for node in nodes_of(losses):
+        edges.update(_before_copies(edge) for edge in node.next_functions)
+    return edges
 
 
 def nodes_of(losses: Iterable[Tensor], ends: Collection[Edge] = ()) -> Iterator[Node]:

@@ -127,6 +127,10 @@ class MicrobatchRecord:
     factor: Tensor | None = None  # the factor that Composer did apply to its loss, times the gradient scale
     token_loss: Tensor | None = None  # the unweighted sum of the losses of its tokens, only if tokens have weights
     was_reached: bool = False  # whether a gradient came to its logits
+    # The dummy rows and repeated samples beside other rows, by number, and whether a term of the loss has a gradient in
+    # them, see watch_added_rows(). None: no gradient came to a watched output.
+    added_rows: Sequence[int] = ()
+    trains_added_rows: Tensor | None = None
     # How far the total of a dict loss is from the sum of its terms, as a multiple of the round-off. None: no total.
     total_error: Tensor | None = None
     # How far the gradient at each measured position is off, ``(positions,)``. The unit is the weight of a token whose
@@ -175,6 +179,19 @@ class MicrobatchRecord:
             measures_all=measures_all,
         )
         on_gradient(logits, measure_tokens)
+
+    def watch_added_rows(self, output: Tensor) -> None:
+        """Adds a hook that notes whether added rows have a gradient by an output of the model, ``(rows, ...)``.
+
+        Means over tokens have none, because these rows have no labels. So it comes from another term.
+        """
+        on_gradient(output, self._note_added_rows)
+
+    def _note_added_rows(self, gradient: Tensor) -> None:
+        has_gradient = gradient[self.added_rows].any()
+        if self.trains_added_rows is not None:
+            has_gradient = has_gradient | self.trains_added_rows.to(has_gradient.device)
+        self.trains_added_rows = has_gradient
 
     def observe(self, gradient: Tensor) -> None:
         """Notes the gradient with respect to a scaled term of the loss: Composer's weight times the gradient scale.
@@ -305,6 +322,8 @@ def check_step(step: Step) -> None:
     _check_totals(step)
     for record in step.microbatches:
         check_total_of_loss(record.observed.get('total_error', 0.0))
+        if record.observed.get('trains_added_rows'):
+            raise trained_added_rows(record)
     _check_labels_and_weights(step)
     _check_factors(step)
     _check_tokens(step)
@@ -341,7 +360,9 @@ def _read_from_device(step: Step) -> None:
             values['deviation'] = record.deviations.amax()
         if record.total_error is not None:
             values['total_error'] = record.total_error
-        in_one_tensor = torch.stack([value.double() for value in values.values()])
+        if record.trains_added_rows is not None:
+            values['trains_added_rows'] = record.trains_added_rows
+        in_one_tensor = torch.stack([value.to(counted.device).double() for value in values.values()])
         record.observed = dict(zip(values, in_one_tensor.tolist(), strict=True))
 
 
@@ -380,6 +401,16 @@ def check_total_of_loss(error: float) -> None:
             'round-off. Return each term with its weight. An algorithm that adds a term must add it to the dict, with '
             'its unit in `loss_units`, and to the total (docs/errors.md#model-loss).'
         )
+
+
+def trained_added_rows(record: MicrobatchRecord) -> NotExactError:
+    """Returns the error of a term that has a gradient in dummy rows or repeated samples."""
+    return NotExactError(
+        'Only means over tokens may see the rows without labels that fill up a rank, but another term has a gradient '
+        f'in such rows ({len(record.added_rows)} of {len(record.rows)} rows fill up). Multiply what a row adds to a '
+        'mean over samples by `(labels != -100).any(dim=1)`, take only these rows in a term that couples rows, or give '
+        'every rank equally many samples (`drop_last=True`).'
+    )
 
 
 def _check_labels_and_weights(step: Step) -> None:

@@ -467,7 +467,13 @@ def test_nan_of_a_sample_stays(model):
 
 @pytest.mark.parametrize(
     ('model_class', 'unit'),
-    [(NormTerm, 'samples'), (NormTerm, 'coupled_samples'), (NormTerm, 'microbatches'), (StatesTerm, 'samples')],
+    [
+        (NormTerm, 'samples'),
+        (NormTerm, 'coupled_samples'),
+        (NormTerm, 'microbatches'),
+        (StatesTerm, 'samples'),
+        (StatesTerm, 'coupled_samples'),
+    ],
 )
 def test_term_of_a_dummy_row_is_refused(model_class, unit, model, batch):
     model.config.output_hidden_states = True

@@ -23,6 +23,7 @@ from composer.utils import dist
 
 from composer_tokacc import BatchLayout, token_data_spec
 from composer_tokacc.algorithm import step_loss_weights
+from composer_tokacc.row_counts import RowCounts, attach_row_counts
 from tests.algorithm.test_router_loss import Microbatches, expected_step, subject_with_router
 from tests.model_types.rows import Maker
 from tests.model_types.tiny import tiny_config, tiny_model
@@ -36,6 +37,7 @@ from tests.support.training import (
     TOTAL,
     composer_gradients,
     fit,
+    gradients_of,
     loader,
     rank_share,
     reference_gradients,
@@ -371,6 +373,34 @@ class TwoTerms(HuggingFaceModel):
         return {'once': mean, 'twice': 2 * mean}
 
 
+class TermOfRows(HuggingFaceModel):
+    """A model whose loss has a mean over samples, made of the logits. Rows without labels add 0 to it."""
+
+    def loss(self, outputs: Any, batch: Any) -> dict[str, torch.Tensor]:
+        has_labels = (batch['labels'] != -100).any(dim=1)
+        squares = outputs['logits'][:, 0].square().mean(dim=1) * has_labels
+        return {'lm': outputs['loss'], 'rows': squares.sum() / len(squares)}
+
+
+def measure_repeated_sample() -> dict[str, float]:
+    """Only the second rank repeats a sample. One more backward there would run FSDP's hooks on one rank."""
+    rows = text_rows(SHAPE)
+    model = text_model()
+    batch = collate(rows[:5])
+    losses = TermOfRows.loss(None, model(**batch), batch)  # pyright: ignore[reportArgumentType]
+    expected = gradients_of(model, losses['lm'] + losses['rows'])
+
+    counts = [RowCounts(), RowCounts(), RowCounts(samples=dist.get_global_rank() == 0)]
+    rank_batch = attach_row_counts(collate(rank_share(rows, (3, 3))), counts)
+    trained_model = TermOfRows(model, shift_labels=True, use_logits=True)
+    trained_model.model.fsdp_wrap_fn = lambda module: type(module).__name__.endswith('DecoderLayer')
+    units = {'lm': 'tokens', 'rows': 'samples'}
+    recorder = fit(trained_model, loader(rank_batch), microbatch_size=3, loss_units=units, **FSDP)
+    logged = recorder.logged(TOTAL)[-1]
+    loss_error = abs(logged / float(sum(losses.values())) - 1)
+    return {'error': relative_error(recorder.gradients, expected), 'loss_error': loss_error}
+
+
 def term_results() -> Results:
     """Two weighted terms. One more backward to the logits would run FSDP's hooks, and only where tokens are."""
     batch = collate(text_rows(SHAPE))
@@ -395,6 +425,7 @@ def term_results() -> Results:
         logged = recorder.logged(f'loss/train/{name}')[-1]
         loss_errors.append(abs(logged / (factor * weighted_mean) - 1))
     yield 'fsdp, two weighted terms', {'error': relative_error(gradients, expected), 'loss_error': max(loss_errors)}
+    yield 'fsdp, a repeated sample on one rank', measure_repeated_sample()
 
 
 def router_results() -> Results:

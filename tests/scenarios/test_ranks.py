@@ -152,5 +152,5 @@ def test_router_balance_on_ranks():
 
 
 @pytest.mark.slow
-def test_weighted_terms_with_fsdp():
-    assert assert_exact_on_ranks('terms', ranks=2, num_cases=1) == []
+def test_terms_with_fsdp():
+    assert assert_exact_on_ranks('terms', ranks=2, num_cases=2) == []
