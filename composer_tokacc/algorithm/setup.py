@@ -31,6 +31,7 @@ from composer_tokacc.algorithm.reduction import (
     check_clipping,
     check_sharding,
     excess_of_reduction,
+    unsharded_parameters,
 )
 from composer_tokacc.algorithm.router_balance import OR_LEAVE_MICROBATCH, ROUTER_BALANCES, StepBalance
 from composer_tokacc.batch import Batch, check_batch, check_vocabulary
@@ -160,7 +161,8 @@ class RunContext:
         model: Any = inner_model(state.model)
         check_trains_something(model)
         shard_again(state.model)  # an earlier evaluation may have left weights gathered
-        check_sharding(state.model)
+        self._unsharded = unsharded_parameters(state.model)
+        self.check_sharding()
         check_clipping(state)
         check_sees_gradients(state)
         self._model: Any = model
@@ -335,6 +337,10 @@ class RunContext:
         if numbers != self._hook_numbers:
             check_gradient_hooks(self._model)  # the function, not this method
             self._hook_numbers = numbers
+
+    def check_sharding(self) -> None:
+        """Raises RuntimeError if FSDP leaves out a trained parameter. Called in every step: one may be unfrozen."""
+        check_sharding(self._unsharded)  # the function, not this method
 
     def check_batch_norms(self) -> None:
         """Raises RuntimeError if a BatchNorm is in training mode.

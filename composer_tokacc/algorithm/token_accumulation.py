@@ -488,6 +488,7 @@ class TokenAccumulation(Algorithm):
         run = self._run
         step = run.step
         _check_is_not_repeated(step, state.device_train_microbatch_size)
+        run.check_sharding()
         run.check_batch_norms()
         run.check_gradient_hooks()
         run.reductions.start_attempt()

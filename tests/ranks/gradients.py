@@ -18,6 +18,7 @@ import torch
 import transformers
 from composer import Evaluator
 from composer.callbacks import NaNMonitor
+from composer.core import Event
 from composer.models import HuggingFaceModel
 from composer.utils import dist
 
@@ -35,6 +36,7 @@ from tests.support.text import collate, next_token_loss, text_model, text_rows
 from tests.support.training import (
     COMPOSERS_FLAG,
     TOTAL,
+    On,
     composer_gradients,
     fit,
     gradients_of,
@@ -337,6 +339,17 @@ def fsdp_results(name: str) -> Results:
     batch = layout.concat(case.rows, pad_token_id=case.pad_token_id)
     data = token_data_spec(loader(batch))
     yield f'refused unsharded root of {name}', refusal(model, data, **FSDP)
+
+    # The same parameters, frozen in the first step.
+    model = sharded(case.model)
+    model.model._fsdp_wrap = False
+    for parameter_name, parameter in model.named_parameters():
+        parameter.requires_grad_('layers.' in parameter_name)
+    unfreeze = On(Event.BATCH_END, lambda state: state.model.requires_grad_(True))
+    data = token_data_spec(loader(batch, batch))
+    message = refusal(model, data, callbacks=[unfreeze], max_duration='2ba', **FSDP)
+    assert len(unfreeze.values) == 1
+    yield f'refused unfrozen root of {name}', message
 
 
 def evaluated_results() -> Results:
