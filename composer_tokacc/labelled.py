@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 
 from composer_tokacc.batch import IGNORE_INDEX, Batch, labels_of
-from composer_tokacc.compat import is_in_backward
+from composer_tokacc.compat import is_in_backward, storage_key
 from composer_tokacc.counting import loss_mask
 from composer_tokacc.refusals import InvalidInputError, NotExactError
 from composer_tokacc.weights import LOSS_WEIGHTS
@@ -185,6 +185,7 @@ class LabelSelector:
         self._positions: LabelledPositions | None = None  # None: it computes all logits
         self._labels_shape = torch.Size()
         self._num_calls = 0  # of the output embedding
+        self._hidden_states_key = 0  # storage_key() of the hidden states of the last forward that selected some
         self.positions_of_logits: LabelledPositions | None = None
         """Where the last forward computed logits; None: at every position."""
         self.num_head_calls = 0
@@ -257,12 +258,20 @@ class LabelSelector:
         """Hook before the output embedding: keeps only the hidden states that predict a label."""
         self._num_calls += 1
         positions = self._positions
-        if positions is None and is_in_backward():
+        hidden_states = args[0]
+        if positions is not None:
+            self._hidden_states_key = storage_key(hidden_states)
+        elif is_in_backward():
             # Activation checkpointing of the output embedding computes this part of the last forward again.
             positions = self.positions_of_logits
         if positions is None:
             return None
-        hidden_states = args[0]
+        if storage_key(hidden_states) != self._hidden_states_key:
+            raise NotExactError(
+                'Logits at labels with activation checkpointing of the output embedding need the backward of each '
+                'forward before the next forward, got: a backward of an earlier forward. Call `backward` after each '
+                'forward, or leave the output embedding out of the checkpoint.'
+            )
         if hidden_states.shape[:2] != self._labels_shape:
             raise NotExactError(
                 f'Logits at labels need hidden states of every position of the labels {tuple(self._labels_shape)}, '
