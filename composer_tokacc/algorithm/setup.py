@@ -49,6 +49,7 @@ from composer_tokacc.layout.placeholders import all_placeholders, modality_of
 from composer_tokacc.model_structure import media_modules, shard_again
 from composer_tokacc.planning import check_choice
 from composer_tokacc.refusals import InvalidInputError, NotExactError
+from composer_tokacc.repeated_samples import warn_of_unknown_copies
 from composer_tokacc.row_counts import RowCounts
 from composer_tokacc.weights import LOSS_WEIGHTS, TOKEN_WEIGHTS, with_weights_of_positions
 
@@ -445,7 +446,11 @@ def _to_device(state: State, split: MicrobatchSplit | None, batch: Batch) -> Any
 
 
 def _warn_of_surprises(state: State, token_weights: str) -> None:
-    """Warns of weights that are not used, and of noise that depends on the cut. No check refuses such runs."""
+    """Warns of weights that are not used, of noise that depends on the cut, and of samples that count twice.
+
+    No check refuses such runs.
+    """
+    warn_of_unknown_copies(state.dataloader)
     has_weights = any(LOSS_WEIGHTS in microbatch for microbatch in microbatches_of(state.batch))
     if has_weights and token_weights != 'column':
         log.warning('The data have `%s`, which is not used without `token_weights=column`.', LOSS_WEIGHTS)
