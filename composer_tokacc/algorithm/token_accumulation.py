@@ -763,7 +763,7 @@ class TokenAccumulation(Algorithm):
             mean_loss = sum_of_means(run.terms.of_unit(state.loss, 'tokens'))
             record.token_loss = mean_loss.detach() * num_tokens
         place = len(step.microbatches) - 1
-        is_measured = step.is_weighted or self._token_choice.includes(place, record.counts)
+        is_measured = step.is_weighted or self._token_choice.includes(place, record.counts, len(step.planned))
         if not (record.counts.loss_weight and is_measured and run.check.has_logits):
             return
         logits = logits_of(microbatch.outputs)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -56,9 +57,12 @@ class TokenChoice:
 
     In the first step all tokens are measured. In each later step microbatches are chosen: those with a label that
     counts for the first time, and one by turns. For example, if steps have 8 microbatches, the turn is at the
-    first one in step 16, at the second one in step 17, and at the first one again in step 24. A step with fewer
-    microbatches than the previous step may have no chosen one. If tokens have weights, the algorithm measures every
-    microbatch. In a measured microbatch some tokens are measured; in one of 64, drawn at random, all tokens.
+    first one in step 16, at the second one in step 17, and at the first one again in step 24. Steps with another number
+    of microbatches have turns of their own. Otherwise, if steps of one and of two microbatches alternate, the turn
+    might never be at the only microbatch of a step. If our split does not cut the batch, the number of the previous
+    step stands for the number of this one, and a step with fewer microbatches may have no chosen one. If tokens have
+    weights, the algorithm measures every microbatch. In a measured microbatch some tokens are measured; in one of 64,
+    drawn at random, all tokens.
 
     A loss may treat some labels in another way. If it then also divides by another number, the weight of every token
     changes, and the first microbatch with these labels shows it. If only the tokens with these labels get another
@@ -69,6 +73,7 @@ class TokenChoice:
         self.step_number = 0  # of the step that runs now, counted from 0 at the start of a fit
         self._is_unknown = torch.zeros(0, dtype=torch.bool)  # by token id: whether no batch had it as a label
         self._num_microbatches = 1  # of the last step
+        self._num_steps: Counter[int] = Counter()  # by the number of microbatches that they had
 
     def rows_with_new_labels(self, batch: Batch, rule: str) -> list[bool]:
         """Returns which rows have a label with a token id that counts for the first time, and remembers the id.
@@ -94,24 +99,27 @@ class TokenChoice:
             self._is_unknown[labels[is_new]] = False
         return has_new_label
 
-    def includes(self, place: int, counts: RowCounts) -> bool:
-        """Returns whether tokens of a microbatch are measured. ``place`` is its place in the step, from 0."""
-        is_its_turn = place == self.step_number % self._num_microbatches
-        return self.step_number == 0 or is_its_turn or counts.has_new_label
+    def includes(self, place: int, counts: RowCounts, num_planned: int = 0) -> bool:
+        """Returns whether tokens of a microbatch are measured.
+
+        Args:
+            place: Its place in the step, from 0.
+            counts: Its counts.
+            num_planned: The number of microbatches of the step; 0: it is not known.
+        """
+        num_microbatches = num_planned or self._num_microbatches
+        turn = self._num_steps[num_microbatches] % num_microbatches
+        return self.step_number == 0 or place == turn or counts.has_new_label
 
     def draws_all(self) -> bool:
         """Draws whether all tokens of a microbatch that is measured are measured, or only some."""
         return self.step_number == 0 or GENERATOR.random() < ALL_TOKENS_SHARE
 
     def end_step(self, num_microbatches: int) -> None:
-        """Goes on to the next step.
-
-        Args:
-            num_microbatches: The number of microbatches of the step that ends. The next step probably has as many, and
-                its own number is not known before its last microbatch.
-        """
+        """Goes on to the next step. ``num_microbatches`` is the number of microbatches of the step that ends."""
         self.step_number += 1
         self._num_microbatches = max(num_microbatches, 1)
+        self._num_steps[self._num_microbatches] += 1
 
 
 @dataclass(kw_only=True, eq=False)
