@@ -57,6 +57,7 @@ from composer_tokacc.checks.logits import (
     at_predictions,
     edge_of,
     edges_of_graph,
+    gradient_by_logits,
     has_bypass,
     logits_of,
     router_loss_of,
@@ -704,8 +705,11 @@ class TokenAccumulation(Algorithm):
             return
         edges = edges_of_graph(term.value for term in other_terms)
         logits = logits_of(microbatch.outputs)
-        are_made_of_logits = logits is not None and logits.requires_grad and edge_of(logits) in edges
-        if is_weighted and are_made_of_logits:
+        gradient = None
+        if is_weighted and logits is not None and logits.requires_grad and edge_of(logits) in edges:
+            values = [term.value for term in other_terms]
+            gradient = gradient_by_logits(sum_of_means(values), logits)
+        if gradient is not None and gradient.any():  # a term may be 0 times the logits
             raise NotExactError(
                 '`token_weights` must apply to means over tokens only, got: another term of `loss_units` that is '
                 'made of the logits, so that the weights would change its gradient. Make it of the hidden states, '

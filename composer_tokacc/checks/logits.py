@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.graph import Node
+from torch.autograd.graph import GradientEdge, Node
 from torch.distributed.tensor import DTensor
 
 from composer_tokacc.batch import IGNORE_INDEX, Batch, labels_of
@@ -296,6 +296,20 @@ def on_gradient(logits: Tensor, hook: Callable[[Tensor], Tensor | None]) -> None
 
     assert node is not None
     node.register_prehook(change)
+
+
+def gradient_by_logits(loss: Tensor, logits: Tensor) -> Tensor | None:
+    """Returns the gradient of a loss by the logits, and keeps the graph.
+
+    None: the loss is not made of the logits, or no parameter before the logits is trained. If the logits are a copy,
+    the gradient is the one by the tensor before the copy, see :func:`edge_of`. This backward runs the hooks of FSDP, which
+    communicate, so under FSDP all ranks must call it.
+    """
+    node, index = edge_of(logits)
+    if node is None:
+        return None
+    (gradient,) = torch.autograd.grad(loss, GradientEdge(node, index), retain_graph=True, allow_unused=True)
+    return gradient
 
 
 def edge_of(tensor: Tensor) -> Edge:
