@@ -302,8 +302,9 @@ def gradient_by_logits(loss: Tensor, logits: Tensor) -> Tensor | None:
     """Returns the gradient of a loss by the logits, and keeps the graph.
 
     None: the loss is not made of the logits, or no parameter before the logits is trained. If the logits are a copy,
-    the gradient is the one by the tensor before the copy, see :func:`edge_of`. This backward runs the hooks of FSDP, which
-    communicate, so under FSDP all ranks must call it.
+    the gradient is the one by the tensor before the copy, see :func:`edge_of`.
+
+    This backward runs the hooks of FSDP, which communicate, so under FSDP all ranks must call it.
     """
     node, index = edge_of(logits)
     if node is None:
