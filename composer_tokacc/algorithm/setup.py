@@ -250,6 +250,13 @@ class RunContext:
         if self.split is not None:
             self.split.step = step
 
+    def read_microbatch_size(self, state: State) -> None:
+        """Tells the check how large microbatches are now, because a callback may change their size in training.
+
+        Larger microbatches hold longer packed rows, which the check must see first.
+        """
+        self.check.microbatch_size = _microbatch_size_of(state)
+
     def samples_for_composer(self, rows: Sequence[RowCounts]) -> int:
         """Returns the number of samples that Composer counts in some rows, to weight the loss of their microbatch.
 

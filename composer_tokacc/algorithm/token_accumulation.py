@@ -378,6 +378,7 @@ class TokenAccumulation(Algorithm):
         # How the loader has assigned the samples of the global batch to the ranks. All ranks must have the same plan.
         plan = plan_record_of(state.batch, state.dataloader, batch_index)
         step = self._count_batch(state, batch_index)
+        run.read_microbatch_size(state)
         width = run.width_of(step)
         # One all-reduce for everything that ranks must know of each other before the batch is cut.
         composers_samples = run.samples_for_composer(step.rows)
