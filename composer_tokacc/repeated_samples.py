@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sized
 from typing import Any, TypeGuard
 
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
@@ -84,6 +85,33 @@ def num_repeated_by(sampler: Any, batch_size: int, batch_index: int) -> int:
     is_repeated = place_in_order >= len(sampler.dataset)  # pyright: ignore[reportArgumentType]
     is_last_batch = batch_index == last_on_rank // batch_size
     return int(is_repeated and is_last_batch)
+
+
+def warn_of_unknown_copies(dataloader: Any) -> None:
+    """Warns if a DistributedSampler repeats samples in an order that is not torch's, so that their rows are not known.
+
+    The order is that of a subclass, such as the length-grouped sampler of Hugging Face, or of a batch sampler around
+    it.
+    """
+    if not isinstance(dataloader, DataLoader) or hasattr(dataloader.batch_sampler, 'has_only_copies'):
+        return
+    sampler = getattr(dataloader.batch_sampler, 'sampler', dataloader.sampler)
+    known_sampler, batch_size = sampler_of(dataloader)
+    is_known = known_sampler is sampler and batch_size is not None and has_torchs_order(sampler)
+    if is_known or not isinstance(sampler, DistributedSampler) or sampler.drop_last:
+        return
+    if not isinstance(dataloader.dataset, Sized):
+        return
+    num_copies = sampler.num_samples * sampler.num_replicas - len(dataloader.dataset)
+    # More copies do not only fill up the ranks. The sampler draws more samples than there are, as it was asked to.
+    if 0 < num_copies < sampler.num_replicas:
+        log.warning(
+            '%s repeats %d samples in each epoch, so that every rank has equally many. They count twice, because the '
+            'order is not the one of DistributedSampler, and their rows are not known. `drop_last=True` of the sampler '
+            'avoids it.',
+            type(sampler).__name__,
+            num_copies,
+        )
 
 
 def has_torchs_order(sampler: object) -> TypeGuard[DistributedSampler]:

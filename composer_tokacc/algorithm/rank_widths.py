@@ -99,15 +99,15 @@ def _may_depend_on_padding(facts: RowFacts, rules: CutRules | None) -> bool:
         return False
     if rules.depends_on_left_padding(facts):
         return True
-    if rules.left > 0:  # the check has trimmed padding on the left, and no loss has changed
+    if rules.has_trimmed_left(facts):
         return False
     # The check has trimmed nothing on the left, so it is not known whether the model counts positions from the first
-    # column. If the first token of a row has a label, the row cannot be trimmed, because the pad before this token
-    # predicts the label. If the check has looked only at such rows, no other rows are safe either. Even those without
-    # padding would get some in one forward over all rows. With `position_ids` in the batch positions do not matter.
-    # Rows that may not be trimmed at all are of models with rotary embeddings, which see only distances.
-    is_unproven = facts.may_be_trimmed or not facts.is_padded
-    return is_unproven and not facts.has_positions
+    # column. With `position_ids` in the batch this is not known either, because the model may ignore them. If the first
+    # token of a row has a label, the row cannot be trimmed, because the pad before this token predicts the label. If
+    # the check has looked only at such rows, no other rows are safe. Even those without padding would get some in one
+    # forward over all rows. Rows that may not be trimmed at all are of models with rotary embeddings, which see only
+    # distances.
+    return facts.may_be_trimmed or not facts.is_padded
 
 
 def check_widths(

@@ -11,7 +11,7 @@ microbatches, the others would wait forever.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -219,26 +219,30 @@ class ReductionWatch:
         return not any(self._reduces[:-1])
 
 
-def check_sharding(model: torch.nn.Module) -> None:
-    """Raises RuntimeError if FSDP shards a part of the model, but leaves out a trained parameter.
+def unsharded_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """Returns the parameters that FSDP leaves out although it shards a part of the model, by name.
 
-    Each rank would train its own copy of this parameter. On a single rank there is nothing to check.
+    On a single rank, and without FSDP, there are none.
     """
     if get_world_size() == 1:
-        return
+        return {}
     sharded: set[torch.nn.Parameter] = {parameter for parameter in model.parameters() if isinstance(parameter, DTensor)}
     for unit in fsdp_units(model):
         if not isinstance(unit, FSDPModule):  # parameters of FSDP1 are not DTensors
             sharded.update(unit.parameters())
-    left_out = []
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and parameter not in sharded:
-            left_out.append(name)
-    if sharded and left_out:
+    if not sharded:
+        return {}
+    return {name: parameter for name, parameter in model.named_parameters() if parameter not in sharded}
+
+
+def check_sharding(unsharded: Mapping[str, torch.nn.Parameter]) -> None:
+    """Raises RuntimeError if a parameter that FSDP leaves out is trained. Each rank would train its own copy of it."""
+    trained = [name for name, parameter in unsharded.items() if parameter.requires_grad]
+    if trained:
         raise NotExactError(
-            f'FSDP must shard every trained parameter, got: {len(left_out)} that it leaves out, such as '
-            f'{left_out[:3]}. Composer wraps the children of a ComposerModel. Move these parameters into a child '
-            'without `_fsdp_wrap = False`, or freeze them.'
+            f'FSDP must shard every trained parameter, got: {len(trained)} that it leaves out, such as {trained[:3]}. '
+            'Composer wraps the children of a ComposerModel. Move these parameters into a child without '
+            '`_fsdp_wrap = False`, or freeze them.'
         )
 
 

@@ -31,6 +31,7 @@ from composer_tokacc.algorithm.reduction import (
     check_clipping,
     check_sharding,
     excess_of_reduction,
+    unsharded_parameters,
 )
 from composer_tokacc.algorithm.router_balance import OR_LEAVE_MICROBATCH, ROUTER_BALANCES, StepBalance
 from composer_tokacc.batch import Batch, check_batch, check_vocabulary
@@ -48,6 +49,7 @@ from composer_tokacc.layout.placeholders import all_placeholders, modality_of
 from composer_tokacc.model_structure import media_modules, shard_again
 from composer_tokacc.planning import check_choice
 from composer_tokacc.refusals import InvalidInputError, NotExactError
+from composer_tokacc.repeated_samples import warn_of_unknown_copies
 from composer_tokacc.row_counts import RowCounts
 from composer_tokacc.weights import LOSS_WEIGHTS, TOKEN_WEIGHTS, with_weights_of_positions
 
@@ -160,7 +162,8 @@ class RunContext:
         model: Any = inner_model(state.model)
         check_trains_something(model)
         shard_again(state.model)  # an earlier evaluation may have left weights gathered
-        check_sharding(state.model)
+        self._unsharded = unsharded_parameters(state.model)
+        self.check_sharding()
         check_clipping(state)
         check_sees_gradients(state)
         self._model: Any = model
@@ -246,6 +249,13 @@ class RunContext:
         self.step = step
         if self.split is not None:
             self.split.step = step
+
+    def read_microbatch_size(self, state: State) -> None:
+        """Tells the check how large microbatches are now, because a callback may change their size in training.
+
+        Larger microbatches hold longer packed rows, which the check must see first.
+        """
+        self.check.microbatch_size = _microbatch_size_of(state)
 
     def samples_for_composer(self, rows: Sequence[RowCounts]) -> int:
         """Returns the number of samples that Composer counts in some rows, to weight the loss of their microbatch.
@@ -335,6 +345,10 @@ class RunContext:
         if numbers != self._hook_numbers:
             check_gradient_hooks(self._model)  # the function, not this method
             self._hook_numbers = numbers
+
+    def check_sharding(self) -> None:
+        """Raises RuntimeError if FSDP leaves out a trained parameter. Called in every step: one may be unfrozen."""
+        check_sharding(self._unsharded)  # the function, not this method
 
     def check_batch_norms(self) -> None:
         """Raises RuntimeError if a BatchNorm is in training mode.
@@ -439,7 +453,11 @@ def _to_device(state: State, split: MicrobatchSplit | None, batch: Batch) -> Any
 
 
 def _warn_of_surprises(state: State, token_weights: str) -> None:
-    """Warns of weights that are not used, and of noise that depends on the cut. No check refuses such runs."""
+    """Warns of weights that are not used, of noise that depends on the cut, and of samples that count twice.
+
+    No check refuses such runs.
+    """
+    warn_of_unknown_copies(state.dataloader)
     has_weights = any(LOSS_WEIGHTS in microbatch for microbatch in microbatches_of(state.batch))
     if has_weights and token_weights != 'column':
         log.warning('The data have `%s`, which is not used without `token_weights=column`.', LOSS_WEIGHTS)

@@ -56,6 +56,7 @@ from composer_tokacc.checks.logits import (
     Edge,
     at_predictions,
     edge_of,
+    edges_of_graph,
     gradient_by_logits,
     has_bypass,
     logits_of,
@@ -63,7 +64,14 @@ from composer_tokacc.checks.logits import (
     targets_of,
     weigh_tokens,
 )
-from composer_tokacc.checks.step import MicrobatchRecord, Step, StepTotals, TokenChoice, check_step
+from composer_tokacc.checks.step import (
+    MicrobatchRecord,
+    Step,
+    StepTotals,
+    TokenChoice,
+    check_step,
+    trained_added_rows,
+)
 from composer_tokacc.collectives import raise_on_all_ranks, sum_over_ranks
 from composer_tokacc.counting import real_tokens, with_one_label
 from composer_tokacc.data_spec.split import split_of
@@ -372,6 +380,7 @@ class TokenAccumulation(Algorithm):
         plan = plan_record_of(state.batch, state.dataloader, batch_index) or PlanRecord()
         plan = replace(plan, learning_rates=learning_rates_of(state.optimizers))
         step = self._count_batch(state, batch_index)
+        run.read_microbatch_size(state)
         width = run.width_of(step)
         # One all-reduce for everything that ranks must know of each other before the batch is cut.
         composers_samples = run.samples_for_composer(step.rows)
@@ -484,6 +493,7 @@ class TokenAccumulation(Algorithm):
         run = self._run
         step = run.step
         _check_is_not_repeated(step, state.device_train_microbatch_size)
+        run.check_sharding()
         run.check_batch_norms()
         run.check_gradient_hooks()
         run.reductions.start_attempt()
@@ -684,24 +694,26 @@ class TokenAccumulation(Algorithm):
         - Tokens have weights, and such a term has a gradient at the logits. The weights would change it, too.
         """
         run = self._run
-        rows = microbatch.record.rows
-        added_rows = [number for number, row in enumerate(rows) if row.samples == 0]
+        record = microbatch.record
+        added_rows = [number for number, row in enumerate(record.rows) if row.samples == 0]
         # If all rows are added ones, _scales_of() multiplies all terms by 0.
-        are_some_added = 0 < len(added_rows) < len(rows)
+        are_some_added = 0 < len(added_rows) < len(record.rows)
         is_weighted = run.step.is_weighted
         if not (are_some_added or is_weighted):
             return
         other_terms = []
         for term in run.terms.terms_of(state.loss):
             if term.unit != 'tokens' and term.value.requires_grad:
-                other_terms.append(term.value)
+                other_terms.append(term)
         if not other_terms:
             return
+        edges = edges_of_graph(term.value for term in other_terms)
         logits = logits_of(microbatch.outputs)
         gradient = None
-        if logits is not None:
-            gradient = gradient_by_logits(sum_of_means(other_terms), logits)
-        if is_weighted and gradient is not None and gradient.any():
+        if is_weighted and logits is not None and logits.requires_grad and edge_of(logits) in edges:
+            values = [term.value for term in other_terms]
+            gradient = gradient_by_logits(sum_of_means(values), logits)
+        if gradient is not None and gradient.any():  # a term may be 0 times the logits
             raise NotExactError(
                 '`token_weights` must apply to means over tokens only, got: another term of `loss_units` that is '
                 'made of the logits, so that the weights would change its gradient. Make it of the hidden states, '
@@ -709,18 +721,21 @@ class TokenAccumulation(Algorithm):
             )
         if not are_some_added:
             return
-        # Means over samples need not be made of the logits, so the gradient by the logits may not show that they see
-        # the added rows. The first-batch check has seen whether they have a gradient in rows without labels.
-        sees_added_rows = run.check.trains_unlabelled_rows and bool(run.terms.of_unit(state.loss, 'samples'))
-        if gradient is not None and len(gradient) == len(rows):  # else the logits have another shape than the labels
-            sees_added_rows |= bool(gradient[added_rows].any())
-        if sees_added_rows:
-            raise NotExactError(
-                'Only means over tokens may see the rows without labels that fill up a rank, but another term has a '
-                f'gradient in such rows ({len(added_rows)} of {len(rows)} rows fill up). Multiply what a row adds to a '
-                'mean over samples by `(labels != -100).any(dim=1)`, take only these rows in a term that couples rows, '
-                'or give every rank equally many samples (`drop_last=True`).'
-            )
+        record.added_rows = added_rows
+        # Means over samples need not be made of the outputs, so the gradient by them may not show that they see the
+        # added rows. The first-batch check has seen whether they have a gradient in rows without labels.
+        if run.check.trains_unlabelled_rows and run.terms.of_unit(state.loss, 'samples'):
+            raise trained_added_rows(record)
+        # The gradient is read in the backward of the step. A backward of its own would run the hooks of FSDP, which
+        # communicate, and only on this rank. A router's loss has a gradient in the hidden states of all rows. So its
+        # outputs are not watched, only the logits.
+        edges_of_statistics = edges_of_graph(term.value for term in other_terms if term.unit == 'microbatches')
+        for output in tensors_in(microbatch.outputs):
+            has_rows = output.dim() in (2, 3) and len(output) == len(record.rows)
+            if not has_rows or not output.requires_grad or edge_of(output) not in edges:
+                continue
+            if output is logits or edge_of(output) not in edges_of_statistics:
+                record.watch_added_rows(output)
 
     def _check_no_added_term(self, state: State) -> None:
         """Raises RuntimeError if a term was added to the loss since its edges were noted. Its weight would be wrong.
@@ -756,7 +771,7 @@ class TokenAccumulation(Algorithm):
             mean_loss = sum_of_means(run.terms.of_unit(state.loss, 'tokens'))
             record.token_loss = mean_loss.detach() * num_tokens
         place = len(step.microbatches) - 1
-        is_measured = step.is_weighted or self._token_choice.includes(place, record.counts)
+        is_measured = step.is_weighted or self._token_choice.includes(place, record.counts, len(step.planned))
         if not (record.counts.loss_weight and is_measured and run.check.has_logits):
             return
         logits = logits_of(microbatch.outputs)

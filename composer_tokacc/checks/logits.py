@@ -335,6 +335,8 @@ def gradient_by_logits(loss: Tensor, logits: Tensor) -> Tensor | None:
 
     None: the loss is not made of the logits, or no parameter before the logits is trained. If the logits are a copy,
     the gradient is the one by the tensor before the copy, see :func:`edge_of`.
+
+    This backward runs the hooks of FSDP, which communicate, so under FSDP all ranks must call it.
     """
     node, index = edge_of(logits)
     if node is None:
@@ -376,6 +378,18 @@ def has_bypass(losses: Iterable[Tensor], ends: Collection[Edge]) -> bool:
     """
     # The node at which a parameter enters the graph holds it as `variable`.
     return any(hasattr(node, 'variable') for node in nodes_of(losses, ends))
+
+
+def edges_of_graph(losses: Iterable[Tensor]) -> set[Edge]:
+    """Returns the edges of all tensors that some losses are made of, see :func:`edge_of`.
+
+    It reads no values. Unlike a backward to these tensors it runs no hooks, and those of FSDP would communicate.
+    """
+    losses = list(losses)
+    edges = {edge_of(loss) for loss in losses}
+    for node in nodes_of(losses):
+        edges.update(_before_copies(edge) for edge in node.next_functions)
+    return edges
 
 
 def nodes_of(losses: Iterable[Tensor], ends: Collection[Edge] = ()) -> Iterator[Node]:

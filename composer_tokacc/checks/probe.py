@@ -332,11 +332,32 @@ class Probe:
         is_same = [second.is_same_loss(unit, loss) for unit, loss in first.losses.items()]
         self.is_random = not all(self.gather(all(is_same)))
         self.judge_written_state(batch)
+        if self.is_random:
+            self._check_random_numbers_decide(batch, first)
         if self.is_random and self.is_training:
             log.info('The loss is random in training even without dropout, so it was probed only in evaluation.')
             self.is_training = False
             return self.examine(batch)
         return second
+
+    def _check_random_numbers_decide(self, batch: Batch, first: ProbeResult) -> None:
+        """Raises RuntimeError, on all ranks, if a loss changes from forward to forward with the same random numbers.
+
+        Then it depends on state that :class:`.StateSnapshot` does not see, such as a tensor in a dict. ``first`` is the
+        result of the first forward. It is compared with a third one, not the second with the third, because the state
+        may be made of the rows of the last forward, which were the same for these two.
+        """
+        if first.invalid_loss is not None:  # NaN never equals NaN, and is refused later
+            return
+        third = self.run(batch, seed=1)  # the seed of the first forward
+        is_same = [first.is_same_loss(unit, loss) for unit, loss in third.losses.items()]
+        if not all(self.gather(all(is_same))):
+            raise NotExactError(
+                'A forward must not change the result of the next one, got: another loss of the same rows, although '
+                'all random numbers were the same. A step would depend on its number of microbatches. Keep state that '
+                'the model writes in buffers, not in a list, a dict or another object, and write it once a step; and '
+                'draw random numbers from the generator of torch (docs/errors.md#row-coupling).'
+            )
 
     def _find_last_layers(self, batch: Batch) -> ProbeResult:
         """Finds the last layers by a forward, and returns its result."""

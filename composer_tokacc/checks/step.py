@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -56,9 +57,12 @@ class TokenChoice:
 
     In the first step all tokens are measured. In each later step microbatches are chosen: those with a label that
     counts for the first time, and one by turns. For example, if steps have 8 microbatches, the turn is at the
-    first one in step 16, at the second one in step 17, and at the first one again in step 24. A step with fewer
-    microbatches than the previous step may have no chosen one. If tokens have weights, the algorithm measures every
-    microbatch. In a measured microbatch some tokens are measured; in one of 64, drawn at random, all tokens.
+    first one in step 16, at the second one in step 17, and at the first one again in step 24. Steps with another number
+    of microbatches have turns of their own. Otherwise, if steps of one and of two microbatches alternate, the turn
+    might never be at the only microbatch of a step. If our split does not cut the batch, the number of the previous
+    step stands for the number of this one, and a step with fewer microbatches may have no chosen one. If tokens have
+    weights, the algorithm measures every microbatch. In a measured microbatch some tokens are measured; in one of 64,
+    drawn at random, all tokens.
 
     A loss may treat some labels in another way. If it then also divides by another number, the weight of every token
     changes, and the first microbatch with these labels shows it. If only the tokens with these labels get another
@@ -69,6 +73,7 @@ class TokenChoice:
         self.step_number = 0  # of the step that runs now, counted from 0 at the start of a fit
         self._is_unknown = torch.zeros(0, dtype=torch.bool)  # by token id: whether no batch had it as a label
         self._num_microbatches = 1  # of the last step
+        self._num_steps: Counter[int] = Counter()  # by the number of microbatches that they had
 
     def rows_with_new_labels(self, batch: Batch, rule: str) -> list[bool]:
         """Returns which rows have a label with a token id that counts for the first time, and remembers the id.
@@ -94,24 +99,27 @@ class TokenChoice:
             self._is_unknown[labels[is_new]] = False
         return has_new_label
 
-    def includes(self, place: int, counts: RowCounts) -> bool:
-        """Returns whether tokens of a microbatch are measured. ``place`` is its place in the step, from 0."""
-        is_its_turn = place == self.step_number % self._num_microbatches
-        return self.step_number == 0 or is_its_turn or counts.has_new_label
+    def includes(self, place: int, counts: RowCounts, num_planned: int = 0) -> bool:
+        """Returns whether tokens of a microbatch are measured.
+
+        Args:
+            place: Its place in the step, from 0.
+            counts: Its counts.
+            num_planned: The number of microbatches of the step; 0: it is not known.
+        """
+        num_microbatches = num_planned or self._num_microbatches
+        turn = self._num_steps[num_microbatches] % num_microbatches
+        return self.step_number == 0 or place == turn or counts.has_new_label
 
     def draws_all(self) -> bool:
         """Draws whether all tokens of a microbatch that is measured are measured, or only some."""
         return self.step_number == 0 or GENERATOR.random() < ALL_TOKENS_SHARE
 
     def end_step(self, num_microbatches: int) -> None:
-        """Goes on to the next step.
-
-        Args:
-            num_microbatches: The number of microbatches of the step that ends. The next step probably has as many, and
-                its own number is not known before its last microbatch.
-        """
+        """Goes on to the next step. ``num_microbatches`` is the number of microbatches of the step that ends."""
         self.step_number += 1
         self._num_microbatches = max(num_microbatches, 1)
+        self._num_steps[self._num_microbatches] += 1
 
 
 @dataclass(kw_only=True, eq=False)
@@ -127,6 +135,10 @@ class MicrobatchRecord:
     factor: Tensor | None = None  # the factor that Composer did apply to its loss, times the gradient scale
     token_loss: Tensor | None = None  # the unweighted sum of the losses of its tokens, only if tokens have weights
     was_reached: bool = False  # whether a gradient came to its logits
+    # The dummy rows and repeated samples beside other rows, by number, and whether a term of the loss has a gradient in
+    # them, see watch_added_rows(). None: no gradient came to a watched output.
+    added_rows: Sequence[int] = ()
+    trains_added_rows: Tensor | None = None
     # How far the total of a dict loss is from the sum of its terms, as a multiple of the round-off. None: no total.
     total_error: Tensor | None = None
     # How far the gradient at each measured position is off, ``(positions,)``. The unit is the weight of a token whose
@@ -175,6 +187,19 @@ class MicrobatchRecord:
             measures_all=measures_all,
         )
         on_gradient(logits, measure_tokens)
+
+    def watch_added_rows(self, output: Tensor) -> None:
+        """Adds a hook that notes whether added rows have a gradient by an output of the model, ``(rows, ...)``.
+
+        Means over tokens have none, because these rows have no labels. So it comes from another term.
+        """
+        on_gradient(output, self._note_added_rows)
+
+    def _note_added_rows(self, gradient: Tensor) -> None:
+        has_gradient = gradient[self.added_rows].any()
+        if self.trains_added_rows is not None:
+            has_gradient = has_gradient | self.trains_added_rows.to(has_gradient.device)
+        self.trains_added_rows = has_gradient
 
     def observe(self, gradient: Tensor) -> None:
         """Notes the gradient with respect to a scaled term of the loss: Composer's weight times the gradient scale.
@@ -305,6 +330,8 @@ def check_step(step: Step) -> None:
     _check_totals(step)
     for record in step.microbatches:
         check_total_of_loss(record.observed.get('total_error', 0.0))
+        if record.observed.get('trains_added_rows'):
+            raise trained_added_rows(record)
     _check_labels_and_weights(step)
     _check_factors(step)
     _check_tokens(step)
@@ -341,7 +368,9 @@ def _read_from_device(step: Step) -> None:
             values['deviation'] = record.deviations.amax()
         if record.total_error is not None:
             values['total_error'] = record.total_error
-        in_one_tensor = torch.stack([value.double() for value in values.values()])
+        if record.trains_added_rows is not None:
+            values['trains_added_rows'] = record.trains_added_rows
+        in_one_tensor = torch.stack([value.to(counted.device).double() for value in values.values()])
         record.observed = dict(zip(values, in_one_tensor.tolist(), strict=True))
 
 
@@ -380,6 +409,16 @@ def check_total_of_loss(error: float) -> None:
             'round-off. Return each term with its weight. An algorithm that adds a term must add it to the dict, with '
             'its unit in `loss_units`, and to the total (docs/errors.md#model-loss).'
         )
+
+
+def trained_added_rows(record: MicrobatchRecord) -> NotExactError:
+    """Returns the error of a term that has a gradient in dummy rows or repeated samples."""
+    return NotExactError(
+        'Only means over tokens may see the rows without labels that fill up a rank, but another term has a gradient '
+        f'in such rows ({len(record.added_rows)} of {len(record.rows)} rows fill up). Multiply what a row adds to a '
+        'mean over samples by `(labels != -100).any(dim=1)`, take only these rows in a term that couples rows, or give '
+        'every rank equally many samples (`drop_last=True`).'
+    )
 
 
 def _check_labels_and_weights(step: Step) -> None:

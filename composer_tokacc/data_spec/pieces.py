@@ -78,6 +78,10 @@ class CutRules:
         """
         return getattr(self, _left_padding_name(facts)) == FAILED
 
+    def has_trimmed_left(self, facts: RowFacts) -> bool:
+        """Returns whether the check has trimmed padding on the left of such rows, and no loss has changed."""
+        return getattr(self, _left_padding_name(facts)) > 0
+
     def widths(self, facts: RowFacts) -> list[int]:
         """Returns the number of columns that each row keeps."""
         # A row that is packed keeps only its own tokens. Without `input_ids` (Whisper) each length is the full width,

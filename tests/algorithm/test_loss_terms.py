@@ -430,6 +430,13 @@ class StatesTerm(CausalModel):
         return {'lm': outputs['loss'], 'norm': first_states.square().mean()}
 
 
+class ZeroTerm(CausalModel):
+    """Its second term is 0 times the logits, as of a microbatch that does not have the term."""
+
+    def loss(self, outputs, batch):
+        return {'lm': outputs['loss'], 'norm': 0 * outputs['logits'].sum()}
+
+
 def test_nan_of_a_dummy_row_is_zero(model):
     """The last microbatch holds only a repeated sample, so it must add nothing to the loss and to the gradient."""
     composer_model = TermOfLabels(model)
@@ -467,7 +474,13 @@ def test_nan_of_a_sample_stays(model):
 
 @pytest.mark.parametrize(
     ('model_class', 'unit'),
-    [(NormTerm, 'samples'), (NormTerm, 'coupled_samples'), (NormTerm, 'microbatches'), (StatesTerm, 'samples')],
+    [
+        (NormTerm, 'samples'),
+        (NormTerm, 'coupled_samples'),
+        (NormTerm, 'microbatches'),
+        (StatesTerm, 'samples'),
+        (StatesTerm, 'coupled_samples'),
+    ],
 )
 def test_term_of_a_dummy_row_is_refused(model_class, unit, model, batch):
     model.config.output_hidden_states = True
@@ -489,7 +502,8 @@ def test_token_weights_and_another_term(model, batch):
     with pytest.raises(RuntimeError, match=r'another term .* made of the logits'):
         fit(NormTerm(model), batch, **options)
 
-    # A term of the hidden states is not changed by the weights of tokens.
+    # A term of the hidden states is not changed by the weights of tokens, and neither is 0 times the logits.
+    fit(ZeroTerm(model), batch, **options)
     outputs = outputs_of(model, batch)
     losses = summed_by_row(outputs.logits, batch['labels'])
     weighted_mean = (weights * losses).sum() / (weights * labels_per_row(batch)).sum()

@@ -51,6 +51,7 @@ def test_widths_of_ranks_matter_only_on_the_left():
         'positions, labelled on the other rank',
         'positions, one token trimmed',
         'no position_ids',
+        'ignored position_ids, untried',
     ):
         assert 'count positions' in outcomes[case]
     # Transformers 4 has other names for the parameters.
@@ -80,7 +81,7 @@ def test_width_matters_unless_trimming_is_exact(rules, matters):
 
 @pytest.mark.parametrize(
     ('rules', 'has_positions', 'matters'),
-    [(TRIMMED, False, False), (NOTHING_KNOWN, False, True), (NOTHING_KNOWN, True, False)],
+    [(TRIMMED, False, False), (NOTHING_KNOWN, False, True), (NOTHING_KNOWN, True, True)],
 )
 def test_labels_behind_padding_prove_nothing(rules, has_positions, matters):
     """Rows with a label behind their padding are never trimmed, so the check may not know how positions count."""

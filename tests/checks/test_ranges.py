@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from composer.core import Event, State
 from composer.models import HuggingFaceModel
 from transformers import LlamaConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -27,7 +28,7 @@ from tests.matrix.native_models import NativeModel
 from tests.model_types.tiny import tiny_config
 from tests.support.small_batches import IMAGE, TEXT, drawn_batch, numbered, text_batch
 from tests.support.text import gpt2, one_layer_model, ragged_batch
-from tests.support.training import fit, hugging_face
+from tests.support.training import On, fit, hugging_face
 
 TOP_K = 8
 """In a wider batch the model attends only to this many keys."""
@@ -377,6 +378,19 @@ def test_packed_rows_outside_of_proven():
     assert proven.missing(equal_rows) == []
     assert proven.missing(larger_packed_row) == ['packed rows']
     assert proven.missing(longer_documents) == ['packed rows']
+
+
+def test_larger_microbatches_of_packed_rows_are_new(caplog):
+    """A callback raises the microbatch size after the first step, so packed rows become longer."""
+
+    def grow(state: State) -> None:
+        state.device_train_microbatch_size = 5
+
+    with caplog.at_level('INFO', logger='composer_tokacc.checks.first_batch'):
+        batches = [ragged_batch()] * 3
+        callbacks = [On(Event.BATCH_END, grow)]
+        fit(one_layer_model(), *batches, packing=True, microbatch_size=1, callbacks=callbacks)
+    assert caplog.text.count('After the first-batch check') == 2
 
 
 def test_padding_with_positions_is_new():

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 from composer_tokacc import TokenAccumulation
 from composer_tokacc.checks import step
-from composer_tokacc.checks.step import MicrobatchRecord, Step, check_step
+from composer_tokacc.checks.step import MicrobatchRecord, Step, TokenChoice, check_step
 from composer_tokacc.labelled import LabelledPositions
 from composer_tokacc.row_counts import RowCounts
 from tests.matrix.harness import measure_steps
@@ -110,6 +110,24 @@ def test_microbatches_with_new_labels_are_measured(monkeypatch, token_weights, n
     fit(one_layer_model(), *batches, regroup=False, token_weights=token_weights, callbacks=[counter])
 
     assert counter.values == num_measured
+
+
+@pytest.mark.parametrize('is_planned', [True, False])
+@pytest.mark.parametrize('numbers', [(2, 1), (1, 2), (3, 1, 2)])
+def test_turn_reaches_every_microbatch(numbers, is_planned):
+    """Steps with other numbers of microbatches alternate."""
+    choice = TokenChoice()
+    choice.end_step(numbers[-1])  # the first step, which is measured as a whole
+    measured = set()
+    for num_microbatches in numbers * 6:
+        num_planned = num_microbatches if is_planned else 0
+        for place in range(num_microbatches):
+            if choice.includes(place, RowCounts(), num_planned):
+                measured.add((num_microbatches, place))
+        choice.end_step(num_microbatches)
+    if is_planned:
+        assert len(measured) == sum(numbers)
+    assert {number for number, _ in measured} == set(numbers)
 
 
 @pytest.mark.parametrize('label', [0, RARE], ids=['id of padding', 'in column 0'])

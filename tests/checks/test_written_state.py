@@ -235,6 +235,29 @@ def test_decisive_state_is_refused(make_layer, name):
         fit(model, ragged_batch(), optimizer=optimizer)
 
 
+class HiddenMean(torch.nn.Module):
+    """Keeps its running mean, or with a weight of 1 the mean of the last forward, where no snapshot finds it."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = weight
+        self.means = {'states': torch.zeros(32)}
+
+    def forward(self, states):
+        shifted = states - self.means['states']
+        mean = states.detach().mean(dim=(0, 1))
+        self.means['states'] = self.means['states'].lerp(mean, self.weight)
+        return shifted
+
+
+@pytest.mark.parametrize('weight', [0.1, 1.0])
+def test_hidden_state_is_refused(weight):
+    """The loss changes from forward to forward. That is not taken for random numbers."""
+    model = with_layers(HiddenMean(weight))
+    with weights_unchanged(model), pytest.raises(RuntimeError, match='although all random numbers were the same'):
+        fit(model, ragged_batch())
+
+
 class LateMean(RunningMean):
     """Writes its state in every forward, but uses it only later."""
 

@@ -18,11 +18,13 @@ import torch
 import transformers
 from composer import Evaluator
 from composer.callbacks import NaNMonitor
+from composer.core import Event
 from composer.models import HuggingFaceModel
 from composer.utils import dist
 
 from composer_tokacc import BatchLayout, token_data_spec
 from composer_tokacc.algorithm import step_loss_weights
+from composer_tokacc.row_counts import RowCounts, attach_row_counts
 from tests.algorithm.test_router_loss import Microbatches, expected_step, subject_with_router
 from tests.model_types.rows import Maker
 from tests.model_types.tiny import tiny_config, tiny_model
@@ -34,8 +36,10 @@ from tests.support.text import collate, next_token_loss, text_model, text_rows
 from tests.support.training import (
     COMPOSERS_FLAG,
     TOTAL,
+    On,
     composer_gradients,
     fit,
+    gradients_of,
     loader,
     rank_share,
     reference_gradients,
@@ -285,8 +289,7 @@ def weight_results(name: str) -> Results:
     weighted_rows = with_weights(ordered_rows)
     batch, rank_batch = batches_of(layout, weighted_rows, order, pad_token_id=pad_token_id)
     cuts = [(False, *cut) for cut in WEIGHTED_CUTS]
-    if name != 'qwen2_5_vl':
-        cuts += [(True, *cut) for cut in PACKED_WEIGHTED_CUTS]
+    cuts += [(True, *cut) for cut in PACKED_WEIGHTED_CUTS]
     for packing, size, weights in cuts:
         data = token_data_spec(loader(rank_batch), packing=packing)
         label = f'{name} {weights} microbatch {size}{packed_label(packing)}'
@@ -337,6 +340,17 @@ def fsdp_results(name: str) -> Results:
     data = token_data_spec(loader(batch))
     yield f'refused unsharded root of {name}', refusal(model, data, **FSDP)
 
+    # The same parameters, frozen in the first step.
+    model = sharded(case.model)
+    model.model._fsdp_wrap = False
+    for parameter_name, parameter in model.named_parameters():
+        parameter.requires_grad_('layers.' in parameter_name)
+    unfreeze = On(Event.BATCH_END, lambda state: state.model.requires_grad_(True))
+    data = token_data_spec(loader(batch, batch))
+    message = refusal(model, data, callbacks=[unfreeze], max_duration='2ba', **FSDP)
+    assert len(unfreeze.values) == 1
+    yield f'refused unfrozen root of {name}', message
+
 
 def evaluated_results() -> Results:
     """A second fit after an evaluation, in which FSDP2 has left the weights of the root gathered.
@@ -372,6 +386,34 @@ class TwoTerms(HuggingFaceModel):
         return {'once': mean, 'twice': 2 * mean}
 
 
+class TermOfRows(HuggingFaceModel):
+    """A model whose loss has a mean over samples, made of the logits. Rows without labels add 0 to it."""
+
+    def loss(self, outputs: Any, batch: Any) -> dict[str, torch.Tensor]:
+        has_labels = (batch['labels'] != -100).any(dim=1)
+        squares = outputs['logits'][:, 0].square().mean(dim=1) * has_labels
+        return {'lm': outputs['loss'], 'rows': squares.sum() / len(squares)}
+
+
+def measure_repeated_sample() -> dict[str, float]:
+    """Only the second rank repeats a sample. One more backward there would run FSDP's hooks on one rank."""
+    rows = text_rows(SHAPE)
+    model = text_model()
+    batch = collate(rows[:5])
+    losses = TermOfRows.loss(None, model(**batch), batch)  # pyright: ignore[reportArgumentType]
+    expected = gradients_of(model, losses['lm'] + losses['rows'])
+
+    counts = [RowCounts(), RowCounts(), RowCounts(samples=dist.get_global_rank() == 0)]
+    rank_batch = attach_row_counts(collate(rank_share(rows, (3, 3))), counts)
+    trained_model = TermOfRows(model, shift_labels=True, use_logits=True)
+    trained_model.model.fsdp_wrap_fn = lambda module: type(module).__name__.endswith('DecoderLayer')
+    units = {'lm': 'tokens', 'rows': 'samples'}
+    recorder = fit(trained_model, loader(rank_batch), microbatch_size=3, loss_units=units, **FSDP)
+    logged = recorder.logged(TOTAL)[-1]
+    loss_error = abs(logged / float(sum(losses.values())) - 1)
+    return {'error': relative_error(recorder.gradients, expected), 'loss_error': loss_error}
+
+
 def term_results() -> Results:
     """Two weighted terms. One more backward to the logits would run FSDP's hooks, and only where tokens are."""
     batch = collate(text_rows(SHAPE))
@@ -396,6 +438,7 @@ def term_results() -> Results:
         logged = recorder.logged(f'loss/train/{name}')[-1]
         loss_errors.append(abs(logged / (factor * weighted_mean) - 1))
     yield 'fsdp, two weighted terms', {'error': relative_error(gradients, expected), 'loss_error': max(loss_errors)}
+    yield 'fsdp, a repeated sample on one rank', measure_repeated_sample()
 
 
 def router_results() -> Results:

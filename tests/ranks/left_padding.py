@@ -15,7 +15,7 @@ from typing import Any
 from composer.utils import dist
 
 from tests.matrix.test_later_batches import long_rope
-from tests.support.text import collate, column_counter, gpt2, text_model, text_rows
+from tests.support.text import collate, column_counter, gpt2, positions_of, text_model, text_rows
 from tests.support.training import fit, reference_gradients, relative_error
 
 MASKED = [(4, 2), (9, 5), (6, 3), (14, 8)]
@@ -35,11 +35,14 @@ def measure(
     *,
     side: str = 'left',
     equal_widths: bool = False,
+    gives_positions: bool = False,
     earlier_shapes: Sequence[list[tuple[int, int]]] = (),
 ) -> Any:
     """Returns the relative error of the last gradient, or the message of the refusal.
 
     Each rank takes two of four rows. ``earlier_shapes`` are the rows of steps before it, the same on both ranks.
+    With ``gives_positions`` these batches have ``position_ids``, but not the batch of the reference, because the model
+    ignores them.
     """
     rows = text_rows(shape)
     batch = collate(rows, side=side)
@@ -54,6 +57,9 @@ def measure(
         earlier_rows = text_rows(earlier_shape)
         batches.append(collate(earlier_rows, side=side))
     batches.append(rank_batch)
+    if gives_positions:
+        for given_batch in batches:
+            given_batch['position_ids'] = positions_of(given_batch)
 
     try:
         recorder = fit(model, *batches, microbatch_size=1)
@@ -81,6 +87,7 @@ def main() -> dict[str, Any]:
         'positions, one token trimmed': measure(gpt2(), ONE_TOKEN),
         'no position_ids': measure(column_counter(), MASKED),
         'no position_ids, equally wide': measure(column_counter(), MASKED, equal_widths=True),
+        'ignored position_ids, untried': measure(column_counter(), ONLY_LABELLED_ARE_PADDED, gives_positions=True),
         'positions, on the right': measure(gpt2(), MASKED, side='right'),
         'rotary': measure(long_rope().model, BEYOND_10, side='right'),
         'rotary, equally wide': measure(long_rope().model, BEYOND_10, side='right', equal_widths=True),

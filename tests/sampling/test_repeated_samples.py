@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Subset
 
-from composer_tokacc.repeated_samples import num_repeated
+from composer_tokacc.repeated_samples import num_repeated, warn_of_unknown_copies
 from tests.support.sampler_steps import samplers_of_ranks
 
 
@@ -113,3 +113,35 @@ def test_other_samplers_repeat_nothing():
     for loader in loaders:
         for batch_index in range(3):
             assert num_repeated(loader, batch_index, num_rows=2) == 0
+
+
+class Backwards(DistributedSampler):
+    """Has an order of its own, as the length-grouped sampler of Hugging Face."""
+
+    def __iter__(self):
+        return reversed(list(super().__iter__()))
+
+
+class BackwardsBatches(BatchSampler):
+    """Makes batches of its own."""
+
+    def __iter__(self):
+        return reversed(list(super().__iter__()))
+
+
+@pytest.mark.parametrize('num_samples', [5, 6])
+@pytest.mark.parametrize(
+    ('sampler_class', 'batch_sampler_class', 'is_known'),
+    [
+        (DistributedSampler, BatchSampler, True),
+        (Backwards, BatchSampler, False),
+        (DistributedSampler, BackwardsBatches, False),
+    ],
+)
+def test_copies_in_another_order(sampler_class, batch_sampler_class, is_known, num_samples, caplog):
+    dataset = range(num_samples)
+    sampler = sampler_class(dataset, 3, 2)
+    loader = DataLoader(dataset, batch_sampler=batch_sampler_class(sampler, 2, drop_last=False))
+    warn_of_unknown_copies(loader)
+    is_warned = 'repeats 1 samples' in caplog.text
+    assert is_warned == (num_samples == 5 and not is_known)

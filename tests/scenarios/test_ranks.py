@@ -57,7 +57,7 @@ def test_masked_models_on_two_ranks():
 @pytest.mark.slow
 def test_fsdp2_on_two_ranks():
     messages = assert_exact_on_ranks('fsdp llava', 'fsdp qwen2_5_vl', ranks=2, num_cases=6)
-    assert len(messages) == 2
+    assert len(messages) == 4
     for message in messages:
         assert 'FSDP must shard every trained parameter' in message
 
@@ -140,7 +140,7 @@ def test_one_all_reduce_in_a_step():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ('ranks', 'groups', 'num_cases'),
-    [(2, ('weights text', 'weights llava', 'weights qwen2_5_vl'), 19), (4, ('weights text',), 8)],
+    [(2, ('weights text', 'weights llava', 'weights qwen2_5_vl'), 22), (4, ('weights text',), 8)],
 )
 def test_token_weights_on_ranks(ranks, groups, num_cases):
     assert_exact_on_ranks(*groups, ranks=ranks, num_cases=num_cases)
@@ -152,5 +152,5 @@ def test_router_balance_on_ranks():
 
 
 @pytest.mark.slow
-def test_weighted_terms_with_fsdp():
-    assert assert_exact_on_ranks('terms', ranks=2, num_cases=1) == []
+def test_terms_with_fsdp():
+    assert assert_exact_on_ranks('terms', ranks=2, num_cases=2) == []
