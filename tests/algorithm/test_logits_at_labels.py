@@ -746,18 +746,6 @@ def test_plain_loop_refuses_other_arguments(model, options, message):
         LogitsAtLabels(model, **options)
 
 
-def test_backward_of_an_earlier_forward():
-    """A checkpoint of the output embedding runs it again in the backward, where it selects by the last forward."""
-    model = checkpointed_head()
-    batch = batch_of()
-    del batch['sample_ids']
-    with LogitsAtLabels(model):
-        model(**batch).loss.backward()
-        loss = model(**batch).loss + model(**batch).loss
-        with pytest.raises(RuntimeError, match='a backward of an earlier forward'):
-            loss.backward()
-
-
 def test_plain_loop_enters_once():
     """The hooks of the first block would stay on the model."""
     model = one_layer_model()
