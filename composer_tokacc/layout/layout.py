@@ -24,6 +24,7 @@ from composer_tokacc.batch import (
     MODALITIES,
     Batch,
     Reach,
+    has_text,
     real_positions,
     sample_name,
     text_of,
@@ -179,10 +180,10 @@ class BatchLayout:
     def width_matters(self, batch: Batch) -> bool:
         """Returns whether the rotary embedding depends on the width of this batch. Then nothing may be trimmed.
 
-        Returns False without ``input_ids``, because then nothing is trimmed in any case.
+        Returns False without text, because then nothing is trimmed in any case.
         """
         limit = self.width_limit
-        if limit is None or batch.get('input_ids') is None:
+        if limit is None or not has_text(batch):
             return False
         return self.width(batch) > limit
 
@@ -225,7 +226,7 @@ class BatchLayout:
         """Returns how a tensor belongs to rows.
 
         A tensor gets no ``seq_dims``, and so is not trimmed with the text, if it is not as wide as the text, or if the
-        batch shows that it belongs to a decoder (``decoder_input_ids``, or no ``input_ids``). The labels of a decoder
+        batch shows that it belongs to a decoder (``decoder_input_ids``, or no text). The labels of a decoder
         may be as wide as the encoder's text by chance.
 
         Raises:
@@ -244,8 +245,8 @@ class BatchLayout:
                 f'`batch[{key!r}]` must have one entry for each {entry.unit}, got: a tensor of shape '
                 f'{tuple(value.shape)}. Give it that dimension in the collator.'
             )
-        # Without `input_ids` (Whisper) the text is the decoder's, which is not trimmed.
-        lies_along_text = batch.get('input_ids') is not None
+        # Without text (Whisper) the labels are the decoder's, which are not trimmed.
+        lies_along_text = has_text(batch)
         if key in ('labels', 'loss_weights') and batch.get('decoder_input_ids') is not None:
             lies_along_text = False
         for dim in entry.seq_dims:
@@ -770,7 +771,7 @@ def values_of_rows(key: str, batches: Iterable[Batch]) -> list[Any]:
 
 
 def with_masks(batches: Sequence[Batch]) -> Sequence[Batch]:
-    """Returns the batches with an ``attention_mask`` of ones if all have ids, none has a mask, and no row is packed.
+    """Returns the batches with an ``attention_mask`` of ones if all have text, none has a mask, and no row is packed.
 
     The caller pads the batches afterwards. Without a mask a model would attend to the new padding. Batches with packed
     rows get no mask, because Transformers finds the documents of packed rows by their positions only if there is no
@@ -778,11 +779,10 @@ def with_masks(batches: Sequence[Batch]) -> Sequence[Batch]:
     """
     masked: list[Batch] = []
     for batch in batches:
-        ids = batch.get('input_ids')
         has_mask = batch.get('attention_mask') is not None
-        if ids is None or has_mask or _may_be_packed(batch):
+        if not has_text(batch) or has_mask or _may_be_packed(batch):
             return batches
-        mask = torch.ones_like(ids)
+        mask = torch.ones_like(text_of(batch))
         masked.append({**batch, 'attention_mask': mask})
     return masked
 
