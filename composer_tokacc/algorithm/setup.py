@@ -155,6 +155,7 @@ class RunContext:
     """The record of the step that runs now; set by :meth:`begin_step`."""
 
     def __init__(self, state: State, options: AlgorithmOptions) -> None:
+        _check_loss_shares(state, options.token_weights)
         _warn_of_surprises(state, options.token_weights)
         self._options = options
         model: Any = inner_model(state.model)
@@ -436,6 +437,17 @@ def _to_device(state: State, split: MicrobatchSplit | None, batch: Batch) -> Any
     """Moves a batch to the device, and prepares it for the model as the split prepares microbatches."""
     on_device = state.device.batch_to_device(batch)
     return on_device if split is None else split.for_model(on_device)
+
+
+def _check_loss_shares(state: State, token_weights: str) -> None:
+    """Raises ValueError if the sampler has ``loss_shares``, but the token weights that it computes are not used."""
+    batch_sampler = getattr(state.dataloader, 'batch_sampler', None)
+    if getattr(batch_sampler, 'loss_shares', None) is not None and token_weights != 'column':
+        raise InvalidInputError(
+            "`token_weights` must be 'column' if the sampler has `loss_shares`, which are weights of tokens, got: "
+            f"{token_weights!r}. Set `TokenAccumulation(token_weights='column')`, and take a RegroupingDataLoader, which "
+            'writes the weights into its batches.'
+        )
 
 
 def _warn_of_surprises(state: State, token_weights: str) -> None:

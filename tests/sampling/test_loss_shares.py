@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import ConcatDataset
+from torch.utils.data import ConcatDataset, DataLoader
 
 from composer_tokacc import (
     RegroupingBatchSampler,
@@ -132,3 +132,22 @@ def test_gradient_of_the_shared_means(packing):
     for name, share in zip(SIZES, SHARES, strict=True):
         logged_shares = recorder.logged(f'token_monitor/source/{name}/weight')
         assert logged_shares == pytest.approx([share], rel=1e-6)
+
+
+@pytest.mark.parametrize('loader_class', [DataLoader, RegroupingDataLoader])
+def test_unused_loss_shares_are_refused(loader_class):
+    """A plain DataLoader does not write the weights, so without this refusal the shares would be lost silently."""
+    dataset = LengthDataset(4)
+    sampler = RegroupingBatchSampler(
+        dataset,
+        lengths=dataset.lengths,
+        global_batch_size=4,
+        max_tokens=2 * LONGEST,
+        num_replicas=1,
+        rank=0,
+        loss_shares=LossShares([2, 2], [0.5, 0.5], [4, 8, 3, 6]),
+    )
+    data = token_data_spec(loader_class(dataset, batch_sampler=sampler, collate_fn=collate_samples))
+
+    with pytest.raises(ValueError, match="must be 'column' if the sampler has `loss_shares`"):
+        fit(text_model(), data, max_duration='1ba')
