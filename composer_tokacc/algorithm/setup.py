@@ -445,8 +445,8 @@ def _check_loss_shares(state: State, token_weights: str) -> None:
     if getattr(batch_sampler, 'loss_shares', None) is not None and token_weights != 'column':
         raise InvalidInputError(
             "`token_weights` must be 'column' if the sampler has `loss_shares`, which are weights of tokens, got: "
-            f"{token_weights!r}. Set `TokenAccumulation(token_weights='column')`, and take a RegroupingDataLoader, which "
-            'writes the weights into its batches.'
+            f"{token_weights!r}. Set `TokenAccumulation(token_weights='column')`, and take a RegroupingDataLoader, "
+            'which writes the weights into its batches.'
         )
 
 
