@@ -5,16 +5,20 @@
 
 from __future__ import annotations
 
+import logging
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from composer_tokacc.batch import Batch, sample_name
 from composer_tokacc.counting import counted_tokens, document_starts
-from composer_tokacc.layout import PreSplitBatch
+from composer_tokacc.layout import PreSplitBatch, microbatches_of
 from composer_tokacc.planning import check_choice
 from composer_tokacc.refusals import InvalidInputError
+
+log = logging.getLogger(__name__)
 
 LOSS_WEIGHTS = 'loss_weights'
 """Key of the tokens' weights in a batch. A collator writes a float per row or per position. If tokens may have
@@ -138,3 +142,24 @@ def _weights_in(batch: Batch, counted: Tensor) -> Tensor:
             f'{sample_name(batch, row)} (nan: the sample has no weight). Correct it, or leave the sample out.'
         )
     return weights
+
+
+def check_weights_are_used(dataloader: Any, batch: Batch, token_weights: str) -> None:
+    """Warns if the weights of the data are not used. Raises ValueError if they are the shares of a sampler.
+
+    Args:
+        dataloader: The loader of the batch, perhaps with a :class:`.RegroupingBatchSampler`.
+        batch: A batch of the loader.
+        token_weights: The scheme of the run.
+    """
+    if token_weights == 'column':
+        return
+    batch_sampler = getattr(dataloader, 'batch_sampler', None)
+    if getattr(batch_sampler, 'loss_shares', None) is not None:
+        raise InvalidInputError(
+            "`token_weights` must be 'column' if the sampler has `loss_shares`, which are weights of tokens, got: "
+            f"{token_weights!r}. Set `TokenAccumulation(token_weights='column')`, and take a RegroupingDataLoader, "
+            'which writes the weights into its batches.'
+        )
+    if any(LOSS_WEIGHTS in microbatch for microbatch in microbatches_of(batch)):
+        log.warning('The data have `%s`, which is not used without `token_weights=column`.', LOSS_WEIGHTS)
