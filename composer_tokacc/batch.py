@@ -40,6 +40,20 @@ def text_of(batch: Batch) -> Tensor:
     )
 
 
+def has_text(batch: Batch) -> bool:
+    """Returns whether the batch has the text of its rows: ``input_ids``, or ``inputs_embeds``, a vector for each label.
+
+    If it has neither (Whisper), its labels are the text of a decoder, and its mask belongs to another input.
+    """
+    if batch.get('input_ids') is not None:
+        return True
+    vectors = batch.get('inputs_embeds')
+    labels = batch.get('labels')
+    if not isinstance(vectors, Tensor) or not isinstance(labels, Tensor) or batch.get('decoder_input_ids') is not None:
+        return False
+    return vectors.dim() == 3 and vectors.shape[:2] == labels.shape
+
+
 def labels_at_text(batch: Batch) -> Tensor | None:
     """Returns the labels if they lie at the positions of the text, else None.
 
@@ -257,8 +271,8 @@ def attended_positions(batch: Batch) -> Tensor:
     """
     ids = text_of(batch)
     mask = batch.get('attention_mask')
-    # Without `input_ids` the mask belongs to another input, such as the frames of Whisper.
-    if mask is None or batch.get('input_ids') is None:
+    # Without text the mask belongs to another input, such as the frames of Whisper.
+    if mask is None or not has_text(batch) or mask.shape[-1] != ids.shape[1]:
         return torch.ones_like(ids, dtype=torch.bool)
     if mask.dim() == 2:
         return mask != 0
@@ -289,10 +303,11 @@ def padding_side(batch: Batch) -> str:
 def common_padding_side(batches: Iterable[Batch]) -> str:
     """Returns the padding side of several batches of one collator: left if any batch has its padding there.
 
-    All other batches may be without padding, or without ids, and do not show the side.
+    All other batches may be without padding, or without text, and do not show the side.
     """
     for batch in batches:
-        if isinstance(batch.get('input_ids'), Tensor) and padding_side(batch) == 'left':
+        has_readable_ids = isinstance(batch.get('input_ids'), Tensor | None)
+        if has_readable_ids and has_text(batch) and padding_side(batch) == 'left':
             return 'left'
     return 'right'
 

@@ -5,16 +5,20 @@
 
 from __future__ import annotations
 
+import logging
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from composer_tokacc.batch import Batch, sample_name
 from composer_tokacc.counting import counted_tokens, document_starts
-from composer_tokacc.layout import PreSplitBatch
+from composer_tokacc.layout import PreSplitBatch, microbatches_of
 from composer_tokacc.planning import check_choice
 from composer_tokacc.refusals import InvalidInputError
+
+log = logging.getLogger(__name__)
 
 LOSS_WEIGHTS = 'loss_weights'
 """Key of the tokens' weights in a batch. A collator writes a float per row or per position. If tokens may have
@@ -23,6 +27,8 @@ different weights, :func:`.with_counts` replaces these at BATCH_START by float32
 TOKEN_WEIGHTS: dict[str, float | None] = {'token': 0.0, 'sqrt': 0.5, 'sample': 1.0, 'column': None}
 """The power p of each scheme: a token weighs n ** -p, where n is the number of loss tokens of its sample. None: the
 batch holds the weights."""
+MIN_LOSS_WEIGHT, MAX_LOSS_WEIGHT = 1e-30, 1e30
+"""Range of a loss weight other than 0. Weights are multiplied and added in float32, which holds about 1e-38 to 3e38."""
 
 
 def with_weights_of_positions(batch: Batch) -> Batch:
@@ -48,7 +54,7 @@ def token_weights_of(batch: Batch, token_weights: str, loss_tokens: str = 'causa
         loss_tokens: The rule, see :func:`.loss_mask`.
 
     Raises:
-        ValueError: If a weight is missing, negative, not finite or of another shape. Names the sample.
+        ValueError: If a weight is missing, negative, too large, too small or of another shape. Names the sample.
     """
     return weights_at(batch, token_weights, counted_tokens(batch, loss_tokens))
 
@@ -115,7 +121,7 @@ def _weights_in(batch: Batch, counted: Tensor) -> Tensor:
                 )
             # A NaN is refused below if the row has a counted token.
             weights_of_rows.append(math.nan if value is None else value)
-        column = torch.tensor(weights_of_rows, device=counted.device)
+        column = torch.tensor(weights_of_rows, dtype=torch.float64, device=counted.device)
     rows, width = counted.shape
     shape = tuple(getattr(column, 'shape', ()))
     if not isinstance(column, Tensor) or column.is_complex() or shape not in ((rows,), (rows, 1), (rows, width)):
@@ -123,14 +129,37 @@ def _weights_in(batch: Batch, counted: Tensor) -> Tensor:
             f'`{LOSS_WEIGHTS}` must be a real tensor of shape ({rows},) or {rows, width}, as the labels, or a list of '
             f'floats, got: {type(column).__name__} of shape {shape}, beginning with {sample_name(batch, 0)}.'
         )
-    weights = column.float().view(rows, -1)
-    weights = weights.expand(rows, width)
-    is_bad = counted & ~(weights.isfinite() & (weights >= 0))
+    weights = column.float().view(rows, -1).expand(rows, width)
+    # Read before the conversion to float32, in which a very small weight becomes 0.
+    is_zero = (column == 0).view(rows, -1)
+    is_in_range = (weights >= MIN_LOSS_WEIGHT) & (weights <= MAX_LOSS_WEIGHT)
+    is_bad = counted & ~(is_zero | is_in_range)
     if bool(is_bad.any()):
         row = int(is_bad.any(dim=1).int().argmax())
         first_bad = weights[row][is_bad[row]][0].item()
         raise InvalidInputError(
-            f'`{LOSS_WEIGHTS}` must be finite and not negative, got: {first_bad} for {sample_name(batch, row)} (nan: '
-            'the sample has no weight). Correct it, or leave the sample out.'
+            f'`{LOSS_WEIGHTS}` must be 0, or from {MIN_LOSS_WEIGHT} to {MAX_LOSS_WEIGHT}, got: {first_bad} for '
+            f'{sample_name(batch, row)} (nan: the sample has no weight). Correct it, or leave the sample out.'
         )
     return weights
+
+
+def check_weights_are_used(dataloader: Any, batch: Batch, token_weights: str) -> None:
+    """Warns if the weights of the data are not used. Raises ValueError if they are the shares of a sampler.
+
+    Args:
+        dataloader: The loader of the batch, perhaps with a :class:`.RegroupingBatchSampler`.
+        batch: A batch of the loader.
+        token_weights: The scheme of the run.
+    """
+    if token_weights == 'column':
+        return
+    batch_sampler = getattr(dataloader, 'batch_sampler', None)
+    if getattr(batch_sampler, 'loss_shares', None) is not None:
+        raise InvalidInputError(
+            "`token_weights` must be 'column' if the sampler has `loss_shares`, which are weights of tokens, got: "
+            f"{token_weights!r}. Set `TokenAccumulation(token_weights='column')`, and take a RegroupingDataLoader, "
+            'which writes the weights into its batches.'
+        )
+    if any(LOSS_WEIGHTS in microbatch for microbatch in microbatches_of(batch)):
+        log.warning('The data have `%s`, which is not used without `token_weights=column`.', LOSS_WEIGHTS)

@@ -44,14 +44,14 @@ from composer_tokacc.counting import check_rule
 from composer_tokacc.data_spec.pieces import CutRules
 from composer_tokacc.data_spec.split import MicrobatchSplit, layout_of, split_of
 from composer_tokacc.labelled import LabelSelector, input_embedding, output_embedding
-from composer_tokacc.layout import BatchLayout, microbatches_of
+from composer_tokacc.layout import BatchLayout
 from composer_tokacc.layout.placeholders import all_placeholders, modality_of
 from composer_tokacc.model_structure import media_modules, shard_again
 from composer_tokacc.planning import check_choice
 from composer_tokacc.refusals import InvalidInputError, NotExactError
 from composer_tokacc.repeated_samples import warn_of_unknown_copies
 from composer_tokacc.row_counts import RowCounts
-from composer_tokacc.weights import LOSS_WEIGHTS, TOKEN_WEIGHTS, with_weights_of_positions
+from composer_tokacc.weights import TOKEN_WEIGHTS, check_weights_are_used, with_weights_of_positions
 
 log = logging.getLogger(__name__)
 
@@ -157,7 +157,8 @@ class RunContext:
     """The record of the step that runs now; set by :meth:`begin_step`."""
 
     def __init__(self, state: State, options: AlgorithmOptions) -> None:
-        _warn_of_surprises(state, options.token_weights)
+        check_weights_are_used(state.dataloader, state.batch, options.token_weights)
+        _warn_of_surprises(state)
         self._options = options
         model: Any = inner_model(state.model)
         check_trains_something(model)
@@ -452,15 +453,9 @@ def _to_device(state: State, split: MicrobatchSplit | None, batch: Batch) -> Any
     return on_device if split is None else split.for_model(on_device)
 
 
-def _warn_of_surprises(state: State, token_weights: str) -> None:
-    """Warns of weights that are not used, of noise that depends on the cut, and of samples that count twice.
-
-    No check refuses such runs.
-    """
+def _warn_of_surprises(state: State) -> None:
+    """Warns of noise that depends on the cut, and of samples that count twice. No check refuses such runs."""
     warn_of_unknown_copies(state.dataloader)
-    has_weights = any(LOSS_WEIGHTS in microbatch for microbatch in microbatches_of(state.batch))
-    if has_weights and token_weights != 'column':
-        log.warning('The data have `%s`, which is not used without `token_weights=column`.', LOSS_WEIGHTS)
     if any(getattr(module, 'neftune_noise_alpha', None) for module in state.model.modules()):
         log.warning('NEFTune scales its noise by the width of its batch, which is trimmed (docs/limits.md).')
 

@@ -84,7 +84,6 @@ from composer_tokacc.repeated_samples import first_batch_of, num_repeated
 from composer_tokacc.row_counts import (
     ROWS_KEY,
     attach_row_counts,
-    check_shares_are_used,
     num_rows,
     num_samples,
     row_counts_of,
@@ -443,7 +442,6 @@ class TokenAccumulation(Algorithm):
             # At most one row is a copy of another rank's sample, and it is the last one.
             *rows, repeated_row = row_counts_of(batch)  # each row is one sample, and has no other counts yet
             batch = attach_row_counts(batch, [*rows, replace(repeated_row, samples=0)])
-        check_shares_are_used(batch, self.options.token_weights)
         # The counts become an entry of the batch, so that the split cuts them together with the rows. Rows of 0 samples
         # lose their labels.
         counted_batch = with_counts(batch, self._known_rule, self.options.token_weights)

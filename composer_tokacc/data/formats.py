@@ -48,6 +48,7 @@ from composer_tokacc.data.unread_media import (
     check_unread_keys,
 )
 from composer_tokacc.refusals import InvalidInputError
+from composer_tokacc.weights import MAX_LOSS_WEIGHT, MIN_LOSS_WEIGHT
 
 MODALITY_OF_TAG = {
     '<image>': 'image',
@@ -154,9 +155,6 @@ KEYS_OF_EVERY_FORMAT = {
     *chain.from_iterable(MEDIA_KEYS.values()),
 }
 """Keys that are read in a record of any format."""
-
-MIN_LOSS_WEIGHT, MAX_LOSS_WEIGHT = 1e-30, 1e30
-"""Range of a loss weight other than 0. Weights are multiplied in float32, which holds about 1e-38 to 3e38."""
 
 
 @dataclass(frozen=True)

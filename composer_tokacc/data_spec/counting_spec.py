@@ -33,6 +33,7 @@ from composer_tokacc.row_counts import (
     with_counts,
     without_row_counts,
 )
+from composer_tokacc.weights import check_weights_are_used
 
 
 class CountingDataSpec(DataSpec):
@@ -168,6 +169,7 @@ class CountingDataSpec(DataSpec):
         """
         split = self._split
         if self._first_batch is None:
+            check_weights_are_used(self.dataloader, batch, 'token')  # Composer's flag knows no weights
             layout = split.fixed_layout
             if layout is None:
                 layout = largest_of_ranks(inferred_layout(microbatches_of(batch)))

@@ -24,6 +24,7 @@ from composer_tokacc.batch import (
     Batch,
     Reach,
     attended_positions,
+    has_text,
     lacks_labels,
     num_runs,
     sample_name,
@@ -88,8 +89,8 @@ class RowFacts:
 
     @property
     def has_ids(self) -> bool:
-        """Whether the batch has ``input_ids``. If not (Whisper), its rows are those of ``labels``."""
-        return self.batch.get('input_ids') is not None
+        """Whether the batch has the ids or the vectors of its text. If not (Whisper), rows are those of ``labels``."""
+        return has_text(self.batch)
 
     @property
     def has_positions(self) -> bool:

@@ -105,6 +105,7 @@ class Family:
 # `fill` pads a row. `absent` is the value for the rows of a batch that lacks the tensor.
 TEXT_ENTRIES: dict[str, Entry] = {
     'input_ids': Entry(seq_dims=(1,)),
+    'inputs_embeds': Entry(seq_dims=(1,)),
     'attention_mask': Entry(seq_dims=(1,)),  # BatchLayout.entry_of() changes it for (rows, heads, width, width)
     'labels': Entry(seq_dims=(1,), fill=IGNORE_INDEX),
     # (rows,) or (rows, width). NaN marks samples without weights. A run that uses weights refuses such samples.

@@ -25,6 +25,7 @@ from composer_tokacc.batch import (
     Batch,
     Reach,
     attended_positions,
+    has_text,
     labels_at_text,
     real_positions,
     sample_name,
@@ -183,10 +184,10 @@ class BatchLayout:
     def width_matters(self, batch: Batch) -> bool:
         """Returns whether the rotary embedding depends on the width of this batch. Then nothing may be trimmed.
 
-        Returns False without ``input_ids``, because then nothing is trimmed in any case.
+        Returns False without text, because then nothing is trimmed in any case.
         """
         limit = self.width_limit
-        if limit is None or batch.get('input_ids') is None:
+        if limit is None or not has_text(batch):
             return False
         return self.width(batch) > limit
 
@@ -248,8 +249,8 @@ class BatchLayout:
                 f'`batch[{key!r}]` must have one entry for each {entry.unit}, got: a tensor of shape '
                 f'{tuple(value.shape)}. Give it that dimension in the collator.'
             )
-        # Without `input_ids` (Whisper) the text is the decoder's, which is not trimmed.
-        lies_along_text = batch.get('input_ids') is not None
+        # Without text (Whisper) the labels are the decoder's, which are not trimmed.
+        lies_along_text = has_text(batch)
         if key in KEYS_AT_LABELS and _has_decoder(self.config, batch):
             lies_along_text = False
         for dim in entry.seq_dims:
@@ -811,7 +812,7 @@ def values_of_rows(key: str, batches: Iterable[Batch]) -> list[Any]:
 
 
 def with_masks(batches: Sequence[Batch]) -> Sequence[Batch]:
-    """Returns the batches with an ``attention_mask`` of ones if all have ids, none has a mask, and no row is packed.
+    """Returns the batches with an ``attention_mask`` of ones if all have text, none has a mask, and no row is packed.
 
     The caller pads the batches afterwards. Without a mask a model would attend to the new padding. Batches with packed
     rows get no mask, because Transformers finds the documents of packed rows by their positions only if there is no
@@ -819,11 +820,10 @@ def with_masks(batches: Sequence[Batch]) -> Sequence[Batch]:
     """
     masked: list[Batch] = []
     for batch in batches:
-        ids = batch.get('input_ids')
         has_mask = batch.get('attention_mask') is not None
-        if ids is None or has_mask or _may_be_packed(batch):
+        if not has_text(batch) or has_mask or _may_be_packed(batch):
             return batches
-        mask = torch.ones_like(ids)
+        mask = torch.ones_like(text_of(batch))
         masked.append({**batch, 'attention_mask': mask})
     return masked
 

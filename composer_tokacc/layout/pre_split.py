@@ -30,7 +30,7 @@ from composer_tokacc.plan_agreement import PlanRecord
 
 ALIGNMENT = 64
 """In shared memory each tensor begins at a multiple of this many bytes, which suits tensors of any type."""
-KEYS_OF_ROWS = frozenset({'input_ids', 'attention_mask', 'labels', 'decoder_input_ids'})
+KEYS_OF_ROWS = frozenset({'input_ids', 'inputs_embeds', 'attention_mask', 'labels', 'decoder_input_ids'})
 """:class:`.BatchLayout` finds the rows of a batch, their width and their padding by these keys."""
 
 

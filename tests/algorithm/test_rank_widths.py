@@ -25,6 +25,7 @@ from tests.support.training import fit
 EXACT_CASES = [
     'masked',
     'masked, padded later',
+    'masked, vectors',
     'masked, one rank without padding',
     'masked, labelled on the other rank',
     'labelled, equally wide',
@@ -47,6 +48,7 @@ def test_widths_of_ranks_matter_only_on_the_left():
     for case in (
         'positions',
         'positions, padded later',
+        'positions, vectors',
         'positions, untried',
         'positions, labelled on the other rank',
         'positions, one token trimmed',

@@ -27,7 +27,7 @@ from tests.support.families import FAMILIES
 from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples, regrouping_loader
 from tests.support.masked_text import masked_batch, masked_model
 from tests.support.small_batches import LLAVA, TEXT, text_batch
-from tests.support.text import collate, column_counter, one_layer_model, text_rows
+from tests.support.text import collate, column_counter, gpt2, one_layer_model, text_rows, with_vectors
 from tests.support.training import On, assert_exact, fit
 
 LENGTHS = [[9, 8], [5, 4, 4, 3], [10]]
@@ -411,6 +411,24 @@ def test_positions_that_padding_moves_are_refused():
 
     with pytest.raises(ValueError, match='padded on the right'):
         fit(column_counter(), data)
+
+
+@pytest.mark.parametrize('make_model', [gpt2, one_layer_model])
+def test_vectors_are_padded_as_ids(make_model):
+    """A batch with ``inputs_embeds`` has no ids, but its mask tells the padding."""
+    model = make_model()
+    rows = text_rows([(9, 3), (8, 4), (5, 2), (4, 2), (4, 1), (3, 2)])
+
+    def collate_vectors(rows):
+        return with_vectors(model, collate(rows, side='left'))
+
+    data = token_data_spec(planned_loader(rows, collate_vectors, max_tokens=24))
+
+    if make_model is gpt2:  # counts positions from the first column
+        with pytest.raises(ValueError, match='padded on the right'):
+            fit(model, data)
+    else:
+        assert_exact(model, data, batch=collate_vectors(rows))
 
 
 @pytest.mark.parametrize('width_multiple', [1, 4])

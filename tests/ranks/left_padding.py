@@ -15,7 +15,7 @@ from typing import Any
 from composer.utils import dist
 
 from tests.matrix.test_later_batches import long_rope
-from tests.support.text import collate, column_counter, gpt2, positions_of, text_model, text_rows
+from tests.support.text import collate, column_counter, gpt2, positions_of, text_model, text_rows, with_vectors
 from tests.support.training import fit, reference_gradients, relative_error
 
 MASKED = [(4, 2), (9, 5), (6, 3), (14, 8)]
@@ -36,13 +36,14 @@ def measure(
     side: str = 'left',
     equal_widths: bool = False,
     gives_positions: bool = False,
+    gives_vectors: bool = False,
     earlier_shapes: Sequence[list[tuple[int, int]]] = (),
 ) -> Any:
     """Returns the relative error of the last gradient, or the message of the refusal.
 
     Each rank takes two of four rows. ``earlier_shapes`` are the rows of steps before it, the same on both ranks.
     With ``gives_positions`` these batches have ``position_ids``, but not the batch of the reference, because the model
-    ignores them.
+    ignores them. With ``gives_vectors`` the batches have ``inputs_embeds`` instead of ids.
     """
     rows = text_rows(shape)
     batch = collate(rows, side=side)
@@ -60,6 +61,9 @@ def measure(
     if gives_positions:
         for given_batch in batches:
             given_batch['position_ids'] = positions_of(given_batch)
+    if gives_vectors:
+        batch = with_vectors(model, batch)
+        batches = [with_vectors(model, each) for each in batches]
 
     try:
         recorder = fit(model, *batches, microbatch_size=1)
@@ -80,6 +84,8 @@ def main() -> dict[str, Any]:
         'labelled, on the right': measure(text_model(), LABELLED, side='right'),
         'positions': measure(gpt2(), MASKED),
         'positions, equally wide': measure(gpt2(), MASKED, equal_widths=True),
+        'positions, vectors': measure(gpt2(), MASKED, gives_vectors=True),
+        'masked, vectors': measure(text_model(), MASKED, gives_vectors=True),
         'positions, padded later': measure(gpt2(), MASKED, earlier_shapes=[UNPADDED]),
         'positions, untried': measure(gpt2(), ONLY_LABELLED_ARE_PADDED),
         'masked, labelled on the other rank': measure(text_model(), LABELLED_ON_OTHER_RANK),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import ConcatDataset
+from torch.utils.data import ConcatDataset, DataLoader
 
 from composer_tokacc import (
     RegroupingBatchSampler,
@@ -22,7 +22,7 @@ from composer_tokacc.sampling import LossShares
 from tests.support.exactness import loss_tokens
 from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples
 from tests.support.text import next_token_loss, text_model
-from tests.support.training import fit, gradients_of, relative_error
+from tests.support.training import COMPOSERS_FLAG, fit, gradients_of, hugging_face, relative_error
 
 SHARES = (0.15, 0.25, 0.6)
 """The share of each of three datasets in the loss of a step."""
@@ -168,3 +168,24 @@ def test_gradient_of_the_shared_means(packing):
     for name, share in zip(SIZES, SHARES, strict=True):
         logged_shares = recorder.logged(f'token_monitor/source/{name}/weight')
         assert logged_shares == pytest.approx([share], rel=1e-6)
+
+
+@pytest.mark.parametrize('options', [{}, {'algorithms': [], **COMPOSERS_FLAG}])
+@pytest.mark.parametrize('loader_class', [DataLoader, RegroupingDataLoader])
+def test_unused_loss_shares_are_refused(loader_class, options):
+    """A plain DataLoader does not write the weights, so without this refusal the shares would be lost silently."""
+    model = hugging_face(text_model())
+    dataset = LengthDataset(4)
+    sampler = RegroupingBatchSampler(
+        dataset,
+        lengths=dataset.lengths,
+        global_batch_size=4,
+        max_tokens=2 * LONGEST,
+        num_replicas=1,
+        rank=0,
+        loss_shares=LossShares([2, 2], [0.5, 0.5], [4, 8, 3, 6]),
+    )
+    data = token_data_spec(loader_class(dataset, batch_sampler=sampler, collate_fn=collate_samples), model=model)
+
+    with pytest.raises(ValueError, match="must be 'column' if the sampler has `loss_shares`"):
+        fit(model, data, **options)

@@ -83,6 +83,13 @@ def column_counter() -> ColumnCounter:
     return gpt2(ColumnCounter)
 
 
+def with_vectors(model: Any, batch: dict[str, Any]) -> dict[str, Any]:
+    """Returns the batch with ``inputs_embeds`` instead of ids."""
+    changed = {key: value for key, value in batch.items() if key != 'input_ids'}
+    changed['inputs_embeds'] = model.get_input_embeddings()(batch['input_ids']).detach()
+    return changed
+
+
 def whisper_model() -> WhisperForConditionalGeneration:
     """Returns a Whisper for audio of 8 mel bins and 16 frames, which its encoder halves to 8 positions."""
     config = WhisperConfig(
