@@ -166,6 +166,8 @@ def check_batch(batch: Batch, *, labels_are_at_ids: bool = False) -> None:
             'loader leave such batches out, on all ranks alike.'
         )
     has_attention = attended_positions(batch).any(dim=1)
+    if bool(has_attention.all()):
+        return
     loses_labels = ~has_attention & (labels != IGNORE_INDEX).any(dim=1)
     if bool(loses_labels.any()):
         first_row = int(loses_labels.int().argmax())
