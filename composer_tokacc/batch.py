@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from composer_tokacc.refusals import InvalidInputError
@@ -180,6 +181,8 @@ def check_batch(batch: Batch, *, labels_are_at_ids: bool = False) -> None:
             'loader leave such batches out, on all ranks alike.'
         )
     has_attention = attended_positions(batch).any(dim=1)
+    if bool(has_attention.all()):
+        return
     loses_labels = ~has_attention & (labels != IGNORE_INDEX).any(dim=1)
     if bool(loses_labels.any()):
         first_row = int(loses_labels.int().argmax())
@@ -287,9 +290,10 @@ def num_runs(positions: Tensor) -> Tensor:
 
     It shows whether a mask has a hole. Then the attended positions of a row are more than one run.
     """
-    starts_in_first_column = positions[:, 0].int()
-    starts_behind_gap = positions[:, 1:] & ~positions[:, :-1]
-    return starts_in_first_column + starts_behind_gap.sum(dim=1)
+    # A run starts at a True whose column before it is False. A False column is added before the first one.
+    differs_from_left = F.pad(positions, (1, 0)).diff(dim=1)
+    is_start = positions & differs_from_left
+    return is_start.sum(dim=1)
 
 
 def padding_side(batch: Batch) -> str:

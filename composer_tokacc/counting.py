@@ -176,11 +176,12 @@ def count_tokens(batch: Mapping[str, Any], loss_tokens: str = 'causal') -> Token
 
 def real_tokens(batch: Mapping[str, Any]) -> list[int]:
     """Returns the number of attended positions of each row. Without a mask of the text, all positions are attended."""
-    is_attended = attended_positions(batch)
     mask = batch.get('attention_mask')
     # Without `input_ids`, attended_positions() does not read the mask. Here it counts if it has the shape of the text.
-    if mask is not None and mask.shape == is_attended.shape:
+    if mask is not None and mask.shape == text_of(batch).shape:
         is_attended = mask != 0
+    else:
+        is_attended = attended_positions(batch)
     return is_attended.sum(dim=1).tolist()
 
 

@@ -258,14 +258,17 @@ class RunContext:
         """
         self.check.microbatch_size = _microbatch_size_of(state)
 
-    def samples_for_composer(self, rows: Sequence[RowCounts]) -> int:
+    def samples_for_composer(self, counts: RowCounts) -> int:
         """Returns the number of samples that Composer counts in some rows, to weight the loss of their microbatch.
 
         A CountingDataSpec tells it the number of samples. Another DataSpec counts all rows, repeated samples too.
+
+        Args:
+            counts: The sums over these rows, see :func:`.summed`.
         """
         if self.split is None:
-            return len(rows)
-        return sum(row.samples for row in rows)
+            return len(counts.documents)
+        return counts.samples
 
     @property
     def is_step_empty(self) -> bool:

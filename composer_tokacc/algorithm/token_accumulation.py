@@ -382,7 +382,7 @@ class TokenAccumulation(Algorithm):
         run.read_microbatch_size(state)
         width = run.width_of(step)
         # One all-reduce for everything that ranks must know of each other before the batch is cut.
-        composers_samples = run.samples_for_composer(step.rows)
+        composers_samples = run.samples_for_composer(step.counts)
         counts = [step.counts.loss_tokens, step.counts.samples, step.counts.loss_weight, composers_samples]
         flags = [run.check.has_new_rows(step.facts), self._reduces_once]
         lists = [counts, flags, width.numbers(), numbers_to_sum(plan), [0]]
@@ -651,7 +651,7 @@ class TokenAccumulation(Algorithm):
         totals = run.step.totals
         # Composer will multiply the loss by this number. _scales_of() divides by it.
         record.composers_weight = sample_weight(
-            run.samples_for_composer(record.rows),
+            run.samples_for_composer(record.counts),
             int(totals.composers_samples),
             world_size=run.world_size,
         )

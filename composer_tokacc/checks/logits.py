@@ -398,7 +398,7 @@ def nodes_of(losses: Iterable[Tensor], ends: Collection[Edge] = ()) -> Iterator[
     It reads no values, so nothing waits for the device.
     """
     visited: set[Node] = set()
-    pending = [edge_of(loss) for loss in losses]
+    pending: list[Edge] = [(loss.grad_fn, loss.output_nr) for loss in losses]
     while pending:
         edge = _before_copies(pending.pop())
         node, _ = edge

@@ -95,8 +95,10 @@ class TokenChoice:
             if num_missing > 0:
                 self._is_unknown = torch.nn.functional.pad(self._is_unknown, (0, num_missing), value=True)
             is_new = loss_mask(microbatch, rule) & self._is_unknown[labels]
-            has_new_label += is_new.any(dim=1).tolist()
-            self._is_unknown[labels[is_new]] = False
+            has_new_label_in_row = is_new.any(dim=1).tolist()
+            has_new_label += has_new_label_in_row
+            if any(has_new_label_in_row):  # in most steps no label is new
+                self._is_unknown[labels[is_new]] = False
         return has_new_label
 
     def includes(self, place: int, counts: RowCounts, num_planned: int = 0) -> bool:

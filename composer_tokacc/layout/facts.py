@@ -37,8 +37,15 @@ from composer_tokacc.layout.found import (
     joined_readings,
     lengths_of_runs,
 )
-from composer_tokacc.layout.layout import BatchLayout, labels_along_text, media_entries, real_positions_of
+from composer_tokacc.layout.layout import (
+    BatchLayout,
+    labels_along_text,
+    media_entries,
+    modalities_of,
+    real_positions_of,
+)
 from composer_tokacc.layout.pre_split import microbatches_of
+from composer_tokacc.layout.tensors import Entry
 from composer_tokacc.refusals import InvalidInputError
 
 KEYS_WITHOUT_CODES = ('input_ids', 'attention_mask', 'labels', 'position_ids', *COUNT_KEYS)
@@ -108,10 +115,15 @@ class RowFacts:
         return not has_audio_along_text(self.batch, self.layout.config)
 
     @cached_property
+    def _media_entries(self) -> dict[str, Entry]:
+        """How the tensors of images, videos and audios belong to the rows, by key."""
+        return media_entries(self.layout, self.batch)
+
+    @cached_property
     def counts(self) -> dict[str, list[int]]:
         """Number of items of each row, by modality. Only modalities that have tensors in the batch are keys."""
         counts = {}
-        for modality in self.layout.media_of(self.batch):
+        for modality in modalities_of(self._media_entries):
             counts[modality] = self.layout.units_per_row(self.batch, modality)
         return counts
 
@@ -602,7 +614,7 @@ def _is_ragged(modality: str, facts_of_batches: Sequence[RowFacts]) -> bool:
     """Returns whether microbatches pad a tensor of the modality to different sizes."""
     first_shapes: dict[str, torch.Size] = {}
     for facts in facts_of_batches:
-        for key, entry in media_entries(facts.layout, facts.batch).items():
+        for key, entry in facts._media_entries.items():
             if entry.modality != modality:
                 continue
             item_shape = facts.batch[key].shape[1:]

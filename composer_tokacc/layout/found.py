@@ -306,13 +306,12 @@ def lengths_of_runs(is_placeholder: torch.Tensor) -> list[list[int]]:
     ``is_placeholder`` is ``(rows, width)`` bool.
     """
     # A False column on both sides, so that each run has a first column and a column after its last one.
-    steps = F.pad(is_placeholder.int(), (1, 1)).diff(dim=1)
-    rows, first_columns = (steps == 1).nonzero(as_tuple=True)  # row by row, and in each row from left to right
-    _, end_columns = (steps == -1).nonzero(as_tuple=True)
-    lengths = end_columns - first_columns
+    is_change = F.pad(is_placeholder, (1, 1)).diff(dim=1)  # for bools a difference is the exclusive or
+    # Row by row, and in each row from left to right, so each first column is followed by the end column of its run.
+    changes = is_change.nonzero().tolist()
     lengths_of_rows: list[list[int]] = [[] for _ in range(len(is_placeholder))]
-    for row, length in zip(rows.tolist(), lengths.tolist(), strict=True):
-        lengths_of_rows[row].append(length)
+    for (row, first_column), (_, end_column) in zip(changes[::2], changes[1::2], strict=True):
+        lengths_of_rows[row].append(end_column - first_column)
     return lengths_of_rows
 
 

@@ -295,8 +295,7 @@ class BatchLayout:
 
     def media_of(self, batch: Batch) -> list[str]:
         """Returns the modalities that have tensors in the batch."""
-        present = {entry.modality for entry in media_entries(self, batch).values()}
-        return [modality for modality in MODALITIES if modality in present]
+        return modalities_of(media_entries(self, batch))
 
     # How many items each row has.
 
@@ -863,6 +862,12 @@ def media_entries(layout: BatchLayout, batch: Batch) -> dict[str, Entry]:
             if entry.is_media:
                 entries[key] = entry
     return entries
+
+
+def modalities_of(entries: Mapping[str, Entry]) -> list[str]:
+    """Returns the modalities of the tensors of a batch, see :func:`media_entries`."""
+    present = {entry.modality for entry in entries.values()}
+    return [modality for modality in MODALITIES if modality in present]
 
 
 def _unit_of_items(entries: Mapping[str, Entry], unit: str) -> str:

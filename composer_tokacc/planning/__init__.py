@@ -3,6 +3,9 @@
 
 """Pure functions that cut a global batch into microbatches under a token budget, and assign them to ranks. No torch."""
 
+from typing import TYPE_CHECKING
+
+from composer_tokacc.lazy import on_first_use
 from composer_tokacc.planning.cuts import cut_rows, pack_lengths
 from composer_tokacc.planning.options import (
     CAPPED_SIZES,
@@ -16,15 +19,17 @@ from composer_tokacc.planning.options import (
     mean_samples,
     token_budget,
 )
-from composer_tokacc.planning.plan import (
-    Microbatch,
-    MicrobatchPlan,
-    PlanStats,
-    lower_bound,
-    plan_microbatches,
-    plan_rows,
-)
 from composer_tokacc.planning.rows import Rows, checked_sizes, checked_table, padded_widths
+
+if TYPE_CHECKING:
+    from composer_tokacc.planning.plan import (
+        Microbatch,
+        MicrobatchPlan,
+        PlanStats,
+        lower_bound,
+        plan_microbatches,
+        plan_rows,
+    )
 
 __all__ = [
     'CAPPED_SIZES',
@@ -50,3 +55,8 @@ __all__ = [
     'plan_rows',
     'token_budget',
 ]
+
+# A training step cuts a batch of one rank. Only samplers and sizing make whole plans.
+_NAMES_OF_PLANS = ('Microbatch', 'MicrobatchPlan', 'PlanStats', 'lower_bound', 'plan_microbatches', 'plan_rows')
+
+__getattr__ = on_first_use(__name__, dict.fromkeys(_NAMES_OF_PLANS, 'plan'))
