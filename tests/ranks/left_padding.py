@@ -9,14 +9,24 @@ message of the refusal.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
 from composer.utils import dist
 
+from composer_tokacc import token_data_spec
 from tests.matrix.test_later_batches import long_rope
 from tests.support.text import collate, column_counter, gpt2, text_model, text_rows
-from tests.support.training import fit, reference_gradients, relative_error
+from tests.support.training import (
+    COMPOSERS_FLAG,
+    fit,
+    hugging_face,
+    loader,
+    reference_gradients,
+    relative_error,
+    train,
+)
 
 MASKED = [(4, 2), (9, 5), (6, 3), (14, 8)]
 UNPADDED = [(9, 5), (9, 3)]
@@ -36,10 +46,12 @@ def measure(
     side: str = 'left',
     equal_widths: bool = False,
     earlier_shapes: Sequence[list[tuple[int, int]]] = (),
+    by_flag: bool = False,
 ) -> Any:
     """Returns the relative error of the last gradient, or the message of the refusal.
 
     Each rank takes two of four rows. ``earlier_shapes`` are the rows of steps before it, the same on both ranks.
+    With ``by_flag`` Composer's own flag weights the microbatches, not the algorithm.
     """
     rows = text_rows(shape)
     batch = collate(rows, side=side)
@@ -56,7 +68,12 @@ def measure(
     batches.append(rank_batch)
 
     try:
-        recorder = fit(model, *batches, microbatch_size=1)
+        if by_flag:
+            composer_model = hugging_face(copy.deepcopy(model))
+            data = token_data_spec(loader(*batches), model=composer_model)
+            recorder, _, _ = train(composer_model, data, **COMPOSERS_FLAG)
+        else:
+            recorder = fit(model, *batches, microbatch_size=1)
     except RuntimeError as error:
         return str(error)
     expected, _ = reference_gradients(model, batch)
@@ -74,6 +91,9 @@ def main() -> dict[str, Any]:
         'labelled, on the right': measure(text_model(), LABELLED, side='right'),
         'positions': measure(gpt2(), MASKED),
         'positions, equally wide': measure(gpt2(), MASKED, equal_widths=True),
+        'positions, by the flag': measure(gpt2(), MASKED, by_flag=True),
+        'positions, equally wide, by the flag': measure(gpt2(), MASKED, equal_widths=True, by_flag=True),
+        'masked, by the flag': measure(text_model(), MASKED, by_flag=True),
         'positions, padded later': measure(gpt2(), MASKED, earlier_shapes=[UNPADDED]),
         'positions, untried': measure(gpt2(), ONLY_LABELLED_ARE_PADDED),
         'masked, labelled on the other rank': measure(text_model(), LABELLED_ON_OTHER_RANK),
