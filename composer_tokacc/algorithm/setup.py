@@ -25,7 +25,6 @@ from composer.models import HuggingFaceModel
 
 from composer_tokacc.algorithm.closures import check_sees_gradients, give_loss_of_step
 from composer_tokacc.algorithm.loss_terms import LOSS_UNITS, LossTerms, router_coefficient
-from composer_tokacc.algorithm.rank_widths import RankWidth
 from composer_tokacc.algorithm.reduction import (
     ReductionWatch,
     check_clipping,
@@ -42,6 +41,7 @@ from composer_tokacc.collectives import all_gather_object, get_world_size
 from composer_tokacc.compat import BatchNorm, hook_numbers, inner_model, is_compiled
 from composer_tokacc.counting import check_rule
 from composer_tokacc.data_spec.pieces import CutRules
+from composer_tokacc.data_spec.rank_widths import RankWidth
 from composer_tokacc.data_spec.split import MicrobatchSplit, layout_of, split_of
 from composer_tokacc.labelled import LabelSelector, input_embedding, output_embedding
 from composer_tokacc.layout import BatchLayout
@@ -310,7 +310,7 @@ class RunContext:
         if self.split is not None:
             assert rules is not None  # a split always has rules
             self.split.layout = self.check.layout
-            self.split.adopt(rules)
+            self.split.adopt(rules, has_tokens_in_dummies=self.check.has_tokens_in_dummies)
         failure = self.check.selection_failure
         if failure is not None and self.check.selector is not None:
             self._remove_selector()

@@ -43,7 +43,6 @@ from composer_tokacc.algorithm.loss_terms import (
     sum_of_means,
     tensors_in,
 )
-from composer_tokacc.algorithm.rank_widths import RankWidth, check_widths
 from composer_tokacc.algorithm.setup import (
     AlgorithmOptions,
     RunContext,
@@ -74,6 +73,7 @@ from composer_tokacc.checks.step import (
 )
 from composer_tokacc.collectives import raise_on_all_ranks, sum_over_ranks
 from composer_tokacc.counting import real_tokens, with_one_label
+from composer_tokacc.data_spec.rank_widths import RankWidth, check_widths
 from composer_tokacc.data_spec.split import split_of
 from composer_tokacc.labelled import LabelSelector, batch_at_logits
 from composer_tokacc.layout import describe_all, microbatches_of

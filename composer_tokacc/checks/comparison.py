@@ -357,9 +357,30 @@ class RowComparison:
         rows_with_tokens = [row for row in self._all_rows if self._counts[row]]
         # If no row came with labels, those that the check has given labels stand for some.
         labelled_rows = [row for row in rows_with_tokens if row not in unlabelled_rows] or rows_with_tokens
+        if self._has_tokens_in(unlabelled_rows, labelled_rows):
+            name = sample_name(self.rows, unlabelled_rows[0])
+            raise NotExactError(
+                f'{MEAN}a term in rows without labels, such as {name}. A microbatch of such rows has no '
+                f'loss-generating token, so the term would be left out. {NAME_TERMS}'
+            )
+
+    def has_tokens_in_dummies(self) -> bool:
+        """Returns whether means over tokens have a gradient or a value in dummy rows: rows with media, without labels.
+
+        A step counts no tokens there, so a microbatch with a dummy row would have a term of the loss too much.
+        """
+        rows_with_media = [row for row in self._all_rows if self._facts.media[row]]
+        rows_with_tokens = [row for row in self._all_rows if self._counts[row]]
+        return self._has_tokens_in(rows_with_media, rows_with_tokens)
+
+    def _has_tokens_in(self, unlabelled_rows: Sequence[int], labelled_rows: Sequence[int]) -> bool:
+        """Returns whether means over tokens have a gradient or a value in some rows whose labels are taken away.
+
+        They are computed together with one of the labelled rows. Returns False if there are no such rows.
+        """
         has_tokens = self.check_loss and 'tokens' in self.reference.losses
         if not (has_tokens and unlabelled_rows and labelled_rows):
-            return
+            return False
         # In some models (Mllama) a row without media has another loss if rows with media are in its batch. So a
         # labelled row with media is taken if there is one. If there is none, but an unlabelled row has media, only
         # gradients are compared.
@@ -367,7 +388,7 @@ class RowComparison:
         labelled = max(labelled_rows, key=lambda row: num_media[row] > 0)
         comparison = self._followed_by_unlabelled([labelled], unlabelled_rows)
         if 'tokens' not in comparison.reference.losses:
-            return  # other rows than these have the terms
+            return False  # other rows than these have the terms
         has_term = False
         if num_media[labelled] or not any(num_media[row] for row in unlabelled_rows):
             labelled_row = self.layout.select(comparison.rows, [0])
@@ -377,12 +398,7 @@ class RowComparison:
             if gradient is not None:
                 sizes = gradient.flatten(1).norm(dim=1)
                 has_term |= bool((sizes[1:] > GRADIENT_TOLERANCE * sizes[0]).any())
-        if any(self.probe.gather(has_term)):
-            name = sample_name(self.rows, unlabelled_rows[0])
-            raise NotExactError(
-                f'{MEAN}a term in rows without labels, such as {name}. A microbatch of such rows has no '
-                f'loss-generating token, so the term would be left out. {NAME_TERMS}'
-            )
+        return any(self.probe.gather(has_term))
 
     def check_media(self, media: Mapping[int, Batch]) -> None:
         """Raises RuntimeError if the gradient of a row depends on the padding of its media.

@@ -42,7 +42,13 @@ from composer_tokacc.checks.comparison import MEAN, NAME_TERMS, NOT_A_NUMBER, Ro
 from composer_tokacc.checks.cutter import Cutter, RulesT
 from composer_tokacc.checks.logits import TINY, targets_of
 from composer_tokacc.checks.probe import Probe, ProbeResult
-from composer_tokacc.collectives import all_gather_object, from_any_rank, get_global_rank, max_over_ranks
+from composer_tokacc.collectives import (
+    all_gather_object,
+    from_any_rank,
+    get_global_rank,
+    get_world_size,
+    max_over_ranks,
+)
 from composer_tokacc.compat import attention_of, gradient_hooks, hooks_after_gradients
 from composer_tokacc.counting import LOSS_RULES, document_starts, loss_mask
 from composer_tokacc.labelled import LabelSelector
@@ -166,6 +172,8 @@ class FirstBatchCheck(Generic[RulesT]):
     """Why logits only at labels would change the loss or its gradient; None: they do not, or nothing was tried."""
     trains_unlabelled_rows: bool = field(default=False, init=False)
     """Whether terms over samples have a gradient in rows without labels."""
+    has_tokens_in_dummies: bool = field(default=False, init=False)
+    """Whether means over tokens have a gradient or a value in dummy rows, which several ranks may need."""
     has_logits: bool = field(default=True, init=False)
     """False if the model returns hidden states, because its loss contains the output embedding."""
     _proven: RowRanges = field(default_factory=RowRanges, init=False)
@@ -335,6 +343,8 @@ class FirstBatchCheck(Generic[RulesT]):
             rules = comparison.first_exact(self.cutter, rules, shared.largest_packed_row, are_new=are_new)
         self.trains_unlabelled_rows |= comparison.check_unlabelled_row()
         comparison.check_no_tokens_in(shared.unlabelled_rows)
+        if self.cutter is not None and get_world_size() > 1:
+            self.has_tokens_in_dummies |= comparison.has_tokens_in_dummies()
         # Microbatches that the loader has collated may pad media to other sizes than the batch.
         comparison.check_media(shared.media)
         self._learn_loss(comparison)

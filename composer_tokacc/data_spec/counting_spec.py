@@ -12,17 +12,19 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from composer.core import DataSpec
 
 from composer_tokacc.batch import Batch, BatchDict, check_dense, check_ids, map_tensors
 from composer_tokacc.checks.first_batch import FirstBatchCheck
 from composer_tokacc.checks.probe import Probe
-from composer_tokacc.collectives import all_gather_object
+from composer_tokacc.collectives import all_gather_object, get_world_size, max_over_ranks
 from composer_tokacc.counting import real_tokens
 from composer_tokacc.data_spec.pieces import CutRules
+from composer_tokacc.data_spec.rank_widths import RankWidth, check_widths
 from composer_tokacc.data_spec.split import MicrobatchSplit, largest_of_ranks, register_split
-from composer_tokacc.layout import PreSplitBatch, microbatches_of
+from composer_tokacc.layout import PreSplitBatch, describe_all, microbatches_of
 from composer_tokacc.layout.layout import inferred_layout
 from composer_tokacc.refusals import InvalidInputError, NotExactError
 from composer_tokacc.row_counts import (
@@ -186,9 +188,23 @@ class CountingDataSpec(DataSpec):
         check = self._first_batch
         rules = check.prove(batch)
         assert rules is not None  # a split always has rules
-        split.adopt(rules)
+        split.adopt(rules, has_tokens_in_dummies=check.has_tokens_in_dummies)
         split.layout = check.layout  # the check learns from each batch which tensors belong to rows
         self._loss_tokens = check.rule or self._loss_tokens
+        self._check_widths(check, batch)
+
+    def _check_widths(self, check: FirstBatchCheck[CutRules], batch: Batch) -> None:
+        """Raises RuntimeError on all ranks if they pad to different widths and this changes a row; a collective."""
+        if get_world_size() == 1:
+            return
+        width = RankWidth.of(describe_all(check.layout, batch), self._split.rules, check.rule)
+        # In most runs nothing depends on the width, and these two numbers are all that ranks exchange.
+        may_matter = max_over_ranks([width.pads_left, width.is_beyond_rotary_limit is True])
+        if not any(may_matter):
+            return
+        numbers_of_ranks = np.array(all_gather_object(width.numbers()))
+        sums = numbers_of_ranks.sum(axis=0).tolist()
+        check_widths(sums, lambda: width, was_checked=False, is_trimmed=True)
 
     def _on_models_device(self, batch: Batch) -> Any:
         """Returns a microbatch on the device of the model, transformed there as by the trainer."""

@@ -338,8 +338,11 @@ class Piece:
         if self.rules.packing:
             return sum(self.widths) + sum(dummy_widths)
         widest = max([self.width, *dummy_widths])
+        # A dummy row of another rank may have a wider text of the decoder. Then that of all rows gets as wide.
+        decoder_widths = [dummy.decoder_width for dummy in self.dummies]
+        widest_decoder = max([self.facts.decoder_width, *decoder_widths])
         num_rows = len(self.rows) + len(self.dummies)
-        return num_rows * (widest + self.facts.decoder_width)
+        return num_rows * (widest + widest_decoder)
 
     def cut(self) -> list[Piece]:
         """Returns the rows in pieces under the caps, so that the total cost is least."""

@@ -40,7 +40,13 @@ import torch
 
 from composer_tokacc.batch import IGNORE_INDEX, MODALITIES, Batch, BatchDict, Reach, labels_of, sample_name
 from composer_tokacc.checks.step import Step
-from composer_tokacc.collectives import all_gather_object, from_any_rank, get_world_size, max_over_ranks
+from composer_tokacc.collectives import (
+    all_gather_object,
+    from_any_rank,
+    get_world_size,
+    max_over_ranks,
+    raise_on_all_ranks,
+)
 from composer_tokacc.data_spec.document_attention import DocumentAttention
 from composer_tokacc.data_spec.pieces import (
     CutRules,
@@ -120,6 +126,7 @@ class MicrobatchSplit:
         # Whether the first-batch check should try to pack rows: from start() until packing has failed on some rows, or
         # rules are adopted.
         self._tries_packing = False
+        self._has_tokens_in_dummies = False
         self._has_warned_of_dummies = False
 
     # Called by the algorithm. Without one, the DataSpec that knows the model calls start() and adopt().
@@ -164,6 +171,7 @@ class MicrobatchSplit:
         self.checked = False
         self.reduces_once = False
         self.step = None
+        self._has_tokens_in_dummies = False
 
     def _packing_costs_less(self, facts_of_batches: Sequence[RowFacts], microbatch_size: float) -> bool:
         """Returns whether packing the batches of all ranks costs less than padding them; a collective."""
@@ -188,8 +196,14 @@ class MicrobatchSplit:
         savings = all_gather_object(padded_cost - packed_cost)
         return sum(savings) > 0
 
-    def adopt(self, rules: CutRules) -> None:
-        """Cuts by these rules from now on, because the first-batch check has found them to be exact."""
+    def adopt(self, rules: CutRules, *, has_tokens_in_dummies: bool = False) -> None:
+        """Cuts by these rules from now on, because the first-batch check has found them to be exact.
+
+        Args:
+            rules: The rules.
+            has_tokens_in_dummies: Whether a mean over tokens has a term in dummy rows. Then the split refuses a step
+                that needs some.
+        """
         if self.checked and self.packs_rows and not rules.packing:
             log.warning(
                 'A row of this batch cannot be packed, so all rows are padded from now on. The log at level INFO says '
@@ -198,6 +212,7 @@ class MicrobatchSplit:
         self.rules = rules
         self.checked = True
         self._tries_packing = False
+        self._has_tokens_in_dummies = has_tokens_in_dummies
         self._set_attention(rules.packing)
 
     # Called by the first-batch check.
@@ -365,6 +380,7 @@ class MicrobatchSplit:
         pieces = self._cut(facts_of_batches, options, pre_split)
         dummies = self._dummy_rows(facts_of_batches)
         pieces = with_dummies(pieces, dummies)
+        self._check_dummies(pieces)
         self._warn_of_dummies(pieces)
         microbatches = build(pieces, self._attention)
         num_empty = self._num_microbatches(len(pieces)) - len(pieces)
@@ -533,6 +549,24 @@ class MicrobatchSplit:
         if must_be_equal and get_world_size() > 1:
             (num_microbatches,) = max_over_ranks([num_microbatches])
         return num_microbatches
+
+    def _check_dummies(self, pieces: Sequence[Piece]) -> None:
+        """Raises RuntimeError if a microbatch gets dummy rows, and a mean over tokens would have a term in them.
+
+        A collective if such a mean is known, so that no rank waits for one that has refused the step.
+        """
+        if not self._has_tokens_in_dummies:
+            return
+        refusal = None
+        for piece in pieces:
+            if piece.dummies:
+                refusal = NotExactError(
+                    "The model's own loss must be the mean over its loss-generating tokens, got: a term in rows "
+                    f'without labels. {sample_name(piece.facts.batch, piece.rows[0])} must be computed together with '
+                    'such a row, which has media because other rows or ranks of the step have some. Multiply what a '
+                    'row adds to the term by `(labels != -100).any(dim=1)` (docs/errors.md#model-loss).'
+                )
+        raise_on_all_ranks(refusal)
 
     def _warn_of_dummies(self, pieces: Sequence[Piece]) -> None:
         """Warns of a row that does not fit under the caps together with its dummy rows; only once for this split."""

@@ -29,6 +29,7 @@ from composer_tokacc.batch import (
     num_runs,
     sample_name,
 )
+from composer_tokacc.compat import num_writes
 from composer_tokacc.layout.families import Media
 from composer_tokacc.layout.found import (
     Readings,
@@ -79,10 +80,19 @@ class RowFacts:
     real: torch.Tensor = field(repr=False)
 
     def describes(self, layout: BatchLayout, batch: Batch) -> bool:
-        """Returns whether these facts hold for a batch: it has the same layout, and no entry was replaced since."""
+        """Returns whether these facts hold for a batch: it has the same layout, and no entry was changed since.
+
+        A callback or an algorithm may have replaced an entry, or may have written into it.
+        """
         if layout is not self.layout or batch.keys() != self.batch.keys():
             return False
-        return all(value is self.batch[key] for key, value in batch.items())
+        are_same = all(value is self.batch[key] for key, value in batch.items())
+        return are_same and _writes_into(batch) == self._writes
+
+    @cached_property
+    def _writes(self) -> dict[str, int]:
+        """How often each tensor was written into before the facts were found."""
+        return _writes_into(self.batch)
 
     @cached_property
     def _reach(self) -> Reach:
@@ -266,6 +276,15 @@ class RowFacts:
         return (has_label & has_padding).tolist()
 
 
+def _writes_into(batch: Batch) -> dict[str, int]:
+    """Returns how often each tensor of a batch was written into."""
+    writes = {}
+    for key, value in batch.items():
+        if isinstance(value, torch.Tensor):
+            writes[key] = num_writes(value)
+    return writes
+
+
 def _codes_of_rows(values: torch.Tensor) -> list[list[int]]:
     """Returns the codes among the values of each row, ``(rows, values)``, each code once and rising."""
     # A table with a column for each code, and a last one for all higher values.
@@ -321,7 +340,9 @@ def describe(layout: BatchLayout, batch: Batch) -> RowFacts:
         is_padded=not bool(real.all()),
         real=real,
     )
-    vars(facts)['_reach'] = reach  # fills the cached property, so that the reach is computed once
+    # Fills two cached properties: the reach is computed once, and writes are counted from now on.
+    vars(facts)['_reach'] = reach
+    vars(facts)['_writes'] = _writes_into(facts.batch)
     return facts
 
 

@@ -10,6 +10,7 @@ how many units each row has (:meth:`BatchLayout.units_per_row`).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -21,6 +22,7 @@ import torch
 
 from composer_tokacc.batch import (
     COUNT_KEYS,
+    IGNORE_INDEX,
     MODALITIES,
     Batch,
     Reach,
@@ -63,6 +65,8 @@ SCALED_ROTARY_TYPES = ('dynamic', 'longrope')
 """Rotary embeddings that change with the largest position of the batch, once that is over a limit."""
 KEYS_AT_LABELS = ('labels', 'loss_weights', 'loss_mask')
 """Keys of tensors with a value for each label."""
+_NAME_OF_LABELS = re.compile(r'(labels?|label_ids|targets?)_?\d*$')
+"""The ends of names that labels of a second task have, such as `ner_labels` or `labels2`. Not `label_mask`."""
 NUM_DUMMY_FRAMES = 4
 """Frames of a dummy video. InstructBLIP-Video's processor writes placeholders for as many."""
 
@@ -677,6 +681,8 @@ class BatchLayout:
                 first_patch += pixels.shape[:2].numel()  # (images, patches of an image, ...)
         if key == 'input_ids':
             entry = replace(entry, fill=pad_token_id)
+        elif key not in self._registered and not entry.is_media:
+            entry = replace(entry, fill=_fill_of(key, present))
         return cat_padded(values, entry, width, side)
 
     def _tensors_of_all(
@@ -1017,6 +1023,28 @@ def _widest_shared(
                 f'differ, of shapes {[tuple(value.shape) for value in values]}. Give every batch one entry per row.'
             )
     return widest
+
+
+def _fill_of(key: str, batches: Sequence[Batch]) -> float:
+    """Returns the value to pad an unregistered tensor with, which may have a value for each token.
+
+    It is the value that the collator has written on its own padding. If there is none, or several, integers that are
+    labels get -100: those with a -100, or with the name of labels. All others get 0.
+    """
+    on_padding: list[torch.Tensor] = []
+    for batch in batches:
+        value: torch.Tensor = batch[key]
+        is_padding = ~real_positions(batch)
+        if value.shape[:2] == is_padding.shape:
+            on_padding.append(value[is_padding].flatten())
+    if on_padding:
+        padding = torch.cat(on_padding)
+        if padding.numel() > 0 and bool((padding == padding[0]).all()):
+            return padding[0].item()
+    if batches[0][key].dtype not in (torch.int16, torch.int32, torch.int64):
+        return 0
+    has_ignored = any(bool((batch[key] == IGNORE_INDEX).any()) for batch in batches)
+    return IGNORE_INDEX if has_ignored or _NAME_OF_LABELS.search(str(key)) else 0
 
 
 def _check_equal_clips(family: str, key: str, batches: Sequence[Batch]) -> None:

@@ -33,7 +33,7 @@ from tests.model_types.tiny import float32_model, tiny_config
 from tests.support.exactness import family_batch
 from tests.support.families import FAMILIES, IMAGE_FAMILIES, MEDIA, Case
 from tests.support.family_processors import word_tokenizer
-from tests.support.small_batches import text_batch
+from tests.support.small_batches import IMAGE, drawn_batch, layout_of_model, numbered_images, text_batch
 from tests.support.text import one_layer_model, ragged_batch
 from tests.support.training import (
     composer_gradients,
@@ -413,6 +413,22 @@ def test_packed_rows_are_halved_if_needed(some_rank_has_videos, monkeypatch):
     for microbatch in microbatches:
         assert 'pixel_values_videos' in microbatch
         assert microbatch['input_ids'].numel() <= budget
+
+
+def test_cap_holds_beside_wider_decoder(other_rank_has_images, monkeypatch):
+    """The dummy row of another rank makes the decoder's text of all rows of its microbatch wider."""
+    layout = layout_of_model('llava', image_token_id=IMAGE)
+    text = {**text_batch([6] * 4), 'labels': torch.full((4, 3), 5)}
+    image_row = {**drawn_batch('1i23'), 'labels': torch.full((1, 20), 5), 'pixel_values': numbered_images(1)}
+    receive(monkeypatch, image_row)
+    spec = token_data_spec(loader(text), layout=layout, slot_tokens=27)
+
+    microbatches = spec.split_batch(text, 2)
+
+    cap = 2 * (27 + 3)
+    assert len(microbatches) == 4
+    for microbatch in microbatches:
+        assert microbatch['input_ids'].numel() + microbatch['labels'].numel() <= cap
 
 
 def test_row_that_leaves_no_room(two_ranks, caplog):

@@ -9,11 +9,13 @@ import logging
 import sys
 from functools import partial
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from composer.core import Event
+from composer.models import HuggingFaceModel
 
 from composer_tokacc import RegroupingBatchSampler, RegroupingDataLoader, token_data_spec
 from composer_tokacc.data_spec.pieces import CutRules
@@ -28,7 +30,7 @@ from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples
 from tests.support.masked_text import masked_batch, masked_model
 from tests.support.small_batches import LLAVA, TEXT, text_batch
 from tests.support.text import collate, column_counter, gpt2, one_layer_model, text_rows, with_vectors
-from tests.support.training import On, assert_exact, fit
+from tests.support.training import On, assert_exact, fit, gradients_of, in_double, relative_error, tensors_in
 
 LENGTHS = [[9, 8], [5, 4, 4, 3], [10]]
 """Lengths of the rows of each microbatch."""
@@ -591,3 +593,41 @@ def test_image_masks_as_wide_as_text(side, width_multiple):
     whole_batch = collate_rows(case.rows)
 
     assert_exact(case.model, data, batch=whole_batch, microbatch_size=2)
+
+
+class TwoTasks(HuggingFaceModel):
+    """The labels of its second task lie at the tokens. Its second term is divided by the number of the first labels."""
+
+    def loss(self, outputs: Any, batch: Any) -> torch.Tensor:
+        num_labels = (batch['labels'][:, 1:] != -100).sum()
+        scores = outputs['hidden_states'][-1].flatten(0, 1)
+        losses = torch.nn.functional.cross_entropy(scores, batch['more_labels'].flatten(), reduction='sum')
+        return outputs['loss'] + losses / num_labels
+
+
+def two_tasks(model: torch.nn.Module) -> TwoTasks:
+    return TwoTasks(model, shift_labels=True, use_logits=True)
+
+
+@pytest.mark.parametrize(
+    'shapes',
+    [[(4, 2), (5, 3), (9, 7), (14, 11)], [(5, 2), (5, 3), (14, 7), (14, 11)]],
+    ids=['padded', 'without padding'],
+)
+@pytest.mark.parametrize('regroup', [True, False])
+def test_labels_of_a_second_task_are_masked_on_padding(shapes, regroup):
+    """No family registers their key. Padded by 0, they would be labels of the token 0."""
+    model = one_layer_model(output_hidden_states=True)
+    rows = text_rows(shapes)
+    microbatches = []
+    for microbatch in (collate(rows[:2]), collate(rows[2:]), collate(rows)):
+        is_padding = microbatch['attention_mask'] == 0
+        microbatch['more_labels'] = (microbatch['input_ids'] % 7).masked_fill(is_padding, -100)
+        microbatches.append(microbatch)
+    *planned, batch = microbatches
+    reference = in_double(model)
+    expected = gradients_of(reference, two_tasks(reference).loss(reference(**tensors_in(batch, torch.float64)), batch))
+
+    recorder = fit(two_tasks(model), PreSplitBatch(planned, max_tokens=28), regroup=regroup)
+
+    assert relative_error(recorder.gradients, expected) < 1e-6

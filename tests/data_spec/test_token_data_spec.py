@@ -488,3 +488,19 @@ def test_unknown_entry_under_either_split():
     assert layout_of(state, split_of(data)) is not None
     with pytest.raises(ValueError, match=r"batch\['notes'\].*list of 2 row entries for 6 rows"):
         spec.split_batch(batch, 1)
+
+
+def test_mask_that_a_callback_writes_into():
+    """At BATCH_START facts about the rows are known already. The row must not be trimmed by its old mask."""
+    model = one_layer_model()
+    batch = ragged_batch(side='left')
+    changed = {**batch, 'attention_mask': batch['attention_mask'].clone()}
+    changed['attention_mask'][0, :3] = 1
+    expected, _ = reference_gradients(model, changed)
+
+    def attend(state):
+        state.batch['attention_mask'][0, :3] = 1
+
+    recorder = fit(model, batch, microbatch_size=1, callbacks=[On(Event.BATCH_START, attend)])
+
+    assert relative_error(recorder.gradients, expected) < 1e-6

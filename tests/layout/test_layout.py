@@ -871,3 +871,22 @@ def test_copies_stay_page_locked(monkeypatch, image_batch, rows):
     batch['labels'] = batch['labels'].clone()  # not page-locked
     selected = LLAVA_LAYOUT.select(batch, rows)
     assert not locks.is_locked(selected['labels'])
+
+
+@pytest.mark.parametrize(
+    ('key', 'values', 'fill'),
+    [
+        ('tags', [[1, -7], [2, 3]], -7),  # the first row has padding
+        ('tags', [[1], [-100, 3]], -100),
+        ('ner_labels', [[1], [2, 3]], -100),
+        ('label_mask', [[1], [1, 1]], 0),
+    ],
+)
+def test_fill_of_unregistered_text(key, values, fill):
+    """The value on the collator's own padding, -100 for labels, or 0."""
+    first = text_batch([1], width=len(values[0]), **{key: torch.tensor(values[:1])})
+    second = text_batch([3], **{key: torch.tensor([[*values[1], 4]])})
+
+    joined = TEXT_LAYOUT.concat([first, second])
+
+    assert joined[key][0, -1] == fill

@@ -9,14 +9,24 @@ message of the refusal.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
 from composer.utils import dist
 
+from composer_tokacc import token_data_spec
 from tests.matrix.test_later_batches import long_rope
 from tests.support.text import collate, column_counter, gpt2, positions_of, text_model, text_rows, with_vectors
-from tests.support.training import fit, reference_gradients, relative_error
+from tests.support.training import (
+    COMPOSERS_FLAG,
+    fit,
+    hugging_face,
+    loader,
+    reference_gradients,
+    relative_error,
+    train,
+)
 
 MASKED = [(4, 2), (9, 5), (6, 3), (14, 8)]
 UNPADDED = [(9, 5), (9, 3)]
@@ -38,12 +48,14 @@ def measure(
     gives_positions: bool = False,
     gives_vectors: bool = False,
     earlier_shapes: Sequence[list[tuple[int, int]]] = (),
+    by_flag: bool = False,
 ) -> Any:
     """Returns the relative error of the last gradient, or the message of the refusal.
 
     Each rank takes two of four rows. ``earlier_shapes`` are the rows of steps before it, the same on both ranks.
     With ``gives_positions`` these batches have ``position_ids``, but not the batch of the reference, because the model
     ignores them. With ``gives_vectors`` the batches have ``inputs_embeds`` instead of ids.
+    With ``by_flag`` Composer's own flag weights the microbatches, not the algorithm.
     """
     rows = text_rows(shape)
     batch = collate(rows, side=side)
@@ -66,7 +78,12 @@ def measure(
         batches = [with_vectors(model, each) for each in batches]
 
     try:
-        recorder = fit(model, *batches, microbatch_size=1)
+        if by_flag:
+            composer_model = hugging_face(copy.deepcopy(model))
+            data = token_data_spec(loader(*batches), model=composer_model)
+            recorder, _, _ = train(composer_model, data, **COMPOSERS_FLAG)
+        else:
+            recorder = fit(model, *batches, microbatch_size=1)
     except RuntimeError as error:
         return str(error)
     expected, _ = reference_gradients(model, batch)
@@ -86,6 +103,9 @@ def main() -> dict[str, Any]:
         'positions, equally wide': measure(gpt2(), MASKED, equal_widths=True),
         'positions, vectors': measure(gpt2(), MASKED, gives_vectors=True),
         'masked, vectors': measure(text_model(), MASKED, gives_vectors=True),
+        'positions, by the flag': measure(gpt2(), MASKED, by_flag=True),
+        'positions, equally wide, by the flag': measure(gpt2(), MASKED, equal_widths=True, by_flag=True),
+        'masked, by the flag': measure(text_model(), MASKED, by_flag=True),
         'positions, padded later': measure(gpt2(), MASKED, earlier_shapes=[UNPADDED]),
         'positions, untried': measure(gpt2(), ONLY_LABELLED_ARE_PADDED),
         'masked, labelled on the other rank': measure(text_model(), LABELLED_ON_OTHER_RANK),

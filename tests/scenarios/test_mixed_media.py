@@ -80,3 +80,13 @@ def test_four_ranks_each_with_something_else(ranks):
     steps = [['image', 'video', 'none', 'none'], kinds, ['none'] * 4]
     run = {'family': 'qwen2_vl', 'steps': steps, 'size': 2}
     check_runs([{**run, 'fsdp': False}, {**run, 'fsdp': True}], ranks=ranks)
+
+
+def test_term_that_sees_dummy_rows_is_refused():
+    """The rank with text gets a dummy image in the first step. A term at all of its positions would count there."""
+    runs = [{'media_of_ranks': ['image+none', 'none+image']}, {'media_of_ranks': ['image+image', 'none+none']}]
+
+    (error,), message = launch_json('tests/ranks/dummy_terms.py', json.dumps(runs), ranks=2)
+
+    assert error < TOLERANCE
+    assert 'term in rows without labels' in message

@@ -13,9 +13,9 @@ import torch
 import transformers
 
 from composer_tokacc import TokenAccumulation
-from composer_tokacc.algorithm import rank_widths
-from composer_tokacc.algorithm.rank_widths import RankWidth, check_widths
+from composer_tokacc.data_spec import rank_widths
 from composer_tokacc.data_spec.pieces import FAILED, CutRules
+from composer_tokacc.data_spec.rank_widths import RankWidth, check_widths
 from composer_tokacc.layout import BatchLayout, describe, describe_all
 from tests.support.launch import launch_json
 from tests.support.small_batches import text_batch
@@ -32,6 +32,8 @@ EXACT_CASES = [
     'labelled, on the right',
     'positions, equally wide',
     'positions, on the right',
+    'positions, equally wide, by the flag',
+    'masked, by the flag',
     'no position_ids, equally wide',
     'rotary, equally wide',
     'rotary, both beyond',
@@ -47,6 +49,7 @@ def test_widths_of_ranks_matter_only_on_the_left():
     assert 'the pad before it would predict' in outcomes['labelled']
     for case in (
         'positions',
+        'positions, by the flag',
         'positions, padded later',
         'positions, vectors',
         'positions, untried',
