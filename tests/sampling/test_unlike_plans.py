@@ -45,7 +45,6 @@ WORDS_OF_MESSAGE = {
     'kind of loader': ('none on rank 1',),
     'seed, exchanged': SEEDS,
     'max_tokens, exchanged': ('`max_tokens`', '48 on rank 0', '96 on rank 1'),
-    'length, exchanged': ('`len(dataset)`', '[2, 1] batches'),
 }
 
 
@@ -62,6 +61,13 @@ def test_unlike_ranks_are_refused():
         assert run['moved'] == [False, False]
     for name, run in results['alike'].items():
         assert run == {'message': ['', ''], 'steps': [2, 2], 'moved': [True, True]}, name
+    unequal_ends = results['unequal ends']
+    for message in unequal_ends['message']:
+        assert '`len(dataset)`' in message
+        assert 'after 2 batches' in message
+    assert unequal_ends['steps'] == [2, 2]
+    assert results['equal ends'] == {'message': ['', ''], 'steps': [2, 2], 'moved': [True, True]}
+    assert results['own loop, lengths'] == 3
     for message in results['own loop']:
         assert '`seed`' in message
     assert results['own loop, alike'] == ['', '']
