@@ -18,7 +18,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, zip_longest
 from typing import Any
 
 import numpy as np
@@ -82,7 +82,7 @@ class PlanRecord:
     the rank has not read them, or could not. RANDOM if it has read them repeatedly with different results."""
     facts: Facts = field(default_factory=dict)
     """The arguments of the plan."""
-    learning_rates: tuple[float, ...] = ()
+    learning_rates: tuple[str, ...] = ()
     """Learning rates of the step, see :func:`learning_rates_of`. Empty in a loop whose optimizer is not known."""
 
     @property
@@ -120,9 +120,10 @@ def plan_record_of(batch: Any, dataloader: Any, batch_index: int) -> PlanRecord 
     return record
 
 
-def learning_rates_of(optimizers: Iterable[Optimizer]) -> tuple[float, ...]:
-    """Returns the learning rate of each group of parameters.
+def learning_rates_of(optimizers: Iterable[Optimizer]) -> tuple[str, ...]:
+    """Returns the learning rate of each group of parameters, as text of eight digits.
 
+    With all digits, ranks on machines of different kinds may differ, because a cosine is not the same to the last bit.
     Tensors on a GPU are left out, because the host would wait for them.
     """
     learning_rates = []
@@ -132,7 +133,7 @@ def learning_rates_of(optimizers: Iterable[Optimizer]) -> tuple[float, ...]:
             if isinstance(learning_rate, torch.Tensor) and learning_rate.device.type != 'cpu':
                 continue
             if learning_rate is not None:
-                learning_rates.append(float(learning_rate))
+                learning_rates.append(f'{float(learning_rate):.8g}')
     return tuple(learning_rates)
 
 
@@ -142,7 +143,8 @@ def numbers_to_sum(record: PlanRecord | None) -> list[int]:
     A rank without a record takes part with an empty one.
     """
     record = record or PlanRecord()
-    return [record.checksum, record.checksum**2, record.rank**2]
+    checksum = record.checksum
+    return [checksum, checksum**2, record.rank**2]
 
 
 def check_plans(sums: Sequence[float], record: PlanRecord | None) -> None:
@@ -224,15 +226,16 @@ def find_difference(records: Sequence[PlanRecord]) -> str | None:
         values = [str(record.facts.get(name, 'none')) for record in records]
         if len(set(values)) > 1:
             return _unequal(name, values)
-    rates = [record.learning_rates for record in records]
-    if len(set(rates)) > 1:
-        rank = [value != rates[0] for value in rates].index(True)
-        return (
-            f'The learning rates must be the same on all ranks, got: {_shown(rates[0])} on rank 0, '
-            f'{_shown(rates[rank])} on rank {rank}. Otherwise the weights of the ranks differ after the step. A '
-            'schedule in epochs follows the length of the loader of its rank, so give all ranks loaders of one length '
-            '(`train_subset_num_batches`), or `max_duration` and the schedule in batches.'
-        )
+    rates_of_ranks = [record.learning_rates for record in records]
+    for rates in zip_longest(*rates_of_ranks, fillvalue='none'):
+        if len(set(rates)) > 1:
+            rank = _first_other(rates)
+            return (
+                f'Every learning rate must be the same on all ranks, got: {rates[0]} on rank 0, {rates[rank]} on rank '
+                f'{rank}. Otherwise the weights of the ranks differ after the step. A schedule in epochs follows the '
+                'length of the loader of its rank, so give all ranks loaders of one length '
+                '(`train_subset_num_batches`), or `max_duration` and the schedule in batches.'
+            )
     # If the dataset of one rank is random, the datasets of the others are, too, even if a repeated read
     # returned the same by chance. Then the witnesses say nothing.
     witnesses = [record.witness or 'unknown' for record in records]
@@ -257,15 +260,15 @@ def find_difference(records: Sequence[PlanRecord]) -> str | None:
     return None
 
 
-def _shown(learning_rates: Sequence[float]) -> str:
-    """Returns the learning rates of a rank as text, each once."""
-    return ', '.join(str(rate) for rate in dict.fromkeys(learning_rates)) or 'none'
+def _first_other(values: Sequence[str]) -> int:
+    """Returns the first rank whose value differs from that of rank 0."""
+    differs_from_first = [value != values[0] for value in values]
+    return differs_from_first.index(True)
 
 
 def _unequal(name: str, values: Sequence[str]) -> str:
     """Returns the error for an argument that differs between ranks. ``values`` has one text for each rank."""
-    differs_from_first = [value != values[0] for value in values]
-    rank = differs_from_first.index(True)
+    rank = _first_other(values)
     return (
         f'`{name}` must be the same on all ranks, got: {values[0]} on rank 0, {values[rank]} on rank {rank}. Give all '
         'ranks the same arguments, list the samples in the same order (sort what a glob or a set returns), and call '

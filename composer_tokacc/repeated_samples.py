@@ -121,7 +121,8 @@ def has_torchs_order(sampler: object) -> TypeGuard[DistributedSampler]:
 
 def yields_in_order(dataloader: DataLoader) -> bool:
     """Returns whether the batches come in the order of the sampler. Only worker processes can change it."""
-    return dataloader.in_order or dataloader.num_workers == 0
+    # A subclass that does not call torch's `__init__`, such as older StatefulDataLoaders, has no `in_order`.
+    return getattr(dataloader, 'in_order', True) or dataloader.num_workers == 0
 
 
 def check_order(dataloader: DataLoader) -> None:

@@ -174,6 +174,7 @@ class TokenAccumulation(Algorithm):
         )
         self.num_empty_steps = 0
         self._num_batches_read = 0  # from the start of the loader's epoch, even if the run was resumed within it
+        self._end_of_some_ranks: int | None = None  # number of batches read, if only some ranks end their epoch there
         # Whether DDP has reduced gradients only in the last microbatch of earlier steps. Then the split may give ranks
         # unequal numbers of microbatches.
         self._reduces_once = False
@@ -300,6 +301,7 @@ class TokenAccumulation(Algorithm):
         self._token_choice = TokenChoice()
         # Not 0 if a RegroupingBatchSampler resumes within an epoch.
         self._num_batches_read = first_batch_of(state.train_dataloader)
+        self._end_of_some_ranks = None
         if sum(isinstance(algorithm, TokenAccumulation) for algorithm in state.algorithms) > 1:
             raise InvalidInputError(
                 '`algorithms` must hold TokenAccumulation only once, because each of them would scale the loss.'
@@ -311,7 +313,15 @@ class TokenAccumulation(Algorithm):
         The number tells which samples of the batch are repeated, and which batch of a plan it is.
         ``timestamp.batch_in_epoch`` is not this number: with ``Trainer(spin_dataloaders=False)`` it goes on from the
         checkpoint or from the last fit, although the loader is read from its start.
+
+        Raises RuntimeError on all ranks if some of them do not read on, and the others would wait for them.
         """
+        if self._num_batches_read == self._end_of_some_ranks:
+            raise NotExactError(
+                f'`len(dataset)` must give all ranks equally many batches, but some ranks end the epoch after '
+                f'{self._num_batches_read} batches, and the others would wait for them. Return the largest number of '
+                'samples of a rank on all ranks (ranks may read fewer), or set `train_subset_num_batches`.'
+            )
         self._num_batches_read += 1
 
     def _iteration_end(self, state: State) -> None:
@@ -384,18 +394,23 @@ class TokenAccumulation(Algorithm):
         # One all-reduce for everything that ranks must know of each other before the batch is cut.
         composers_samples = run.samples_for_composer(step.counts)
         counts = [step.counts.loss_tokens, step.counts.samples, step.counts.loss_weight, composers_samples]
-        flags = [run.check.has_new_rows(step.facts), self._reduces_once]
+        is_at_end = _is_at_end_of_exchange(state, self._num_batches_read)
+        flags = [run.check.has_new_rows(step.facts), self._reduces_once, is_at_end]
         lists = [counts, flags, width.numbers(), numbers_to_sum(plan), [0]]
         totals, sums_of_flags, sums_of_widths, sums_of_plans, (num_refusals,) = self._sums_over_ranks(state, lists)
         if num_refusals:
             raise_on_all_ranks(None)
-        num_ranks_with_new_rows, num_ranks_reducing_once = sums_of_flags
+        num_ranks_with_new_rows, num_ranks_reducing_once, num_ranks_at_end = sums_of_flags
         step.totals = StepTotals(*totals)
         # If one rank has seen that DDP reduces once, it holds for all. A rank that makes only one microbatch cannot see
         # it, but with `equal_counts=False` another rank may make several.
         self._reduces_once = num_ranks_reducing_once > 0
         if run.split is not None:
             run.split.reduces_once = self._reduces_once
+        self._end_of_some_ranks = None
+        if 0 < num_ranks_at_end < run.world_size:
+            # Raises before the next read. There is none if the run ends with this step.
+            self._end_of_some_ranks = self._num_batches_read
         check_plans(sums_of_plans, plan)
         _check_has_weight(step, state.batch)
         # In the first step no check is due, because prove() has just checked its rows. In steps 16, 32, 64 and so on it
@@ -999,9 +1014,16 @@ def _name_trained(model: torch.nn.Module) -> str:
     return f'{names[0]!r} and {len(names) - 1} more'
 
 
+def _is_at_end_of_exchange(state: State, num_batches_read: int) -> bool:
+    """Returns whether Composer reads no further batch of the epoch on this rank. False if no rank would wait for it."""
+    if not getattr(state.dataloader, 'waits_for_ranks', False) or state.dataloader_len is None:
+        return False
+    return num_batches_read >= int(state.dataloader_len)
+
+
 def _no_counts() -> list[Sequence[float]]:
     """Returns lists as long as those that the ranks sum in each step, for a rank whose batch cannot be counted."""
-    return [[0] * len(StepTotals._fields), [0, 0], RankWidth.of((), None, None).numbers(), numbers_to_sum(None)]
+    return [[0] * len(StepTotals._fields), [0, 0, 0], RankWidth.of((), None, None).numbers(), numbers_to_sum(None)]
 
 
 def _check_has_weight(step: Step, batch: Batch) -> None:

@@ -22,16 +22,16 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import numpy as np
 import torch
 import torch.distributed
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 
 from composer_tokacc.batch import IGNORE_INDEX
 from composer_tokacc.collectives import get_global_rank, get_world_size
 from composer_tokacc.compat import keep_from_accelerate, tree_map_only
 from composer_tokacc.layout import PreSplitBatch
-from composer_tokacc.plan_agreement import MOST_SHOWN, PlanRecord, compare_plans, reading_facts
+from composer_tokacc.plan_agreement import PlanRecord, compare_plans, reading_facts
 from composer_tokacc.planning import CostModel, CutOptions, Rows
 from composer_tokacc.planning.plan import plan_checked_rows
-from composer_tokacc.refusals import InvalidInputError, NotExactError
+from composer_tokacc.refusals import InvalidInputError
 from composer_tokacc.repeated_samples import check_order, num_repeated_by
 from composer_tokacc.sampling.rank_assignment import ENDED_BY_AN_ERROR, RankAssignment, collate
 
@@ -75,11 +75,13 @@ class ExchangingDataLoader(DataLoader):
 
     Raises:
         ValueError: If an argument is out of range.
-        RuntimeError: On iterating, on all ranks, if their arguments differ, or the lengths of their datasets.
+        RuntimeError: On iterating, on all ranks, if their arguments differ.
     """
 
     marks_added_rows = True
     """Tells ``num_repeated`` that this loader itself gives weight 0 to copies for ranks without a sample."""
+    waits_for_ranks = True
+    """Tells TokenAccumulation that a rank can read a batch only if all ranks read one."""
 
     def __init__(
         self,
@@ -143,7 +145,6 @@ class ExchangingDataLoader(DataLoader):
         # rank.
         facts = {**reading_facts(self), **asdict(self._options), 'image_token_ids': self._image_token_ids.tolist()}
         compare_plans(PlanRecord(facts=facts), self._exchange.gather)
-        self._check_lengths()
         reading = super().__iter__()
         rank = get_global_rank()
         # The ranks may run out of samples at different times. A rank without samples still takes part in each step, and
@@ -181,28 +182,6 @@ class ExchangingDataLoader(DataLoader):
         """Lets the next iteration continue where :meth:`state_dict` was taken."""
         dataset: Any = self.dataset
         dataset.load_state_dict(state)
-
-    def _check_lengths(self) -> None:
-        """Raises RuntimeError on all ranks if the dataset's own length gives them unequal numbers of batches.
-
-        A trainer stops reading after that many batches. Then the other ranks would wait for this rank forever.
-        """
-        dataset = self.dataset
-        if not isinstance(dataset, IterableDataset):
-            return  # the sampler gives all ranks equally many
-        num_batches = None
-        if isinstance(dataset, Sized):
-            assert self.batch_size is not None
-            num_batches = len(dataset) // self.batch_size
-            if len(dataset) % self.batch_size and not self.drop_last:
-                num_batches += 1
-        of_ranks = self._exchange.gather(num_batches)
-        if len(set(of_ranks)) > 1:
-            raise NotExactError(
-                f'`len(dataset)` must give all ranks equally many batches, got: {of_ranks[:MOST_SHOWN]} batches on the '
-                'first ranks. A trainer ends the epoch of a rank after them, and the other ranks would wait for it. '
-                'Return the largest number of samples of a rank on all ranks; ranks may read fewer.'
-            )
 
     def _assign(self, sizes: Sequence[SampleSize]) -> list[RankAssignment]:
         """Returns the assignment of each rank, by the numbers of the samples.

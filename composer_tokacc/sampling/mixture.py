@@ -200,15 +200,11 @@ class LossShares:
         return weight_of_dataset[datasets]
 
 
-def check_parts(
-    name: str,
-    sizes: Sequence[int],
-    dataset: object,
-) -> None:
-    """Raises ValueError if a dataset of a mixture would begin or end within a part of a ConcatDataset.
+def check_order_of_parts(name: str, sizes: Sequence[int], dataset: object) -> None:
+    """Raises ValueError if the sizes of a mixture are those of the parts of a ConcatDataset, but in another order.
 
-    Then the sizes are usually in another order than the parts, and every share would be that of other samples. A
-    dataset of the mixture may consist of several parts. Other classes do not tell their parts.
+    Then every share would be that of other samples. All other sizes are accepted: a dataset of the mixture may be
+    several parts, or a piece of a part that is itself made of several datasets in another way.
 
     Args:
         name: Name of the argument with the sizes.
@@ -217,21 +213,25 @@ def check_parts(
     """
     if not isinstance(dataset, ConcatDataset):
         return
-    sizes_of_parts = _sizes_of_parts(dataset)
-    ends_of_parts = np.cumsum(sizes_of_parts)
-    if not np.isin(np.cumsum(sizes), ends_of_parts).all():
-        raise InvalidInputError(
-            f'`{name}` must have the sizes of the datasets in `dataset`, in their order, got: {list(sizes)} for parts '
-            f'of {sizes_of_parts} samples.'
-        )
+    sizes_of_nested_parts = _sizes_of_nested_parts(dataset)
+    ends_of_parts = np.cumsum(sizes_of_nested_parts)
+    if np.isin(np.cumsum(sizes), ends_of_parts).all():
+        return  # each dataset is one or several parts
+    sizes_of_parts = [len(part) for part in dataset.datasets]  # pyright: ignore[reportArgumentType]
+    for sizes_in_order in (sizes_of_parts, sizes_of_nested_parts):
+        if sorted(sizes) == sorted(sizes_in_order):
+            raise InvalidInputError(
+                f'`{name}` must have the sizes of the datasets in the order of `dataset`, got: {list(sizes)} for parts '
+                f'of {sizes_in_order} samples.'
+            )
 
 
-def _sizes_of_parts(dataset: ConcatDataset) -> list[int]:
-    """Returns the number of samples of each part, also of the parts of a part."""
+def _sizes_of_nested_parts(dataset: ConcatDataset) -> list[int]:
+    """Returns the number of samples of each part. ``a + b + c`` is a ConcatDataset within a ConcatDataset."""
     sizes: list[int] = []
     for part in dataset.datasets:
         if isinstance(part, ConcatDataset):
-            sizes += _sizes_of_parts(part)
+            sizes += _sizes_of_nested_parts(part)
         else:
             sizes.append(len(part))  # pyright: ignore[reportArgumentType]
     return sizes

@@ -37,7 +37,7 @@ from composer_tokacc.planning import (
 from composer_tokacc.planning.plan import plan_checked_rows
 from composer_tokacc.refusals import InvalidInputError
 from composer_tokacc.sampling.global_batches import GlobalBatches, Stages, check_cap, check_global_batch
-from composer_tokacc.sampling.mixture import LossShares, Mixture, check_parts
+from composer_tokacc.sampling.mixture import LossShares, Mixture, check_order_of_parts
 from composer_tokacc.sampling.progress import Item, Progress
 from composer_tokacc.sampling.rank_assignment import RankAssignment
 
@@ -197,7 +197,7 @@ class RegroupingBatchSampler(DistributedSampler):
             media=media,
         )
         if mixture is not None:
-            check_parts('mixture', mixture.sizes, dataset)
+            check_order_of_parts('mixture', mixture.sizes, dataset)
         if global_batch_tokens is None:
             # Each size must be a multiple of the ranks, because the samples of one rank are the loader's `batch_size`.
             for size in self._global_batches.sizes:
@@ -207,7 +207,7 @@ class RegroupingBatchSampler(DistributedSampler):
         if loss_shares is not None:
             check_kind('loss_shares', loss_shares, LossShares)
             checked_table('loss_shares', loss_shares.loss_tokens, num_samples)
-            check_parts('loss_shares', loss_shares.sizes, dataset)
+            check_order_of_parts('loss_shares', loss_shares.sizes, dataset)
         self.loss_shares = loss_shares
         # The place of the run.
         self.first_batch = 0

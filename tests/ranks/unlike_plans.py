@@ -97,7 +97,7 @@ def exchanging(seed: int = 0, max_tokens: int = 2 * LONGEST, **options: Any) -> 
 
 
 def exchanging_divided(batch_size: int) -> DataLoader:
-    """Returns our exchanging loader. With batches of four samples, rank 0 has two batches, and rank 1 has one."""
+    """Returns our exchanging loader. With batches of two samples, rank 0 has three batches, and rank 1 has two."""
     return ExchangingDataLoader(
         DividedSamples(), batch_size=batch_size, collate_fn=collate_samples, max_tokens=2 * LONGEST
     )
@@ -134,7 +134,6 @@ UNLIKE: dict[str, Callable[[int], DataLoader]] = {
     'kind of loader': lambda rank: stock() if rank else regrouping(),
     'seed, exchanged': lambda rank: exchanging(seed=rank),
     'max_tokens, exchanged': lambda rank: exchanging(max_tokens=(1 + rank) * LONGEST),
-    'length, exchanged': lambda rank: exchanging_divided(4),
 }
 ALIKE: dict[str, Callable[[int], DataLoader]] = {
     'regrouping': lambda rank: regrouping(),
@@ -146,11 +145,13 @@ ALIKE: dict[str, Callable[[int], DataLoader]] = {
     'stock': lambda rank: stock(),
     'exchanging': lambda rank: exchanging(),
     'exchanging divided samples': lambda rank: exchanging_divided(3),
+    # Rank 1 has only the two batches of the run, and rank 0 has three.
+    'lengths, exchanged': lambda rank: exchanging_divided(2),
 }
 
 
-def run(build: Callable[[int], DataLoader]) -> dict[str, Any]:
-    """Trains two steps. Returns the error of each rank, its number of steps, and whether its weights have moved."""
+def run(build: Callable[[int], DataLoader], max_duration: str = '2ba', **options: Any) -> dict[str, Any]:
+    """Trains the model. Returns the error of each rank, its number of steps, and whether its weights have moved."""
     recorder = GradientRecorder()
     model = hugging_face(text_model())
     before = parameters(model)
@@ -159,7 +160,7 @@ def run(build: Callable[[int], DataLoader]) -> dict[str, Any]:
     try:
         loader = build(dist.get_global_rank())
         data = token_data_spec(loader, slot_tokens=LONGEST)
-        fit(model, data, recorder=recorder, optimizer=optimizer, max_duration='2ba')
+        fit(model, data, recorder=recorder, optimizer=optimizer, max_duration=max_duration, **options)
     except RuntimeError as error:
         message = str(error)
     has_moved = not torch.equal(before, parameters(model))
@@ -247,6 +248,9 @@ def main() -> dict[str, Any]:
     return {
         'unlike': {name: run(build) for name, build in UNLIKE.items()},
         'alike': {name: run(build) for name, build in ALIKE.items()},
+        'unequal ends': run(lambda rank: exchanging_divided(2), '1ep'),
+        'equal ends': run(lambda rank: exchanging_divided(2), '2ep', train_subset_num_batches=1),
+        'own loop, lengths': len(list(exchanging_divided(2))),
         'own loop': errors_of_plain_loop(seed=dist.get_global_rank()),
         'own loop, alike': errors_of_plain_loop(seed=0),
         'later': errors_of_other_epoch(),

@@ -76,6 +76,8 @@ def test_last_batch_of_unknown_number(caplog):
     assert not caplog.records
     assert num_repeated(out_of_order, 2, num_rows=2) == 0
     assert 'in_order' in caplog.text
+    del in_order.in_order  # as in an older StatefulDataLoader, which does not call torch's `__init__`
+    assert num_repeated(in_order, 2, num_rows=2) == 1
 
 
 @pytest.mark.parametrize('ranks', [1, 2, 3, 4])
