@@ -761,13 +761,13 @@ def _entry_by_shape(
 
 
 def _has_decoder(config: Any, batch: Batch) -> bool:
-    """Returns whether the labels of a batch are at positions of a decoder, and not at those of ``input_ids``.
+    """Returns whether the labels of a batch are at positions of a decoder, and not at those of the text.
 
     Without a config only ``decoder_input_ids`` show it.
     """
     if batch.get('decoder_input_ids') is not None:
         return True
-    return batch.get('input_ids') is not None and getattr(config, 'is_encoder_decoder', False)
+    return has_text(batch) and getattr(config, 'is_encoder_decoder', False)
 
 
 def labels_along_text(layout: BatchLayout, batch: Batch) -> torch.Tensor | None:
