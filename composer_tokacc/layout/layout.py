@@ -75,9 +75,10 @@ NUM_DUMMY_FRAMES = 4
 class BatchLayout:
     """How the tensors of a batch belong to its rows.
 
-    A batch is a mapping with ``input_ids`` of shape ``(rows, width)``. If it has none (Whisper), its rows are those of
-    ``labels``, and nothing is trimmed. A Python list has one entry per row. Strings, numbers, booleans and ``None`` are
-    shared by all rows. ``num_images``, ``num_videos`` and ``num_audios`` are lists or tensors with one number per row.
+    A batch is a mapping with ``input_ids`` of shape ``(rows, width)``. If it has none, its rows are those of
+    ``labels``. If it has no ``inputs_embeds`` either (Whisper), nothing is trimmed. A Python list has one entry per
+    row. Strings, numbers, booleans and ``None`` are shared by all rows. ``num_images``, ``num_videos`` and
+    ``num_audios`` are lists or tensors with one number per row.
 
     Args:
         family: The media tensors of the model's family.
