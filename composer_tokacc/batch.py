@@ -59,8 +59,8 @@ def labels_at_text(batch: Batch) -> Tensor | None:
     """Returns the labels if they lie at the positions of the text, else None.
 
     The labels of an encoder-decoder model lie at positions of the decoder, but may have the shape of the text by
-    chance. Only ``decoder_input_ids`` show that. Without them such labels are returned. This changes no loss, because
-    columns with a label are not trimmed.
+    chance. In a batch only ``decoder_input_ids`` show that. Without them such labels are returned. Where batches are
+    trimmed, :func:`.labels_along_text` also reads the config of the model.
     """
     labels = batch.get('labels')
     if not isinstance(labels, Tensor) or batch.get('decoder_input_ids') is not None:
@@ -274,7 +274,7 @@ def attended_positions(batch: Batch) -> Tensor:
     """
     ids = text_of(batch)
     mask = batch.get('attention_mask')
-    # Without text the mask belongs to another input, such as the frames of Whisper.
+    # Without text, or with another width, the mask belongs to another input, such as the frames of Whisper.
     if mask is None or not has_text(batch) or mask.shape[-1] != ids.shape[1]:
         return torch.ones_like(ids, dtype=torch.bool)
     if mask.dim() == 2:

@@ -177,7 +177,8 @@ def count_tokens(batch: Mapping[str, Any], loss_tokens: str = 'causal') -> Token
 def real_tokens(batch: Mapping[str, Any]) -> list[int]:
     """Returns the number of attended positions of each row. Without a mask of the text, all positions are attended."""
     mask = batch.get('attention_mask')
-    # Without `input_ids`, attended_positions() does not read the mask. Here it counts if it has the shape of the text.
+    # For labels without ids or vectors, attended_positions() does not read the mask. Here it counts if it has their
+    # shape.
     if mask is not None and mask.shape == text_of(batch).shape:
         is_attended = mask != 0
     else:

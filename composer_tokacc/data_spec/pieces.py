@@ -84,8 +84,8 @@ class CutRules:
 
     def widths(self, facts: RowFacts) -> list[int]:
         """Returns the number of columns that each row keeps."""
-        # A row that is packed keeps only its own tokens. Without `input_ids` (Whisper) each length is the full width,
-        # because every position counts as a token.
+        # A row that is packed keeps only its own tokens. Without ids or vectors (Whisper) each length is the full
+        # width, because every position counts as a token.
         if self.packing or not facts.has_ids:
             return facts.lengths
         if not self.trims(facts):

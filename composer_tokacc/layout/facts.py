@@ -118,7 +118,7 @@ class RowFacts:
     def may_be_trimmed(self) -> bool:
         """Whether padding may be cut off. Not if positions depend on the width, or if audio lies along the text.
 
-        Without ``input_ids`` (Whisper) nothing tells which positions are padding.
+        Without ids or vectors (Whisper) nothing tells which positions are padding.
         """
         if not self.has_ids or self.layout.width_matters(self.batch):
             return False
@@ -176,8 +176,8 @@ class RowFacts:
 
     @cached_property
     def decoder_width(self) -> int:
-        """Width of the decoder's text in an encoder-decoder model with ``input_ids``, else 0. It is never trimmed."""
-        # Only the labels of a decoder do not lie along `input_ids`.
+        """Width of the decoder's text if an encoder has another text, else 0. It is never trimmed."""
+        # Only the labels of a decoder do not lie along the text.
         if not self.has_ids or labels_along_text(self.layout, self.batch) is not None:
             return 0
         widths = [0]
@@ -486,7 +486,7 @@ def ranges_of(facts_of_batches: Sequence[RowFacts], largest_packed_row: int = 0)
         limits[UNLABELLED_ROWS] = ()
         if not all(has_no_label):
             limits[PARTLY_UNLABELLED] = ()
-    # Without ids (Whisper) no row is trimmed.
+    # Without ids or vectors (Whisper) no row is trimmed.
     with_ids = [facts for facts in facts_of_batches if facts.has_ids]
     suffix = ''
     if any(facts.has_positions for facts in with_ids):

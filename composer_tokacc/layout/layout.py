@@ -75,9 +75,10 @@ NUM_DUMMY_FRAMES = 4
 class BatchLayout:
     """How the tensors of a batch belong to its rows.
 
-    A batch is a mapping with ``input_ids`` of shape ``(rows, width)``. If it has none (Whisper), its rows are those of
-    ``labels``, and nothing is trimmed. A Python list has one entry per row. Strings, numbers, booleans and ``None`` are
-    shared by all rows. ``num_images``, ``num_videos`` and ``num_audios`` are lists or tensors with one number per row.
+    A batch is a mapping with ``input_ids`` of shape ``(rows, width)``. If it has none, its rows are those of
+    ``labels``. If it has no ``inputs_embeds`` either (Whisper), nothing is trimmed. A Python list has one entry per
+    row. Strings, numbers, booleans and ``None`` are shared by all rows. ``num_images``, ``num_videos`` and
+    ``num_audios`` are lists or tensors with one number per row.
 
     Args:
         family: The media tensors of the model's family.
@@ -761,13 +762,13 @@ def _entry_by_shape(
 
 
 def _has_decoder(config: Any, batch: Batch) -> bool:
-    """Returns whether the labels of a batch are at positions of a decoder, and not at those of ``input_ids``.
+    """Returns whether the labels of a batch are at positions of a decoder, and not at those of the text.
 
     Without a config only ``decoder_input_ids`` show it.
     """
     if batch.get('decoder_input_ids') is not None:
         return True
-    return batch.get('input_ids') is not None and getattr(config, 'is_encoder_decoder', False)
+    return has_text(batch) and getattr(config, 'is_encoder_decoder', False)
 
 
 def labels_along_text(layout: BatchLayout, batch: Batch) -> torch.Tensor | None:

@@ -207,7 +207,7 @@ def widened(
     """Returns the batch with its text padded to a multiple of ``width_multiple``, but to no more than ``limit``.
 
     The new padding is on ``side``; by default on the side of the old one. A batch without a mask must get one before,
-    see ``with_masks``, because the new columns must be hidden.
+    see ``with_masks``, because the new columns must be hidden. A batch without ``input_ids`` is returned as it is.
 
     Nothing is padded if the batch has an unregistered tensor that may lie along the text. If it really does, it would
     have to be padded too. Only the model's config tells, and the loader, which calls this function, does not know the

@@ -19,7 +19,7 @@ from tests.matrix.harness import kinds_of_steps, plain_gradients
 from tests.matrix.subjects import text_subject
 from tests.support.exactness import split
 from tests.support.small_batches import additive, text_batch
-from tests.support.text import collate, one_layer_model, text_rows, whisper_model
+from tests.support.text import collate, one_layer_model, text_rows, whisper_model, with_vectors
 from tests.support.training import On, assert_exact, fit, gradients_of, hugging_face, loader, relative_error, train
 
 for_each_decoder_input = pytest.mark.parametrize('has_decoder_ids', [True, False])
@@ -156,7 +156,8 @@ def test_labels_that_a_loader_pads_on_the_left(t5, pads_all_left):
         fit(t5, data, microbatch_size=3)
 
 
-def test_labels_as_wide_as_the_text_by_chance(t5):
+@pytest.mark.parametrize('has_vectors', [False, True])
+def test_labels_as_wide_as_the_text_by_chance(t5, has_vectors):
     """The encoder's padding on the left is trimmed, but not that of the labels, which the decoder sees."""
     batches = []
     for decoder_width in (12, 24):
@@ -167,6 +168,8 @@ def test_labels_as_wide_as_the_text_by_chance(t5):
                 lengths = [length for _, length in SEQ2SEQ_LENGTHS]
             rows = [row.roll(len(row) - length) for row, length in zip(value, lengths, strict=True)]
             batch[key] = torch.stack(rows)
+        if has_vectors:
+            batch = with_vectors(t5.model, batch)
         batches.append(batch)
 
     assert_exact(t5.model, *batches, microbatch_size=1)
