@@ -101,9 +101,7 @@ def with_counts(batch: Batch, loss_tokens: str = 'causal', token_weights: str = 
             ``loss_weights``.
     """
     if isinstance(batch, PreSplitBatch):
-        counted = batch.map(partial(with_counts, loss_tokens=loss_tokens, token_weights=token_weights))
-        check_planned_tokens(counted, [row.loss_tokens for row in row_counts_of(counted)])
-        return counted
+        return batch.map(partial(with_counts, loss_tokens=loss_tokens, token_weights=token_weights))
     batch = _without_labels_of_added_rows(batch)
     if loss_tokens != 'unshifted':
         batch = mask_document_starts(batch)
@@ -114,37 +112,39 @@ def with_counts(batch: Batch, loss_tokens: str = 'causal', token_weights: str = 
     return attach_row_counts(batch, count_rows(batch, loss_tokens, weights))
 
 
-def check_planned_tokens(batch: object, loss_tokens: Sequence[int]) -> None:
-    """Raises ValueError if a row has another number of loss tokens than the sampler has computed its weight from.
+def check_loss_shares(batch: object, token_weights: str, loss_tokens: str, tokens_of_rows: Sequence[int] = ()) -> None:
+    """Refuses a batch whose ``loss_shares`` are not applied, or were computed from other numbers of loss tokens.
 
     The sampler knows only a table. With a wrong number the shares of the datasets in the loss would not be those that
     the user has set. Does nothing unless the sampler has ``loss_shares``.
 
     Args:
-        batch: A batch. Only one of a :class:`.RegroupingDataLoader` has planned numbers.
-        loss_tokens: The counted loss tokens of each row.
+        batch: A batch. Only one of a :class:`.RegroupingDataLoader` can have planned numbers.
+        token_weights: The weights that tokens get. Only ``'column'`` applies those of the batch.
+        loss_tokens: The loss rule by which the tokens were counted.
+        tokens_of_rows: The loss tokens of each row. Not needed if ``token_weights`` is not ``'column'``.
+
+    Raises:
+        ValueError: If the batch is refused.
     """
     if not isinstance(batch, PreSplitBatch) or batch.loss_tokens is None:
         return
-    rows = row_counts_of(batch)
-    for number, (row, counted, planned) in enumerate(zip(rows, loss_tokens, batch.loss_tokens, strict=True)):
-        if row.samples == 0 or counted == planned:  # a repeated sample has no loss
-            continue
-        raise InvalidInputError(
-            f'`loss_shares` must know the loss tokens of each sample, got: {planned} for {sample_name(batch, number)}, '
-            f'which has {counted}. The weights of its dataset would be wrong. Count the samples again (remove the '
-            'length table, or give the dataset a `fingerprint()` that changes with its labels). Samples whose labels '
-            'are random cannot have `loss_shares`.'
-        )
-
-
-def check_shares_are_used(batch: object, token_weights: str) -> None:
-    """Raises ValueError if the sampler has ``loss_shares``, but tokens do not get the weights of the batch."""
-    if isinstance(batch, PreSplitBatch) and batch.loss_tokens is not None and token_weights != 'column':
+    if token_weights != 'column':
         raise InvalidInputError(
             "The `loss_shares` of a sampler need `token_weights='column'`, which applies them, got: "
             f'{token_weights!r}. Set it (in a loop, with `step_loss_weights` and `apply_token_weights`), or leave '
             '`loss_shares` out.'
+        )
+    rows = row_counts_of(batch)
+    for number, (row, counted, planned) in enumerate(zip(rows, tokens_of_rows, batch.loss_tokens, strict=True)):
+        if row.samples == 0 or counted == planned:  # a repeated sample has no loss
+            continue
+        raise InvalidInputError(
+            f'`loss_shares` must know the loss tokens of each sample, got: {planned} for {sample_name(batch, number)}, '
+            f'which has {counted} by the loss rule {loss_tokens!r}. The weights of its dataset would be wrong. Count '
+            'the samples again (remove the length table, or give the dataset a `fingerprint()` that changes with its '
+            "labels). A length table counts by the rule 'causal'; if the model has another one, give `LossShares` "
+            'numbers of your own. Samples whose labels are random cannot have `loss_shares`.'
         )
 
 

@@ -20,13 +20,7 @@ from composer_tokacc.layout.facts import COLLATED_BY_LOADER, check_first_labels
 from composer_tokacc.plan_agreement import check_plans, numbers_to_sum
 from composer_tokacc.planning import check_count
 from composer_tokacc.refusals import InvalidInputError, NotExactError
-from composer_tokacc.row_counts import (
-    check_planned_tokens,
-    check_shares_are_used,
-    row_counts_of,
-    with_counts,
-    without_row_counts,
-)
+from composer_tokacc.row_counts import check_loss_shares, row_counts_of, with_counts, without_row_counts
 from composer_tokacc.weights import weights_at
 
 
@@ -96,7 +90,6 @@ def step_loss_weights(
             for microbatch, weight in zip(microbatches, step_loss_weights(microbatches)):
                 (model(**microbatch).loss * weight).backward()
     """
-    check_shares_are_used(microbatches, token_weights)
     weight_sums = []
     tokens_of_rows: list[int] = []
     for microbatch in _as_list(microbatches, loss_tokens):
@@ -108,7 +101,7 @@ def step_loss_weights(
         weights = weights_at(microbatch, token_weights, counted)
         weight_sums.append(float(weights.sum(dtype=torch.float64)))
         tokens_of_rows += counted.sum(dim=1).tolist()
-    check_planned_tokens(microbatches, tokens_of_rows)
+    check_loss_shares(microbatches, token_weights, loss_tokens, tokens_of_rows)
     return _factors(microbatches, weight_sums, sum(tokens_of_rows), device)
 
 
@@ -133,7 +126,7 @@ def weighted_microbatches(
             for microbatch, weight in weighted_microbatches(batch):
                 (model(**microbatch).loss * weight).backward()
     """
-    check_shares_are_used(microbatches, 'token')
+    check_loss_shares(microbatches, 'token', loss_tokens)
     counted_microbatches = [with_counts(microbatch, loss_tokens) for microbatch in _as_list(microbatches, loss_tokens)]
     token_counts = []
     for microbatch in counted_microbatches:

@@ -27,7 +27,7 @@ import logging
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import chain, islice
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from composer.core import Algorithm, Event, Precision, State
@@ -84,6 +84,7 @@ from composer_tokacc.repeated_samples import first_batch_of, num_repeated
 from composer_tokacc.row_counts import (
     ROWS_KEY,
     attach_row_counts,
+    check_loss_shares,
     num_rows,
     num_samples,
     row_counts_of,
@@ -380,15 +381,16 @@ class TokenAccumulation(Algorithm):
             raise_on_all_ranks(refusal)  # before the collectives of the first-batch check
             self._set_up(state)
         elif refusal is not None:
-            # The other ranks wait for this all-reduce. They only read its last number, the number of refusals.
-            self._sums_over_ranks(state, [*_no_counts(), [1]])
-            raise_on_all_ranks(refusal)
+            self._refuse(state, refusal)
         run = self._run
         batch_index = self._num_batches_read - 1
         # How the loader has assigned the samples of the global batch to the ranks. All ranks must have the same plan.
         plan = plan_record_of(state.batch, state.dataloader, batch_index) or PlanRecord()
         plan = replace(plan, learning_rates=learning_rates_of(state.optimizers))
-        step = self._count_batch(state, batch_index)
+        try:
+            step = self._count_batch(state, batch_index)
+        except RefusalError as refusal_of_counts:
+            self._refuse(state, refusal_of_counts)
         run.read_microbatch_size(state)
         width = run.width_of(step)
         # One all-reduce for everything that ranks must know of each other before the batch is cut.
@@ -439,6 +441,13 @@ class TokenAccumulation(Algorithm):
             return refusal
         return None
 
+    def _refuse(self, state: State, refusal: RefusalError) -> NoReturn:
+        """Raises the refusal of this rank's batch, and tells it to the ranks that wait in :meth:`_batch_start`."""
+        # The other ranks wait for this all-reduce. They only read its last number, the number of refusals.
+        self._sums_over_ranks(state, [*_no_counts(), [1]])
+        raise_on_all_ranks(refusal)
+        raise refusal  # never reached, because the line above raises it
+
     def _set_up(self, state: State) -> None:
         """Sets up the fit at its first batch, and runs the first-batch check, which finds the loss rule."""
         self._context = RunContext(state, self.options)
@@ -460,6 +469,8 @@ class TokenAccumulation(Algorithm):
         # The counts become an entry of the batch, so that the split cuts them together with the rows. Rows of 0 samples
         # lose their labels.
         counted_batch = with_counts(batch, self._known_rule, self.options.token_weights)
+        tokens_of_rows = [row.loss_tokens for row in row_counts_of(counted_batch)]
+        check_loss_shares(batch, self.options.token_weights, self._known_rule, tokens_of_rows)
         state.batch = self._with_new_labels_marked(counted_batch)
         return Step(
             rows=row_counts_of(state.batch),

@@ -296,7 +296,7 @@ def _name_in_cache(file: str) -> str:
     time: container images and `rsync` keep or set the time. So the name tells the size and the end of the file, too.
     The end of a parquet file holds the places, sizes, and the least and largest values of all columns.
     """
-    with open(file, 'rb') as opened:
+    with regular_file(Path(file)).open('rb') as opened:
         size = opened.seek(0, os.SEEK_END)
         opened.seek(max(0, size - BYTES_AT_END))
         end = opened.read()

@@ -158,13 +158,14 @@ class FittingEncoder(ConversationEncoder):
             shapes_only: The same.
             steps: The number of steps, if it is known, as in training. Then the sample has no ``shrink_steps``, because
                 it may be collated with samples of datasets without ``fit``, which have none. The number comes from a
-                length table, which may be older than the files, so the caps are checked here, too.
+                length table, which may be older than the files. If the sample does not fit, the number is not used.
         """
         encode = partial(self._encode_after, record, files)
         if steps is not None:
             sample = encode(steps, shapes_only=shapes_only)
             if not self._fits(sample):
-                raise record.error(self._refusal_of_steps(record, sample, steps))
+                sample = self.encode_record(record, files, shapes_only=shapes_only)
+                del sample[SHRINK_STEPS]
             return sample
         steps = 0
         sample = encode(steps, shapes_only=shapes_only)
@@ -287,27 +288,13 @@ class FittingEncoder(ConversationEncoder):
 
     def _refusal(self, record: Record, sample: EncodedSample) -> str:
         """Returns the reason to refuse a sample that is over a cap at every share of its media."""
-        name = type(self.processor).__name__
-        return (
-            f'{self._excess(record, sample)} {name} cannot make them smaller. Raise the caps, shorten the sample, or '
-            'set on_error=skip.'
-        )
-
-    def _refusal_of_steps(self, record: Record, sample: EncodedSample, steps: int) -> str:
-        """Returns the reason to refuse a sample that is over a cap, although the length table says that it fits."""
-        return (
-            f'{self._excess(record, sample)} By the length table it fits after {steps} steps, so its files, or the '
-            'library that encodes them, have changed since. Remove the table from `lengths_folder`, so that all '
-            'samples are measured again.'
-        )
-
-    def _excess(self, record: Record, sample: EncodedSample) -> str:
-        """Says by how much a sample is over its caps."""
         length = sample['input_ids'].shape[1]
         caps = f'`max_length`={self.max_length} and `max_image_tokens`={self.max_image_tokens}'
+        name = type(self.processor).__name__
         return (
             f'{caps} must have room for the sample, got: {length} tokens, {self._count_media_tokens(sample)} of them '
-            f'for {len(record.media)} media.'
+            f'for {len(record.media)} media. {name} cannot make them smaller. Raise the caps, shorten the sample, or '
+            'set on_error=skip.'
         )
 
 

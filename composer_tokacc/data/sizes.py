@@ -23,7 +23,8 @@ from PIL import Image
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
-from composer_tokacc.batch import IGNORE_INDEX, MODALITIES
+from composer_tokacc.batch import MODALITIES
+from composer_tokacc.counting import counted_tokens
 from composer_tokacc.data.chat_template import example_conversation
 from composer_tokacc.data.collator import check_samples
 from composer_tokacc.data.identity import check_sample
@@ -99,15 +100,19 @@ def image_token_ids(processor: Any) -> tuple[int, ...]:
 
     Processors and tokenizers name these tokens in attributes such as ``image_token_id``. A few write another token for
     each patch than the one in the text of the chat template: Llama 4 has ``img_patch_token``, Molmo2 a list
-    ``image_token_ids``.
+    ``image_token_ids``. In other families this list also holds tokens that are not counted, such as the line breaks of
+    Pixtral. There it holds ``image_token_id``, too, and is not read.
     """
     tokenizer = getattr(processor, 'tokenizer', None)
     candidates = set()
     names_of_tokens = ['img_patch_token']
     for modality in MODALITIES:
-        candidates.add(getattr(processor, f'{modality}_token_id', None))
+        token_id = getattr(processor, f'{modality}_token_id', None)
+        ids_in_samples = getattr(processor, f'{modality}_token_ids', None) or []
+        candidates.add(token_id)
         candidates.add(getattr(tokenizer, f'{modality}_token_id', None))
-        candidates.update(getattr(processor, f'{modality}_token_ids', None) or ())
+        if token_id is not None and token_id not in ids_in_samples:
+            candidates.update(ids_in_samples)
         names_of_tokens.append(f'{modality}_token')
     for name in names_of_tokens:
         # Some processors have only the text of the token.
@@ -234,7 +239,7 @@ class SampleMeasurer:
         check_sample(sample, 'input_ids', 'labels')
         check_samples([sample])
         is_image_token = torch.isin(sample['input_ids'], self.token_ids)
-        has_loss = sample['labels'][:, 1:] != IGNORE_INDEX
+        has_loss = counted_tokens(sample, 'causal')
         vision_patches = count_patches(sample, self.patch_size)
         (shrink_steps,) = sample.get(SHRINK_STEPS, [0])
         return TableRow(

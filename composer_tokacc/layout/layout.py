@@ -630,8 +630,10 @@ class BatchLayout:
             return None
         # Arrays cannot be compared by `!=`, which returns another array.
         differs = any(isinstance(value, np.ndarray) or value != values[0] for value in values)
-        # A registered key, such as `loss_weights`, has an entry for each row, even if all of them are equal.
-        if differs or key in self._registered:
+        entry = self._registered.get(key)
+        # A registered key of rows, such as `loss_weights`, has a value for each row, even if all of them are equal.
+        is_of_rows = entry is not None and entry.unit == 'row' and not entry.is_media
+        if differs or is_of_rows:
             return values_of_rows(key, batches)
         return values[0]
 

@@ -27,7 +27,7 @@ from composer_tokacc.layout import BatchLayout
 from composer_tokacc.programs import load_config
 from composer_tokacc.programs.sources import source_of
 from examples.digits import DigitsDataset, build_digits_processor
-from tests.data.chat_processors import QWEN, tokenizer
+from tests.data.chat_processors import QWEN, small, tokenizer
 from tests.data.length_tables import assert_same_table, lengths_of
 from tests.model_types.tiny import PATCH
 from tests.support.conversations import IMAGE, assistant, user
@@ -165,6 +165,23 @@ def test_patch_token_of_llama_4():
     num_patches = int((sample['input_ids'] == words.convert_tokens_to_ids('<|patch|>')).sum())
     table = build_length_table([sample], processor, num_workers=0)
     assert table.image_tokens.tolist() == [num_patches + 1]
+
+
+def test_tokens_of_an_image_are_counted_alike():
+    """Processors of newer Transformers list all tokens of an image, such as the line breaks of Pixtral."""
+    words = tokenizer('[IMG]', '[IMG_BREAK]')
+    image_token_id = words.convert_tokens_to_ids('[IMG]')
+    processor = SimpleNamespace(tokenizer=words, image_token_id=image_token_id)
+    processor.image_token_ids = [image_token_id, words.convert_tokens_to_ids('[IMG_BREAK]')]
+    assert sizes.image_token_ids(processor) == (image_token_id,)
+
+
+def test_loss_tokens_of_packed_samples():
+    """Training masks the label of the first token of the second document."""
+    ids = torch.arange(1, 6)[None]
+    sample = {'input_ids': ids, 'labels': ids, 'position_ids': torch.tensor([[0, 1, 0, 1, 2]])}
+    table = build_length_table([sample], small(), num_workers=0)
+    assert table.loss_tokens.tolist() == [3]
 
 
 def test_saved_table_is_readable_by_others(tmp_path):

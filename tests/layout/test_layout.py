@@ -489,6 +489,12 @@ def test_concat_loses_no_plain_value():
     assert second_and_first['source'] == ['chartqa', 'ai2d']
 
 
+def test_plain_value_of_a_shared_key_stays_plain():
+    layout = TEXT_LAYOUT.with_entries(temperature=Entry(unit='shared'))
+    joined = layout.concat([text_batch([3], temperature=0.5), text_batch([4], temperature=0.5)])
+    assert joined['temperature'] == 0.5
+
+
 def joined_entry(key, first, second):
     """Joins a sample of 3 tokens and one of 4 tokens, which have these values. Returns the entry of the batch."""
     sample_of_3 = text_batch([3], **{key: first})

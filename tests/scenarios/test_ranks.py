@@ -108,10 +108,12 @@ def test_all_ranks_decide_alike():
 
 
 @pytest.mark.slow
-def test_all_ranks_name_a_bad_label():
+def test_all_ranks_name_a_bad_batch():
     """In the first step and in a later one."""
-    for first_message, second_message in launch_json('tests/ranks/bad_label.py', ranks=2):
-        assert second_message.startswith('`labels` must be')
+    results = launch_json('tests/ranks/bad_batch.py', ranks=2)
+    assert len(results) == 3
+    for first_message, second_message in results:
+        assert second_message.startswith(('`labels` must be', '`loss_weights` must be'))
         assert first_message == f'Another rank has refused its batch: {second_message}'
 
 
