@@ -91,6 +91,8 @@ def lock_folders(folders: Mapping[str, Path | None]) -> Iterator[None]:
                     f'must be free, got: {folder}, into which another run is writing. Wait for it, or give this one a '
                     f'`trainer.run_name` and a `{key}` of its own',
                 ) from error
+            except (OSError, NotImplementedError) as error:  # some network file systems have no locks
+                say(f'note: {folder} cannot be locked ({error}), so a second run there would not be refused')
             locked.add(folder.resolve())
         yield
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import inspect
 import json
 import os
@@ -227,6 +229,16 @@ def test_folder_belongs_to_one_run(tmp_path):
         pass
     with lock_folders({}), lock_folders({'trainer.save_folder': None}):  # runs without a folder
         pass
+
+
+def test_file_system_without_locks(tmp_path, monkeypatch, capsys):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, 'No locks available')
+
+    monkeypatch.setattr(fcntl, 'flock', refuse)
+    with lock_folders({'report.folder': tmp_path}):
+        pass
+    assert 'No locks available' in capsys.readouterr().err
 
 
 def test_report_folder_belongs_to_one_run(tmp_path, capsys):
