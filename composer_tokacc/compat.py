@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -346,6 +347,20 @@ def composer_state_types() -> list[Any]:
     """
     rebuild_array = np.zeros(1).__reduce__()[0]  # private, with different names in numpy 1 and 2
     return [rebuild_array, np.ndarray, np.dtype, type(np.dtype('uint32')), TorchVersion, timedelta]
+
+
+def read_sharded(path: Path, state: dict[str, Any]) -> None:
+    """Replaces values of ``state`` by those that the folder of a sharded checkpoint has.
+
+    The public function waits for all ranks. Its argument ``no_dist`` is newer than torch 2.6.
+    """
+    # Imported here, because code that only reads data imports this module.
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+    planner = DefaultLoadPlanner(allow_partial_load=True)
+    _load_state_dict(state, FileSystemReader(path), no_dist=True, planner=planner)
 
 
 def skip_embedding_resize(model_class: type) -> type:

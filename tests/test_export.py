@@ -435,11 +435,14 @@ def test_export_leaves_no_template_of_an_earlier_one(tmp_path):
     model = build_model(config=tiny_config(), processor=build_digits_processor())
     export_model(model, tmp_path)
     assert AutoProcessor.from_pretrained(tmp_path).chat_template
+    notes = tmp_path / 'notes.json'
+    notes.write_text('{}')
 
     model.processor.chat_template = None
     model.processor.tokenizer.chat_template = None
     export_model(model, tmp_path)
     assert AutoProcessor.from_pretrained(tmp_path).chat_template is None
+    assert notes.exists()
 
 
 def bytes_of_files(folder):

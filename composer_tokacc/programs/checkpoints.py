@@ -26,12 +26,10 @@ from composer.loggers import Logger, LoggerDestination
 from composer.utils import dist, format_name_with_dist, partial_format
 from filelock import FileLock, Timeout
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 
-from composer_tokacc.compat import composer_state_types, inner_model
+from composer_tokacc.compat import composer_state_types, inner_model, read_sharded
 from composer_tokacc.data import identify_data, identify_processor, identify_vocabulary
 from composer_tokacc.programs.errors import ConfigError, shorten
 from composer_tokacc.programs.host_types import Processor, Section
@@ -93,6 +91,8 @@ def lock_folders(folders: Mapping[str, Path | None]) -> Iterator[None]:
                     f'must be free, got: {folder}, into which another run is writing. Wait for it, or give this one a '
                     f'`trainer.run_name` and a `{key}` of its own',
                 ) from error
+            except (OSError, NotImplementedError) as error:  # some network file systems have no locks
+                say(f'note: {folder} cannot be locked ({error}), so a second run there would not be refused')
             locked.add(folder.resolve())
         yield
 
@@ -113,7 +113,7 @@ def arguments_to_resume(trainer: Section, loggers: Sequence[LoggerDestination] =
         return {}
     checkpoint = None
     if dist.get_global_rank() == 0:
-        checkpoint = newest_checkpoint(link)
+        checkpoint = newest_checkpoint(link, run_name_of(trainer))
     checkpoint = dist.all_gather_object(checkpoint)[0]
     exists_on_rank = dist.all_gather_object(checkpoint is not None and checkpoint.exists())
     if all(exists_on_rank):
@@ -138,15 +138,16 @@ def arguments_to_resume(trainer: Section, loggers: Sequence[LoggerDestination] =
     return {'autoresume': False}
 
 
-def newest_checkpoint(link: Path) -> Path | None:
+def newest_checkpoint(link: Path, run_name: str | None) -> Path | None:
     """Returns the newest complete checkpoint; None if there is no checkpoint. Refuses a link to a damaged one, if there
     is no other.
 
     Args:
         link: Composer's link to the latest checkpoint. A copy of a folder may hold a file in its place.
+        run_name: The name of the run. Only used without a link.
     """
     if not os.path.lexists(link):
-        return _newest_without_link(link)
+        return _newest_without_link(link, run_name)
     latest = link
     if link.is_symlink():
         latest = link.parent / os.readlink(link)
@@ -169,24 +170,29 @@ def newest_checkpoint(link: Path) -> Path | None:
     )
 
 
-def _newest_without_link(link: Path) -> Path | None:
-    """Returns the newest complete checkpoint of a training run in a folder without a link; None if there is none.
+def _newest_without_link(link: Path, run_name: str | None) -> Path | None:
+    """Returns the newest complete checkpoint of a run in a folder without its link; None if there is none.
 
     A copy of a folder may lack the link, and so does a run that was killed when it had saved its first checkpoint. If
-    such a run began anew, it would overwrite the checkpoints.
+    such a run began again, it would overwrite the checkpoints.
 
     Args:
         link: The path that the link would have.
+        run_name: The name of the run. Other runs may save into the same folder, with links of their own.
     """
-    for checkpoint in _older_checkpoints(link):
-        if find_damage(checkpoint):
-            continue
+    saved_runs = []
+    for path in _older_checkpoints(link):
         try:
-            saved = SavedRun.read(checkpoint)
-        except ConfigError:  # a file of another program
+            saved = SavedRun.read(path)
+        except ConfigError:  # a damaged checkpoint, or a file of another program
             continue
-        if saved.optimizers:  # otherwise no run can go on from it
-            return checkpoint
+        if saved.run_name == run_name and saved.optimizers:  # without an optimizer no run can go on from it
+            saved_runs.append(saved)
+    # By steps, because a copy may have other times.
+    saved_runs.sort(key=lambda saved: saved.num_steps, reverse=True)
+    for saved in saved_runs:
+        if not find_damage(saved.path):
+            return saved.path
     return None
 
 
@@ -344,6 +350,9 @@ class SavedRun:
     optimizers: list[str]
     """Class names of the optimizers that a run can resume with. Empty if a file has no timestamp. From such a file
     Composer would train step 0 with the optimizer state of a later step."""
+    run_name: str | None
+    num_steps: int
+    """The number of steps that were trained; 0 without a timestamp."""
 
     @classmethod
     def read(cls, path: Path) -> SavedRun:
@@ -354,11 +363,19 @@ class SavedRun:
             else:
                 state = read_state(path)
             optimizers = set()
-            if dict(state.get('timestamp') or {}):
+            timestamp = dict(state.get('timestamp') or {})
+            if timestamp:
                 for name in state.get('optimizers') or {}:
                     # In a sharded checkpoint the names are `AdamW.state...` and `AdamW.param_groups...`.
                     optimizers.add(re.split(r'\.(?:state|param_groups)\.', name)[0])
-            return cls(path, saved_fingerprints(state), _shapes_of(state.get('model') or {}), sorted(optimizers))
+            return cls(
+                path,
+                saved_fingerprints(state),
+                _shapes_of(state.get('model') or {}),
+                sorted(optimizers),
+                run_name=state.get('run_name'),
+                num_steps=timestamp.get('Timestamp', {}).get('batch', 0),
+            )
 
 
 def saved_fingerprints(state: Section) -> str:
@@ -368,7 +385,7 @@ def saved_fingerprints(state: Section) -> str:
 
 
 def _state_of_folder(path: Path) -> dict[str, Any]:
-    """Returns the part ``state`` of a sharded checkpoint, without values, except for the fingerprints.
+    """Returns the part ``state`` of a sharded checkpoint, without values, except for what :class:`SavedRun` needs.
 
     Its sections are flat: the keys of their entries have dots. Weights are tensors without memory.
     """
@@ -381,10 +398,11 @@ def _state_of_folder(path: Path) -> dict[str, Any]:
             value = torch.empty(entry.size, dtype=entry.properties.dtype, device='meta')
         state.setdefault(section, {})[name] = value
     # Torch reads only the entries that this mapping has, and replaces their values by the saved values.
-    callbacks = {SameData.__qualname__: {'fingerprints': ''}}
-    saved: dict[str, Any] = {'state': {'callbacks': callbacks}}
-    load_sharded(saved, checkpoint_id=path, planner=DefaultLoadPlanner(allow_partial_load=True))
-    return state | saved['state']
+    saved_state: dict[str, Any] = {'callbacks': {SameData.__qualname__: {'fingerprints': ''}}, 'run_name': None}
+    if 'timestamp' in state:
+        saved_state['timestamp'] = {'Timestamp': {'batch': 0}}
+    read_sharded(path, {'state': saved_state})
+    return state | saved_state
 
 
 SPEED_SETTINGS = ('foreach', 'fused', 'capturable', 'differentiable')

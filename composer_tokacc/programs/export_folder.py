@@ -30,14 +30,19 @@ from composer_tokacc.programs.models import auto_class, empty_model, has_tied_he
 
 EXPORTED_FILES = (
     '*.safetensors*',
-    '*.json',  # configs, tokenizer and vocabulary
-    '*.jinja',
+    '*config.json',
+    'chat_template.j*',
     'additional_chat_templates/*.jinja',
-    '*.model',  # of sentencepiece
+    'tokenizer.*',
+    'added_tokens.json',
+    'special_tokens_map.json',
+    'vocab.*',
     'merges.txt',
-    'vocab.txt',
+    'spiece.model',
+    'sentencepiece.bpe.model',
 )
-"""Patterns of the files in an exported folder that Transformers loads."""
+"""Patterns of the files in an exported folder that Transformers loads. They must not match files of the user, such as
+the results of an evaluation."""
 
 
 def export_checkpoint(checkpoint: Path, folder: Path, *, merge: bool = False) -> None:

@@ -135,7 +135,7 @@ def _or_none(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _sources(metrics: Mapping[str, Series]) -> dict[str, dict[str, float]]:
+def _sources(metrics: Mapping[str, Series]) -> dict[str, dict[str, float | None]]:
     """Returns the figures of each source: its tokens, its mean shares of weight and cost, its first and last loss.
 
     The cost of a source is its number of computed positions. The shares are means over all steps that have sources. A
@@ -152,13 +152,13 @@ def _sources(metrics: Mapping[str, Series]) -> dict[str, dict[str, float]]:
         _, weights = metrics[f'{metric}/weight']
         _, positions = metrics[f'{metric}/positions']
         _, losses = metrics.get(f'{metric}/loss', ([], []))
-        source = {
+        source: dict[str, float | None] = {
             'tokens': sum(tokens),
             'weight': sum(weights) / len(logged_steps),
             'positions': sum(positions) / len(logged_steps),
         }
         if losses:
-            source |= {'first_loss': losses[0], 'last_loss': losses[-1]}
+            source |= {'first_loss': _or_none(losses[0]), 'last_loss': _or_none(losses[-1])}
         sources[name] = source
     return sources
 
@@ -210,6 +210,12 @@ def write_report(
     return '\n'.join(f'{words:<{width}}  {figure}' for words, figure in lines)
 
 
+def _change(first: float | None, last: float | None) -> str:
+    """Returns the first and the last loss as text, NaN for None."""
+    texts = ['NaN' if loss is None else f'{loss:.3f}' for loss in (first, last)]
+    return ' -> '.join(texts)
+
+
 def _lines(result: Section) -> list[tuple[str, str]]:
     """Returns the lines of the summary as pairs of a description and a figure."""
     monitor = result['token_monitor']
@@ -225,8 +231,7 @@ def _lines(result: Section) -> list[tuple[str, str]]:
     else:
         lines.append(('steps', f'{steps} ({samples} samples, {seconds})'))
     if loss:
-        first, last = ('NaN' if value is None else f'{value:.3f}' for value in (loss['first'], loss['last']))
-        lines.append(('training loss, first to last step', f'{first} -> {last}'))
+        lines.append(('training loss, first to last step', _change(loss['first'], loss['last'])))
     if evaluation.get('MaskedAccuracy') is not None:
         lines.append(('held-out token accuracy', f'{evaluation["MaskedAccuracy"]:.2%}'))
     for name, words, form in MONITOR_LINES:
@@ -238,7 +243,7 @@ def _lines(result: Section) -> list[tuple[str, str]]:
             f'{source["positions"]:.1%} of the cost'
         )
         if 'first_loss' in source:
-            figures += f', loss {source["first_loss"]:.3f} -> {source["last_loss"]:.3f}'
+            figures += f', loss {_change(source["first_loss"], source["last_loss"])}'
         lines.append((f'source {name}', figures))
     lines += [('bad samples', report) for report in result['skipped']]
     if result['fitted']:

@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import inspect
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -79,22 +82,37 @@ def test_names_of_other_forms(name, tmp_path):
     assert resume_from(tmp_path) == str(older)
 
 
-def save_run(path: Path, *, age: int) -> Path:
-    """Writes a checkpoint that a run can go on from."""
-    timestamp = {'Timestamp': {'batch': 2}}
-    torch.save({'state': {'model': {}, 'optimizers': {'SGD': {}}, 'timestamp': timestamp}}, path)
-    os.utime(path, (1e9 - age, 1e9 - age))
+def save_run(path: Path, *, steps: int, run_name: str = 'run') -> Path:
+    """Writes a checkpoint that a run can go on from: a file, or a folder if the name has no ending."""
+    state = {
+        'model': {},
+        'optimizers': {'SGD': {'param_groups': {'lr': 0.1}}},
+        'timestamp': {'Timestamp': {'batch': steps}},
+        'run_name': run_name,
+    }
+    if path.suffix:
+        torch.save({'state': state}, path)
+    else:
+        save_sharded_checkpoint(path, {'state': state})
     return path
 
 
-def test_copy_without_the_link_is_resumed(tmp_path):
-    """If the run began anew, it would overwrite the checkpoints. Files of other programs are left out."""
+@pytest.mark.parametrize('name', ['ep0-ba{}-rank0.pt', 'ep0-ba{}'])
+def test_copy_without_the_link_is_resumed(name, tmp_path):
+    """If the run began again, it would overwrite the checkpoints. The copy has other times."""
     save_checkpoint(tmp_path / 'weights.pt')
     assert resume_from(tmp_path) is None
-    older = save_run(tmp_path / 'ep0-ba2-rank0.pt', age=20)
-    latest = save_run(tmp_path / 'ep0-ba4-rank0.pt', age=10)
+    latest = save_run(tmp_path / name.format(10), steps=10)
+    older = save_run(tmp_path / name.format(9), steps=9)
+    for checkpoint, time in (latest, 1e9), (older, 2e9):
+        os.utime(checkpoint, (time, time))
+    save_run(tmp_path / name.format(11), steps=11, run_name='other')
     assert resume_from(tmp_path) == str(latest)
-    truncate(latest)
+    assert resume_from(tmp_path, run_name='new') is None
+    if latest.is_file():
+        truncate(latest)
+    else:
+        (latest / '.metadata').unlink()  # torch writes it last
     assert resume_from(tmp_path) == str(older)
 
 
@@ -173,13 +191,13 @@ def test_run_name_of_environment(variable, tmp_path, monkeypatch):
     assert resume_from(tmp_path, **options) == str(older)
 
 
-def save_sharded_checkpoint(folder: Path) -> None:
-    """Writes the folder of a checkpoint with one part."""
+def save_sharded_checkpoint(folder: Path, content: dict[str, Any] | None = None) -> None:
+    """Writes the folder of a checkpoint with one part. Default: of one weight."""
     options = {}
     if 'no_dist' in inspect.signature(dcp.save).parameters:  # from torch 2.7 on
         options['no_dist'] = True
     writer = dcp.FileSystemWriter(folder)
-    dcp.save({'weight': torch.randn(100)}, storage_writer=writer, **options)
+    dcp.save(content or {'weight': torch.randn(100)}, storage_writer=writer, **options)
 
 
 def test_damaged_part_of_sharded_checkpoint(tmp_path):
@@ -213,6 +231,16 @@ def test_folder_belongs_to_one_run(tmp_path):
         pass
 
 
+def test_file_system_without_locks(tmp_path, monkeypatch, capsys):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, 'No locks available')
+
+    monkeypatch.setattr(fcntl, 'flock', refuse)
+    with lock_folders({'report.folder': tmp_path}):
+        pass
+    assert 'No locks available' in capsys.readouterr().err
+
+
 def test_report_folder_belongs_to_one_run(tmp_path, capsys):
     """Without checkpoints, too: the metrics of both runs would be in one file."""
     command = [DIGITS, *TINY_DIGITS, f'report.folder={tmp_path}/{{run_name}}', 'trainer.run_name=mine']
@@ -233,3 +261,12 @@ def test_shared_folder_resumes_whole_state(tmp_path):
     parameters = inspect.signature(Trainer).parameters
     for name, argument in arguments.items():
         assert argument == parameters[name].default, name
+
+
+@pytest.mark.slow
+def test_ranks_resume_a_sharded_copy_without_link(tmp_path):
+    """Only the first rank reads the checkpoints. It must not wait for the others."""
+    checkpoint = save_run(tmp_path / 'ep0-ba2', steps=2)
+    first_rank, second_rank = launch_json('tests/ranks/shared_folder.py', str(tmp_path), ranks=2)
+    assert first_rank == second_rank
+    assert json.loads(first_rank)['load_path'] == str(checkpoint)

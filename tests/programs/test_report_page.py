@@ -185,8 +185,11 @@ def test_only_numbers_are_written(metrics, tmp_path):
 
 def test_last_figures_that_are_not_finite(tmp_path):
     """They must not be replaced by those of an earlier step."""
+    first = {'loss/train/total': 2, 'metrics/eval/Loss': 3, 'token_monitor/mfu': 0.5}
     diverged = {'loss/train/total': math.nan, 'metrics/eval/Loss': math.inf, 'token_monitor/mfu': math.nan}
-    log_steps(tmp_path, [{'loss/train/total': 2, 'metrics/eval/Loss': 3, 'token_monitor/mfu': 0.5}, diverged])
+    source = dict.fromkeys((f'token_monitor/source/a/{name}' for name in ('tokens', 'weight', 'positions')), 1)
+    loss_of_source = 'token_monitor/source/a/loss'
+    log_steps(tmp_path, [first | source | {loss_of_source: 2}, diverged | source | {loss_of_source: math.nan}])
     metrics = read_metrics(tmp_path)
     parts = SimpleNamespace(train_dataset=None, eval_dataset=None, model=None, processor=None)
     result = summarize(state_at(2), metrics, parts, first_step=0, seconds=1.0)
@@ -198,7 +201,8 @@ def test_last_figures_that_are_not_finite(tmp_path):
     assert written['loss'] == {'first': 2.0, 'last': None}
     assert written['eval'] == {'Loss': None}
     assert written['token_monitor'] == {'mfu': 0.5}
-    assert '2.000 -> NaN' in summary
+    assert written['sources']['a']['last_loss'] is None
+    assert summary.count('2.000 -> NaN') == 2
     page = (tmp_path / 'report.html').read_text()
     assert 'total: nan' in page
 
