@@ -29,6 +29,7 @@ from composer_tokacc.batch import (
     attended_positions,
     has_text,
     labels_at_text,
+    outer_positions,
     real_positions,
     sample_name,
     text_of,
@@ -1034,13 +1035,16 @@ def _fill_of(key: str, batches: Sequence[Batch]) -> float:
     on_padding: list[torch.Tensor] = []
     for batch in batches:
         value: torch.Tensor = batch[key]
-        is_padding = ~real_positions(batch)
+        is_padding = outer_positions(real_positions(batch))
         if value.shape[:2] == is_padding.shape:
             on_padding.append(value[is_padding].flatten())
     if on_padding:
         padding = torch.cat(on_padding)
-        if padding.numel() > 0 and bool((padding == padding[0]).all()):
-            return padding[0].item()
+        if padding.numel() > 0:
+            # NaN may mark missing values.
+            is_first = torch.isclose(padding, padding[0], rtol=0, atol=0, equal_nan=True)
+            if bool(is_first.all()):
+                return padding[0].item()
     if batches[0][key].dtype not in (torch.int16, torch.int32, torch.int64):
         return 0
     has_ignored = any(bool((batch[key] == IGNORE_INDEX).any()) for batch in batches)
