@@ -66,8 +66,9 @@ SCALED_ROTARY_TYPES = ('dynamic', 'longrope')
 """Rotary embeddings that change with the largest position of the batch, once that is over a limit."""
 KEYS_AT_LABELS = ('labels', 'loss_weights', 'loss_mask')
 """Keys of tensors with a value for each label."""
-_NAME_OF_LABELS = re.compile(r'(labels?|label_ids|targets?)_?\d*$')
-"""The ends of names that labels of a second task have, such as `ner_labels` or `labels2`. Not `label_mask`."""
+_NAME_OF_LABELS = re.compile(r'(?!is_|has_).*(labels?|label_ids|targets?)_?\d*$')
+"""Names that labels of a second task have, such as `ner_labels` or `labels2`. Not those of masks: `label_mask`,
+`is_target`."""
 NUM_DUMMY_FRAMES = 4
 """Frames of a dummy video. InstructBLIP-Video's processor writes placeholders for as many."""
 
@@ -1048,7 +1049,7 @@ def _fill_of(key: str, batches: Sequence[Batch]) -> float:
     if batches[0][key].dtype not in (torch.int16, torch.int32, torch.int64):
         return 0
     has_ignored = any(bool((batch[key] == IGNORE_INDEX).any()) for batch in batches)
-    return IGNORE_INDEX if has_ignored or _NAME_OF_LABELS.search(str(key)) else 0
+    return IGNORE_INDEX if has_ignored or _NAME_OF_LABELS.match(str(key)) else 0
 
 
 def _check_equal_clips(family: str, key: str, batches: Sequence[Batch]) -> None:

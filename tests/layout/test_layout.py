@@ -881,6 +881,7 @@ def test_copies_stay_page_locked(monkeypatch, image_batch, rows):
         ('tags', [[1], [-100, 3]], -100),
         ('ner_labels', [[1], [2, 3]], -100),
         ('label_mask', [[1], [1, 1]], 0),
+        ('is_target', [[1], [1, 0]], 0),
         ('scores', [[1.0, math.nan], [2.0, 3.0]], math.nan),
     ],
 )
