@@ -141,7 +141,8 @@ def _weights_in(batch: Batch, counted: Tensor) -> Tensor:
         first_bad = weights_of_row[is_bad[row]][0].item()
         raise InvalidInputError(
             f'`{LOSS_WEIGHTS}` must be 0, or from {MIN_LOSS_WEIGHT} to {MAX_LOSS_WEIGHT}, got: {first_bad} for '
-            f'{sample_name(batch, row)} (nan: the sample has no weight). Correct it, or leave the sample out.'
+            f'{sample_name(batch, row)} (nan: the sample has no weight). Correct it (0 instead of a smaller weight), '
+            'or leave the sample out.'
         )
     return weights
 
