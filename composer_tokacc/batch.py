@@ -267,6 +267,16 @@ def real_positions(batch: Batch) -> Tensor:
     return is_real
 
 
+def outer_positions(real: Tensor) -> Tensor:
+    """Returns the padding of each row, bool ``(rows, width)``: before its first real position, and after its last one.
+
+    A hole between real positions is not padding. It is never trimmed.
+    """
+    is_before_row = real.cumsum(dim=1) == 0
+    is_after_row = real.flip(1).cumsum(dim=1).flip(1) == 0
+    return is_before_row | is_after_row
+
+
 def attended_positions(batch: Batch) -> Tensor:
     """Returns the positions that the mask does not hide, bool ``(rows, width)``. Without a mask these are all.
 

@@ -136,10 +136,13 @@ def _weights_in(batch: Batch, counted: Tensor) -> Tensor:
     is_bad = counted & ~(is_zero | is_in_range)
     if bool(is_bad.any()):
         row = int(is_bad.any(dim=1).int().argmax())
-        first_bad = weights[row][is_bad[row]][0].item()
+        # Of the column, because in float32 a weight may be 0 or inf.
+        weights_of_row = column.view(rows, -1)[row].expand(width)
+        first_bad = weights_of_row[is_bad[row]][0].item()
         raise InvalidInputError(
             f'`{LOSS_WEIGHTS}` must be 0, or from {MIN_LOSS_WEIGHT} to {MAX_LOSS_WEIGHT}, got: {first_bad} for '
-            f'{sample_name(batch, row)} (nan: the sample has no weight). Correct it, or leave the sample out.'
+            f'{sample_name(batch, row)} (nan: the sample has no weight). Correct it (0 instead of a smaller weight), '
+            'or leave the sample out.'
         )
     return weights
 

@@ -27,6 +27,7 @@ from composer_tokacc.batch import (
     has_text,
     lacks_labels,
     num_runs,
+    outer_positions,
     sample_name,
 )
 from composer_tokacc.compat import num_writes
@@ -356,11 +357,7 @@ def _check_types_on_padding(layout: BatchLayout, batch: Batch, real: torch.Tenso
     types = batch.get('mm_token_type_ids')
     if not isinstance(types, torch.Tensor) or types.shape != real.shape:
         return
-    # A hole between real positions is not padding. It is never trimmed.
-    is_before_row = real.cumsum(dim=1) == 0
-    is_after_row = real.flip(1).cumsum(dim=1).flip(1) == 0
-    is_padding = is_before_row | is_after_row
-    is_wrong = is_padding & (types != 0) & ~layout.is_placeholder(batch)
+    is_wrong = outer_positions(real) & (types != 0) & ~layout.is_placeholder(batch)
     if bool(is_wrong.any()):
         row, column = is_wrong.nonzero()[0].tolist()
         raise InvalidInputError(

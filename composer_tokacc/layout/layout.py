@@ -29,6 +29,7 @@ from composer_tokacc.batch import (
     attended_positions,
     has_text,
     labels_at_text,
+    outer_positions,
     real_positions,
     sample_name,
     text_of,
@@ -65,8 +66,9 @@ SCALED_ROTARY_TYPES = ('dynamic', 'longrope')
 """Rotary embeddings that change with the largest position of the batch, once that is over a limit."""
 KEYS_AT_LABELS = ('labels', 'loss_weights', 'loss_mask')
 """Keys of tensors with a value for each label."""
-_NAME_OF_LABELS = re.compile(r'(labels?|label_ids|targets?)_?\d*$')
-"""The ends of names that labels of a second task have, such as `ner_labels` or `labels2`. Not `label_mask`."""
+_NAME_OF_LABELS = re.compile(r'(?!is_|has_).*(labels?|label_ids|targets?)_?\d*$')
+"""Names that labels of a second task have, such as `ner_labels` or `labels2`. Not those of masks: `label_mask`,
+`is_target`."""
 NUM_DUMMY_FRAMES = 4
 """Frames of a dummy video. InstructBLIP-Video's processor writes placeholders for as many."""
 
@@ -1037,17 +1039,20 @@ def _fill_of(key: str, batches: Sequence[Batch]) -> float:
     on_padding: list[torch.Tensor] = []
     for batch in batches:
         value: torch.Tensor = batch[key]
-        is_padding = ~real_positions(batch)
+        is_padding = outer_positions(real_positions(batch))
         if value.shape[:2] == is_padding.shape:
             on_padding.append(value[is_padding].flatten())
     if on_padding:
         padding = torch.cat(on_padding)
-        if padding.numel() > 0 and bool((padding == padding[0]).all()):
-            return padding[0].item()
+        if padding.numel() > 0:
+            # NaN may mark missing values.
+            is_first = torch.isclose(padding, padding[0], rtol=0, atol=0, equal_nan=True)
+            if bool(is_first.all()):
+                return padding[0].item()
     if batches[0][key].dtype not in (torch.int16, torch.int32, torch.int64):
         return 0
     has_ignored = any(bool((batch[key] == IGNORE_INDEX).any()) for batch in batches)
-    return IGNORE_INDEX if has_ignored or _NAME_OF_LABELS.search(str(key)) else 0
+    return IGNORE_INDEX if has_ignored or _NAME_OF_LABELS.match(str(key)) else 0
 
 
 def _check_equal_clips(family: str, key: str, batches: Sequence[Batch]) -> None:

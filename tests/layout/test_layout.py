@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 from types import SimpleNamespace
 
@@ -886,6 +887,8 @@ def test_copies_stay_page_locked(monkeypatch, image_batch, rows):
         ('tags', [[1], [-100, 3]], -100),
         ('ner_labels', [[1], [2, 3]], -100),
         ('label_mask', [[1], [1, 1]], 0),
+        ('is_target', [[1], [1, 0]], 0),
+        ('scores', [[1.0, math.nan], [2.0, 3.0]], math.nan),
     ],
 )
 def test_fill_of_unregistered_text(key, values, fill):
@@ -895,4 +898,16 @@ def test_fill_of_unregistered_text(key, values, fill):
 
     joined = TEXT_LAYOUT.concat([first, second])
 
-    assert joined[key][0, -1] == fill
+    assert joined[key][0, -1].item() == pytest.approx(fill, nan_ok=True)
+
+
+def test_hole_does_not_tell_the_fill():
+    """A token that is hidden from attention may have a label of a second task."""
+    first = text_batch([3], ner_labels=torch.tensor([[1, 5, 2]]))
+    for key, hidden in (('attention_mask', 0), ('labels', -100)):
+        first[key][0, 1] = hidden
+    second = text_batch([4], ner_labels=torch.tensor([[1, 2, 3, 4]]))
+
+    joined = TEXT_LAYOUT.concat([first, second])
+
+    assert joined['ner_labels'][0].tolist() == [1, 5, 2, -100]
