@@ -196,7 +196,7 @@ class MicrobatchRecord:
         on_gradient(output, self._note_added_rows)
 
     def _note_added_rows(self, gradient: Tensor) -> None:
-        has_gradient = gradient[self.added_rows].any()
+        has_gradient = whole_vocabulary(gradient)[self.added_rows].any()
         if self.trains_added_rows is not None:
             has_gradient = has_gradient | self.trains_added_rows.to(has_gradient.device)
         self.trains_added_rows = has_gradient

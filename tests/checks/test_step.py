@@ -248,6 +248,21 @@ def test_tokens_of_a_sharded_vocabulary(measures_all, tmp_path, monkeypatch):
     torch.testing.assert_close(deviations, expected)
 
 
+def test_added_rows_of_a_sharded_vocabulary(tmp_path):
+    """The flag is a plain tensor, because it is read together with other plain tensors."""
+    record = MicrobatchRecord(batch={}, rows=[RowCounts(), RowCounts(samples=0)])
+    record.added_rows = [1]
+    logits = torch.randn(2, 5, 16)
+    with group_of_one_rank(tmp_path):
+        mesh = init_device_mesh('cpu', (1,))
+        sharded_logits = 1 * distribute_tensor(logits, mesh, [Shard(2)]).requires_grad_()
+        record.watch_added_rows(sharded_logits)
+        sharded_logits.sum().backward()
+    assert record.trains_added_rows is not None
+    assert type(record.trains_added_rows) is torch.Tensor
+    assert record.trains_added_rows
+
+
 @pytest.mark.parametrize(
     ('num_tokens', 'factor', 'is_refused'),
     [
