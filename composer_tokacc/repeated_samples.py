@@ -96,21 +96,21 @@ def warn_of_unknown_copies(dataloader: Any) -> None:
     if not isinstance(dataloader, DataLoader) or hasattr(dataloader.batch_sampler, 'has_only_copies'):
         return
     sampler = getattr(dataloader.batch_sampler, 'sampler', dataloader.sampler)
-    known_sampler, batch_size = sampler_of(dataloader)
-    is_known = known_sampler is sampler and batch_size is not None and has_torchs_order(sampler)
-    if is_known or not isinstance(sampler, DistributedSampler) or sampler.drop_last:
+    if not isinstance(sampler, DistributedSampler) or not isinstance(dataloader.dataset, Sized):
         return
-    if not isinstance(dataloader.dataset, Sized):
+    _, batch_size = sampler_of(dataloader)  # None: the batches are not those of torch's BatchSampler
+    if has_torchs_order(sampler) and batch_size is not None:
         return
-    num_copies = sampler.num_samples * sampler.num_replicas - len(dataloader.dataset)
+    num_ranks = getattr(sampler, 'num_replicas', 0)  # a subclass with an order of its own may not have it
+    num_copies = len(sampler) * num_ranks - len(dataloader.dataset)
     # More copies do not only fill up the ranks. The sampler draws more samples than there are, as it was asked to.
-    if 0 < num_copies < sampler.num_replicas:
+    if 0 < num_copies < num_ranks:
         log.warning(
-            '%s repeats %d samples in each epoch, so that every rank has equally many. They count twice, because the '
-            'order is not the one of DistributedSampler, and their rows are not known. `drop_last=True` of the sampler '
-            'avoids it.',
-            type(sampler).__name__,
+            'Samples that fill up the ranks count twice, got: %d in each epoch, from %s. Their rows are not known, '
+            'because this sampler or its batch sampler has an order of its own. `drop_last=True` of the sampler avoids '
+            'it.',
             num_copies,
+            type(sampler).__name__,
         )
 
 

@@ -731,11 +731,10 @@ class TokenAccumulation(Algorithm):
                 other_terms.append(term)
         if not other_terms:
             return
-        edges = edges_of_graph(term.value for term in other_terms)
+        values = [term.value for term in other_terms]
         logits = logits_of(microbatch.outputs)
         gradient = None
-        if is_weighted and logits is not None and logits.requires_grad and edge_of(logits) in edges:
-            values = [term.value for term in other_terms]
+        if is_weighted and logits is not None:
             gradient = gradient_by_logits(sum_of_means(values), logits)
         if gradient is not None and gradient.any():  # a term may be 0 times the logits
             raise NotExactError(
@@ -750,16 +749,24 @@ class TokenAccumulation(Algorithm):
         # added rows. The first-batch check has seen whether they have a gradient in rows without labels.
         if run.check.trains_unlabelled_rows and run.terms.of_unit(state.loss, 'samples'):
             raise trained_added_rows(record)
-        # The gradient is read in the backward of the step. A backward of its own would run the hooks of FSDP, which
-        # communicate, and only on this rank. A router's loss has a gradient in the hidden states of all rows. So its
-        # outputs are not watched, only the logits.
-        edges_of_statistics = edges_of_graph(term.value for term in other_terms if term.unit == 'microbatches')
+        outputs_of_rows = []
         for output in tensors_in(microbatch.outputs):
-            has_rows = output.dim() in (2, 3) and len(output) == len(record.rows)
-            if not has_rows or not output.requires_grad or edge_of(output) not in edges:
-                continue
-            if output is logits or edge_of(output) not in edges_of_statistics:
-                record.watch_added_rows(output)
+            if output.requires_grad and output.dim() in (2, 3) and len(output) == len(record.rows):
+                outputs_of_rows.append(output)
+        # Only outputs that a term uses itself are watched, not what they are made of, such as states of as many images
+        # as there are rows. A similarity of rows, ``(rows, rows)``, is no end, because its columns belong to rows, too.
+        ends = {edge_of(output) for output in outputs_of_rows if output.dim() == 3}
+        edges = edges_of_graph(values, ends)
+        watched = [output for output in outputs_of_rows if edge_of(output) in edges]
+        # A router's loss has a gradient in the hidden states of all rows. So what it is made of is not watched, except
+        # for the logits.
+        if any(output is not logits for output in watched):
+            edges_of_statistics = edges_of_graph(term.value for term in other_terms if term.unit == 'microbatches')
+            watched = [output for output in watched if output is logits or edge_of(output) not in edges_of_statistics]
+        # The gradient is read in the backward of the step. A backward of its own would run the hooks of FSDP, which
+        # communicate, and only on this rank.
+        for output in watched:
+            record.watch_added_rows(output)
 
     def _check_no_added_term(self, state: State) -> None:
         """Raises RuntimeError if a term was added to the loss since its edges were noted. Its weight would be wrong.

@@ -380,14 +380,14 @@ def has_bypass(losses: Iterable[Tensor], ends: Collection[Edge]) -> bool:
     return any(hasattr(node, 'variable') for node in nodes_of(losses, ends))
 
 
-def edges_of_graph(losses: Iterable[Tensor]) -> set[Edge]:
-    """Returns the edges of all tensors that some losses are made of, see :func:`edge_of`.
+def edges_of_graph(losses: Iterable[Tensor], ends: Collection[Edge] = ()) -> set[Edge]:
+    """Returns the edges of all tensors that some losses are made of, see :func:`edge_of`, up to the ``ends``.
 
     It reads no values. Unlike a backward to these tensors it runs no hooks, and those of FSDP would communicate.
     """
     losses = list(losses)
     edges = {edge_of(loss) for loss in losses}
-    for node in nodes_of(losses):
+    for node in nodes_of(losses, ends):
         edges.update(_before_copies(edge) for edge in node.next_functions)
     return edges
 

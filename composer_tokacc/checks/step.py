@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -50,19 +49,21 @@ ALL_TOKENS_SHARE = 1 / 64
 takes a tenth of the time of the microbatch, so one in 64 costs 0.2 %."""
 GENERATOR = random.Random(0)
 """Chooses tokens. Not the global generator, so that the random numbers of the run stay the same."""
+GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
+"""The turn of a step is at this multiple of its number, modulo 1, as a part of the microbatches of the step. These
+multiples fill the range from 0 to 1 evenly, also those of every second or third step. If the turn went on by one
+microbatch a step instead, and steps of one and of two microbatches alternated, it might never be at some of them."""
 
 
 class TokenChoice:
     """Chooses which tokens of a run are measured.
 
     In the first step all tokens are measured. In each later step microbatches are chosen: those with a label that
-    counts for the first time, and one by turns. For example, if steps have 8 microbatches, the turn is at the
-    first one in step 16, at the second one in step 17, and at the first one again in step 24. Steps with another number
-    of microbatches have turns of their own. Otherwise, if steps of one and of two microbatches alternate, the turn
-    might never be at the only microbatch of a step. If our split does not cut the batch, the number of the previous
-    step stands for the number of this one, and a step with fewer microbatches may have no chosen one. If tokens have
-    weights, the algorithm measures every microbatch. In a measured microbatch some tokens are measured; in one of 64,
-    drawn at random, all tokens.
+    counts for the first time, and one by turns, see :data:`GOLDEN_RATIO`. If our split does not cut the batch, the
+    number of microbatches is not known before the last one, and the number of the previous step stands for it. Then a
+    step with fewer microbatches may have no chosen one, and a step with more may have several. If tokens have weights,
+    the algorithm measures every microbatch. In a measured microbatch some tokens are measured; in one of 64, drawn at
+    random, all tokens.
 
     A loss may treat some labels in another way. If it then also divides by another number, the weight of every token
     changes, and the first microbatch with these labels shows it. If only the tokens with these labels get another
@@ -73,7 +74,6 @@ class TokenChoice:
         self.step_number = 0  # of the step that runs now, counted from 0 at the start of a fit
         self._is_unknown = torch.zeros(0, dtype=torch.bool)  # by token id: whether no batch had it as a label
         self._num_microbatches = 1  # of the last step
-        self._num_steps: Counter[int] = Counter()  # by the number of microbatches that they had
 
     def rows_with_new_labels(self, batch: Batch, rule: str) -> list[bool]:
         """Returns which rows have a label with a token id that counts for the first time, and remembers the id.
@@ -110,8 +110,9 @@ class TokenChoice:
             num_planned: The number of microbatches of the step; 0: it is not known.
         """
         num_microbatches = num_planned or self._num_microbatches
-        turn = self._num_steps[num_microbatches] % num_microbatches
-        return self.step_number == 0 or place == turn or counts.has_new_label
+        turn = int(self.step_number * GOLDEN_RATIO % 1 * num_microbatches)
+        is_its_turn = place % num_microbatches == turn
+        return self.step_number == 0 or is_its_turn or counts.has_new_label
 
     def draws_all(self) -> bool:
         """Draws whether all tokens of a microbatch that is measured are measured, or only some."""
@@ -121,7 +122,6 @@ class TokenChoice:
         """Goes on to the next step. ``num_microbatches`` is the number of microbatches of the step that ends."""
         self.step_number += 1
         self._num_microbatches = max(num_microbatches, 1)
-        self._num_steps[self._num_microbatches] += 1
 
 
 @dataclass(kw_only=True, eq=False)
@@ -198,7 +198,7 @@ class MicrobatchRecord:
         on_gradient(output, self._note_added_rows)
 
     def _note_added_rows(self, gradient: Tensor) -> None:
-        has_gradient = gradient[self.added_rows].any()
+        has_gradient = whole_vocabulary(gradient)[self.added_rows].any()
         if self.trains_added_rows is not None:
             has_gradient = has_gradient | self.trains_added_rows.to(has_gradient.device)
         self.trains_added_rows = has_gradient

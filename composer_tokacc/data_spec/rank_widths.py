@@ -70,10 +70,12 @@ class RankWidth:
                 continue
             # These rows are padded on the left, or not at all. Rows without padding might get it on the left in a wider
             # batch.
-            if _may_depend_on_padding(facts, rules):
-                reason = 'more padding changes its losses (the model may count positions from the first column)'
-            elif loss_rule != 'unshifted' and any(facts.has_first_label):
+            # The label comes first, because rows with such labels are never trimmed. So nothing may be known about
+            # positions only because of them.
+            if loss_rule != 'unshifted' and any(facts.has_first_label):
                 reason = 'the first token of a row has a label, which the pad before it would predict'
+            elif _may_depend_on_padding(facts, rules):
+                reason = 'more padding changes its losses (the model may count positions from the first column)'
         return cls(width, pads_left, reason, is_beyond)
 
     def numbers(self) -> list[int]:

@@ -493,6 +493,34 @@ def test_term_of_a_dummy_row_is_refused(model_class, unit, model, batch):
         fit(composer_model, loader(batch_with_dummy), **options)
 
 
+class LabelledTerm(CausalModel):
+    """Its second term is a mean over rows, to which rows without labels add 0."""
+
+    def loss(self, outputs, batch):
+        has_labels = (batch['labels'] != -100).any(dim=1)
+        squares = outputs['logits'][:, 0].square().mean(dim=1) * has_labels
+        return {'lm': outputs['loss'], 'norm': squares.sum() / len(squares)}
+
+
+def test_states_in_another_order_are_not_rows(model, batch):
+    """The outputs have states of as many images as there are rows, but the last image is not of the last row."""
+    states_of_images = []
+
+    def make_images(module, args, embeddings):
+        images = embeddings.flip(0)
+        states_of_images.append(images)
+        return images.flip(0)
+
+    def add_output(module, args, outputs):
+        outputs['image_hidden_states'] = states_of_images[-1]
+        return outputs
+
+    model.model.embed_tokens.register_forward_hook(make_images)
+    model.register_forward_hook(add_output)
+    data = loader(with_dummy_rows(batch, 1))
+    fit(LabelledTerm(model), data, loss_units=NORM_UNITS, microbatch_size=len(batch['labels']))
+
+
 def test_token_weights_and_another_term(model, batch):
     """The weights would also change the gradient of another term that is made of the logits."""
     model.config.output_hidden_states = True

@@ -258,6 +258,27 @@ def test_hidden_state_is_refused(weight):
         fit(model, ragged_batch())
 
 
+class AnyOrder(torch.nn.Module):
+    """Rounds in another way in each call, as ``index_add_`` on a GPU. It computes only in bfloat16."""
+
+    def __init__(self):
+        super().__init__()
+        self.generators = [torch.Generator()]
+
+    def forward(self, states):
+        if states.dtype != torch.bfloat16:
+            raise TypeError('This kernel accepts only bfloat16.')
+        signs = torch.randint(2, states.shape, generator=self.generators[0]) * 2 - 1
+        return states * (1 + torch.finfo(states.dtype).eps * signs).to(states.dtype)
+
+
+def test_round_off_is_not_hidden_state(caplog):
+    model = with_layers(AnyOrder()).to(torch.bfloat16)
+    with caplog.at_level('INFO', logger='composer_tokacc.checks.probe'):
+        fit(model, ragged_batch())
+    assert 'The loss is random in training' in caplog.text
+
+
 class LateMean(RunningMean):
     """Writes its state in every forward, but uses it only later."""
 

@@ -96,6 +96,13 @@ def test_labels_behind_padding_prove_nothing(rules, has_positions, matters):
     assert may_matter(batch, rules) is matters
 
 
+def test_label_behind_padding_is_named():
+    """The user can mask this label. That nothing is known about positions is only its consequence."""
+    batch = ragged_batch([(4, 4), (9, 9), (14, 14)], side='left')
+    facts = describe(BatchLayout.infer(batch), batch)
+    assert 'has a label' in RankWidth.of([facts], NOTHING_KNOWN, 'causal').reason
+
+
 @pytest.mark.parametrize(('rules', 'matters'), [(TRIMMED, False), (KEPT, True), (NOTHING_KNOWN, True)])
 def test_rows_without_padding_may_get_some(rules, matters):
     """On another rank, padded rows may have a label on the first token, so that no padding could be trimmed."""

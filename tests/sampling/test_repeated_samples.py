@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Subset
+from transformers.trainer_pt_utils import DistributedLengthGroupedSampler
 
 from composer_tokacc.repeated_samples import num_repeated, warn_of_unknown_copies
 from tests.support.sampler_steps import samplers_of_ranks
@@ -145,5 +146,31 @@ def test_copies_in_another_order(sampler_class, batch_sampler_class, is_known, n
     sampler = sampler_class(dataset, 3, 2)
     loader = DataLoader(dataset, batch_sampler=batch_sampler_class(sampler, 2, drop_last=False))
     warn_of_unknown_copies(loader)
-    is_warned = 'repeats 1 samples' in caplog.text
+    is_warned = 'got: 1 in each epoch' in caplog.text
     assert is_warned == (num_samples == 5 and not is_known)
+
+
+class WithoutInit(DistributedSampler):
+    """Does not call the ``__init__`` of its base class, so it has none of its attributes."""
+
+    def __init__(self, num_samples):
+        self.samples_of_rank = num_samples
+
+    def __iter__(self):
+        return iter(range(self.samples_of_rank))
+
+    def __len__(self):
+        return self.samples_of_rank
+
+
+def test_sampler_without_attributes_is_accepted(caplog):
+    warn_of_unknown_copies(DataLoader(range(5), sampler=WithoutInit(3)))
+    assert caplog.text == ''
+
+
+@pytest.mark.parametrize(('drops', 'is_warned'), [(False, True), (True, False)])
+def test_copies_of_length_grouped_sampler(drops, is_warned, caplog):
+    lengths = [3, 5, 2, 8, 6]
+    sampler = DistributedLengthGroupedSampler(2, num_replicas=3, rank=1, lengths=lengths, drop_last=drops)
+    warn_of_unknown_copies(DataLoader(lengths, sampler=sampler, batch_size=2))
+    assert ('DistributedLengthGroupedSampler' in caplog.text) == is_warned
