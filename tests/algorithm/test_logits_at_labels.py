@@ -697,6 +697,35 @@ def test_rows_that_cannot_be_told_apart_compute_all_logits():
     assert number_of_logits == [(1, 5), (len(FEW_LABELS), max(LENGTHS))]
 
 
+class OneRow(transformers.LlamaForCausalLM):
+    """Computes one row only, as some kernels for packed rows do."""
+
+    def forward(self, input_ids, **inputs):
+        assert len(input_ids) == 1, 'several rows'
+        return super().forward(input_ids=input_ids, **inputs)
+
+
+def test_model_of_one_row_keeps_its_check():
+    """It cannot compute the row that the check adds, so the check has one row."""
+    model = OneRow(one_layer_model().config)
+    assert_one_forward_is_exact(model, model, shape=ONE_ROW)
+
+
+def test_embeddings_with_a_graph():
+    """A model around the language model makes its `inputs_embeds`, and trains what it makes them with."""
+    model = one_layer_model()
+    number_of_logits = []
+    with LogitsAtLabels(model):
+        for shape in (ONE_ROW, FEW_LABELS):
+            batch = without_sample_ids(batch_of(shape=shape))
+            batch['inputs_embeds'] = model.get_input_embeddings()(batch.pop('input_ids'))
+            expected_loss = model.eval()(**batch).loss
+            outputs = model.train()(**batch)
+            torch.testing.assert_close(outputs.loss, expected_loss)
+            number_of_logits.append(tuple(outputs.logits.shape[:2]))
+    assert number_of_logits == [(1, 5), (1, NUM_LABELS + 1)]
+
+
 @pytest.mark.parametrize('has_frozen_body', [False, True])
 def test_checkpointed_head_of_several_forwards(has_frozen_body):
     """A backward of two losses computes the output embedding of both forwards again, each at its own labels."""
