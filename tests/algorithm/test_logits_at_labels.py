@@ -726,11 +726,22 @@ def test_embeddings_with_a_graph():
     assert number_of_logits == [(1, 5), (1, NUM_LABELS + 1)]
 
 
+class CheckpointedNormAndHead(CheckpointedHead):
+    """Has a layer before its output embedding in the checkpoint, so its hidden states are made again, too."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.lm_head.register_forward_pre_hook(lambda head, args: (1.0 * args[0],), prepend=True)
+
+
+TWO_SHAPES = [[(14, 4), (9, 2)], [(14, 3), (9, 3)]]
+
+
 @pytest.mark.parametrize('has_frozen_body', [False, True])
 def test_checkpointed_head_of_several_forwards(has_frozen_body):
     """A backward of two losses computes the output embedding of both forwards again, each at its own labels."""
     model = checkpointed_head()
-    batches = [without_sample_ids(batch_of(shape=shape)) for shape in ([(14, 4), (9, 2)], [(12, 3), (13, 3)])]
+    batches = [without_sample_ids(batch_of(shape=shape)) for shape in TWO_SHAPES]
     if has_frozen_body:
         model.model.requires_grad_(False)
 
@@ -739,11 +750,42 @@ def test_checkpointed_head_of_several_forwards(has_frozen_body):
 
     expected = gradients_of(model, sum_of_losses())
     with LogitsAtLabels(model):
-        loss = sum_of_losses()
-        if has_frozen_body:  # then nothing tells which forward is computed again
-            with pytest.raises(RuntimeError, match='got: 2 forwards before a backward'):
-                loss.backward()
-            return
+        assert relative_error(gradients_of(model, sum_of_losses()), expected) < TOLERANCE
+
+
+def test_checkpoint_begins_before_the_head():
+    """Then nothing tells which forward is computed again, so it must be the last one."""
+    model = CheckpointedNormAndHead(checkpointed_head().config)
+    batch, other_batch = [without_sample_ids(batch_of(shape=shape)) for shape in TWO_SHAPES]
+    expected = gradients_of(model, model(**batch).loss)
+    with LogitsAtLabels(model):
+        loss = model(**batch).loss
+        with torch.no_grad():
+            model(**other_batch)
+        assert relative_error(gradients_of(model, loss), expected) < TOLERANCE
+        losses = [model(**batch).loss, model(**other_batch).loss]
+        with pytest.raises(RuntimeError, match='got: 2 forwards before a backward'):
+            losses[0].backward()
+
+
+@pytest.mark.parametrize('has_frozen_body', [False, True])
+def test_forward_that_fails_before_a_backward(has_frozen_body):
+    """It leaves nothing behind that the backward of an earlier forward would use."""
+    model = checkpointed_head()
+    batch, other_batch = [without_sample_ids(batch_of(shape=shape)) for shape in TWO_SHAPES]
+    if has_frozen_body:
+        model.model.requires_grad_(False)
+    expected = gradients_of(model, model(**batch).loss)
+
+    def fail(head, args, output):
+        raise RuntimeError('out of memory')
+
+    with LogitsAtLabels(model):
+        loss = model(**batch).loss
+        handle = model.lm_head.register_forward_hook(fail)
+        with pytest.raises(RuntimeError, match='out of memory'):
+            model(**other_batch)
+        handle.remove()
         assert relative_error(gradients_of(model, loss), expected) < TOLERANCE
 
 
