@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from composer_tokacc.batch import IGNORE_INDEX, Batch, labels_of
-from composer_tokacc.compat import is_in_backward
+from composer_tokacc.compat import is_encoder_decoder, is_in_backward
 from composer_tokacc.counting import loss_mask
 from composer_tokacc.refusals import InvalidInputError, NotExactError
 from composer_tokacc.weights import LOSS_WEIGHTS
@@ -252,7 +252,7 @@ class LabelSelector:
             return args, kwargs
         positions = LabelledPositions.from_batch(kwargs, self._rule, num_labels)
         kwargs = dict(kwargs)
-        if getattr(module.config, 'is_encoder_decoder', False) and kwargs.get('decoder_input_ids') is None:
+        if is_encoder_decoder(module.config) and kwargs.get('decoder_input_ids') is None:
             # The model would make these ids from its labels, but it gets only some of the labels.
             kwargs['decoder_input_ids'] = module.prepare_decoder_input_ids_from_labels(labels=labels)
         kwargs['labels'] = positions.select_labels(labels, IGNORE_INDEX)
