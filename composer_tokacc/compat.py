@@ -116,6 +116,15 @@ def _missing_class(module_name: str, name: str) -> type:
     return type(name, (), {'__new__': use})
 
 
+def is_encoder_decoder(config: Any) -> bool:
+    """Returns whether a model has a decoder behind an encoder, so that labels are not at positions of ``input_ids``.
+
+    A model with images may say this only in the config of its text (InstructBLIP with T5).
+    """
+    configs = (config, getattr(config, 'text_config', None))
+    return any(getattr(each_config, 'is_encoder_decoder', False) for each_config in configs)
+
+
 def inner_model(model: torch.nn.Module) -> torch.nn.Module:
     """Returns the model without the wrappers of DDP and torch.compile."""
     while True:

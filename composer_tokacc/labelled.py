@@ -21,9 +21,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from composer_tokacc.batch import IGNORE_INDEX, Batch, labels_of
-from composer_tokacc.compat import is_in_backward
+from composer_tokacc.compat import is_encoder_decoder, is_in_backward
 from composer_tokacc.counting import loss_mask
 from composer_tokacc.refusals import InvalidInputError, NotExactError
 from composer_tokacc.weights import LOSS_WEIGHTS
@@ -181,15 +182,15 @@ class LabelSelector:
         # About the next forward, see arm().
         self._rule = ''
         self._num_labels: int | None = None  # None: it computes all logits
-        # About the forward that runs now. At its end the positions move to `positions_of_logits`.
+        # About the forward that runs now.
         self._positions: LabelledPositions | None = None  # None: it computes all logits
         self._labels_shape = torch.Size()
         self._num_calls = 0  # of the output embedding
-        self._is_in_forward = False
-        # Forwards in training since a backward has computed the output embedding again.
-        self._num_open_forwards = 0
-        self.positions_of_logits: LabelledPositions | None = None
-        """Where the last forward computed logits; None: at every position."""
+        self._is_recomputed = False  # whether a backward runs this forward, because a checkpoint is around the model
+        # For a backward that computes the output embedding again, because a checkpoint is around it.
+        self._positions_at = WeakTensorKeyDictionary()  # the positions of a forward, by its hidden states
+        self._last_positions: LabelledPositions | None = None  # the positions of the last forward with gradients
+        self._num_open_forwards = 0  # forwards with gradients since the last such backward
         self.num_head_calls = 0
         """Calls of the output embedding in the last forward that computed all logits.
 
@@ -221,8 +222,6 @@ class LabelSelector:
     def begin_forward(self, rule: str, num_labels: int, num_positions: int) -> None:
         """Arms the hooks for the next forward, unless nearly all positions have a label. It would save little then."""
         self.disarm()  # a forward that failed may have left it armed
-        if torch.is_grad_enabled():
-            self._num_open_forwards += 1
         if is_worth_selecting(num_labels, num_positions):
             self.arm(rule, num_labels)
 
@@ -238,7 +237,9 @@ class LabelSelector:
         """
         # The last forward may have raised before _check_selected(), which resets the positions.
         self._positions = None
-        self._is_in_forward = True
+        self._is_recomputed = is_in_backward()
+        if torch.is_grad_enabled() and not self._is_recomputed:
+            self._num_open_forwards += 1
         self._num_calls = 0
         num_labels = self._num_labels
         self._num_labels = None
@@ -251,7 +252,7 @@ class LabelSelector:
             return args, kwargs
         positions = LabelledPositions.from_batch(kwargs, self._rule, num_labels)
         kwargs = dict(kwargs)
-        if getattr(module.config, 'is_encoder_decoder', False) and kwargs.get('decoder_input_ids') is None:
+        if is_encoder_decoder(module.config) and kwargs.get('decoder_input_ids') is None:
             # The model would make these ids from its labels, but it gets only some of the labels.
             kwargs['decoder_input_ids'] = module.prepare_decoder_input_ids_from_labels(labels=labels)
         kwargs['labels'] = positions.select_labels(labels, IGNORE_INDEX)
@@ -265,10 +266,9 @@ class LabelSelector:
         if not args:
             return None  # given by name. If labels were selected, their number does not fit the logits
         hidden_states = args[0]
-        node: Any = hidden_states.grad_fn
-        if is_in_backward() and not self._is_in_forward:
+        if is_in_backward() and not self._is_recomputed:
             # Activation checkpointing of the output embedding computes this part of a forward again.
-            positions = self._positions_of_earlier(node)
+            positions = self._positions_of_earlier(hidden_states)
         else:
             positions = self._positions
             if positions is not None and hidden_states.shape[:2] != self._labels_shape:
@@ -277,40 +277,41 @@ class LabelSelector:
                     f'{tuple(self._labels_shape)}, got: {tuple(hidden_states.shape[:2])} at the output embedding. The '
                     'model changes the sequence on the way.'
                 )
-            if node is not None:
-                node.metadata[self] = positions
+            self._positions_at[hidden_states] = positions
         if positions is None:
             return None
         return (positions.select(hidden_states), *args[1:])
 
-    def _positions_of_earlier(self, node: Any) -> LabelledPositions | None:
+    def _positions_of_earlier(self, hidden_states: torch.Tensor) -> LabelledPositions | None:
         """Returns where an earlier forward computed logits; None: at every position.
 
-        It need not be the last forward, because a loss may be the sum of the losses of several forwards. The ``node``
-        of the graph that made its hidden states tells it. If the node has no note, because the hidden states were
-        copied since, or if they have no gradient, it must be the last forward.
+        It need not be the last forward, because a loss may be the sum of the losses of several forwards. A checkpoint
+        keeps the tensor that it got, which tells the forward. If the checkpoint begins before the hidden states (a norm
+        is in it), they are another tensor. Then it must be the last forward.
         """
         num_forwards = self._num_open_forwards
         self._num_open_forwards = 0
-        if node is not None and self in node.metadata:
-            return node.metadata[self]
+        if hidden_states in self._positions_at:
+            return self._positions_at[hidden_states]
         if num_forwards > 1:
             raise NotExactError(
                 'With logits at labels, and a checkpoint around the output embedding, each forward must have its '
                 f'backward before the next forward, got: {num_forwards} forwards before a backward. Leave the output '
                 'embedding out of the checkpoint (docs/errors.md#logits-at-labels).'
             )
-        return self.positions_of_logits
+        return self._last_positions
 
     def _check_selected(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        """Hook after the model: records where logits were computed.
+        """Hook after the model: ends a forward.
 
         Raises RuntimeError if labels were selected, but the output embedding was not called exactly once.
         """
-        self.positions_of_logits = self._positions
+        positions = self._positions
         self._positions = None
-        self._is_in_forward = False
-        if self.positions_of_logits is None:
+        self._is_recomputed = False
+        if torch.is_grad_enabled():
+            self._last_positions = positions
+        if positions is None:
             self.num_head_calls = self._num_calls
         elif self._num_calls != 1:
             raise NotExactError(

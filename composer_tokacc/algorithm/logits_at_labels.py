@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from composer_tokacc.batch import Batch
+from composer_tokacc.batch import Batch, BatchDict
 from composer_tokacc.checks.comparison import RowComparison
 from composer_tokacc.checks.first_batch import find_loss_rule, rule_batch, with_unequal_row
 from composer_tokacc.checks.logits import entry_of
@@ -44,8 +44,9 @@ class LogitsAtLabels:
 
     The first such forward computes its batch with and without all logits, and compares loss and gradient. If no two of
     its rows have unequal numbers of labels, a copy of a row with another number is added, so that the check shows how
-    the loss joins rows. This takes about five more forwards, whose gradients are not kept. With FSDP all ranks must
-    make this forward at the same time.
+    the loss joins rows. If the model cannot compute this row (memory, kernels for one row), the check leaves it out,
+    except with FSDP. This takes about five more forwards, whose gradients are not kept. With FSDP all ranks must make
+    this forward at the same time.
 
     Args:
         model: A Hugging Face model that computes its own loss; it may be wrapped by Composer, DDP or accelerate.
@@ -145,18 +146,17 @@ class LogitsAtLabels:
 
     def _checked_rule(self, batch: Mapping[str, Any]) -> str:
         """Returns the loss rule of the model. Raises if logits at labels change the loss or its gradient."""
-        assert self._selector is not None
         self._is_probing = True
         try:
-            # With every entry of the batch, because a forward may take some of them by `**kwargs`.
-            probe = Probe(lambda entries: self._model(**without_row_counts(entries)), _loss_in, self._model)
-            batch = {key: value for key, value in batch.items() if value is not None}
-            rule = self._rule_of(probe, batch)
-            layout = BatchLayout.for_model(self._model)
-            rows = _rows_to_check(layout, batch, rule)
-            self._is_proven_for_rows = len(_label_counts(rows, rule)) > 1
-            comparison = RowComparison(probe, layout, _unchanged, rule, rows, check_loss=True)
-            failure = comparison.selection_failure(self._selector)
+            entries: dict[str, Any] = {}
+            for key, value in batch.items():
+                if isinstance(value, torch.Tensor):
+                    entries[key] = value.detach()  # the graph of `inputs_embeds` is not needed
+                elif value is not None:
+                    entries[key] = value
+            probe = self._new_probe()
+            rule = self._rule_of(probe, entries)
+            failure = self._failure(probe, rule, entries)
         finally:
             self._is_probing = False
         if failure is not None:
@@ -165,6 +165,32 @@ class LogitsAtLabels:
                 'LogitsAtLabels (docs/errors.md#logits-at-labels).'
             )
         return rule
+
+    def _new_probe(self) -> Probe:
+        # The model gets every entry of the batch, because a forward may take some of them by `**kwargs`.
+        return Probe(lambda entries: self._model(**without_row_counts(entries)), _loss_in, self._model)
+
+    def _failure(self, probe: Probe, rule: str, batch: BatchDict) -> str | None:
+        """Returns why logits at labels change the loss or its gradient; None: they do not."""
+        assert self._selector is not None
+        if not bool(loss_mask(batch, rule).any()):
+            batch = with_one_label(batch)  # without labels nothing would show
+        layout = BatchLayout.for_model(self._model)
+        rows = _with_unequal_row(layout, batch, rule)
+        try:
+            comparison = RowComparison(probe, layout, _unchanged, rule, rows, check_loss=True)
+        except Exception:
+            # With FSDP all ranks must run the same forwards, and this may be the only one with an error.
+            if len(rows['labels']) == len(batch['labels']) or fsdp_units(self._model):
+                raise
+            comparison = None
+        if comparison is None:
+            # The model has no memory for one more row, or computes only one (some kernels for packed rows).
+            rows = batch
+            comparison = RowComparison(self._new_probe(), layout, _unchanged, rule, rows, check_loss=True)
+        counts = set(loss_mask(rows, rule).sum(dim=1).tolist())
+        self._is_proven_for_rows = len(counts - {0}) > 1
+        return comparison.selection_failure(self._selector)
 
     def _rule_of(self, probe: Probe, rows: Batch) -> str:
         """Returns the loss rule that the user has named, or finds it by the probe."""
@@ -176,24 +202,16 @@ class LogitsAtLabels:
         return find_loss_rule(probe, batch)
 
 
-def _rows_to_check(layout: BatchLayout, batch: Batch, rule: str) -> Batch:
-    """Returns the batch with at least one label, and if possible with rows that have unequal numbers of labels.
+def _with_unequal_row(layout: BatchLayout, batch: BatchDict, rule: str) -> BatchDict:
+    """Returns the batch, if possible with rows that have unequal numbers of labels.
 
-    A batch without labels would show nothing. One row, or rows with equally many labels, would not show a loss that
-    depends on which labels share a row, such as a mean of the rows' means.
+    One row, or rows with equally many labels, would not show a loss that depends on which labels share a row, such as a
+    mean of the rows' means.
     """
-    if not bool(loss_mask(batch, rule).any()):
-        batch = with_one_label(batch)
     try:
-        return with_unequal_row(layout, dict(batch), rule)
+        return with_unequal_row(layout, batch, rule)
     except (KeyError, ValueError):
         return batch  # the layout cannot tell the rows apart
-
-
-def _label_counts(batch: Batch, rule: str) -> set[int]:
-    """Returns the numbers of labels that rows have, each number once and without 0."""
-    counts = loss_mask(batch, rule).sum(dim=1).tolist()
-    return set(counts) - {0}
 
 
 def _loss_in(outputs: Any, batch: Batch) -> Any:

@@ -38,7 +38,7 @@ from composer_tokacc.checks.first_batch import FirstBatchCheck, check_gradient_h
 from composer_tokacc.checks.probe import Probe
 from composer_tokacc.checks.step import Step
 from composer_tokacc.collectives import all_gather_object, get_world_size
-from composer_tokacc.compat import BatchNorm, hook_numbers, inner_model, is_compiled
+from composer_tokacc.compat import BatchNorm, hook_numbers, inner_model, is_compiled, is_encoder_decoder
 from composer_tokacc.counting import check_rule
 from composer_tokacc.data_spec.pieces import CutRules
 from composer_tokacc.data_spec.rank_widths import RankWidth
@@ -478,7 +478,7 @@ def check_labels_and_ids(model: torch.nn.Module, microbatches: Sequence[Batch], 
     labels_are_at_ids = False
     embedding = None
     if isinstance(model, HuggingFaceModel):
-        labels_are_at_ids = not getattr(model.config, 'is_encoder_decoder', False)
+        labels_are_at_ids = not is_encoder_decoder(model.config)
         embedding = input_embedding(model.model)
         if vocabulary is None:
             head = output_embedding(model.model)

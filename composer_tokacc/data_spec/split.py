@@ -47,6 +47,7 @@ from composer_tokacc.collectives import (
     max_over_ranks,
     raise_on_all_ranks,
 )
+from composer_tokacc.compat import is_encoder_decoder
 from composer_tokacc.data_spec.document_attention import DocumentAttention
 from composer_tokacc.data_spec.pieces import (
     CutRules,
@@ -722,7 +723,7 @@ def _makes_decoder_ids(facts: RowFacts) -> bool:
     If the batch has the decoder's inputs, its labels do not show where padding is, because labels of a prompt may be
     masked.
     """
-    if not getattr(facts.layout.config, 'is_encoder_decoder', False):
+    if not is_encoder_decoder(facts.layout.config):
         return False
     inputs_of_decoder = ('decoder_input_ids', 'decoder_inputs_embeds', 'decoder_attention_mask')
     return all(facts.batch.get(key) is None for key in inputs_of_decoder)

@@ -34,7 +34,7 @@ from composer_tokacc.batch import (
     sample_name,
     text_of,
 )
-from composer_tokacc.compat import inner_model
+from composer_tokacc.compat import inner_model, is_encoder_decoder
 from composer_tokacc.layout.families import FAMILIES, TEXT_ENTRIES, Family, Media
 from composer_tokacc.layout.found import (
     Readings,
@@ -772,7 +772,7 @@ def _has_decoder(config: Any, batch: Batch) -> bool:
     """
     if batch.get('decoder_input_ids') is not None:
         return True
-    return has_text(batch) and getattr(config, 'is_encoder_decoder', False)
+    return has_text(batch) and is_encoder_decoder(config)
 
 
 def labels_along_text(layout: BatchLayout, batch: Batch) -> torch.Tensor | None:

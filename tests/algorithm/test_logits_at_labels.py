@@ -697,11 +697,51 @@ def test_rows_that_cannot_be_told_apart_compute_all_logits():
     assert number_of_logits == [(1, 5), (len(FEW_LABELS), max(LENGTHS))]
 
 
+class OneRow(transformers.LlamaForCausalLM):
+    """Computes one row only, as some kernels for packed rows do."""
+
+    def forward(self, input_ids, **inputs):
+        assert len(input_ids) == 1, 'several rows'
+        return super().forward(input_ids=input_ids, **inputs)
+
+
+def test_model_of_one_row_keeps_its_check():
+    """It cannot compute the row that the check adds, so the check has one row."""
+    model = OneRow(one_layer_model().config)
+    assert_one_forward_is_exact(model, model, shape=ONE_ROW)
+
+
+def test_embeddings_with_a_graph():
+    """A model around the language model makes its `inputs_embeds`, and trains what it makes them with."""
+    model = one_layer_model()
+    number_of_logits = []
+    with LogitsAtLabels(model):
+        for shape in (ONE_ROW, FEW_LABELS):
+            batch = without_sample_ids(batch_of(shape=shape))
+            batch['inputs_embeds'] = model.get_input_embeddings()(batch.pop('input_ids'))
+            expected_loss = model.eval()(**batch).loss
+            outputs = model.train()(**batch)
+            torch.testing.assert_close(outputs.loss, expected_loss)
+            number_of_logits.append(tuple(outputs.logits.shape[:2]))
+    assert number_of_logits == [(1, 5), (1, NUM_LABELS + 1)]
+
+
+class CheckpointedNormAndHead(CheckpointedHead):
+    """Has a layer before its output embedding in the checkpoint, so its hidden states are made again, too."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.lm_head.register_forward_pre_hook(lambda head, args: (1.0 * args[0],), prepend=True)
+
+
+TWO_SHAPES = [[(14, 4), (9, 2)], [(14, 3), (9, 3)]]
+
+
 @pytest.mark.parametrize('has_frozen_body', [False, True])
 def test_checkpointed_head_of_several_forwards(has_frozen_body):
     """A backward of two losses computes the output embedding of both forwards again, each at its own labels."""
     model = checkpointed_head()
-    batches = [without_sample_ids(batch_of(shape=shape)) for shape in ([(14, 4), (9, 2)], [(12, 3), (13, 3)])]
+    batches = [without_sample_ids(batch_of(shape=shape)) for shape in TWO_SHAPES]
     if has_frozen_body:
         model.model.requires_grad_(False)
 
@@ -710,11 +750,42 @@ def test_checkpointed_head_of_several_forwards(has_frozen_body):
 
     expected = gradients_of(model, sum_of_losses())
     with LogitsAtLabels(model):
-        loss = sum_of_losses()
-        if has_frozen_body:  # then nothing tells which forward is computed again
-            with pytest.raises(RuntimeError, match='got: 2 forwards before a backward'):
-                loss.backward()
-            return
+        assert relative_error(gradients_of(model, sum_of_losses()), expected) < TOLERANCE
+
+
+def test_checkpoint_begins_before_the_head():
+    """Then nothing tells which forward is computed again, so it must be the last one."""
+    model = CheckpointedNormAndHead(checkpointed_head().config)
+    batch, other_batch = [without_sample_ids(batch_of(shape=shape)) for shape in TWO_SHAPES]
+    expected = gradients_of(model, model(**batch).loss)
+    with LogitsAtLabels(model):
+        loss = model(**batch).loss
+        with torch.no_grad():
+            model(**other_batch)
+        assert relative_error(gradients_of(model, loss), expected) < TOLERANCE
+        losses = [model(**batch).loss, model(**other_batch).loss]
+        with pytest.raises(RuntimeError, match='got: 2 forwards before a backward'):
+            losses[0].backward()
+
+
+@pytest.mark.parametrize('has_frozen_body', [False, True])
+def test_forward_that_fails_before_a_backward(has_frozen_body):
+    """It leaves nothing behind that the backward of an earlier forward would use."""
+    model = checkpointed_head()
+    batch, other_batch = [without_sample_ids(batch_of(shape=shape)) for shape in TWO_SHAPES]
+    if has_frozen_body:
+        model.model.requires_grad_(False)
+    expected = gradients_of(model, model(**batch).loss)
+
+    def fail(head, args, output):
+        raise RuntimeError('out of memory')
+
+    with LogitsAtLabels(model):
+        loss = model(**batch).loss
+        handle = model.lm_head.register_forward_hook(fail)
+        with pytest.raises(RuntimeError, match='out of memory'):
+            model(**other_batch)
+        handle.remove()
         assert relative_error(gradients_of(model, loss), expected) < TOLERANCE
 
 

@@ -13,6 +13,7 @@ from composer.algorithms import SeqLengthWarmup
 from composer.core import Event
 from composer.models import HuggingFaceModel
 from torch.utils.data import DataLoader
+from transformers import InstructBlipConfig, InstructBlipForConditionalGeneration
 
 from composer_tokacc import RegroupingBatchSampler, RegroupingDataLoader, TokenAccumulation, token_data_spec
 from tests.matrix.harness import kinds_of_steps, plain_gradients
@@ -173,6 +174,36 @@ def test_labels_as_wide_as_the_text_by_chance(t5, has_vectors):
         batches.append(batch)
 
     assert_exact(t5.model, *batches, microbatch_size=1)
+
+
+def instructblip_of_t5():
+    """Returns a small InstructBLIP of T5. Only the config of its text says that it has an encoder and a decoder."""
+    layers = {'hidden_size': 16, 'intermediate_size': 24, 'num_hidden_layers': 1, 'num_attention_heads': 2}
+    no_dropout = {'hidden_dropout_prob': 0.0, 'attention_probs_dropout_prob': 0.0}
+    text = {'vocab_size': 64, 'd_model': 32, 'd_ff': 48, 'num_layers': 1, 'num_decoder_layers': 1, 'num_heads': 4}
+    config = InstructBlipConfig(
+        vision_config={**layers, 'image_size': 8, 'patch_size': 4},
+        qformer_config={**layers, **no_dropout, 'vocab_size': 64, 'encoder_hidden_size': 16},
+        text_config={**text, 'model_type': 't5', 'd_kv': 8, 'dropout_rate': 0.0, 'decoder_start_token_id': 0},
+        num_query_tokens=2,
+        image_token_index=63,
+    )
+    torch.manual_seed(0)
+    return InstructBlipForConditionalGeneration(config)
+
+
+def test_encoder_decoder_with_images():
+    """Its labels may have another width than its text, or the same one by chance."""
+    batches = []
+    for decoder_width in (12, 24):
+        batch = seq2seq_batch(24, decoder_width)
+        ids = batch['input_ids'].clamp(max=62)
+        ids[:, :2] = 63  # placeholders of the query tokens
+        questions = torch.randint(3, 63, (len(ids), 5))
+        images = {'pixel_values': torch.randn(len(ids), 3, 8, 8), 'qformer_input_ids': questions}
+        batches.append({**batch, **images, 'input_ids': ids, 'qformer_attention_mask': torch.ones_like(questions)})
+
+    assert_exact(instructblip_of_t5(), *batches, microbatch_size=1)
 
 
 def test_first_labels_that_are_masked(t5):

@@ -82,6 +82,7 @@ def test_four_ranks_each_with_something_else(ranks):
     check_runs([{**run, 'fsdp': False}, {**run, 'fsdp': True}], ranks=ranks)
 
 
+@pytest.mark.slow
 def test_term_that_sees_dummy_rows_is_refused():
     """The rank with text gets a dummy image in the first step. A term at all of its positions would count there."""
     runs = [{'media_of_ranks': ['image+none', 'none+image']}, {'media_of_ranks': ['image+image', 'none+none']}]
