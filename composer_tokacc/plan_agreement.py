@@ -7,9 +7,9 @@ Every rank plans the whole global batch by itself and computes its own part of i
 the same plan. Otherwise some samples would be trained twice and others never, without any sign of it.
 
 So each rank has a *record* of its plan: a checksum, the rank, and a *witness*, a digest of two samples that every rank
-reads. It also holds the learning rates of the step, because ranks with different ones would train different weights.
-Three integers of it travel with the counts that are summed over the ranks in each step anyway. Their sums tell all
-ranks whether the records are equal. Only if they are not, the ranks exchange their records, and all of them raise the
+reads. The record also holds the learning rates of the step, because ranks with different ones would train different
+weights. Three integers of it travel with the counts that are summed over the ranks in each step anyway. Their sums tell
+all ranks whether the records agree. Only if they do not, the ranks exchange their records, and all of them raise the
 same error about the difference. A normal step has no further collective.
 """
 
@@ -220,7 +220,7 @@ def reading_facts(dataloader: DataLoader) -> Facts:
 
 def find_difference(records: Sequence[PlanRecord]) -> str | None:
     """Returns the error for the first difference between the records of all ranks; None if they agree."""
-    # The arguments come first, because they explain all other differences. All ranks usually have the same names.
+    # The arguments come first, because they explain most other differences. All ranks usually have the same names.
     names = dict.fromkeys(chain.from_iterable(record.facts for record in records))
     for name in names:
         values = [str(record.facts.get(name, 'none')) for record in records]

@@ -33,7 +33,7 @@ def num_repeated(dataloader: Any, batch_index: int, num_rows: int) -> int:
     """
     if not isinstance(dataloader, DataLoader) or getattr(dataloader, 'marks_added_rows', False):
         return 0
-    expected_rows = num_rows
+    expected_rows = num_rows  # compared only for a DistributedSampler
     # A RegroupingBatchSampler tells whether the only sample of this rank's batch is a copy.
     has_only_copies = getattr(dataloader.batch_sampler, 'has_only_copies', None)
     if has_only_copies is not None:
@@ -103,7 +103,7 @@ def warn_of_unknown_copies(dataloader: Any) -> None:
         return
     num_ranks = getattr(sampler, 'num_replicas', 0)  # a subclass with an order of its own may not have it
     num_copies = len(sampler) * num_ranks - len(dataloader.dataset)
-    # More copies do not only fill up the ranks. The sampler draws more samples than there are, as it was asked to.
+    # Fewer copies than ranks are enough to fill them up. A sampler with more was asked to repeat samples.
     if 0 < num_copies < num_ranks:
         log.warning(
             'Samples that fill up the ranks count twice, got: %d in each epoch, from %s. Their rows are not known, '

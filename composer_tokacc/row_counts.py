@@ -113,10 +113,10 @@ def with_counts(batch: Batch, loss_tokens: str = 'causal', token_weights: str = 
 
 
 def check_loss_shares(batch: object, token_weights: str, loss_tokens: str, tokens_of_rows: Sequence[int] = ()) -> None:
-    """Refuses a batch whose ``loss_shares`` are not applied, or were computed from other numbers of loss tokens.
+    """Refuses a batch whose ``loss_shares`` are not applied, or were computed from wrong numbers of loss tokens.
 
-    The sampler knows only a table. With a wrong number the shares of the datasets in the loss would not be those that
-    the user has set. Does nothing unless the sampler has ``loss_shares``.
+    The sampler takes the numbers from a table, which may be out of date. With a wrong number the datasets would not
+    have the shares of the loss that the user has set. Does nothing unless the sampler has ``loss_shares``.
 
     Args:
         batch: A batch. Only one of a :class:`.RegroupingDataLoader` can have planned numbers.

@@ -62,8 +62,8 @@ class StepWatch:
         self.faults: list[str] = []
         """A sentence for each fault that was found on this rank. The list is complete when the context ends."""
         self.gradients_at_step: dict[str, Checksum] = {}
-        """Gradients that an optimizer used in its last step. If no optimizer of the parameters made one, these are the
-        gradients at the end of the context that are finite. Sharded parameters are left out."""
+        """Checksums of the gradients that an optimizer used in its last step. If no optimizer of the parameters made a
+        step, those of the finite gradients at the end of the context. Sharded parameters are left out."""
         self._model = inner_model(model)
         parameters = self._model.named_parameters()
         trained = {name: parameter for name, parameter in parameters if parameter.requires_grad}
@@ -114,8 +114,8 @@ class StepWatch:
     def __exit__(self, *error: object) -> None:
         self._hooks.close()
         if not self._had_step:
-            # The loop moves the weights itself, or its optimizer has copies of them. Or a GradScaler has left out the
-            # step, because a gradient is not finite.
+            # No step was seen. Either the loop moves the weights itself, or its optimizer has copies of them, or a
+            # GradScaler has left out the step, because a gradient is not finite.
             gradients = self._gradient_checksums()
             self._keep_gradients({name: sums for name, sums in gradients.items() if math.isfinite(sums.size)})
 

@@ -148,7 +148,7 @@ def _weights_in(batch: Batch, counted: Tensor) -> Tensor:
 
 
 def check_weights_are_used(dataloader: Any, batch: Batch, token_weights: str) -> None:
-    """Warns if the weights of the data are not used. Raises ValueError if they are the shares of a sampler.
+    """Warns if weights of the batch are not used. Raises ValueError if ``loss_shares`` of the sampler are not used.
 
     Args:
         dataloader: The loader of the batch, perhaps with a :class:`.RegroupingBatchSampler`.

@@ -351,7 +351,10 @@ class RunContext:
             self._hook_numbers = numbers
 
     def check_sharding(self) -> None:
-        """Raises RuntimeError if FSDP leaves out a trained parameter. Called in every step: one may be unfrozen."""
+        """Raises RuntimeError if a parameter that FSDP leaves out is trained.
+
+        Called in every step, because a parameter may be unfrozen in training.
+        """
         check_sharding(self._unsharded)  # the function, not this method
 
     def check_batch_norms(self) -> None:

@@ -175,7 +175,7 @@ class TokenAccumulation(Algorithm):
         )
         self.num_empty_steps = 0
         self._num_batches_read = 0  # from the start of the loader's epoch, even if the run was resumed within it
-        self._end_of_some_ranks: int | None = None  # number of batches read, if only some ranks end their epoch there
+        self._end_of_some_ranks: int | None = None  # number of batches after which only some ranks end the epoch
         # Whether DDP has reduced gradients only in the last microbatch of earlier steps. Then the split may give ranks
         # unequal numbers of microbatches.
         self._reduces_once = False
@@ -315,7 +315,8 @@ class TokenAccumulation(Algorithm):
         ``timestamp.batch_in_epoch`` is not this number: with ``Trainer(spin_dataloaders=False)`` it goes on from the
         checkpoint or from the last fit, although the loader is read from its start.
 
-        Raises RuntimeError on all ranks if some of them do not read on, and the others would wait for them.
+        Raises RuntimeError if only some ranks are at the end of the epoch, because the others would wait for them. All
+        ranks raise it, because Composer runs this event on all of them before it sees the end.
         """
         if self._num_batches_read == self._end_of_some_ranks:
             raise NotExactError(
@@ -384,7 +385,8 @@ class TokenAccumulation(Algorithm):
             self._refuse(state, refusal)
         run = self._run
         batch_index = self._num_batches_read - 1
-        # How the loader has assigned the samples of the global batch to the ranks. All ranks must have the same plan.
+        # How the loader has assigned the samples of the global batch to the ranks. All ranks must have the same plan
+        # and the same learning rates.
         plan = plan_record_of(state.batch, state.dataloader, batch_index) or PlanRecord()
         plan = replace(plan, learning_rates=learning_rates_of(state.optimizers))
         try:
@@ -411,7 +413,7 @@ class TokenAccumulation(Algorithm):
             run.split.reduces_once = self._reduces_once
         self._end_of_some_ranks = None
         if 0 < num_ranks_at_end < run.world_size:
-            # Raises before the next read. There is none if the run ends with this step.
+            # _before_dataloader() raises it, and not this method, because the run may end with this step.
             self._end_of_some_ranks = self._num_batches_read
         check_plans(sums_of_plans, plan)
         _check_has_weight(step, state.batch)
@@ -1040,7 +1042,7 @@ def _is_at_end_of_exchange(state: State, num_batches_read: int) -> bool:
 
 
 def _no_counts() -> list[Sequence[float]]:
-    """Returns lists as long as those that the ranks sum in each step, for a rank whose batch cannot be counted."""
+    """Returns lists as long as those of :meth:`_batch_start` (counts, flags, widths, plan), if a batch is refused."""
     return [[0] * len(StepTotals._fields), [0, 0, 0], RankWidth.of((), None, None).numbers(), numbers_to_sum(None)]
 
 

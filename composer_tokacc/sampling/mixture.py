@@ -203,8 +203,8 @@ class LossShares:
 def check_order_of_parts(name: str, sizes: Sequence[int], dataset: object) -> None:
     """Raises ValueError if the sizes of a mixture are those of the parts of a ConcatDataset, but in another order.
 
-    Then every share would be that of other samples. All other sizes are accepted: a dataset of the mixture may be
-    several parts, or a piece of a part that is itself made of several datasets in another way.
+    Then each share would apply to the samples of another dataset. All other sizes are accepted. A dataset of the
+    mixture may be several parts, or a piece of a part, which may itself join several datasets.
 
     Args:
         name: Name of the argument with the sizes.
