@@ -80,9 +80,9 @@ class StepWatch:
         """At the start of the last backward: the checksum of each parameter, and whether it requires a gradient."""
         self._gradients_at_end: dict[str, Checksum] = {}
         """Gradients at the end of the last backward. Empty: there was none."""
-        self._has_stepped = False
+        self._has_stepped_since_backward = False
         """Whether an optimizer has made a step since the start of the last backward."""
-        self._had_step = False
+        self._has_ever_stepped = False
         """Whether an optimizer has made any step in the context."""
         self._inputs: list[tuple[Any, Any]] = []
         """Positional and named arguments of the forwards that run, before other hooks change them. There are several if
@@ -113,7 +113,7 @@ class StepWatch:
 
     def __exit__(self, *error: object) -> None:
         self._hooks.close()
-        if not self._had_step:
+        if not self._has_ever_stepped:
             # No step was seen. Either the loop moves the weights itself, or its optimizer has copies of them, or a
             # GradScaler has left out the step, because a gradient is not finite.
             gradients = self._gradient_checksums()
@@ -142,7 +142,7 @@ class StepWatch:
             self._list_changes(parameters, gradient_checksums)
         # From here on this is the last backward.
         self._parameters_at_start = parameters
-        self._has_stepped = False
+        self._has_stepped_since_backward = False
 
     def _list_changes(
         self,
@@ -151,7 +151,7 @@ class StepWatch:
     ) -> None:
         """Lists what has changed since the last backward, at the start of the next one."""
         between = f'between backward {self._num_backwards - 1} and {self._num_backwards}'
-        if self._has_stepped:
+        if self._has_stepped_since_backward:
             # The step explains all other changes.
             self.faults.append(f'An optimizer made a step {between}. Call its `step` after the last microbatch.')
             return
@@ -182,8 +182,8 @@ class StepWatch:
             stepped_ids |= {id(parameter) for parameter in group['params']}
         if not stepped_ids & self._trained_ids:
             return
-        self._has_stepped = True
-        self._had_step = True
+        self._has_stepped_since_backward = True
+        self._has_ever_stepped = True
         # Within a backward, an optimizer may make its step as soon as one gradient is complete.
         if self._in_backward or not self._gradients_at_end:
             return

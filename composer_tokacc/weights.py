@@ -129,16 +129,14 @@ def _weights_in(batch: Batch, counted: Tensor) -> Tensor:
             f'`{LOSS_WEIGHTS}` must be a real tensor of shape ({rows},) or {rows, width}, as the labels, or a list of '
             f'floats, got: {type(column).__name__} of shape {shape}, beginning with {sample_name(batch, 0)}.'
         )
-    weights = column.float().view(rows, -1).expand(rows, width)
-    # Read before the conversion to float32, in which a very small weight becomes 0.
-    is_zero = (column == 0).view(rows, -1)
+    column = column.view(rows, -1).expand(rows, width)
+    weights = column.float()
     is_in_range = (weights >= MIN_LOSS_WEIGHT) & (weights <= MAX_LOSS_WEIGHT)
-    is_bad = counted & ~(is_zero | is_in_range)
+    # Zeros are read from `column`, and so is the weight in the error. In float32 a weight may become 0 or inf.
+    is_bad = counted & ~((column == 0) | is_in_range)
     if bool(is_bad.any()):
         row = int(is_bad.any(dim=1).int().argmax())
-        # Of the column, because in float32 a weight may be 0 or inf.
-        weights_of_row = column.view(rows, -1)[row].expand(width)
-        first_bad = weights_of_row[is_bad[row]][0].item()
+        first_bad = column[row][is_bad[row]][0].item()
         raise InvalidInputError(
             f'`{LOSS_WEIGHTS}` must be 0, or from {MIN_LOSS_WEIGHT} to {MAX_LOSS_WEIGHT}, got: {first_bad} for '
             f'{sample_name(batch, row)} (nan: the sample has no weight). Correct it (0 instead of a smaller weight), '

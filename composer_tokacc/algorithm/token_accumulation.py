@@ -733,11 +733,10 @@ class TokenAccumulation(Algorithm):
                 other_terms.append(term)
         if not other_terms:
             return
-        values = [term.value for term in other_terms]
         logits = logits_of(microbatch.outputs)
         gradient = None
         if is_weighted and logits is not None:
-            gradient = gradient_by_logits(sum_of_means(values), logits)
+            gradient = gradient_by_logits(sum_of_means(term.value for term in other_terms), logits)
         if gradient is not None and gradient.any():  # a term may be 0 times the logits
             raise NotExactError(
                 '`token_weights` must apply to means over tokens only, got: another term of `loss_units` that is '
@@ -751,23 +750,9 @@ class TokenAccumulation(Algorithm):
         # added rows. The first-batch check has seen whether they have a gradient in rows without labels.
         if run.check.trains_unlabelled_rows and run.terms.of_unit(state.loss, 'samples'):
             raise trained_added_rows(record)
-        outputs_of_rows = []
-        for output in tensors_in(microbatch.outputs):
-            if output.requires_grad and output.dim() in (2, 3) and len(output) == len(record.rows):
-                outputs_of_rows.append(output)
-        # Only outputs that a term uses itself are watched, not what they are made of, such as states of as many images
-        # as there are rows. A similarity of rows, ``(rows, rows)``, is no end, because its columns belong to rows, too.
-        ends = {edge_of(output) for output in outputs_of_rows if output.dim() == 3}
-        edges = edges_of_graph(values, ends)
-        watched = [output for output in outputs_of_rows if edge_of(output) in edges]
-        # A router's loss has a gradient in the hidden states of all rows. So what it is made of is not watched, except
-        # for the logits.
-        if any(output is not logits for output in watched):
-            edges_of_statistics = edges_of_graph(term.value for term in other_terms if term.unit == 'microbatches')
-            watched = [output for output in watched if output is logits or edge_of(output) not in edges_of_statistics]
         # The gradient is read in the backward of the step. A backward of its own would run the hooks of FSDP, which
         # communicate, and only on this rank.
-        for output in watched:
+        for output in _outputs_to_watch(microbatch.outputs, other_terms, len(record.rows)):
             record.watch_added_rows(output)
 
     def _check_no_added_term(self, state: State) -> None:
@@ -1088,6 +1073,27 @@ def _edges_of(value: Any) -> set[Edge]:
     An edge keeps the graph that makes its tensor in memory, so edges must not be kept beyond the backward.
     """
     return {edge_of(tensor) for tensor in tensors_in(value)}
+
+
+def _outputs_to_watch(outputs: Any, terms: Sequence[Term], num_rows: int) -> list[torch.Tensor]:
+    """Returns the outputs of the model whose gradient shows which rows the terms see: those that a term uses itself."""
+    outputs_of_rows = []
+    for output in tensors_in(outputs):
+        if output.requires_grad and output.dim() in (2, 3) and len(output) == num_rows:
+            outputs_of_rows.append(output)
+    # The graph is not followed beyond outputs ``(rows, width, ...)``. They may be made of other outputs of this length
+    # whose entries are not the rows, such as states of as many images. But an output of two dimensions may hold the
+    # similarities of rows. There a row is a column, too, so what they are made of is watched as well.
+    ends = {edge_of(output) for output in outputs_of_rows if output.dim() == 3}
+    edges = edges_of_graph((term.value for term in terms), ends)
+    watched = [output for output in outputs_of_rows if edge_of(output) in edges]
+    logits = logits_of(outputs)
+    if all(output is logits for output in watched):
+        return watched
+    # A router's loss has a gradient in the hidden states of all rows, also of added ones. So what it is made of is not
+    # watched, except for the logits.
+    edges_of_statistics = edges_of_graph(term.value for term in terms if term.unit == 'microbatches')
+    return [output for output in watched if output is logits or edge_of(output) not in edges_of_statistics]
 
 
 def _scales_of(record: MicrobatchRecord, weight_of_mean: float, weight_of_samples: float) -> dict[str, float]:
