@@ -44,7 +44,8 @@ def text_of(batch: Batch) -> Tensor:
 def has_text(batch: Batch) -> bool:
     """Returns whether the batch has the text of its rows: ``input_ids``, or ``inputs_embeds``, a vector for each label.
 
-    If it has neither (Whisper), its labels are the text of a decoder, and its mask belongs to another input.
+    If it has neither (Whisper), its labels are the text of a decoder, and its mask belongs to another input. Vectors in
+    a batch with ``decoder_input_ids`` do not count, because its labels belong to the decoder.
     """
     if batch.get('input_ids') is not None:
         return True
@@ -59,8 +60,8 @@ def labels_at_text(batch: Batch) -> Tensor | None:
     """Returns the labels if they lie at the positions of the text, else None.
 
     The labels of an encoder-decoder model lie at positions of the decoder, but may have the shape of the text by
-    chance. In a batch only ``decoder_input_ids`` show that. Without them such labels are returned. Where batches are
-    trimmed, :func:`.labels_along_text` also reads the config of the model.
+    chance. In a batch only ``decoder_input_ids`` show that. Without them such labels are returned. To trim
+    batches, use :func:`.labels_along_text`, which also reads the config of the model.
     """
     labels = batch.get('labels')
     if not isinstance(labels, Tensor) or batch.get('decoder_input_ids') is not None:
@@ -182,7 +183,7 @@ def check_batch(batch: Batch, *, labels_are_at_ids: bool = False) -> None:
         )
     has_attention = attended_positions(batch).any(dim=1)
     if bool(has_attention.all()):
-        return
+        return  # the usual case. The next lines would find the same, but take time in each step
     loses_labels = ~has_attention & (labels != IGNORE_INDEX).any(dim=1)
     if bool(loses_labels.any()):
         first_row = int(loses_labels.int().argmax())
@@ -320,6 +321,7 @@ def common_padding_side(batches: Iterable[Batch]) -> str:
     All other batches may be without padding, or without text, and do not show the side.
     """
     for batch in batches:
+        # A custom model may have ids of another type, which has_text() takes for text.
         has_readable_ids = isinstance(batch.get('input_ids'), Tensor | None)
         if has_readable_ids and has_text(batch) and padding_side(batch) == 'left':
             return 'left'

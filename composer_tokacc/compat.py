@@ -359,9 +359,10 @@ def composer_state_types() -> list[Any]:
 
 
 def read_sharded(path: Path, state: dict[str, Any]) -> None:
-    """Replaces values of ``state`` by those that the folder of a sharded checkpoint has.
+    """Reads a sharded checkpoint into ``state``: replaces the values of the keys that both have.
 
-    The public function waits for all ranks. Its argument ``no_dist`` is newer than torch 2.6.
+    Does not wait for other ranks, because rank 0 looks for a checkpoint alone. The public function waits. Its argument
+    ``no_dist`` is newer than torch 2.6.
     """
     # Imported here, because code that only reads data imports this module.
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner

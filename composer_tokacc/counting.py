@@ -177,8 +177,7 @@ def count_tokens(batch: Mapping[str, Any], loss_tokens: str = 'causal') -> Token
 def real_tokens(batch: Mapping[str, Any]) -> list[int]:
     """Returns the number of attended positions of each row. Without a mask of the text, all positions are attended."""
     mask = batch.get('attention_mask')
-    # For labels without ids or vectors, attended_positions() does not read the mask. Here it counts if it has their
-    # shape.
+    # Without ids or vectors, attended_positions() reads no mask. Here a mask counts if it has the shape of the labels.
     if mask is not None and mask.shape == text_of(batch).shape:
         is_attended = mask != 0
     else:
@@ -190,9 +189,9 @@ def with_one_label(batch: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the batch with a label that carries loss, for a batch without any. Does not wait for the device.
 
     A mean over no labels is 0 / 0, so NaN, and stays NaN if the caller multiplies the loss by 0. The label is written
-    at the first attended position after an attended one. If all rows have a single token, it is written at an attended
-    position behind the first column, else at a pad there. A batch of one column gets it in this column, where models
-    that shift labels do not count it.
+    at the first attended position after an attended one. If there is none, it is written at the first attended position
+    behind the first column, or else at the first pad there. In a batch of one column it is written in this column,
+    where models that shift labels do not count it.
 
     The label is 0, because every vocabulary has this token. Ids of image placeholders may lie outside of it.
     """

@@ -145,8 +145,9 @@ def _train(config: TrainConfig) -> None:
         last_answers = []
         if answers is not None:
             last_answers = answers.last
+        # The export and the function under `report.name` see the weights that were evaluated.
         with ExitStack() as stack:
-            if not config.is_sharded:  # rank 0 could not use a sharded model alone
+            if not config.is_sharded:  # rank 0 cannot use a sharded model alone
                 stack.enter_context(evaluated_weights(trainer.state, trainer.logger))
             summary = write_report(config, parts, result, metrics, history, last_answers)
     # All ranks wait until the report is written. If a rank exited earlier, NCCL would report it as crashed.

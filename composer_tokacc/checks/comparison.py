@@ -376,7 +376,7 @@ class RowComparison:
     def _has_tokens_in(self, unlabelled_rows: Sequence[int], labelled_rows: Sequence[int]) -> bool:
         """Returns whether means over tokens have a gradient or a value in some rows whose labels are taken away.
 
-        They are computed together with one of the labelled rows. Returns False if there are no such rows.
+        Together with one of the labelled rows they make one microbatch. Returns False if either list is empty.
         """
         has_tokens = self.check_loss and 'tokens' in self.reference.losses
         if not (has_tokens and unlabelled_rows and labelled_rows):

@@ -110,7 +110,8 @@ class TokenWeightsReport:
         """Returns a sentence for each forward of this rank that adds nothing to the gradient, or not enough.
 
         All labels of a forward should add to it, unless they are ignored. If a forward gets no labels, some token
-        should. The weight of at least one token must be measured, because the others are left out of :attr:`spread`.
+        should. A forward is also named if none of its weights could be measured, because then :attr:`spread` says
+        nothing about it.
         """
         sentences = []
         for number, forward in enumerate(self._forwards, start=1):

@@ -69,7 +69,7 @@ PROCESSOR_PARTS = {
 tensors. If a processor has both attributes for audio, the second is used, as in Transformers."""
 
 ARGUMENTS_OF_TOKENIZER = ('max_length', 'truncation', 'padding', 'min_pixels', 'max_pixels')
-"""Arguments of a tokenizer that :func:`_without_arguments_of_tokenizer` takes away from a processor's calls."""
+"""Arguments of a tokenizer that its processor must not pass on, see :func:`_without_arguments_of_tokenizer`."""
 
 
 class ConversationEncoder:
@@ -379,9 +379,9 @@ class ConversationEncoder:
         return self.template.render(prepared)
 
     def _check_number_of_media(self, messages: Sequence[Message], media: DecodedMedia) -> None:
-        """Refuses media without a part in the messages, parts without media, and media that the processor cannot take.
+        """Refuses media that do not match the parts of the messages, or that the processor cannot take.
 
-        A tokenizer would drop all media silently, and the processors of BLIP would drop parts.
+        Otherwise a tokenizer would drop all media silently, and the processors of BLIP parts without media.
         """
         for modality, items in media.items():
             num_parts = 0
@@ -639,7 +639,7 @@ def _without_arguments_of_tokenizer(processor: Any) -> Any:
     """Returns a processor that does not pass some arguments of its tokenizer on to each call.
 
     Transformers keeps the arguments that a tokenizer was made with, and a processor passes them on to its tokenizer and
-    to all its parts, where they stand above the settings of the part. Two kinds of them must not be passed on:
+    to all its parts, where they override the settings of the part. Two kinds of them must not be passed on:
 
     - ``max_length``, ``truncation`` and ``padding``. ``tokenizer.json`` has a ``max_length`` if the tokenizer was saved
       after it had truncated a text. Texts and audio would then be cut off silently.
@@ -647,7 +647,7 @@ def _without_arguments_of_tokenizer(processor: Any) -> Any:
       processor already has them as its ``size``. In a call they would take the place of the smaller ``size`` with which
       `FittingEncoder` makes media smaller.
 
-    Returns the processor itself if its tokenizer has none of them, otherwise a shallow copy.
+    Returns the processor itself if its tokenizer has none of them, otherwise a shallow copy with a copied tokenizer.
     """
     tokenizer: Any = getattr(processor, 'tokenizer', None)
     arguments: Mapping[str, Any] = getattr(tokenizer, 'init_kwargs', {})

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 GZIP_SIGNATURE = b'\x1f\x8b'
 BYTES_AT_END = 2**20
-"""Bytes at the end of a parquet file that are read to recognize it. In most files the end holds all its metadata."""
+"""Bytes at the end of a parquet file that are read to recognize it. In most files they hold all its metadata."""
 
 
 def read_records(
@@ -293,8 +293,8 @@ def _name_in_cache(file: str) -> str:
     """Returns the name under which `datasets` keeps the unpacked copy of a parquet file in its cache.
 
     By itself `datasets` recognizes a file by its path and time. But a file may have been replaced by one of the same
-    time: container images and `rsync` keep or set the time. So the name tells the size and the end of the file, too.
-    The end of a parquet file holds the places, sizes, and the least and largest values of all columns.
+    time: container images and `rsync` keep or set the time. So the name depends on the size and the end of the file,
+    too. The end of a parquet file holds the places, sizes, and the least and largest values of all columns.
     """
     with regular_file(Path(file)).open('rb') as opened:
         size = opened.seek(0, os.SEEK_END)

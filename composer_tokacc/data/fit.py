@@ -158,7 +158,7 @@ class FittingEncoder(ConversationEncoder):
             shapes_only: The same.
             steps: The number of steps, if it is known, as in training. Then the sample has no ``shrink_steps``, because
                 it may be collated with samples of datasets without ``fit``, which have none. The number comes from a
-                length table, which may be older than the files. If the sample does not fit, the number is not used.
+                length table, which may be older than the files. If the sample does not fit, the steps are found again.
         """
         encode = partial(self._encode_after, record, files)
         if steps is not None:

@@ -50,7 +50,7 @@ TURNS = {
 def read_image(file: MediaFile) -> Image.Image:
     """Returns an image in RGB, turned as its EXIF entry says. 16 bits a channel are scaled to 8."""
     with _open_image(file) as image:
-        has_known_white = _has_known_white(image)  # reads entries of the file, which `_upright` may drop
+        has_known_white = _has_known_white(image)  # before `_upright`, which may drop the file's entries
         return _to_rgb(_upright(image), has_known_white=has_known_white)
 
 
@@ -113,10 +113,10 @@ def _known_formats() -> list[str]:
 
 
 def _has_known_white(image: Image.Image) -> bool:
-    """Tells whether 0 means black and 65535 means white in an image, if it has more than 8 bits a channel.
+    """Tells whether 0 is black and 65535 is white in an image of 16 bits a channel. True for images of 8 bits.
 
-    This is not so in some TIFF files. PIL does not scale 12 bits to 16. If 0 means white, it inverts only images of up
-    to 8 bits.
+    In some TIFF files this is not so, because the largest value of 12 or 32 bits is another one, and because 0 may mean
+    white. PIL inverts the values then only in images of up to 8 bits.
     """
     if image.format != 'TIFF' or not image.mode.startswith('I'):
         return True
@@ -133,8 +133,7 @@ def _to_rgb(image: Image.Image, *, has_known_white: bool) -> Image.Image:
 
     Args:
         image: The image. PIL's mode F holds floats, and modes that begin with I hold integers of 16 or 32 bits.
-        has_known_white: Whether 0 means black and the largest 16-bit value means white, if it holds integers of more
-            than 8 bits. If not, the image is refused.
+        has_known_white: See :func:`_has_known_white`. If it is False, the image is refused.
     """
     if image.mode == 'F' or image.mode.startswith('I'):
         values = np.asarray(image)

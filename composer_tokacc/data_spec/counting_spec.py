@@ -171,7 +171,7 @@ class CountingDataSpec(DataSpec):
         """
         split = self._split
         if self._first_batch is None:
-            check_weights_are_used(self.dataloader, batch, 'token')  # Composer's flag knows no weights
+            check_weights_are_used(self.dataloader, batch, 'token')  # Composer weights all tokens alike
             layout = split.fixed_layout
             if layout is None:
                 layout = largest_of_ranks(inferred_layout(microbatches_of(batch)))
@@ -204,6 +204,7 @@ class CountingDataSpec(DataSpec):
             return
         numbers_of_ranks = np.array(all_gather_object(width.numbers()))
         sums = numbers_of_ranks.sum(axis=0).tolist()
+        # `was_checked` is False, because the check ran before `width` was made, so the sums show what it has found.
         check_widths(sums, lambda: width, was_checked=False, is_trimmed=True)
 
     def _on_models_device(self, batch: Batch) -> Any:

@@ -338,7 +338,7 @@ class Piece:
         if self.rules.packing:
             return sum(self.widths) + sum(dummy_widths)
         widest = max([self.width, *dummy_widths])
-        # A dummy row of another rank may have a wider text of the decoder. Then that of all rows gets as wide.
+        # The decoder's text of a dummy row of another rank may be wider. Then all rows are padded to that width.
         decoder_widths = [dummy.decoder_width for dummy in self.dummies]
         widest_decoder = max([self.facts.decoder_width, *decoder_widths])
         num_rows = len(self.rows) + len(self.dummies)

@@ -248,8 +248,8 @@ class MicrobatchSplit:
         Args:
             facts_of_batches: Facts of the batch, or of each of its microbatches.
             microbatch_size: The ``device_train_microbatch_size``.
-            widest_row: Columns that the widest row keeps. The budget of a loader is raised to it. The width of the
-                batch may be far greater, if the collator pads all rows to one width.
+            widest_row: Columns that the widest row keeps. A budget that the loader has planned is raised to it, and not
+                to the width of the batch, which may be far greater if the collator pads all rows to one width.
         """
         decoder_width = max(facts.decoder_width for facts in facts_of_batches)
         if self.options.slot_tokens is None and self._planned_tokens:
@@ -552,9 +552,9 @@ class MicrobatchSplit:
         return num_microbatches
 
     def _check_dummies(self, pieces: Sequence[Piece]) -> None:
-        """Raises RuntimeError if a microbatch gets dummy rows, and a mean over tokens would have a term in them.
+        """Raises RuntimeError if a microbatch has dummy rows, and they would add to a mean over tokens.
 
-        A collective if such a mean is known, so that no rank waits for one that has refused the step.
+        If the loss has such a mean, this is a collective, so that all ranks refuse the step if one does.
         """
         if not self._has_tokens_in_dummies:
             return
@@ -696,8 +696,9 @@ def _check_decoder_padding(facts_of_batches: Sequence[RowFacts]) -> None:
     widths = {labels_of(facts.batch).shape[1] for facts in facts_of_batches}
     if len(widths) < 2:
         return
-    # If some rows begin after the first column, and others end before the last one, either the first or the last labels
-    # of some rows are masked. The text of the encoder tells: a tokenizer pads it on the same side.
+    # Labels that begin after the first column look padded on the left, but the first ones may be masked. Labels that
+    # end before the last column look padded on the right, but the last ones may be masked. If both occur, the text of
+    # the encoder decides, because a tokenizer pads both texts on the same side.
     is_text_padded_on_left = any(facts.side == 'left' for facts in facts_of_batches)
     padded_on_left = None
     for facts in facts_of_batches:
@@ -705,7 +706,7 @@ def _check_decoder_padding(facts_of_batches: Sequence[RowFacts]) -> None:
         full_or_empty = (reach.width, 0)
         ends_early = any(num_columns not in full_or_empty for num_columns in reach.from_first)
         if ends_early and not is_text_padded_on_left:
-            return  # padded on the right. If first labels are masked, that only looks like padding on the left
+            return  # padded on the right
         if any(num_columns not in full_or_empty for num_columns in reach.from_last):
             padded_on_left = facts
     if padded_on_left is not None:

@@ -67,8 +67,8 @@ SCALED_ROTARY_TYPES = ('dynamic', 'longrope')
 KEYS_AT_LABELS = ('labels', 'loss_weights', 'loss_mask')
 """Keys of tensors with a value for each label."""
 _NAME_OF_LABELS = re.compile(r'(?!is_|has_).*(labels?|label_ids|targets?)_?\d*$')
-"""Names that labels of a second task have, such as `ner_labels` or `labels2`. Not those of masks: `label_mask`,
-`is_target`."""
+"""Matches names of labels of a second task, such as `ner_labels` or `labels2`, but not names of masks, such as
+`label_mask` or `is_target`."""
 NUM_DUMMY_FRAMES = 4
 """Frames of a dummy video. InstructBLIP-Video's processor writes placeholders for as many."""
 
@@ -621,12 +621,10 @@ class BatchLayout:
         return joined
 
     def _joined_plain_value(self, key: str, values: Sequence[Any], batches: Sequence[Batch]) -> Any:
-        """Returns the plain value of all batches if they have the same, else a list with the value of each row.
+        """Returns the plain value that all batches share, or a list with the value of each row.
 
-        Args:
-            key: The key.
-            values: The value of each batch that has the key.
-            batches: All batches.
+        It is a list if values differ, or if the key is registered as one of rows. ``values`` has the value of each
+        batch that has the key.
         """
         if not values:
             return None
@@ -776,12 +774,18 @@ def _has_decoder(config: Any, batch: Batch) -> bool:
 
 
 def labels_along_text(layout: BatchLayout, batch: Batch) -> torch.Tensor | None:
-    """Returns the labels if they lie at the positions of the text; None if not, as in an encoder-decoder."""
+    """Returns the labels if they lie at the positions of the text, else None.
+
+    Unlike :func:`.labels_at_text` it also recognizes an encoder-decoder by its config.
+    """
     return None if _has_decoder(layout.config, batch) else labels_at_text(batch)
 
 
 def real_positions_of(layout: BatchLayout, batch: Batch) -> torch.Tensor:
-    """Returns the positions that must not be trimmed, bool ``(rows, width)``: those with attention or with a label."""
+    """Returns the positions that must not be trimmed, bool ``(rows, width)``: those with attention or with a label.
+
+    Labels of a decoder do not count, because they lie at other positions. See also :func:`.real_positions`.
+    """
     if _has_decoder(layout.config, batch):
         return attended_positions(batch)
     return real_positions(batch)

@@ -50,10 +50,10 @@ class SourceLedger:
 
     def __init__(self) -> None:
         self._names: dict[str, str] = {}
-        """The name in the log of each source that any rank has seen so far, without further ones than ``MOST_SOURCES``.
-        The mapping is the same on all ranks."""
+        """Names in the log, by source: of the first ``MOST_SOURCES`` sources that any rank has seen. They are the
+        same on all ranks."""
         self._has_others = False
-        """Whether any rank has seen further sources."""
+        """Whether any rank has seen more sources than these."""
         self.begin_attempt()
 
     def begin_attempt(self) -> None:
@@ -136,7 +136,7 @@ class SourceLedger:
             return
         name = _loggable(source)
         if name in self._names.values():
-            # Another source becomes the same name, such as one with as many Chinese characters.
+            # Another source has this name. For example, Chinese words of the same length all become underscores.
             checksum = zlib.crc32(source.encode())
             name = f'{name}_{checksum:08x}'
         self._names[source] = name

@@ -75,7 +75,8 @@ def lock_folders(folders: Mapping[str, Path | None]) -> Iterator[None]:
     The system releases the locks if the process is killed.
 
     Args:
-        folders: The folders by their keys in the config. Several keys may have the same folder. None is left out.
+        folders: The folders by their keys in the config; None if a key has no folder. Several keys may have the same
+            folder.
     """
     locked = set()
     with ExitStack() as stack:
@@ -139,8 +140,10 @@ def arguments_to_resume(trainer: Section, loggers: Sequence[LoggerDestination] =
 
 
 def newest_checkpoint(link: Path, run_name: str | None) -> Path | None:
-    """Returns the newest complete checkpoint; None if there is no checkpoint. Refuses a link to a damaged one, if there
-    is no other.
+    """Returns the newest complete checkpoint; None if there is no checkpoint.
+
+    If the latest one is damaged, returns the newest other one. If there is a link, but no complete checkpoint, raises
+    an error. Without a link, damaged checkpoints count as absent.
 
     Args:
         link: Composer's link to the latest checkpoint. A copy of a folder may hold a file in its place.
@@ -173,8 +176,8 @@ def newest_checkpoint(link: Path, run_name: str | None) -> Path | None:
 def _newest_without_link(link: Path, run_name: str | None) -> Path | None:
     """Returns the newest complete checkpoint of a run in a folder without its link; None if there is none.
 
-    A copy of a folder may lack the link, and so does a run that was killed when it had saved its first checkpoint. If
-    such a run began again, it would overwrite the checkpoints.
+    A copy of a folder may lack the link. A run that was killed right after it saved its first checkpoint has none yet.
+    If such a run began at step 0 again, it would overwrite its checkpoints.
 
     Args:
         link: The path that the link would have.
@@ -340,7 +343,7 @@ class ModelShapes:
 
 @dataclass(frozen=True)
 class SavedRun:
-    """The parts of a checkpoint that :class:`SameData` compares with the run."""
+    """The parts of a checkpoint that decide whether a run may load it."""
 
     path: Path
     fingerprints: str
@@ -399,6 +402,7 @@ def _state_of_folder(path: Path) -> dict[str, Any]:
         state.setdefault(section, {})[name] = value
     # Torch reads only the entries that this mapping has, and replaces their values by the saved values.
     saved_state: dict[str, Any] = {'callbacks': {SameData.__qualname__: {'fingerprints': ''}}, 'run_name': None}
+    # Not added to a checkpoint without a timestamp, because SavedRun.read() would think that a run can resume from it.
     if 'timestamp' in state:
         saved_state['timestamp'] = {'Timestamp': {'batch': 0}}
     read_sharded(path, {'state': saved_state})

@@ -69,7 +69,7 @@ KEYS_NEEDING = {
     'trainer.load_path': ('trainer.load_weights_only', 'trainer.load_ignore_keys', 'trainer.load_exclude_algorithms'),
     'dataset.eval': ('loader.global_eval_batch_size', 'report.answers', 'report.answer_tokens'),
 }
-"""For each key, the keys that have no effect without it. Composer accepts them silently. `trainer.eval_interval` is not
+"""For each key, the keys that have no effect without it. They are accepted silently. `trainer.eval_interval` is not
 among them, because Composer itself warns if there is no eval set."""
 _FSDP = 'trainer.parallelism_config.fsdp'
 
@@ -293,7 +293,9 @@ def notes_on(config: TrainConfig) -> list[str]:
 
 
 def _same_file(training: Section, evaluation: Section) -> bool:
-    """Returns whether two datasets read the same files. Other classes than ours may read a part of their ``path``."""
+    """Returns whether two datasets of the class ``llava`` read the same file. False for other classes, because they may
+    read only a part of their ``path``, such as a split.
+    """
     names = {training.get('name'), evaluation.get('name')}
     return names == {'llava'} and training.get('path') == evaluation.get('path')
 

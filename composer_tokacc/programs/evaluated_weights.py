@@ -17,12 +17,12 @@ from composer.loggers import Logger
 def evaluated_weights(state: State, logger: Logger) -> Iterator[None]:
     """Gives the model the weights that Composer evaluates, while the block runs.
 
-    With Composer's EMA these are the average of the weights. It swaps them in at the start of an evaluation, and out at
-    its end, before any callback is called.
+    With Composer's EMA these are averages of the weights. EMA swaps them in at the start of an evaluation. At its end
+    it swaps them out before callbacks are called, so a callback needs this context.
     """
     averages = []
     for algorithm in state.algorithms:
-        # It does not match before its average has begun.
+        # False before EMA has begun to average, see its argument `ema_start`.
         if isinstance(algorithm, EMA) and algorithm.match(Event.EVAL_START, state):
             averages.append(algorithm)
     for average in averages:

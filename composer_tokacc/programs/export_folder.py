@@ -41,8 +41,8 @@ EXPORTED_FILES = (
     'spiece.model',
     'sentencepiece.bpe.model',
 )
-"""Patterns of the files in an exported folder that Transformers loads. They must not match files of the user, such as
-the results of an evaluation."""
+"""Patterns of the files in an exported folder that Transformers loads. :func:`export_model` removes them before it
+writes new ones, so they must not match files of the user, such as the results of an evaluation."""
 
 
 def export_checkpoint(checkpoint: Path, folder: Path, *, merge: bool = False) -> None:
@@ -190,7 +190,8 @@ def _model_with_weights(config: PretrainedConfig, weights: Mapping[str, torch.Te
     head = model.get_output_embeddings()
     is_stored_twice = was_tied and not head.weight.is_meta and not model.get_input_embeddings().weight.is_meta
     if is_stored_twice:
-        # Transformers 5 does not tie them if the files of a model hold different ones, whatever its config says.
+        # They may differ, although the config says that they are tied: Transformers 5 does not tie them if the files of
+        # a model hold different ones.
         _tie_if_equal(model)
     else:
         model.tie_weights()  # a head that is tied to the embeddings may be stored once
@@ -222,7 +223,8 @@ def _merged_model(
         with building('base_model_name_or_path'):
             # In the type of the run, because the files of the base may be in a type with fewer bits.
             model = auto_class(config).from_pretrained(base, dtype=config.dtype, trust_remote_code=False)
-        is_rounded = getattr(config, 'quantization_config', None) is not None  # its fingerprint is of rounded weights
+        # In a run with a base in 4 bits the fingerprint is of the rounded weights. Here the base is not rounded.
+        is_rounded = getattr(config, 'quantization_config', None) is not None
         if base_fingerprint is not None and not is_rounded:
             _check_base(model, base_fingerprint, base)
     was_tied = has_tied_head(model)

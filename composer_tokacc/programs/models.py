@@ -148,8 +148,8 @@ def build_transformers_model(
     for name, parameter in model.named_parameters():
         if name_in_base(name) in unreached_names:  # also the adapter of such a parameter
             parameter.requires_grad_(False)
-        if name_in_base(name) in frozen_names and not IN_ADAPTER.search(name):  # a bias that `lora.bias` trains
-            parameter.requires_grad_(False)
+        if name_in_base(name) in frozen_names and not IN_ADAPTER.search(name):
+            parameter.requires_grad_(False)  # with `lora.bias`, peft has made biases of frozen parts trainable again
 
     if activation_checkpointing:
         # The reentrant kind does not work with DDP's hooks, and needs inputs with gradients.
@@ -374,8 +374,8 @@ def _from_checkpoint(path: str, model_class: Any, dtype: torch.dtype, options: d
     # Weights that the model has no place for are allowed, because many checkpoints hold heads for other tasks.
     refuse_partial(f'the weights of a {type(model).__name__}', sorted(loading['missing_keys']), path=path)
     if model.get_output_embeddings() is not None and not has_tied_head(model):
-        # Transformers 5 does not tie them if the checkpoint holds different ones, even if the config says so. With such
-        # a config, a later change of the embeddings' size would replace the head by the embeddings.
+        # Transformers 5 does not tie head and embeddings if the checkpoint holds different ones, even if its config
+        # ties them. With this config, a later change of the embeddings' size would replace the head by the embeddings.
         note_tying(model, is_tied=False)
     return model
 
@@ -387,7 +387,7 @@ def has_tied_head(model: Any) -> bool:
 
 
 def note_tying(model: Any, *, is_tied: bool) -> None:
-    """Writes into the config of a model whether Transformers ties its head to its embeddings."""
+    """Sets ``tie_word_embeddings`` in the config of a model, and in the config of its language model."""
     for config in (model.config, model.config.get_text_config()):
         config.tie_word_embeddings = is_tied
 

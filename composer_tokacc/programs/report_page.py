@@ -181,7 +181,7 @@ def _chart(title: str, curves: Mapping[str, Series]) -> dict[str, Any]:
 
 
 def _drawn_places(curve: Sequence[float]) -> list[int]:
-    """Returns the places of the lowest and the highest value of each range of steps, rising; also the first and last.
+    """Returns the places of the lowest and the highest value of each range of steps, and the first and the last place.
 
     So a long curve has few points, and no spike is lost.
     """

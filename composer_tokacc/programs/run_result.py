@@ -63,7 +63,8 @@ class FinishedRun:
     is_sharded: bool
     """Whether the ranks divide the model by FSDP. Then rank 0 cannot run it alone."""
     metrics: dict[str, Series] = field(default_factory=dict)
-    """Everything that was logged in the run, also before it was resumed, from ``metrics.jsonl``."""
+    """Everything that was logged in the run, also before it was resumed, from ``metrics.jsonl``. NaN stands for values
+    that were not finite."""
 
     def series(self, name: str) -> tuple[list[int], list[float]]:
         """Returns steps and finite values of a logged metric; empty if nothing logged it."""
