@@ -310,7 +310,7 @@ class RunContext:
         if self.split is not None:
             assert rules is not None  # a split always has rules
             self.split.layout = self.check.layout
-            self.split.adopt(rules, has_tokens_in_dummies=self.check.has_tokens_in_dummies)
+            self.split.adopt(rules, has_loss_in_dummies=self.check.has_loss_in_dummies)
         failure = self.check.selection_failure
         if failure is not None and self.check.selector is not None:
             self._remove_selector()

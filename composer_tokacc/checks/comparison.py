@@ -357,23 +357,23 @@ class RowComparison:
         rows_with_tokens = [row for row in self._all_rows if self._counts[row]]
         # If no row came with labels, those that the check has given labels stand for some.
         labelled_rows = [row for row in rows_with_tokens if row not in unlabelled_rows] or rows_with_tokens
-        if self._has_tokens_in(unlabelled_rows, labelled_rows):
+        if self._has_loss_in(unlabelled_rows, labelled_rows):
             name = sample_name(self.rows, unlabelled_rows[0])
             raise NotExactError(
                 f'{MEAN}a term in rows without labels, such as {name}. A microbatch of such rows has no '
                 f'loss-generating token, so the term would be left out. {NAME_TERMS}'
             )
 
-    def has_tokens_in_dummies(self) -> bool:
+    def has_loss_in_dummies(self) -> bool:
         """Returns whether means over tokens have a gradient or a value in dummy rows: rows with media, without labels.
 
         A step counts no tokens there, so a microbatch with a dummy row would have a term of the loss too much.
         """
         rows_with_media = [row for row in self._all_rows if self._facts.media[row]]
         rows_with_tokens = [row for row in self._all_rows if self._counts[row]]
-        return self._has_tokens_in(rows_with_media, rows_with_tokens)
+        return self._has_loss_in(rows_with_media, rows_with_tokens)
 
-    def _has_tokens_in(self, unlabelled_rows: Sequence[int], labelled_rows: Sequence[int]) -> bool:
+    def _has_loss_in(self, unlabelled_rows: Sequence[int], labelled_rows: Sequence[int]) -> bool:
         """Returns whether means over tokens have a gradient or a value in some rows whose labels are taken away.
 
         Together with one of the labelled rows they make one microbatch. Returns False if either list is empty.

@@ -172,7 +172,7 @@ class FirstBatchCheck(Generic[RulesT]):
     """Why logits only at labels would change the loss or its gradient; None: they do not, or nothing was tried."""
     trains_unlabelled_rows: bool = field(default=False, init=False)
     """Whether terms over samples have a gradient in rows without labels."""
-    has_tokens_in_dummies: bool = field(default=False, init=False)
+    has_loss_in_dummies: bool = field(default=False, init=False)
     """Whether means over tokens have a gradient or a value in dummy rows, which several ranks may need."""
     has_logits: bool = field(default=True, init=False)
     """False if the model returns hidden states, because its loss contains the output embedding."""
@@ -344,7 +344,7 @@ class FirstBatchCheck(Generic[RulesT]):
         self.trains_unlabelled_rows |= comparison.check_unlabelled_row()
         comparison.check_no_tokens_in(shared.unlabelled_rows)
         if self.cutter is not None and get_world_size() > 1:
-            self.has_tokens_in_dummies |= comparison.has_tokens_in_dummies()
+            self.has_loss_in_dummies |= comparison.has_loss_in_dummies()
         # Microbatches that the loader has collated may pad media to other sizes than the batch.
         comparison.check_media(shared.media)
         self._learn_loss(comparison)

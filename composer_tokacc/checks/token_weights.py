@@ -129,17 +129,15 @@ class TokenWeightsReport:
                         f'(1 - p below {SURE}), or most of the gradient is not of a cross-entropy. Test with a fresh '
                         'model and without the other loss.'
                     )
-                continue
-            if num_tokens > 0:
+            elif num_tokens > 0:
                 sentences.append(
                     f'{name} adds only {num_tokens} of its {num_labels} labels to the gradient. Set labels that '
                     'the loss leaves out to -100, or let the loss use all of them.'
                 )
-                continue
-            reason = '`backward` did not reach its logits'
-            if forward.has_gradient:
-                reason = 'its gradient is 0'
-            sentences.append(f'{name} adds nothing to the gradient: {reason}.')
+            elif forward.has_gradient:
+                sentences.append(f'{name} adds nothing to the gradient: its gradient is 0.')
+            else:
+                sentences.append(f'{name} adds nothing to the gradient: `backward` did not reach its logits.')
         return sentences
 
     def unequal_tokens(self) -> str:

@@ -98,24 +98,24 @@ def map_samples(
 def image_token_ids(processor: Any) -> tuple[int, ...]:
     """Returns the ids of the tokens that stand for images, videos and audio.
 
-    Processors and tokenizers name these tokens in attributes such as ``image_token_id``. A few write another token for
-    each patch than the one in the text of the chat template: Llama 4 has ``img_patch_token``, Molmo2 a list
-    ``image_token_ids``. In other families this list also holds tokens that are not counted, such as the line breaks of
-    Pixtral. There it holds ``image_token_id``, too, and is not read.
+    Processors and tokenizers name these tokens in attributes such as ``image_token_id``. A few processors replace this
+    token by another one for each patch: Llama 4 names it ``img_patch_token``, and Molmo2 lists it in
+    ``image_token_ids``.
     """
     tokenizer = getattr(processor, 'tokenizer', None)
     candidates = set()
-    names_of_tokens = ['img_patch_token']
     for modality in MODALITIES:
         token_id = getattr(processor, f'{modality}_token_id', None)
-        ids_in_samples = getattr(processor, f'{modality}_token_ids', None) or []
         candidates.add(token_id)
         candidates.add(getattr(tokenizer, f'{modality}_token_id', None))
-        if token_id is not None and token_id not in ids_in_samples:
-            candidates.update(ids_in_samples)
-        names_of_tokens.append(f'{modality}_token')
-    for name in names_of_tokens:
-        # Some processors have only the text of the token.
+        # In other families this list also has tokens that are not counted, such as the line breaks of Pixtral. There it
+        # also has the token itself. Then the list is not read.
+        listed_ids = getattr(processor, f'{modality}_token_ids', None) or []
+        if token_id is not None and token_id not in listed_ids:
+            candidates.update(listed_ids)
+    # Some processors have only the text of a token.
+    names_of_tokens = [f'{modality}_token' for modality in MODALITIES]
+    for name in ['img_patch_token', *names_of_tokens]:
         token = getattr(processor, name, None)
         if token is not None and tokenizer is not None:
             candidates.add(tokenizer.convert_tokens_to_ids(str(token)))

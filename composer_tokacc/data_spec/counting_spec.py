@@ -188,7 +188,7 @@ class CountingDataSpec(DataSpec):
         check = self._first_batch
         rules = check.prove(batch)
         assert rules is not None  # a split always has rules
-        split.adopt(rules, has_tokens_in_dummies=check.has_tokens_in_dummies)
+        split.adopt(rules, has_loss_in_dummies=check.has_loss_in_dummies)
         split.layout = check.layout  # the check learns from each batch which tensors belong to rows
         self._loss_tokens = check.rule or self._loss_tokens
         self._check_widths(check, batch)

@@ -127,7 +127,7 @@ class MicrobatchSplit:
         # Whether the first-batch check should try to pack rows: from start() until packing has failed on some rows, or
         # rules are adopted.
         self._tries_packing = False
-        self._has_tokens_in_dummies = False
+        self._has_loss_in_dummies = False
         self._has_warned_of_dummies = False
 
     # Called by the algorithm. Without one, the DataSpec that knows the model calls start() and adopt().
@@ -172,7 +172,7 @@ class MicrobatchSplit:
         self.checked = False
         self.reduces_once = False
         self.step = None
-        self._has_tokens_in_dummies = False
+        self._has_loss_in_dummies = False
 
     def _packing_costs_less(self, facts_of_batches: Sequence[RowFacts], microbatch_size: float) -> bool:
         """Returns whether packing the batches of all ranks costs less than padding them; a collective."""
@@ -197,13 +197,13 @@ class MicrobatchSplit:
         savings = all_gather_object(padded_cost - packed_cost)
         return sum(savings) > 0
 
-    def adopt(self, rules: CutRules, *, has_tokens_in_dummies: bool = False) -> None:
+    def adopt(self, rules: CutRules, *, has_loss_in_dummies: bool = False) -> None:
         """Cuts by these rules from now on, because the first-batch check has found them to be exact.
 
         Args:
             rules: The rules.
-            has_tokens_in_dummies: Whether a mean over tokens has a term in dummy rows. Then the split refuses a step
-                that needs some.
+            has_loss_in_dummies: Whether dummy rows add to a mean over tokens. Then the split refuses a step that needs
+                dummy rows.
         """
         if self.checked and self.packs_rows and not rules.packing:
             log.warning(
@@ -213,7 +213,7 @@ class MicrobatchSplit:
         self.rules = rules
         self.checked = True
         self._tries_packing = False
-        self._has_tokens_in_dummies = has_tokens_in_dummies
+        self._has_loss_in_dummies = has_loss_in_dummies
         self._set_attention(rules.packing)
 
     # Called by the first-batch check.
@@ -556,7 +556,7 @@ class MicrobatchSplit:
 
         If the loss has such a mean, this is a collective, so that all ranks refuse the step if one does.
         """
-        if not self._has_tokens_in_dummies:
+        if not self._has_loss_in_dummies:
             return
         refusal = None
         for piece in pieces:

@@ -258,7 +258,7 @@ class BatchLayout:
             )
         # Without text (Whisper) the labels are the decoder's, which are not trimmed.
         lies_along_text = has_text(batch)
-        if key in KEYS_AT_LABELS and _has_decoder(self.config, batch):
+        if key in KEYS_AT_LABELS and _labels_are_of_decoder(self.config, batch):
             lies_along_text = False
         for dim in entry.seq_dims:
             # A tensor may lack the dimension: `loss_weights` may have one weight per row.
@@ -763,10 +763,11 @@ def _entry_by_shape(
     return entry
 
 
-def _has_decoder(config: Any, batch: Batch) -> bool:
+def _labels_are_of_decoder(config: Any, batch: Batch) -> bool:
     """Returns whether the labels of a batch are at positions of a decoder, and not at those of the text.
 
-    Without a config only ``decoder_input_ids`` show it.
+    ``decoder_input_ids`` always show it. So does the config of an encoder-decoder, unless the labels are the only text
+    of the batch (Whisper).
     """
     if batch.get('decoder_input_ids') is not None:
         return True
@@ -778,7 +779,7 @@ def labels_along_text(layout: BatchLayout, batch: Batch) -> torch.Tensor | None:
 
     Unlike :func:`.labels_at_text` it also recognizes an encoder-decoder by its config.
     """
-    return None if _has_decoder(layout.config, batch) else labels_at_text(batch)
+    return None if _labels_are_of_decoder(layout.config, batch) else labels_at_text(batch)
 
 
 def real_positions_of(layout: BatchLayout, batch: Batch) -> torch.Tensor:
@@ -786,7 +787,7 @@ def real_positions_of(layout: BatchLayout, batch: Batch) -> torch.Tensor:
 
     Labels of a decoder do not count, because they lie at other positions. See also :func:`.real_positions`.
     """
-    if _has_decoder(layout.config, batch):
+    if _labels_are_of_decoder(layout.config, batch):
         return attended_positions(batch)
     return real_positions(batch)
 
@@ -1037,26 +1038,39 @@ def _widest_shared(
 def _fill_of(key: str, batches: Sequence[Batch]) -> float:
     """Returns the value to pad an unregistered tensor with, which may have a value for each token.
 
-    It is the value that the collator has written on its own padding. If there is none, or several, integers that are
-    labels get -100: those with a -100, or with the name of labels. All others get 0.
+    It is the value that the collator has written on its own padding. If there is none, or several, labels get -100, and
+    all others get 0. Integers are taken for labels if some are -100, or if the key is a name of labels.
     """
-    on_padding: list[torch.Tensor] = []
+    value_on_padding = _value_on_padding(key, batches)
+    if value_on_padding is not None:
+        return value_on_padding
+    if batches[0][key].dtype not in (torch.int16, torch.int32, torch.int64):
+        return 0
+    has_ignored = any(bool((batch[key] == IGNORE_INDEX).any()) for batch in batches)
+    if has_ignored or _NAME_OF_LABELS.match(str(key)):
+        return IGNORE_INDEX
+    return 0
+
+
+def _value_on_padding(key: str, batches: Sequence[Batch]) -> float | None:
+    """Returns the value that a tensor has at all padding of the text; None if there is none, or several."""
+    parts: list[torch.Tensor] = []
     for batch in batches:
         value: torch.Tensor = batch[key]
         is_padding = outer_positions(real_positions(batch))
         if value.shape[:2] == is_padding.shape:
-            on_padding.append(value[is_padding].flatten())
-    if on_padding:
-        padding = torch.cat(on_padding)
-        if padding.numel() > 0:
-            # NaN may mark missing values.
-            is_first = torch.isclose(padding, padding[0], rtol=0, atol=0, equal_nan=True)
-            if bool(is_first.all()):
-                return padding[0].item()
-    if batches[0][key].dtype not in (torch.int16, torch.int32, torch.int64):
-        return 0
-    has_ignored = any(bool((batch[key] == IGNORE_INDEX).any()) for batch in batches)
-    return IGNORE_INDEX if has_ignored or _NAME_OF_LABELS.match(str(key)) else 0
+            parts.append(value[is_padding].flatten())
+    if not parts:
+        return None
+    padding = torch.cat(parts)
+    if padding.numel() == 0:
+        return None
+    first = padding[0]
+    # Unlike `==`, this finds NaN equal to NaN, which may mark missing values.
+    is_first = torch.isclose(padding, first, rtol=0, atol=0, equal_nan=True)
+    if not bool(is_first.all()):
+        return None
+    return first.item()
 
 
 def _check_equal_clips(family: str, key: str, batches: Sequence[Batch]) -> None:

@@ -132,7 +132,7 @@ class SourceLedger:
         if source in self._names:
             return
         if len(self._names) >= MOST_SOURCES:
-            self._warn_of_others()
+            self._note_others()
             return
         name = _loggable(source)
         if name in self._names.values():
@@ -141,8 +141,8 @@ class SourceLedger:
             name = f'{name}_{checksum:08x}'
         self._names[source] = name
 
-    def _warn_of_others(self) -> None:
-        """Warns once that there are too many sources."""
+    def _note_others(self) -> None:
+        """Notes that there are too many sources, and warns the first time."""
         if self._has_others:
             return
         self._has_others = True

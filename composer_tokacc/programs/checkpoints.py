@@ -160,7 +160,7 @@ def newest_checkpoint(link: Path, run_name: str | None) -> Path | None:
             f'must have a link to its latest checkpoint, got: {link}, a folder, which Composer cannot replace by the '
             f'next link. Rename it, and make a link to it: ln -s NEW_NAME {link}',
         )
-    for checkpoint in (latest, *_older_checkpoints(latest)):
+    for checkpoint in (latest, *_other_checkpoints(latest)):
         damage = find_damage(checkpoint)
         if not damage:
             return checkpoint
@@ -184,7 +184,7 @@ def _newest_without_link(link: Path, run_name: str | None) -> Path | None:
         run_name: The name of the run. Other runs may save into the same folder, with links of their own.
     """
     saved_runs = []
-    for path in _older_checkpoints(link):
+    for path in _other_checkpoints(link):
         try:
             saved = SavedRun.read(path)
         except ConfigError:  # a damaged checkpoint, or a file of another program
@@ -199,7 +199,7 @@ def _newest_without_link(link: Path, run_name: str | None) -> Path | None:
     return None
 
 
-def _older_checkpoints(latest: Path) -> list[Path]:
+def _other_checkpoints(latest: Path) -> list[Path]:
     """Returns the other paths in the folder that look like checkpoints, newest first.
 
     Some of them, such as other folders, may be something else. The caller finds that out by :func:`find_damage`.
@@ -557,6 +557,16 @@ class SameData(Callback):
                 saved_batches.setdefault('loader.regroup_ranks', batches['loader.regroup_ranks'])
             if saved_batches != batches:
                 self._other_batches = f'{saved_batches} there, {batches} here'
+        differences = self._differences(saved)
+        if not differences:
+            return
+        self._refuse(
+            'a resumed run must have the data, order, processor, vocabulary, adapter and optimizer of its checkpoint, '
+            f'got: other {differences}'
+        )
+
+    def _differences(self, saved: Section) -> str:
+        """Returns text that shows which saved fingerprints this run does not have; empty if it has them all."""
         differing = {}
         for name, saved_value in saved.items():
             # Another release of torch may have saved settings of the optimizer that this release does not have.
@@ -565,25 +575,18 @@ class SameData(Callback):
             if saved_value != value and not is_unknown_setting:
                 differing[name] = f'{name} {saved_value} there, {value} here'
         if not differing:
-            return
+            return ''
         details = ', '.join(differing.values())
-        self._refuse(
-            'a resumed run must have the data, order, processor, vocabulary, adapter and optimizer of its checkpoint, '
-            f'got: other {" and ".join(differing)} ({details})'
-        )
+        return f'{" and ".join(differing)} ({details})'
 
     def _compare_meaning(self, path: Path, saved_json: str) -> None:
         """Refuses weights that mean something else in this run, see ``MEANING_OF_WEIGHTS``."""
-        differing = {}
-        for name, saved_value in json.loads(saved_json or '{}').items():
-            value = self._fingerprints.get(name)
-            if name in MEANING_OF_WEIGHTS and saved_value != value:
-                differing[name] = f'{name} {saved_value} there, {value} here'
-        if differing:
-            details = ', '.join(differing.values())
+        saved = json.loads(saved_json or '{}')
+        differences = self._differences({name: saved[name] for name in saved if name in MEANING_OF_WEIGHTS})
+        if differences:
             self._refuse(
                 'a run that loads the weights of a checkpoint must have its vocabulary, and the scale and the base of '
-                f'its adapter, got: {path} with other {" and ".join(differing)} ({details})',
+                f'its adapter, got: {path} with other {differences}',
                 remedy='Set it back. A run has the vocabulary of the weights if it starts from an export of the '
                 'checkpoint: model.pretrained=FOLDER',
             )

@@ -281,7 +281,8 @@ def notes_on(config: TrainConfig) -> list[str]:
         if parts and value is not None and all(key in dataset for dataset in datasets):
             notes.append(f'`dataset.{key}` has no effect, because each dataset has its own')
     eval_section = config.dataset.get('eval')
-    for part in parts.values() or [{}]:
+    training_parts = list(parts.values()) or [{}]  # without parts, the section itself is the training set
+    for part in training_parts:
         if eval_section and _same_file(config.dataset | part, config.dataset | eval_section):
             notes.append('`dataset.eval` has the `path` of training data, so it evaluates samples that are trained')
     size = config.microbatching.device_train_microbatch_size
