@@ -140,17 +140,21 @@ def arguments_to_resume(trainer: Section, loggers: Sequence[LoggerDestination] =
 
 
 def newest_checkpoint(link: Path, run_name: str | None) -> Path | None:
-    """Returns the newest complete checkpoint; None if there is no checkpoint.
+    """Returns the newest complete checkpoint of a run; None if there is no checkpoint.
 
-    If the latest one is damaged, returns the newest other one. If there is a link, but no complete checkpoint, raises
-    an error. Without a link, damaged checkpoints count as absent.
+    That is the latest one. If it is damaged, or if there is no link to it, it is the newest other one. A copy of a
+    folder may lack the link. A run that was killed right after it saved its first checkpoint has none yet. If such a
+    run began at step 0 again, it would overwrite its checkpoints.
+
+    If there is a link, but no complete checkpoint, raises an error. Without a link, damaged checkpoints count as
+    absent.
 
     Args:
         link: Composer's link to the latest checkpoint. A copy of a folder may hold a file in its place.
-        run_name: The name of the run. Only used without a link.
+        run_name: The name of the run. Other runs may save into the same folder, with links of their own.
     """
     if not os.path.lexists(link):
-        return _newest_without_link(link, run_name)
+        return _newest_other(link, run_name)
     latest = link
     if link.is_symlink():
         latest = link.parent / os.readlink(link)
@@ -160,31 +164,25 @@ def newest_checkpoint(link: Path, run_name: str | None) -> Path | None:
             f'must have a link to its latest checkpoint, got: {link}, a folder, which Composer cannot replace by the '
             f'next link. Rename it, and make a link to it: ln -s NEW_NAME {link}',
         )
-    for checkpoint in (latest, *_other_checkpoints(latest)):
-        damage = find_damage(checkpoint)
-        if not damage:
-            return checkpoint
-        say(f'{checkpoint} is damaged ({damage})')
-    raise ConfigError(
-        'trainer.save_folder',
-        f'must hold a complete checkpoint to go on from, got: {latest}, which is damaged, and no other in '
-        f'{latest.parent}. Remove {link.parent} to start from the beginning, or give `trainer.load_path` with '
-        '`trainer.autoresume=false`',
-    )
+    damage = find_damage(latest)
+    if not damage:
+        return latest
+    say(f'{latest} is damaged ({damage})')
+    checkpoint = _newest_other(latest, run_name)
+    if checkpoint is None:
+        raise ConfigError(
+            'trainer.save_folder',
+            f'must hold a complete checkpoint to go on from, got: {latest}, which is damaged, and no other in '
+            f'{latest.parent}. Remove {link.parent} to start from the beginning, or give `trainer.load_path` with '
+            '`trainer.autoresume=false`',
+        )
+    return checkpoint
 
 
-def _newest_without_link(link: Path, run_name: str | None) -> Path | None:
-    """Returns the newest complete checkpoint of a run in a folder without its link; None if there is none.
-
-    A copy of a folder may lack the link. A run that was killed right after it saved its first checkpoint has none yet.
-    If such a run began at step 0 again, it would overwrite its checkpoints.
-
-    Args:
-        link: The path that the link would have.
-        run_name: The name of the run. Other runs may save into the same folder, with links of their own.
-    """
+def _newest_other(latest: Path, run_name: str | None) -> Path | None:
+    """Returns the newest complete checkpoint of a run in the folder of ``latest``, other than that one; None: none."""
     saved_runs = []
-    for path in _other_checkpoints(link):
+    for path in _other_checkpoints(latest):
         try:
             saved = SavedRun.read(path)
         except ConfigError:  # a damaged checkpoint, or a file of another program
@@ -200,16 +198,13 @@ def _newest_without_link(link: Path, run_name: str | None) -> Path | None:
 
 
 def _other_checkpoints(latest: Path) -> list[Path]:
-    """Returns the other paths in the folder that look like checkpoints, newest first.
-
-    Some of them, such as other folders, may be something else. The caller finds that out by :func:`find_damage`.
-    """
+    """Returns the other paths in the folder that look like checkpoints. Some of them may be something else."""
     checkpoints = []
     for path in latest.parent.glob('*'):  # finds nothing if this folder is gone
         may_be_checkpoint = path.suffix == latest.suffix or path.is_dir()  # a folder may be a sharded one
         if path != latest and not path.is_symlink() and may_be_checkpoint:
             checkpoints.append(path)
-    return sorted(checkpoints, key=os.path.getmtime, reverse=True)
+    return checkpoints
 
 
 def find_damage(path: Path) -> str:

@@ -24,10 +24,24 @@ from tests.support.launch import launch_json
 from tests.support.programs import DIGITS, TINY_DIGITS
 
 
-def save_checkpoint(path: Path, *, age: int = 0) -> Path:
-    """Writes a checkpoint file. `age` is in seconds."""
+def save_weights(path: Path) -> Path:
+    """Writes a file that no run can go on from."""
     torch.save({'state': {'model': {'weight': torch.randn(64, 64)}}}, path)
-    os.utime(path, (1e9 - age, 1e9 - age))
+    return path
+
+
+def save_run(path: Path, *, steps: int, run_name: str = 'run') -> Path:
+    """Writes a checkpoint that a run can go on from: a file, or a folder if the name has no ending."""
+    state = {
+        'model': {'weight': torch.randn(64, 64)},
+        'optimizers': {'SGD': {'param_groups': {'lr': 0.1}}},
+        'timestamp': {'Timestamp': {'batch': steps}},
+        'run_name': run_name,
+    }
+    if path.suffix:
+        torch.save({'state': state}, path)
+    else:
+        save_sharded_checkpoint(path, {'state': state})
     return path
 
 
@@ -59,9 +73,10 @@ def empty(path: Path) -> None:
 
 @pytest.mark.parametrize('damage_file', [truncate, flip_a_byte_of_the_weights, empty, Path.unlink])
 def test_newest_intact_checkpoint_is_taken(damage_file, tmp_path, capsys):
-    save_checkpoint(tmp_path / 'ep0-ba2-rank0.pt', age=30)
-    older = save_checkpoint(tmp_path / 'ep0-ba4-rank0.pt', age=20)
-    latest = save_checkpoint(tmp_path / 'ep0-ba6-rank0.pt', age=10)
+    save_run(tmp_path / 'ep0-ba2-rank0.pt', steps=2)
+    older = save_run(tmp_path / 'ep0-ba4-rank0.pt', steps=4)
+    latest = save_run(tmp_path / 'ep0-ba6-rank0.pt', steps=6)
+    save_run(tmp_path / 'ep0-ba8-rank0.pt', steps=8, run_name='other')
     link_latest(latest)
     assert resume_from(tmp_path) == str(latest)
 
@@ -74,33 +89,18 @@ def test_newest_intact_checkpoint_is_taken(damage_file, tmp_path, capsys):
 @pytest.mark.parametrize('name', ['ba{}.pt', 'rank0-ba{}.pt', 'ep0-ba{}-rank0-run.pt'])
 def test_names_of_other_forms(name, tmp_path):
     """`save_filename` may name the rank anywhere, or not at all. Files of other programs are left out."""
-    save_checkpoint(tmp_path / 'weights.zip')
-    older = save_checkpoint(tmp_path / name.format(4), age=20)
-    latest = save_checkpoint(tmp_path / name.format(6), age=10)
+    save_weights(tmp_path / 'weights.zip')
+    older = save_run(tmp_path / name.format(4), steps=4)
+    latest = save_run(tmp_path / name.format(6), steps=6)
     link_latest(latest)
     truncate(latest)
     assert resume_from(tmp_path) == str(older)
 
 
-def save_run(path: Path, *, steps: int, run_name: str = 'run') -> Path:
-    """Writes a checkpoint that a run can go on from: a file, or a folder if the name has no ending."""
-    state = {
-        'model': {},
-        'optimizers': {'SGD': {'param_groups': {'lr': 0.1}}},
-        'timestamp': {'Timestamp': {'batch': steps}},
-        'run_name': run_name,
-    }
-    if path.suffix:
-        torch.save({'state': state}, path)
-    else:
-        save_sharded_checkpoint(path, {'state': state})
-    return path
-
-
 @pytest.mark.parametrize('name', ['ep0-ba{}-rank0.pt', 'ep0-ba{}'])
 def test_copy_without_the_link_is_resumed(name, tmp_path):
     """If the run began again, it would overwrite the checkpoints. The copy has other times."""
-    save_checkpoint(tmp_path / 'weights.pt')
+    save_weights(tmp_path / 'weights.pt')
     assert resume_from(tmp_path) is None
     latest = save_run(tmp_path / name.format(10), steps=10)
     older = save_run(tmp_path / name.format(9), steps=9)
@@ -118,8 +118,8 @@ def test_copy_without_the_link_is_resumed(name, tmp_path):
 
 def test_damaged_latest_file_is_replaced(tmp_path):
     """A copy of a folder may hold a file in place of the link."""
-    older = save_checkpoint(tmp_path / 'ep0-ba4-rank0.pt', age=20)
-    latest = save_checkpoint(tmp_path / 'latest-rank0.pt', age=10)
+    older = save_run(tmp_path / 'ep0-ba4-rank0.pt', steps=4)
+    latest = save_run(tmp_path / 'latest-rank0.pt', steps=6)
     truncate(latest)
     assert resume_from(tmp_path) == str(older)
 
@@ -134,7 +134,7 @@ def test_folder_in_place_of_the_link_is_refused(tmp_path):
 @pytest.fixture
 def only_damaged(tmp_path):
     """The only checkpoint of a folder, which is damaged."""
-    path = save_checkpoint(tmp_path / 'ep0-ba2-rank0.pt')
+    path = save_weights(tmp_path / 'ep0-ba2-rank0.pt')
     link_latest(path)
     truncate(path)
     return path
@@ -174,15 +174,15 @@ def test_composer_searches_loggers_for_a_checkpoint(tmp_path):
     assert arguments_to_resume(trainer, [InMemoryLogger(), UploadingLogger()]) == {}
     assert arguments_to_resume(trainer, [InMemoryLogger()]) == {'autoresume': False}
 
-    latest = save_checkpoint(tmp_path / 'ep0-ba4-rank0.pt')
+    latest = save_weights(tmp_path / 'ep0-ba4-rank0.pt')
     link_latest(latest)
     assert arguments_to_resume(trainer, [UploadingLogger()])['load_path'] == str(latest)
 
 
 @pytest.mark.parametrize('variable', ['COMPOSER_RUN_NAME', 'RUN_NAME'])
 def test_run_name_of_environment(variable, tmp_path, monkeypatch):
-    older = save_checkpoint(tmp_path / 'ep0-ba4-rank0.pt', age=20)
-    latest = save_checkpoint(tmp_path / 'ep0-ba6-rank0.pt', age=10)
+    older = save_run(tmp_path / 'ep0-ba4-rank0.pt', steps=4, run_name='mine')
+    latest = save_run(tmp_path / 'ep0-ba6-rank0.pt', steps=6, run_name='mine')
     (tmp_path / 'latest-mine.pt').symlink_to(latest.name)
     truncate(latest)
     options = {'run_name': None, 'save_latest_filename': 'latest-{run_name}.pt'}
@@ -252,7 +252,7 @@ def test_report_folder_belongs_to_one_run(tmp_path, capsys):
 @pytest.mark.slow
 def test_shared_folder_resumes_whole_state(tmp_path):
     """Arguments for another `load_path` must not leave parts of the run's own checkpoint unread."""
-    latest = save_checkpoint(tmp_path / 'latest-rank0.pt')
+    latest = save_weights(tmp_path / 'latest-rank0.pt')
     first_rank, second_rank = launch_json('tests/ranks/shared_folder.py', str(tmp_path), ranks=2)
     assert first_rank == second_rank
     arguments = json.loads(first_rank)
