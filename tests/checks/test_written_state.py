@@ -269,10 +269,12 @@ class AnyOrder(torch.nn.Module):
         if states.dtype != torch.bfloat16:
             raise TypeError('This kernel accepts only bfloat16.')
         signs = torch.randint(2, states.shape, generator=self.generators[0]) * 2 - 1
-        return states * (1 + torch.finfo(states.dtype).eps * signs).to(states.dtype)
+        # Four digits, because a change by one may be lost in the mean over the tokens.
+        return states * (1 + 4 * torch.finfo(states.dtype).eps * signs).to(states.dtype)
 
 
 def test_round_off_is_not_hidden_state(caplog):
+    torch.manual_seed(0)
     model = with_layers(AnyOrder()).to(torch.bfloat16)
     with caplog.at_level('INFO', logger='composer_tokacc.checks.probe'):
         fit(model, ragged_batch())
