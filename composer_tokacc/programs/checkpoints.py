@@ -9,6 +9,7 @@ of the same model and data.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -37,6 +38,9 @@ from composer_tokacc.programs.machine_faults import fault_of_machine
 from composer_tokacc.programs.process import say
 
 log = logging.getLogger(__name__)
+
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+"""Errors of a file system that has no locks, such as some network file systems."""
 
 
 def checkpoint_folder(trainer: Section) -> Path | None:
@@ -92,7 +96,11 @@ def lock_folders(folders: Mapping[str, Path | None]) -> Iterator[None]:
                     f'must be free, got: {folder}, into which another run is writing. Wait for it, or give this one a '
                     f'`trainer.run_name` and a `{key}` of its own',
                 ) from error
-            except (OSError, NotImplementedError) as error:  # some network file systems have no locks
+            except (OSError, NotImplementedError) as error:  # older releases of filelock turn ENOSYS into the latter
+                # Other errors are raised: if the folder cannot be written, or belongs to another user, who may be
+                # writing into it, the run must not begin.
+                if isinstance(error, OSError) and error.errno not in NO_LOCKS:
+                    raise
                 say(f'note: {folder} cannot be locked ({error}), so a second run there would not be refused')
             locked.add(folder.resolve())
         yield

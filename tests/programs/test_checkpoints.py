@@ -231,14 +231,25 @@ def test_folder_belongs_to_one_run(tmp_path):
         pass
 
 
-def test_file_system_without_locks(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ('number', 'is_refused'),
+    [(errno.ENOLCK, False), (errno.EPERM, True), (errno.EROFS, True), (errno.ENOSPC, True)],
+)
+def test_file_system_without_locks(number, is_refused, tmp_path, monkeypatch, capsys):
+    """A run must not begin if its folder cannot be written, or if another user's run may have locked it."""
+    error = OSError(number, 'cannot lock')
+
     def refuse(*_):
-        raise OSError(errno.ENOLCK, 'No locks available')
+        raise error
 
     monkeypatch.setattr(fcntl, 'flock', refuse)
+    if is_refused:
+        with pytest.raises(OSError, match='cannot lock'):
+            lock_folders({'report.folder': tmp_path}).__enter__()
+        return
     with lock_folders({'report.folder': tmp_path}):
         pass
-    assert 'No locks available' in capsys.readouterr().err
+    assert 'cannot lock' in capsys.readouterr().err
 
 
 def test_report_folder_belongs_to_one_run(tmp_path, capsys):
