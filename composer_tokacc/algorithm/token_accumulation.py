@@ -392,6 +392,7 @@ class TokenAccumulation(Algorithm):
         run.read_microbatch_size(state)
         try:
             step = self._count_batch(state, batch_index)
+            # Facts about rows are found when they are first read, so these may refuse the batch, too.
             width = run.width_of(step)
             has_new_rows = run.check.has_new_rows(step.facts)
         except RefusalError as refusal_of_counts:
