@@ -153,14 +153,15 @@ def check_weights_are_used(dataloader: Any, batch: Batch, token_weights: str) ->
         batch: A batch of the loader.
         token_weights: The scheme of the run.
     """
-    if token_weights == 'column':
-        return
     batch_sampler = getattr(dataloader, 'batch_sampler', None)
-    if getattr(batch_sampler, 'loss_shares', None) is not None:
+    has_loss_shares = getattr(batch_sampler, 'loss_shares', None) is not None
+    # Batches of a plain DataLoader may have weights of the data, but never those of the sampler.
+    are_shares_used = token_weights == 'column' and isinstance(batch, PreSplitBatch)
+    if has_loss_shares and not are_shares_used:
         raise InvalidInputError(
-            "`token_weights` must be 'column' if the sampler has `loss_shares`, which are weights of tokens, got: "
-            f"{token_weights!r}. Set `TokenAccumulation(token_weights='column')`, and take a RegroupingDataLoader, "
-            'which writes the weights into its batches.'
+            "`loss_shares` of the sampler need `token_weights='column'` and a RegroupingDataLoader, which writes them "
+            f'into its batches, got: {token_weights!r} and a {type(dataloader).__name__}. Set '
+            "`TokenAccumulation(token_weights='column')`, and take such a loader."
         )
-    if any(LOSS_WEIGHTS in microbatch for microbatch in microbatches_of(batch)):
+    if token_weights != 'column' and any(LOSS_WEIGHTS in microbatch for microbatch in microbatches_of(batch)):
         log.warning('The data have `%s`, which is not used without `token_weights=column`.', LOSS_WEIGHTS)

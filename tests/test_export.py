@@ -435,14 +435,15 @@ def test_export_leaves_no_template_of_an_earlier_one(tmp_path):
     model = build_model(config=tiny_config(), processor=build_digits_processor())
     export_model(model, tmp_path)
     assert AutoProcessor.from_pretrained(tmp_path).chat_template
-    notes = tmp_path / 'notes.json'
-    notes.write_text('{}')
+    files_of_user = [tmp_path / 'notes.json', tmp_path / 'train_config.json']
+    for file in files_of_user:
+        file.write_text('{}')
 
     model.processor.chat_template = None
     model.processor.tokenizer.chat_template = None
     export_model(model, tmp_path)
     assert AutoProcessor.from_pretrained(tmp_path).chat_template is None
-    assert notes.exists()
+    assert all(file.exists() for file in files_of_user)
 
 
 def bytes_of_files(folder):

@@ -91,7 +91,7 @@ from composer_tokacc.row_counts import (
     with_counts,
     without_row_counts,
 )
-from composer_tokacc.weights import LOSS_WEIGHTS
+from composer_tokacc.weights import LOSS_WEIGHTS, with_weights_of_positions
 
 log = logging.getLogger(__name__)
 
@@ -389,17 +389,19 @@ class TokenAccumulation(Algorithm):
         # and the same learning rates.
         plan = plan_record_of(state.batch, state.dataloader, batch_index) or PlanRecord()
         plan = replace(plan, learning_rates=learning_rates_of(state.optimizers))
+        run.read_microbatch_size(state)
         try:
             step = self._count_batch(state, batch_index)
+            # Facts about rows are found when they are first read, so these may refuse the batch, too.
+            width = run.width_of(step)
+            has_new_rows = run.check.has_new_rows(step.facts)
         except RefusalError as refusal_of_counts:
             self._refuse(state, refusal_of_counts)
-        run.read_microbatch_size(state)
-        width = run.width_of(step)
         # One all-reduce for everything that ranks must know of each other before the batch is cut.
         composers_samples = run.samples_for_composer(step.counts)
         counts = [step.counts.loss_tokens, step.counts.samples, step.counts.loss_weight, composers_samples]
         is_at_end = _is_at_end_of_exchange(state, self._num_batches_read)
-        flags = [run.check.has_new_rows(step.facts), self._reduces_once, is_at_end]
+        flags = [has_new_rows, self._reduces_once, is_at_end]
         lists = [counts, flags, width.numbers(), numbers_to_sum(plan), [0]]
         totals, sums_of_flags, sums_of_widths, sums_of_plans, (num_refusals,) = self._sums_over_ranks(state, lists)
         if num_refusals:
@@ -435,10 +437,13 @@ class TokenAccumulation(Algorithm):
         self.num_empty_steps += run.is_step_empty
 
     def _refusal_of_batch(self, state: State) -> RefusalError | None:
-        """Returns why the labels or ids of this rank's batch are refused. The caller tells the other ranks, too."""
+        """Returns why this rank's batch cannot be counted. The caller tells the other ranks, too."""
         vocabulary = None if self._context is None else self._context.check.vocabulary
         try:
             check_labels_and_ids(state.model, microbatches_of(state.batch), vocabulary)
+            if self._context is None and self.options.token_weights == 'column':
+                # The first-batch check will read these weights. It is a collective.
+                with_weights_of_positions(state.batch)
         except RefusalError as refusal:
             return refusal
         return None

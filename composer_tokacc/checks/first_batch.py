@@ -48,6 +48,7 @@ from composer_tokacc.collectives import (
     get_global_rank,
     get_world_size,
     max_over_ranks,
+    raise_on_all_ranks,
 )
 from composer_tokacc.compat import attention_of, gradient_hooks, hooks_after_gradients
 from composer_tokacc.counting import LOSS_RULES, document_starts, loss_mask
@@ -76,7 +77,7 @@ from composer_tokacc.layout.facts import (
 from composer_tokacc.layout.found import joined_readings
 from composer_tokacc.layout.placeholders import all_placeholders, has_any_id
 from composer_tokacc.model_structure import transformers_model
-from composer_tokacc.refusals import NotExactError
+from composer_tokacc.refusals import NotExactError, RefusalError
 from composer_tokacc.row_counts import num_rows, without_row_counts
 
 log = logging.getLogger(__name__)
@@ -232,10 +233,19 @@ class FirstBatchCheck(Generic[RulesT]):
         # Each pass checks rows of one rank.
         while True:
             # FSDP needs the same forwards on all ranks, so the ranks agree on whether to check, and on which rows.
-            offer_of_rank = self._offer(batch)
+            refusal = None
+            offer_of_rank = None
+            try:
+                offer_of_rank = self._offer(batch)
+            except RefusalError as refusal_of_batch:
+                refusal = refusal_of_batch
             # With Composer's own flag, `accumulate_train_batch_on_tokens`, this method is called in each step. In most
-            # steps this one number is all that ranks exchange.
-            (is_any_missing,) = max_over_ranks([bool(offer_of_rank.missing)])
+            # steps these two numbers are all that ranks exchange.
+            is_missing = offer_of_rank is not None and bool(offer_of_rank.missing)
+            is_any_missing, is_any_refused = max_over_ranks([is_missing, refusal is not None])
+            if is_any_refused:
+                raise_on_all_ranks(refusal)
+            assert offer_of_rank is not None  # else the line above has raised
             if not self._is_check_due and not is_any_missing:
                 return rules
             offers = all_gather_object(offer_of_rank)

@@ -9,6 +9,7 @@ of the same model and data.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -37,6 +38,9 @@ from composer_tokacc.programs.machine_faults import fault_of_machine
 from composer_tokacc.programs.process import say
 
 log = logging.getLogger(__name__)
+
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+"""Errors of a file system that has no locks, such as some network file systems."""
 
 
 def checkpoint_folder(trainer: Section) -> Path | None:
@@ -92,7 +96,11 @@ def lock_folders(folders: Mapping[str, Path | None]) -> Iterator[None]:
                     f'must be free, got: {folder}, into which another run is writing. Wait for it, or give this one a '
                     f'`trainer.run_name` and a `{key}` of its own',
                 ) from error
-            except (OSError, NotImplementedError) as error:  # some network file systems have no locks
+            except (OSError, NotImplementedError) as error:  # older releases of filelock turn ENOSYS into the latter
+                # Other errors are raised: if the folder cannot be written, or belongs to another user, who may be
+                # writing into it, the run must not begin.
+                if isinstance(error, OSError) and error.errno not in NO_LOCKS:
+                    raise
                 say(f'note: {folder} cannot be locked ({error}), so a second run there would not be refused')
             locked.add(folder.resolve())
         yield
@@ -129,6 +137,17 @@ def arguments_to_resume(trainer: Section, loggers: Sequence[LoggerDestination] =
             'load_exclude_algorithms': None,
         }
     if any(exists_on_rank):  # each node has its own folder, so `autoresume` works
+        # It only finds the checkpoint behind the link of the first rank. Without a link it would begin at step 0.
+        missing_link = None
+        if os.path.realpath(link) != os.path.realpath(str(checkpoint)):
+            missing_link = link
+        missing_link = dist.all_gather_object(missing_link)[0]
+        if missing_link is not None:
+            raise ConfigError(
+                'trainer.save_folder',
+                f'must have a link to the checkpoint to go on from, because each node has a folder of its own, got: '
+                f'{checkpoint} without a link. Make it on the first node: ln -sfn {checkpoint} {missing_link}',
+            )
         return {}
     # Some loggers are only enabled on rank 0.
     has_uploader = any(dist.all_gather_object(any(logger.can_upload_files() for logger in loggers)))
@@ -172,9 +191,9 @@ def newest_checkpoint(link: Path, run_name: str | None) -> Path | None:
     if checkpoint is None:
         raise ConfigError(
             'trainer.save_folder',
-            f'must hold a complete checkpoint to go on from, got: {latest}, which is damaged, and no other in '
-            f'{latest.parent}. Remove {link.parent} to start from the beginning, or give `trainer.load_path` with '
-            '`trainer.autoresume=false`',
+            f'must hold a complete checkpoint to go on from, got: {latest}, which is damaged, and no other of the run '
+            f'{run_name} in {latest.parent}. Remove {link} to start from the beginning, or give `trainer.load_path` '
+            'with `trainer.autoresume=false`',
         )
     return checkpoint
 
@@ -198,13 +217,16 @@ def _newest_other(latest: Path, run_name: str | None) -> Path | None:
 
 
 def _other_checkpoints(latest: Path) -> list[Path]:
-    """Returns the other paths in the folder that look like checkpoints. Some of them may be something else."""
-    checkpoints = []
+    """Returns the other files and folders in the folder. Some of them may be something else than checkpoints.
+
+    Their names tell nothing, because `save_filename` may give each checkpoint another ending, or none.
+    """
+    others = []
     for path in latest.parent.glob('*'):  # finds nothing if this folder is gone
-        may_be_checkpoint = path.suffix == latest.suffix or path.is_dir()  # a folder may be a sharded one
-        if path != latest and not path.is_symlink() and may_be_checkpoint:
-            checkpoints.append(path)
-    return checkpoints
+        is_file_or_folder = path.is_file() or path.is_dir()  # a pipe would be waited for
+        if path != latest and not path.is_symlink() and is_file_or_folder:
+            others.append(path)
+    return others
 
 
 def find_damage(path: Path) -> str:

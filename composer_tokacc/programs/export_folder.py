@@ -30,7 +30,12 @@ from composer_tokacc.programs.models import auto_class, empty_model, has_tied_he
 
 EXPORTED_FILES = (
     '*.safetensors*',
-    '*config.json',
+    'config.json',
+    'generation_config.json',
+    'adapter_config.json',
+    'tokenizer_config.json',
+    'audio_tokenizer_config.json',
+    '*processor_config.json',
     'chat_template.j*',
     'additional_chat_templates/*.jinja',
     'tokenizer.*',

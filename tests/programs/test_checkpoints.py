@@ -16,6 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from composer import Trainer
 from composer.loggers import InMemoryLogger, LoggerDestination
+from composer.utils import dist
 
 from composer_tokacc.programs import ConfigError
 from composer_tokacc.programs.checkpoints import arguments_to_resume, find_damage, lock_folders, reading_checkpoint
@@ -86,14 +87,18 @@ def test_newest_intact_checkpoint_is_taken(damage_file, tmp_path, capsys):
     assert f'{latest} is damaged (' in capsys.readouterr().err
 
 
-@pytest.mark.parametrize('name', ['ba{}.pt', 'rank0-ba{}.pt', 'ep0-ba{}-rank0-run.pt'])
+@pytest.mark.parametrize('name', ['ba{}.pt', 'rank0-ba{}.pt', 'ep0-ba{}-rank0-run.pt', 'run.ba{}'])
 def test_names_of_other_forms(name, tmp_path):
     """`save_filename` may name the rank anywhere, or not at all. Files of other programs are left out."""
     save_weights(tmp_path / 'weights.zip')
+    (tmp_path / '.lock').touch()
+    os.mkfifo(tmp_path / 'pipe')
     older = save_run(tmp_path / name.format(4), steps=4)
     latest = save_run(tmp_path / name.format(6), steps=6)
     link_latest(latest)
     truncate(latest)
+    assert resume_from(tmp_path) == str(older)
+    (tmp_path / 'latest-rank0.pt').unlink()
     assert resume_from(tmp_path) == str(older)
 
 
@@ -141,7 +146,8 @@ def only_damaged(tmp_path):
 
 
 def test_no_intact_checkpoint_is_one_line(only_damaged):
-    with pytest.raises(ConfigError, match=r'no other.*Remove') as caught:
+    """Only the link is removed, because the folder may hold checkpoints of other runs."""
+    with pytest.raises(ConfigError, match=r'no other of the run run .*Remove \S*/latest-rank0\.pt to') as caught:
         resume_from(only_damaged.parent)
     assert str(only_damaged) in str(caught.value)
     assert '\n' not in str(caught.value)
@@ -156,6 +162,22 @@ def test_latest_checkpoint_whose_folder_is_gone(tmp_path):
 @pytest.mark.parametrize('options', [{'autoresume': False}, {'save_folder': 's3://bucket/run'}])
 def test_runs_that_search_no_checkpoint(options, only_damaged):
     assert resume_from(only_damaged.parent, **options) is None
+
+
+def test_folders_of_nodes_need_a_link(tmp_path, monkeypatch):
+    """Composer, which broadcasts the checkpoint to nodes without it, would begin at step 0 without the link."""
+
+    def gather(value):
+        value_of_other_node = False if value is True else value
+        return [value, value_of_other_node]
+
+    monkeypatch.setattr(dist, 'all_gather_object', gather)
+    trainer = {'autoresume': True, 'save_folder': str(tmp_path), 'run_name': 'run'}
+    checkpoint = save_run(tmp_path / 'ep0-ba2-rank0.pt', steps=2)
+    with pytest.raises(ConfigError, match=f'ln -sfn {checkpoint} {tmp_path}/latest-rank0.pt'):
+        arguments_to_resume(trainer)
+    link_latest(checkpoint)
+    assert arguments_to_resume(trainer) == {}
 
 
 def test_run_without_a_checkpoint_is_new(tmp_path):
@@ -231,14 +253,25 @@ def test_folder_belongs_to_one_run(tmp_path):
         pass
 
 
-def test_file_system_without_locks(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ('number', 'is_refused'),
+    [(errno.ENOLCK, False), (errno.EPERM, True), (errno.EROFS, True), (errno.ENOSPC, True)],
+)
+def test_file_system_without_locks(number, is_refused, tmp_path, monkeypatch, capsys):
+    """A run must not begin if its folder cannot be written, or if another user's run may have locked it."""
+    error = OSError(number, 'cannot lock')
+
     def refuse(*_):
-        raise OSError(errno.ENOLCK, 'No locks available')
+        raise error
 
     monkeypatch.setattr(fcntl, 'flock', refuse)
+    if is_refused:
+        with pytest.raises(OSError, match='cannot lock'):
+            lock_folders({'report.folder': tmp_path}).__enter__()
+        return
     with lock_folders({'report.folder': tmp_path}):
         pass
-    assert 'No locks available' in capsys.readouterr().err
+    assert 'cannot lock' in capsys.readouterr().err
 
 
 def test_report_folder_belongs_to_one_run(tmp_path, capsys):

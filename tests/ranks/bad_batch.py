@@ -15,16 +15,20 @@ NUM_STEPS = 3
 
 
 def messages(bad_step: int, bad_entry: str = 'labels') -> list[str]:
-    """A label outside of the vocabulary is refused before the batch is counted, a weight of NaN while it is counted."""
+    """A label outside of the vocabulary is refused before the batch is counted, a weight of NaN while it is counted,
+    and a flag that belongs to no row when the rows are compared with those that were checked."""
     batches = []
     for _ in range(NUM_STEPS):
         batch = collate(text_rows([(4, 2), (6, 3)]))
-        batches.append({**batch, 'loss_weights': torch.ones(2)})
+        batches.append({**batch, 'loss_weights': torch.ones(2), 'flags': torch.zeros(2, dtype=torch.long)})
     if dist.get_global_rank() == 1:
+        batch = batches[bad_step]
         if bad_entry == 'labels':
-            batches[bad_step]['labels'][0, 2] = VOCABULARY
+            batch['labels'][0, 2] = VOCABULARY
+        elif bad_entry == 'loss_weights':
+            batch['loss_weights'][0] = torch.nan
         else:
-            batches[bad_step]['loss_weights'][0] = torch.nan
+            batch['flags'] = torch.zeros(5, dtype=torch.long)
     message = ''
     try:
         fit(one_layer_model(), *batches, token_weights='column')
@@ -34,4 +38,7 @@ def messages(bad_step: int, bad_entry: str = 'labels') -> list[str]:
 
 
 def main() -> list[list[str]]:
-    return [messages(0), messages(1), messages(1, 'loss_weights')]
+    results = []
+    for bad_entry in ('labels', 'loss_weights', 'flags'):
+        results += [messages(0, bad_entry), messages(1, bad_entry)]
+    return results

@@ -168,9 +168,22 @@ def test_gradient_of_the_shared_means(packing):
         assert logged_shares == pytest.approx([share], rel=1e-6)
 
 
-@pytest.mark.parametrize('options', [{}, {'algorithms': [], **COMPOSERS_FLAG}])
-@pytest.mark.parametrize('loader_class', [DataLoader, RegroupingDataLoader])
-def test_unused_loss_shares_are_refused(loader_class, options):
+def collate_weighted(samples):
+    batch = collate_samples(samples)
+    return {**batch, 'loss_weights': torch.ones(len(samples))}
+
+
+@pytest.mark.parametrize(
+    ('loader_class', 'collate', 'options'),
+    [
+        (DataLoader, collate_samples, {}),
+        (DataLoader, collate_samples, {'algorithms': [], **COMPOSERS_FLAG}),
+        (DataLoader, collate_weighted, {'token_weights': 'column'}),
+        (RegroupingDataLoader, collate_samples, {}),
+        (RegroupingDataLoader, collate_samples, {'algorithms': [], **COMPOSERS_FLAG}),
+    ],
+)
+def test_unused_loss_shares_are_refused(loader_class, collate, options):
     """A plain DataLoader does not write the weights, so without this refusal the shares would be lost silently."""
     model = hugging_face(text_model())
     dataset = LengthDataset(4)
@@ -183,7 +196,7 @@ def test_unused_loss_shares_are_refused(loader_class, options):
         rank=0,
         loss_shares=LossShares([2, 2], [0.5, 0.5], [4, 8, 3, 6]),
     )
-    data = token_data_spec(loader_class(dataset, batch_sampler=sampler, collate_fn=collate_samples), model=model)
+    data = token_data_spec(loader_class(dataset, batch_sampler=sampler, collate_fn=collate), model=model)
 
-    with pytest.raises(ValueError, match="must be 'column' if the sampler has `loss_shares`"):
+    with pytest.raises(ValueError, match=r'`loss_shares` of the sampler need .* RegroupingDataLoader'):
         fit(model, data, **options)

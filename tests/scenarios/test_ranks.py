@@ -111,9 +111,9 @@ def test_all_ranks_decide_alike():
 def test_all_ranks_name_a_bad_batch():
     """In the first step and in a later one."""
     results = launch_json('tests/ranks/bad_batch.py', ranks=2)
-    assert len(results) == 3
+    assert len(results) == 6
     for first_message, second_message in results:
-        assert second_message.startswith(('`labels` must be', '`loss_weights` must be'))
+        assert second_message.startswith(('`labels` must be', '`loss_weights` must be', "`batch['flags']` must be"))
         assert first_message == f'Another rank has refused its batch: {second_message}'
 
 
