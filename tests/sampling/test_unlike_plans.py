@@ -66,6 +66,8 @@ def test_unlike_ranks_are_refused():
         assert '`len(dataset)`' in message
         assert 'after 2 batches' in message
     assert unequal_ends['steps'] == [2, 2]
+    for message in results['no batch']['message']:
+        assert 'after 0 batches' in message
     assert results['equal ends'] == {'message': ['', ''], 'steps': [2, 2], 'moved': [True, True]}
     assert results['own loop, lengths'] == 3
     for message in results['own loop']:
