@@ -187,6 +187,7 @@ class LabelSelector:
         self._labels_shape = torch.Size()
         self._num_calls = 0  # of the output embedding
         self._is_recomputed = False  # whether a backward runs this forward, because a checkpoint is around the model
+        self._has_graph = False  # whether it will have a backward
         # For a backward that computes the output embedding again, because a checkpoint is around it.
         self._positions_at = WeakTensorKeyDictionary()  # the positions of a forward, by its hidden states
         self._last_positions: LabelledPositions | None = None  # the positions of the last forward with gradients
@@ -238,8 +239,7 @@ class LabelSelector:
         # The last forward may have raised before _check_selected(), which resets the positions.
         self._positions = None
         self._is_recomputed = is_in_backward()
-        if torch.is_grad_enabled() and not self._is_recomputed:
-            self._num_open_forwards += 1
+        self._has_graph = torch.is_grad_enabled()
         self._num_calls = 0
         num_labels = self._num_labels
         self._num_labels = None
@@ -308,9 +308,11 @@ class LabelSelector:
         """
         positions = self._positions
         self._positions = None
-        self._is_recomputed = False
-        if torch.is_grad_enabled():
+        if self._has_graph:
             self._last_positions = positions
+            if not self._is_recomputed:
+                self._num_open_forwards += 1
+        self._is_recomputed = False
         if positions is None:
             self.num_head_calls = self._num_calls
         elif self._num_calls != 1:

@@ -121,10 +121,11 @@ def plan_record_of(batch: Any, dataloader: Any, batch_index: int) -> PlanRecord 
 
 
 def learning_rates_of(optimizers: Iterable[Optimizer]) -> tuple[str, ...]:
-    """Returns the learning rate of each group of parameters, as text of eight digits.
+    """Returns the learning rate of each group of parameters, as text, rounded to 1e-8 of the group's initial rate.
 
     With all digits, ranks on machines of different kinds may differ, because a cosine is not the same to the last bit.
-    Tensors on a GPU are left out, because the host would wait for them.
+    Near the end of a cosine schedule, where the rate is nearly 0, they may differ in all digits of the rate. Tensors on
+    a GPU are left out, because the host would wait for them.
     """
     learning_rates = []
     for optimizer in optimizers:
@@ -133,7 +134,11 @@ def learning_rates_of(optimizers: Iterable[Optimizer]) -> tuple[str, ...]:
             if isinstance(learning_rate, torch.Tensor) and learning_rate.device.type != 'cpu':
                 continue
             if learning_rate is not None:
-                learning_rates.append(f'{float(learning_rate):.8g}')
+                rate = float(learning_rate)
+                # Only a scheduler writes the initial rate. A schedule may rise above it, or begin at 0.
+                largest_rate = max(float(group.get('initial_lr', rate)), rate) or 1.0
+                rounded_rate = round(rate / largest_rate, 8) * largest_rate + 0.0  # 0 instead of -0
+                learning_rates.append(f'{rounded_rate:.8g}')
     return tuple(learning_rates)
 
 

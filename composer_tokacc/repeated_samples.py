@@ -11,6 +11,7 @@ from typing import Any, TypeGuard
 
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
+from composer_tokacc.collectives import get_world_size
 from composer_tokacc.refusals import InvalidInputError
 
 log = logging.getLogger(__name__)
@@ -101,8 +102,12 @@ def warn_of_unknown_copies(dataloader: Any) -> None:
     _, batch_size = sampler_of(dataloader)  # None: the batches are not those of torch's BatchSampler
     if has_torchs_order(sampler) and batch_size is not None:
         return
-    num_ranks = getattr(sampler, 'num_replicas', 0)  # a subclass with an order of its own may not have it
-    num_copies = len(sampler) * num_ranks - len(dataloader.dataset)
+    try:
+        num_samples = len(sampler)
+    except (AttributeError, NotImplementedError, TypeError):
+        return  # the length of a subclass is not known before the end of the epoch
+    num_ranks = getattr(sampler, 'num_replicas', get_world_size())  # a subclass may not have it
+    num_copies = num_samples * num_ranks - len(dataloader.dataset)
     # Fewer copies than ranks are enough to fill them up. A sampler with more was asked to repeat samples.
     if 0 < num_copies < num_ranks:
         log.warning(

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import sys
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import chain, islice
@@ -71,7 +72,7 @@ from composer_tokacc.checks.step import (
     check_step,
     trained_added_rows,
 )
-from composer_tokacc.collectives import raise_on_all_ranks, sum_over_ranks
+from composer_tokacc.collectives import max_over_ranks, raise_on_all_ranks, sum_over_ranks
 from composer_tokacc.counting import real_tokens, with_one_label
 from composer_tokacc.data_spec.rank_widths import RankWidth, check_widths
 from composer_tokacc.data_spec.split import split_of
@@ -302,11 +303,15 @@ class TokenAccumulation(Algorithm):
         self._token_choice = TokenChoice()
         # Not 0 if a RegroupingBatchSampler resumes within an epoch.
         self._num_batches_read = first_batch_of(state.train_dataloader)
-        self._end_of_some_ranks = None
+        self._end_of_some_ranks = _end_of_some_ranks(state)
         if sum(isinstance(algorithm, TokenAccumulation) for algorithm in state.algorithms) > 1:
             raise InvalidInputError(
                 '`algorithms` must hold TokenAccumulation only once, because each of them would scale the loss.'
             )
+
+    def _epoch_start(self, state: State) -> None:
+        """Compares the lengths of the loaders again, because a callback may have changed the loader."""
+        self._end_of_some_ranks = _end_of_some_ranks(state)
 
     def _before_dataloader(self, state: State) -> None:
         """Counts the batches that are read, also those that Composer discards in a resumed run.
@@ -400,23 +405,18 @@ class TokenAccumulation(Algorithm):
         # One all-reduce for everything that ranks must know of each other before the batch is cut.
         composers_samples = run.samples_for_composer(step.counts)
         counts = [step.counts.loss_tokens, step.counts.samples, step.counts.loss_weight, composers_samples]
-        is_at_end = _is_at_end_of_exchange(state, self._num_batches_read)
-        flags = [has_new_rows, self._reduces_once, is_at_end]
+        flags = [has_new_rows, self._reduces_once]
         lists = [counts, flags, width.numbers(), numbers_to_sum(plan), [0]]
         totals, sums_of_flags, sums_of_widths, sums_of_plans, (num_refusals,) = self._sums_over_ranks(state, lists)
         if num_refusals:
             raise_on_all_ranks(None)
-        num_ranks_with_new_rows, num_ranks_reducing_once, num_ranks_at_end = sums_of_flags
+        num_ranks_with_new_rows, num_ranks_reducing_once = sums_of_flags
         step.totals = StepTotals(*totals)
         # If one rank has seen that DDP reduces once, it holds for all. A rank that makes only one microbatch cannot see
         # it, but with `equal_counts=False` another rank may make several.
         self._reduces_once = num_ranks_reducing_once > 0
         if run.split is not None:
             run.split.reduces_once = self._reduces_once
-        self._end_of_some_ranks = None
-        if 0 < num_ranks_at_end < run.world_size:
-            # _before_dataloader() raises it, and not this method, because the run may end with this step.
-            self._end_of_some_ranks = self._num_batches_read
         check_plans(sums_of_plans, plan)
         _check_has_weight(step, state.batch)
         # In the first step no check is due, because prove() has just checked its rows. In steps 16, 32, 64 and so on it
@@ -1024,16 +1024,23 @@ def _name_trained(model: torch.nn.Module) -> str:
     return f'{names[0]!r} and {len(names) - 1} more'
 
 
-def _is_at_end_of_exchange(state: State, num_batches_read: int) -> bool:
-    """Returns whether Composer reads no further batch of the epoch on this rank. False if no rank would wait for it."""
-    if not getattr(state.dataloader, 'waits_for_ranks', False) or state.dataloader_len is None:
-        return False
-    return num_batches_read >= int(state.dataloader_len)
+def _end_of_some_ranks(state: State) -> int | None:
+    """Returns the number of batches after which some ranks end the epoch, and others would wait for them; a collective.
+
+    None: all ranks end it together, or their loaders do not wait for other ranks. A run that ends earlier is not
+    refused, so the caller raises an error only before the next batch is read.
+    """
+    num_batches = sys.maxsize  # the length is not known, so the rank reads on until no rank has samples
+    if getattr(state.dataloader, 'waits_for_ranks', False) and state.dataloader_len is not None:
+        num_batches = int(state.dataloader_len)
+    most_batches, negative_fewest = max_over_ranks([num_batches, -num_batches])
+    fewest_batches = -negative_fewest
+    return fewest_batches if fewest_batches < most_batches else None
 
 
 def _no_counts() -> list[Sequence[float]]:
     """Returns lists as long as those of :meth:`_batch_start` (counts, flags, widths, plan), if a batch is refused."""
-    return [[0] * len(StepTotals._fields), [0, 0, 0], RankWidth.of((), None, None).numbers(), numbers_to_sum(None)]
+    return [[0] * len(StepTotals._fields), [0, 0], RankWidth.of((), None, None).numbers(), numbers_to_sum(None)]
 
 
 def _check_has_weight(step: Step, batch: Batch) -> None:

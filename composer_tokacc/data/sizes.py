@@ -109,9 +109,9 @@ def image_token_ids(processor: Any) -> tuple[int, ...]:
         candidates.add(token_id)
         candidates.add(getattr(tokenizer, f'{modality}_token_id', None))
         # In other families this list also has tokens that are not counted, such as the line breaks of Pixtral. There it
-        # also has the token itself. Then the list is not read.
+        # also has the token itself. Then the list is not read. Without a token it is [None].
         listed_ids = getattr(processor, f'{modality}_token_ids', None) or []
-        if token_id is not None and token_id not in listed_ids:
+        if token_id not in listed_ids:
             candidates.update(listed_ids)
     # Some processors have only the text of a token.
     names_of_tokens = [f'{modality}_token' for modality in MODALITIES]

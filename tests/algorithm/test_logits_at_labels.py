@@ -768,10 +768,11 @@ def test_checkpoint_begins_before_the_head():
             losses[0].backward()
 
 
+@pytest.mark.parametrize('model_class', [CheckpointedHead, CheckpointedNormAndHead])
 @pytest.mark.parametrize('has_frozen_body', [False, True])
-def test_forward_that_fails_before_a_backward(has_frozen_body):
+def test_forward_that_fails_before_a_backward(has_frozen_body, model_class):
     """It leaves nothing behind that the backward of an earlier forward would use."""
-    model = checkpointed_head()
+    model = model_class(checkpointed_head().config)
     batch, other_batch = [without_sample_ids(batch_of(shape=shape)) for shape in TWO_SHAPES]
     if has_frozen_body:
         model.model.requires_grad_(False)

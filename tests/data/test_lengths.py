@@ -174,6 +174,8 @@ def test_tokens_of_an_image_are_counted_alike():
     processor = SimpleNamespace(tokenizer=words, image_token_id=image_token_id)
     processor.image_token_ids = [image_token_id, words.convert_tokens_to_ids('[IMG_BREAK]')]
     assert sizes.image_token_ids(processor) == (image_token_id,)
+    only_list = SimpleNamespace(tokenizer=words, image_token_ids=[image_token_id], video_token_ids=[None])
+    assert sizes.image_token_ids(only_list) == (image_token_id,)
 
 
 def test_loss_tokens_of_packed_samples():

@@ -96,10 +96,10 @@ def exchanging(seed: int = 0, max_tokens: int = 2 * LONGEST, **options: Any) -> 
     )
 
 
-def exchanging_divided(batch_size: int) -> DataLoader:
+def exchanging_divided(batch_size: int, **options: Any) -> DataLoader:
     """Returns our exchanging loader. With batches of two samples, rank 0 has three batches, and rank 1 has two."""
     return ExchangingDataLoader(
-        DividedSamples(), batch_size=batch_size, collate_fn=collate_samples, max_tokens=2 * LONGEST
+        DividedSamples(), batch_size=batch_size, collate_fn=collate_samples, max_tokens=2 * LONGEST, **options
     )
 
 
@@ -249,6 +249,8 @@ def main() -> dict[str, Any]:
         'unlike': {name: run(build) for name, build in UNLIKE.items()},
         'alike': {name: run(build) for name, build in ALIKE.items()},
         'unequal ends': run(lambda rank: exchanging_divided(2), '1ep'),
+        # Rank 0 has one batch of five samples, and rank 1 has none.
+        'no batch': run(lambda rank: exchanging_divided(5, drop_last=True)),
         'equal ends': run(lambda rank: exchanging_divided(2), '2ep', train_subset_num_batches=1),
         'own loop, lengths': len(list(exchanging_divided(2))),
         'own loop': errors_of_plain_loop(seed=dist.get_global_rank()),

@@ -163,8 +163,24 @@ class WithoutInit(DistributedSampler):
         return self.samples_of_rank
 
 
-def test_sampler_without_attributes_is_accepted(caplog):
-    warn_of_unknown_copies(DataLoader(range(5), sampler=WithoutInit(3)))
+def test_sampler_without_attributes_is_accepted(caplog, monkeypatch):
+    loader = DataLoader(range(5), sampler=WithoutInit(3))
+    warn_of_unknown_copies(loader)
+    assert caplog.text == ''
+    monkeypatch.setenv('WORLD_SIZE', '2')
+    warn_of_unknown_copies(loader)
+    assert 'got: 1 in each epoch' in caplog.text
+
+
+@pytest.mark.parametrize('error', [AttributeError, NotImplementedError, TypeError])
+def test_sampler_without_a_length_is_accepted(error, caplog):
+    """Batches may be filled by tokens, so that their number is not known. Composer accepts such a loader, too."""
+
+    class WithoutLength(Backwards):
+        def __len__(self):
+            raise error
+
+    warn_of_unknown_copies(DataLoader(range(5), sampler=WithoutLength(range(5), 3, 2)))
     assert caplog.text == ''
 
 

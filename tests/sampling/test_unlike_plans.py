@@ -66,6 +66,8 @@ def test_unlike_ranks_are_refused():
         assert '`len(dataset)`' in message
         assert 'after 2 batches' in message
     assert unequal_ends['steps'] == [2, 2]
+    for message in results['no batch']['message']:
+        assert 'after 0 batches' in message
     assert results['equal ends'] == {'message': ['', ''], 'steps': [2, 2], 'moved': [True, True]}
     assert results['own loop, lengths'] == 3
     for message in results['own loop']:
@@ -169,10 +171,17 @@ def test_random_datasets_are_not_compared(witnesses, are_refused):
         ([[0.5, 0.5], 0.5], '0.5 on rank 0, none on rank 1'),
         ([0.5, float('nan')], '0.5 on rank 0, nan on rank 1'),
         ([float('nan'), float('nan')], None),
+        ([0.0, 1e-17, -1e-17], None),
+        ([1e-10, 1.0001e-10], None),
+        ([0.0, 1e-7], '0 on rank 0, 1e-07 on rank 1'),
+        ([2.0, 2.0001], '2 on rank 0, 2.0001 on rank 1'),
     ],
 )
 def test_learning_rates_of_ranks(rates, words):
-    """Machines of different kinds may round the cosine of a schedule in another way. That is no difference."""
+    """Machines of different kinds may round the cosine of a schedule in another way. That is no difference.
+
+    At the end of the schedule the rate is a difference of two cosines, and nearly 0, with few exact digits.
+    """
     records = []
     for rank, rates_of_rank in enumerate(rates):
         if not isinstance(rates_of_rank, list):
@@ -181,7 +190,8 @@ def test_learning_rates_of_ranks(rates, words):
         optimizer = torch.optim.SGD(groups)
         for group, learning_rate in zip(optimizer.param_groups, rates_of_rank, strict=True):
             group['lr'] = learning_rate
-        records.append(PlanRecord(1, rank, 2, learning_rates=learning_rates_of([optimizer])))
+            group['initial_lr'] = 0.5  # as torch's schedulers write it
+        records.append(PlanRecord(1, rank, len(rates), learning_rates=learning_rates_of([optimizer])))
     difference = find_difference(records)
     checksums = {record.checksum for record in records}
     if words is None:
