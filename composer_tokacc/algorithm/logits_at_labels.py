@@ -216,7 +216,13 @@ def _with_unequal_row(layout: BatchLayout, batch: BatchDict, rule: str) -> Batch
 
 def _loss_in(outputs: Any, batch: Batch) -> Any:
     """Returns the loss that the model has computed. With ``return_dict=False`` it is the first of a tuple."""
-    return outputs[0] if isinstance(outputs, tuple) else entry_of(outputs, 'loss')
+    if isinstance(outputs, tuple):
+        return outputs[0]
+    loss = entry_of(outputs, 'loss')
+    if loss is None:
+        # A model may have set it later (`outputs.loss = ...`). Then Transformers 4 has it only as an attribute.
+        loss = getattr(outputs, 'loss', None)
+    return loss
 
 
 def _unchanged(batch: Batch) -> Batch:

@@ -23,6 +23,8 @@ def group_of_one_rank(folder: Path) -> Iterator[None]:
         yield
         return
     distributed.init_process_group('gloo', init_method=f'file://{folder}/ranks', rank=0, world_size=1)
-    yield
-    KEPT_GROUPS.append(distributed.group.WORLD)
-    distributed.destroy_process_group()
+    try:
+        yield
+    finally:
+        KEPT_GROUPS.append(distributed.group.WORLD)
+        distributed.destroy_process_group()
