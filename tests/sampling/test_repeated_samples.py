@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Subset
 from transformers.trainer_pt_utils import DistributedLengthGroupedSampler
 
+from composer_tokacc import repeated_samples
 from composer_tokacc.repeated_samples import num_repeated, warn_of_unknown_copies
 from tests.support.sampler_steps import samplers_of_ranks
 
@@ -167,7 +168,7 @@ def test_sampler_without_attributes_is_accepted(caplog, monkeypatch):
     loader = DataLoader(range(5), sampler=WithoutInit(3))
     warn_of_unknown_copies(loader)
     assert caplog.text == ''
-    monkeypatch.setenv('WORLD_SIZE', '2')
+    monkeypatch.setattr(repeated_samples, 'get_world_size', lambda: 2)
     warn_of_unknown_copies(loader)
     assert 'got: 1 in each epoch' in caplog.text
 
