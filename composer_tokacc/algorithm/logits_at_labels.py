@@ -185,7 +185,8 @@ class LogitsAtLabels:
                 raise
             comparison = None
         if comparison is None:
-            # The model has no memory for one more row, or computes only one (some kernels for packed rows).
+            # The model has no memory for one more row, or computes only one (some kernels for packed rows). Tried again
+            # here and not in the handler, because the error would keep the memory of the forward that failed.
             rows = batch
             comparison = RowComparison(self._new_probe(), layout, _unchanged, rule, rows, check_loss=True)
         counts = set(loss_mask(rows, rule).sum(dim=1).tolist())

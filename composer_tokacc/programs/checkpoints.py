@@ -221,12 +221,12 @@ def _other_checkpoints(latest: Path) -> list[Path]:
 
     Their names tell nothing, because `save_filename` may give each checkpoint another ending, or none.
     """
-    others = []
+    candidates = []
     for path in latest.parent.glob('*'):  # finds nothing if this folder is gone
         is_file_or_folder = path.is_file() or path.is_dir()  # a pipe would be waited for
         if path != latest and not path.is_symlink() and is_file_or_folder:
-            others.append(path)
-    return others
+            candidates.append(path)
+    return candidates
 
 
 def find_damage(path: Path) -> str:
