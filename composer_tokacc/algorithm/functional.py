@@ -101,6 +101,7 @@ def step_loss_weights(
         weights = weights_at(microbatch, token_weights, counted)
         weight_sums.append(float(weights.sum(dtype=torch.float64)))
         tokens_of_rows += counted.sum(dim=1).tolist()
+    # Refuses `loss_shares` of a sampler if they are not applied, or were planned with other numbers of tokens.
     check_loss_shares(microbatches, token_weights, loss_tokens, tokens_of_rows)
     return _factors(microbatches, weight_sums, sum(tokens_of_rows), device)
 
@@ -126,7 +127,7 @@ def weighted_microbatches(
             for microbatch, weight in weighted_microbatches(batch):
                 (model(**microbatch).loss * weight).backward()
     """
-    check_loss_shares(microbatches, 'token', loss_tokens)
+    check_loss_shares(microbatches, 'token', loss_tokens)  # all tokens weigh the same, so it refuses any shares
     counted_microbatches = [with_counts(microbatch, loss_tokens) for microbatch in _as_list(microbatches, loss_tokens)]
     token_counts = []
     for microbatch in counted_microbatches:

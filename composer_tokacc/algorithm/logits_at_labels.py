@@ -180,7 +180,7 @@ class LogitsAtLabels:
         try:
             comparison = RowComparison(probe, layout, _unchanged, rule, rows, check_loss=True)
         except Exception:
-            # With FSDP all ranks must run the same forwards, and this may be the only one with an error.
+            # With FSDP all ranks must run the same forwards, and perhaps only this rank has an error.
             if len(rows['labels']) == len(batch['labels']) or fsdp_units(self._model):
                 raise
             comparison = None

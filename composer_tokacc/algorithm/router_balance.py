@@ -119,7 +119,8 @@ class StepBalance:
         self._terms = terms
         self._to_device = to_device
         self._precision = precision
-        self._top_k = 0  # number of experts chosen for a position; 0: not known before the first forward
+        # Number of experts chosen for a position. 0: not known, because no position was attended yet.
+        self._top_k = 0
 
     def count(self, microbatches: Sequence[Batch], *, hides_weights: bool) -> None:
         """Counts how often each expert is chosen in the microbatches of a step; a collective.

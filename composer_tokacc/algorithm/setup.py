@@ -264,7 +264,7 @@ class RunContext:
         A CountingDataSpec tells it the number of samples. Another DataSpec counts all rows, repeated samples too.
 
         Args:
-            counts: The sums over these rows, see :func:`.summed`.
+            counts: The sums over these rows. Its ``documents`` are the rows, see :func:`.summed`.
         """
         if self.split is None:
             return len(counts.documents)

@@ -908,7 +908,7 @@ class TokenAccumulation(Algorithm):
         if self._token_choice.step_number == 0 and not (step.is_weighted or step.is_measured):
             log.info('The weights of tokens are not measured in training. All tokens are counted in every step.')
         check_step(step)
-        run.has_bypass = step.has_bypass
+        run.has_bypass = step.has_bypass  # check_step() changes it only if it was None
         if run.balance is not None:
             run.balance.check()
         reduced_once = run.reductions.reduced_once()
@@ -1030,7 +1030,9 @@ def _end_of_some_ranks(state: State) -> int | None:
     None: all ranks end it together, or their loaders do not wait for other ranks. A run that ends earlier is not
     refused, so the caller raises an error only before the next batch is read.
     """
-    num_batches = sys.maxsize  # the length is not known, so the rank reads on until no rank has samples
+    # No limit if the loader does not wait for other ranks, or if its length is not known. In the second case the rank
+    # reads on until no rank has samples.
+    num_batches = sys.maxsize
     if getattr(state.dataloader, 'waits_for_ranks', False) and state.dataloader_len is not None:
         num_batches = int(state.dataloader_len)
     most_batches, negative_fewest = max_over_ranks([num_batches, -num_batches])
@@ -1039,7 +1041,7 @@ def _end_of_some_ranks(state: State) -> int | None:
 
 
 def _no_counts() -> list[Sequence[float]]:
-    """Returns lists as long as those of :meth:`_batch_start` (counts, flags, widths, plan), if a batch is refused."""
+    """Returns lists in place of the counts, flags, widths and plan of a refused batch. Only their lengths matter."""
     return [[0] * len(StepTotals._fields), [0, 0], RankWidth.of((), None, None).numbers(), numbers_to_sum(None)]
 
 
@@ -1094,14 +1096,15 @@ def _outputs_to_watch(outputs: Any, terms: Sequence[Term], num_rows: int) -> lis
         if output.requires_grad and output.dim() in (2, 3) and len(output) == num_rows:
             outputs_of_rows.append(output)
     # The graph is not followed beyond outputs ``(rows, width, ...)``. They may be made of other outputs of this length
-    # whose entries are not the rows, such as states of as many images. But an output of two dimensions may hold the
-    # similarities of rows. There a row is a column, too, so what they are made of is watched as well.
+    # whose entries are not the rows, such as states of as many images. Outputs of two dimensions may hold similarities,
+    # ``(rows, rows)``. There an added row is also a column of all other rows, and the gradient of its own row may not
+    # show that a term sees it. So what they are made of is watched as well.
     ends = {edge_of(output) for output in outputs_of_rows if output.dim() == 3}
     edges = edges_of_graph((term.value for term in terms), ends)
     watched = [output for output in outputs_of_rows if edge_of(output) in edges]
     logits = logits_of(outputs)
     if all(output is logits for output in watched):
-        return watched
+        return watched  # the logits stay in any case, so the graph need not be followed again
     # A router's loss has a gradient in the hidden states of all rows, also of added ones. So what it is made of is not
     # watched, except for the logits.
     edges_of_statistics = edges_of_graph(term.value for term in terms if term.unit == 'microbatches')

@@ -151,7 +151,7 @@ def _pack_tensor(
         # The packed row has the images, videos and audios of all rows.
         return value.sum(dim=0, keepdim=True)
     if entry.slot_dim == 1 and not entry.seq_dims:
-        # Idefics3. From (rows, images of a row, ...) to (1, rows * images of a row, ...).
+        # Each row has slots for its images (Idefics3). From (rows, slots, ...) to (1, rows * slots, ...).
         return value.flatten(0, 1)[None]
     if entry.unit != 'row' or entry.is_media:
         # All rows share the tensor, or it has one entry per image (video, patch ...). These already are in the order of

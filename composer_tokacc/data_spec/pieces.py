@@ -136,7 +136,7 @@ def _left_padding_name(facts: RowFacts) -> str:
 
 
 def padded_candidates(facts: RowFacts, earlier: CutRules) -> Iterator[CutRules]:
-    """Yields the rules that the check tries on these rows if they are padded, not packed, cheapest first.
+    """Yields the rules without packing that the check tries on these rows, cheapest first.
 
     ``earlier`` are the current rules, which the check has found on other rows.
     """

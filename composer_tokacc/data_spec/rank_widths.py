@@ -70,8 +70,8 @@ class RankWidth:
                 continue
             # These rows are padded on the left, or not at all. Rows without padding might get it on the left in a wider
             # batch.
-            # The label comes first, because rows with such labels are never trimmed. So nothing may be known about
-            # positions only because of them.
+            # The label is named first, because the user can mask it. Rows with such a label are never trimmed, so the
+            # label alone may be why nothing is known about positions.
             if loss_rule != 'unshifted' and any(facts.has_first_label):
                 reason = 'the first token of a row has a label, which the pad before it would predict'
             elif _may_depend_on_padding(facts, rules):
@@ -103,13 +103,14 @@ def _may_depend_on_padding(facts: RowFacts, rules: CutRules | None) -> bool:
         return True
     if rules.has_trimmed_left(facts):
         return False
-    # The check has trimmed nothing on the left, so it is not known whether the model counts positions from the first
-    # column. With `position_ids` in the batch this is not known either, because the model may ignore them. If the first
-    # token of a row has a label, the row cannot be trimmed, because the pad before this token predicts the label. If
-    # the check has looked only at such rows, no other rows are safe. Even those without padding would get some in one
-    # forward over all rows. Rows that may not be trimmed at all are of models with rotary embeddings, which see only
-    # distances.
-    return facts.may_be_trimmed or not facts.is_padded
+    # The check has trimmed nothing on the left. Padded rows that may not be trimmed at all are of models with rotary
+    # embeddings, which see only distances.
+    sees_only_distances = facts.is_padded and not facts.may_be_trimmed
+    # Of other models it is not known whether they count positions from the first column. `position_ids` in the batch do
+    # not help, because the model may ignore them. The check may have seen only rows that are not trimmed: rows without
+    # padding, or with a label on the first token, which the pad before it predicts. Rows without padding are not safe
+    # either, because they would get some in one forward over all rows.
+    return not sees_only_distances
 
 
 def check_widths(

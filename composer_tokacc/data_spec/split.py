@@ -538,7 +538,7 @@ class MicrobatchSplit:
         if layout is None:
             return True
         may_be_media = any(Reading.MEDIA in possible for possible in layout.readings.values())
-        # Any entry of the user counts. If none is of media, this costs no more than a collective.
+        # Every entry that the user has registered counts. If none is of media, this costs no more than a collective.
         return bool(layout.family.media or layout.extra or may_be_media)
 
     def _num_microbatches(self, num_pieces: int) -> int:
@@ -554,7 +554,7 @@ class MicrobatchSplit:
     def _check_dummies(self, pieces: Sequence[Piece]) -> None:
         """Raises RuntimeError if a microbatch has dummy rows, and they would add to a mean over tokens.
 
-        If the loss has such a mean, this is a collective, so that all ranks refuse the step if one does.
+        If the first-batch check has found that they add to it, this is a collective, so that all ranks refuse the step.
         """
         if not self._has_loss_in_dummies:
             return
@@ -703,11 +703,12 @@ def _check_decoder_padding(facts_of_batches: Sequence[RowFacts]) -> None:
     padded_on_left = None
     for facts in facts_of_batches:
         reach = Reach.of(labels_of(facts.batch) != IGNORE_INDEX)
-        full_or_empty = (reach.width, 0)
+        full_or_empty = (reach.width, 0)  # reach of a row with a label in the farthest column, or none
         ends_early = any(num_columns not in full_or_empty for num_columns in reach.from_first)
+        begins_late = any(num_columns not in full_or_empty for num_columns in reach.from_last)
         if ends_early and not is_text_padded_on_left:
             return  # padded on the right
-        if any(num_columns not in full_or_empty for num_columns in reach.from_last):
+        if begins_late:
             padded_on_left = facts
     if padded_on_left is not None:
         raise InvalidInputError(
