@@ -630,7 +630,7 @@ def test_tags_in_answers_are_text(folder):
 
 def test_tag_in_answer_that_is_a_token(folder):
     path = write_json(folder, [about_red(messages=[QUESTION, assistant_turn('An <image>.')])])
-    with pytest.raises(BadSampleError, match='the tokenizer has this token'):
+    with pytest.raises(BadSampleError, match='has the control token <image> in its text'):
         LlavaDataset(path, small())
     dataset = LlavaDataset(path, small(), control_tokens='text')
     assert learned_text(dataset[0], dataset.encoder.tokenizer) == 'An <image>.<|end|>'
