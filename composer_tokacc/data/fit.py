@@ -161,13 +161,8 @@ class FittingEncoder(ConversationEncoder):
                 length table, which may be older than the files. If the sample does not fit, the steps are found again.
         """
         encode = partial(self._encode_after, record, files)
-        if steps is not None:
-            sample = encode(steps, shapes_only=shapes_only)
-            if not self._fits(sample):
-                sample = self.encode_record(record, files, shapes_only=shapes_only)
-                del sample[SHRINK_STEPS]
-            return sample
-        steps = 0
+        is_measured = steps is None
+        steps = steps or 0
         sample = encode(steps, shapes_only=shapes_only)
         has_visual_media = record.count('image') + record.count('video') > 0
         if has_visual_media and not self._fits(sample):
@@ -182,7 +177,9 @@ class FittingEncoder(ConversationEncoder):
                     raise
         if not self._fits(sample):
             raise record.error(self._refusal(record, sample))
-        return {**sample, SHRINK_STEPS: [steps]}
+        if is_measured:
+            sample[SHRINK_STEPS] = [steps]
+        return sample
 
     def _encode_after(
         self,
