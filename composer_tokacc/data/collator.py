@@ -64,9 +64,9 @@ class VisionLanguageCollator:
 
 def check_samples(samples: Sequence[EncodedSample]) -> None:
     """Raises ValueError unless there are samples, and each has ``input_ids`` of shape ``(1, length)``."""
-    if isinstance(samples, Mapping):
-        samples = []  # one sample or a batch, passed by mistake, is refused below
-    if not samples or not all(isinstance(sample.get('input_ids'), torch.Tensor) for sample in samples):
+    # An item is no mapping if one sample or a batch was passed by mistake.
+    are_samples = [isinstance(item, Mapping) and isinstance(item.get('input_ids'), torch.Tensor) for item in samples]
+    if not samples or not all(are_samples):
         raise InvalidInputError(
             '`samples` must be a list of samples, each with the tensor `input_ids` of shape (1, length). Call the '
             "processor with return_tensors='pt'."
