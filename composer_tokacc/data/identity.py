@@ -15,7 +15,7 @@ from torch.utils.data import ConcatDataset
 from composer_tokacc.cache import fingerprint
 from composer_tokacc.data.chat_template import owner_of_template
 from composer_tokacc.data.conversation import PROCESSOR_PARTS
-from composer_tokacc.data.records import BadSampleError, short_repr
+from composer_tokacc.data.records import BadSampleError
 from composer_tokacc.refusals import InvalidInputError
 
 NUM_READ = 64
@@ -49,9 +49,8 @@ def identify_data(dataset: Any) -> str:
         try:
             sample = dataset[index]
             if not hasattr(sample, 'keys') or 'input_ids' not in sample:
-                raise InvalidInputError(
-                    f'`dataset` must give samples with `input_ids` and `labels`, got: {short_repr(sample)}.'
-                )
+                got = f'a {type(sample).__name__}'
+                raise InvalidInputError(f'`dataset` must give samples with `input_ids` and `labels`, got: {got}.')
             parts.append(np.asarray(sample['input_ids']).tolist())
         except BadSampleError as error:
             parts.append(str(error))
