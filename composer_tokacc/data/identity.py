@@ -49,7 +49,7 @@ def identify_data(dataset: Any) -> str:
         try:
             sample = dataset[index]
             if not hasattr(sample, 'keys') or 'input_ids' not in sample:
-                got = f'a {type(sample).__name__}'
+                got = f'a {type(sample).__name__} without `input_ids`'
                 raise InvalidInputError(f'`dataset` must give samples with `input_ids` and `labels`, got: {got}.')
             parts.append(np.asarray(sample['input_ids']).tolist())
         except BadSampleError as error:
