@@ -151,7 +151,7 @@ class FittingEncoder(ConversationEncoder):
                 sample = encode(steps, shapes_only=shapes_only)
             except RuntimeError as error:
                 # If an image has no pixels left (SmolVLM), torch raises a RuntimeError. Then no steps are enough, and
-                # the sample of step 0 is refused below. The base class has wrapped this error, as it wraps all others.
+                # the first sample is refused below. The base class has wrapped this error, as it wraps all others.
                 # Others may be bugs, so they are raised again.
                 if type(error.__cause__) is not RuntimeError:
                     raise
