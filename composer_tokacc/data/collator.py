@@ -64,9 +64,11 @@ class VisionLanguageCollator:
 
 def check_samples(samples: Sequence[EncodedSample]) -> None:
     """Raises ValueError unless there are samples, and each has ``input_ids`` of shape ``(1, length)``."""
-    if isinstance(samples, Mapping):
-        samples = []  # one sample or a batch, passed by mistake, is refused below
-    if not samples or not all(isinstance(sample.get('input_ids'), torch.Tensor) for sample in samples):
+    are_samples = len(samples) > 0
+    for sample in samples:  # these are keys if one sample or a batch was passed by mistake
+        if not isinstance(sample, Mapping) or not isinstance(sample.get('input_ids'), torch.Tensor):
+            are_samples = False
+    if not are_samples:
         raise InvalidInputError(
             '`samples` must be a list of samples, each with the tensor `input_ids` of shape (1, length). Call the '
             "processor with return_tensors='pt'."

@@ -15,7 +15,7 @@ import torch
 from tokenizers import AddedToken
 
 from composer_tokacc.batch import IGNORE_INDEX
-from composer_tokacc.data.records import Message, Record
+from composer_tokacc.data.records import PLACEHOLDERS, Message, Record
 from composer_tokacc.planning import check_choice
 from composer_tokacc.refusals import InvalidInputError
 
@@ -59,24 +59,27 @@ class ControlTokenPolicy:
         """By the id of a stand-in: the ids that spell its control token, of shape ``(ids,)``."""
 
     def check(self, record: Record) -> None:
-        """Refuses a record with control tokens in its text (``refuse``), or warns of the first (``warn``)."""
-        if self.option == 'text' or self._has_warned:
-            return
-        match = self._pattern.search('\n'.join(record.texts))
-        if match is None:
-            return
-        error = record.error(f'has the control token {match[0]} in its text. Take it out, or set control_tokens=text')
-        if self.option == 'refuse':
-            raise error
-        self._has_warned = True
-        log.warning(
-            '%s. It is encoded as a control token; later samples are not named.',
-            error,
-        )
+        """Refuses a record with control tokens in its text (``refuse``), or warns of the first (``warn``).
 
-    def hides(self, text: str) -> bool:
-        """Tells whether :meth:`hide` replaces something in a text."""
-        return self.option == 'text' and self._pattern.search(text) is not None
+        With both options, refuses a text with a tag such as ``<image>`` that the tokenizer encodes as a medium's token.
+        """
+        if self.option == 'text':
+            return
+        tokens = self._pattern.findall('\n'.join(record.texts))
+        if not tokens:
+            return
+        # A tag such as `<image>` is refused with any option, because the model expects a medium at this token.
+        tags = set(tokens).intersection(PLACEHOLDERS)
+        token = min(tags, default=tokens[0])
+        error = record.error(f'has the control token {token} in its text. Take it out, or set control_tokens=text')
+        if tags or self.option == 'refuse':
+            raise error
+        if not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                '%s. It is encoded as a control token; later samples are not named.',
+                error,
+            )
 
     def hide(self, message: Message) -> Message:
         """Returns a message with stand-ins for the control tokens in its texts.
@@ -154,8 +157,12 @@ class ControlTokenPolicy:
 
 
 def _pattern_of_control_tokens(tokenizer: Any, template_tokens: Iterable[str]) -> re.Pattern[str]:
-    """Returns a pattern that finds every special token of the tokenizer, and every one of ``template_tokens``."""
+    """Returns a pattern that finds every special token of the tokenizer, and every one of ``template_tokens``.
+
+    It also finds the tags ``<image>``, ``<video>`` and ``<audio>``, if they are in the vocabulary.
+    """
     tokens = {*template_tokens, *tokenizer.all_special_tokens}
+    tokens.update(tokenizer.get_vocab().keys() & set(PLACEHOLDERS))
     for token in tokenizer.added_tokens_decoder.values():
         if token.special:
             tokens.add(str(token))

@@ -43,8 +43,6 @@ from composer_tokacc.data.control_tokens import (
 )
 from composer_tokacc.data.media import decode_media
 from composer_tokacc.data.records import (
-    PLACEHOLDERS,
-    ROLES_WITH_MEDIA,
     DecodedMedia,
     EncodedSample,
     MediaFile,
@@ -136,9 +134,6 @@ class ConversationEncoder:
             add_end_token=add_end_token,
         )
         self.control = ControlTokenPolicy(control_tokens, processor, self.template.control_tokens)
-        vocabulary = tokenizer.get_vocab()
-        self._tags_that_are_tokens = [tag for tag in PLACEHOLDERS if tag in vocabulary]
-        """The tags ``<image>``, ``<video>`` and ``<audio>``, if they are in the vocabulary."""
         # These may be copies, see `_without_arguments_of_tokenizer`. With control_tokens=text they are copies that know
         # a few more tokens.
         self.processor = self.control.processor
@@ -331,15 +326,12 @@ class ConversationEncoder:
     def check_takes_media(self, record: Record) -> None:
         """Refuses a record if the processor or the chat template would drop its media or misread its text.
 
-        Text is misread if it has a tag such as ``<image>`` that the tokenizer encodes as the token of a medium. Control
-        tokens are refused with ``control_tokens='refuse'``. With ``'warn'`` this method warns of them.
+        Text is misread if it has control tokens, see :meth:`.ControlTokenPolicy.check`.
 
         Raises:
             BadSampleError: If the record is refused.
         """
         for turn in record.turns:
-            if turn.role not in ROLES_WITH_MEDIA:
-                self._check_tags(record, turn.text)
             for placeholder in turn.placeholders:
                 modality = placeholder.group(1)  # the text between `<` and `>`
                 if modality not in self.parts:
@@ -352,15 +344,6 @@ class ConversationEncoder:
                     )
         # This comes last, because it warns only of the first record with control tokens. That should be a good record.
         self.control.check(record)
-
-    def _check_tags(self, record: Record, text: str) -> None:
-        """Refuses a text with a tag such as ``<image>`` if the tokenizer would encode it as the token of a medium."""
-        for tag in self._tags_that_are_tokens:
-            if tag in text and not self.control.hides(tag):
-                raise record.error(
-                    f'`{tag}` may stand only in turns of the user and of tools, because the tokenizer has this token. '
-                    'Take it out, or set control_tokens=text if it is a special token'
-                )
 
     def render(self, messages: Sequence[Message]) -> Rendered:
         """Writes a conversation as the text for the processor, and finds the answers in it."""

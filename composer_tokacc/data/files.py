@@ -307,9 +307,7 @@ def _without_decoding(feature: Any) -> Any:
     """Returns the type of a column (a feature of `datasets`) that gives images, videos and audio as bytes and paths."""
     if isinstance(feature, dict):
         return {name: _without_decoding(inner) for name, inner in feature.items()}
-    if isinstance(feature, list):
-        return [_without_decoding(inner) for inner in feature]
-    if hasattr(feature, 'feature'):  # List, LargeList and Sequence of `datasets`
+    if hasattr(feature, 'feature'):  # List and LargeList of `datasets`
         return replace(feature, feature=_without_decoding(feature.feature))
     # Image, Audio and Video. `Json` has `decode` too, but it must stay set: its values are kept as JSON texts.
     if hasattr(feature, 'decode') and type(feature).__name__ != 'Json':

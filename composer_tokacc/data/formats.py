@@ -23,7 +23,7 @@ import base64
 import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, pairwise
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeGuard
 from urllib.parse import urlsplit
@@ -114,21 +114,13 @@ ROLES = {
     'observation': 'tool',
 }
 """The role that ``Turn.role`` gets, by the name that a project writes."""
-FOLLOWS = {
-    '': ('user',),
-    'user': ('assistant',),
-    'assistant': ('user', 'tool'),
-    'tool': ('assistant', 'tool'),
-}
-"""Roles that may follow a role; '' is the start. The result of a tool may be in the place of a question. System turns
-may be anywhere. Any turn may be the last: a question without an answer has no loss."""
+ROLES_IN_ORDER = re.compile(r'user assistant( (user|tool( tool)*) assistant)*( user|( tool)*)')
+"""The roles of a conversation without its system turns, which may be anywhere. Results of tools may be in the place of
+a question. The last turn may be a question without an answer, which has no loss."""
 
 _NO_TOOLS = "because each model writes tools in its own way. Write the text of the model's template into the turns"
 _NO_PREFERENCES = 'because this is training on answers, not on preferences'
 _WEIGHT_OF_SAMPLE = 'because turns have a weight of their own. Call the weight of a whole sample `loss_weights`'
-_NAME_OF_SYSTEM = 'because it would be dropped. Call it `system`, or take it out'
-KEYS_OF_SYSTEM = ('system_message', 'system_prompt')
-"""Names that other projects give to the key ``system``."""
 REFUSED_KEYS = {
     'tools': _NO_TOOLS,
     'functions': _NO_TOOLS,
@@ -142,11 +134,9 @@ REFUSED_KEYS = {
     'loss_weight': _WEIGHT_OF_SAMPLE,
     'sample_weight': _WEIGHT_OF_SAMPLE,
     'loss_mask': 'because it would be dropped. Give each answer without loss `weight` 0',
-    **dict.fromkeys(KEYS_OF_SYSTEM, _NAME_OF_SYSTEM),
     'chat_template_kwargs': "because it changes the template's text of this sample (TRL). Take it out",
 }
-"""Keys that are not supported but would change the training, and the reason for the message. ``KEYS_OF_SYSTEM`` are
-allowed if they repeat a turn, see `_check_texts_of_other_keys`."""
+"""Keys that are not supported but would change the training, and the reason for the message."""
 
 KEYS_OF_EVERY_FORMAT = {
     'id',
@@ -231,15 +221,14 @@ def _parse_data(data: object, record: Record) -> Record:
         raise InvalidInputError(f'must be a JSON object, got: {type(data).__name__}')
     for key, value in data.items():
         # LLaMA-Factory and others write the tools as a JSON text, '[]' for none.
-        is_refused = key in REFUSED_KEYS and key not in KEYS_OF_SYSTEM
-        if is_refused and is_given(value) and value != '[]':
+        if key in REFUSED_KEYS and is_given(value) and value != '[]':
             raise InvalidInputError(f'`{key}` is not supported, {REFUSED_KEYS[key]}')
     record_format = _format_of(data)
     slots: list[Medium] = []  # of all turns, in the order of their placeholders. `_parse_turn` adds those of a turn
     turns = [_parse_turn(turn, slots) for turn in _raw_turns(data, record_format)]
     listed = {modality: _listed_media(data, modality) for modality in MODALITIES}
-    media_read = [slot for slot in slots if slot.files]
-    media_read.extend(chain.from_iterable(listed.values()))
+    listed_media = list(chain.from_iterable(listed.values()))
+    media_read = listed_media + [slot for slot in slots if slot.files]
     keys_read = {
         *KEYS_OF_EVERY_FORMAT,
         *record_format.keys,
@@ -248,7 +237,9 @@ def _parse_data(data: object, record: Record) -> Record:
     # Before `_fill_slots`, which would only say that a medium is missing, and not that it is under an unread key.
     check_unread_keys(data, keys_read, media_read)
     if record_format.media_first and not slots:
-        turns = _with_media_first(turns, listed, slots)
+        for medium in listed_media:
+            slots.append(Medium(medium.modality))
+        turns = _with_media_first(turns, slots)
     # LLaVA-Video writes `<image>` for a video. Here, all slots are of images and empty, but no image is listed.
     has_videos_only = listed['video'] and not listed['image']
     if has_videos_only and set(slots) == {Medium('image')}:
@@ -405,6 +396,8 @@ FORMATS = (
 
 KEYS_OF_ANSWERS = ('completion', 'output', 'response')
 """Keys that hold the last answer in some format."""
+KEYS_OF_SYSTEM = ('system_message', 'system_prompt')
+"""Names that other projects give to the key ``system``."""
 KEYS_OF_TEXTS = (*KEYS_OF_ANSWERS, *KEYS_OF_SYSTEM, 'history', 'input', 'instruction', 'query')
 """Keys that hold a text of the conversation in some format, or in other projects. ``prompt`` is not among them, because
 without a ``completion`` it is only a note in many data sets: it repeats the first question (UltraChat) or the whole
@@ -570,12 +563,11 @@ def _listed_media(data: JsonObject, modality: str) -> list[Medium]:
     return listed
 
 
-def _with_media_first(turns: Sequence[Turn], listed: Mapping[str, Sequence[Medium]], slots: list[Medium]) -> list[Turn]:
-    """Puts a placeholder for each listed medium before the first question, and appends its empty slot."""
+def _with_media_first(turns: Sequence[Turn], slots: Sequence[Medium]) -> list[Turn]:
+    """Puts a placeholder for each slot before the first question."""
     placeholders = ''
-    for modality, media in listed.items():
-        slots.extend([Medium(modality)] * len(media))
-        placeholders += f'<{modality}>' * len(media)
+    for slot in slots:
+        placeholders += f'<{slot.modality}>'
     placed = []
     for turn in turns:
         if turn.role == 'user':
@@ -681,15 +673,16 @@ def _decode_data_uri(modality: str, uri: str) -> EmbeddedFile:
 
 def _check_turns(turns: Sequence[Turn]) -> None:
     """Raises ValueError if the turns are out of order, no answer carries loss, or one that does is empty."""
-    roles = [turn.role for turn in turns if turn.role != 'system']
-    is_in_order = len(roles) >= 2
-    for previous, role in pairwise(['', *roles]):
-        if role not in FOLLOWS[previous]:
-            is_in_order = False
-    if not is_in_order:
+    roles = []
+    learned_answers = []
+    for turn in turns:
+        if turn.role != 'system':
+            roles.append(turn.role)
+        if turn.role == 'assistant' and turn.carries_loss:
+            learned_answers.append(turn.text)
+    if not ROLES_IN_ORDER.fullmatch(' '.join(roles)):
         got = short_repr(roles, 200)
         raise InvalidInputError(f'turns must alternate between user (or tool) and assistant, user first, got: {got}')
-    learned_answers = [turn.text for turn in turns if turn.role == 'assistant' and turn.carries_loss]
     if not learned_answers:
         raise InvalidInputError('at least one answer must carry loss, got: `weight` 0 for all. Take the sample out')
     for answer in learned_answers:
@@ -726,8 +719,6 @@ def _check_texts_of_other_keys(data: JsonObject, keys_read: Container[str], turn
             is_in_list = not isinstance(data[key], str)
             if is_in_list and (text in ROLES or text in MODALITY_OF_PART):
                 continue
-            if key in KEYS_OF_SYSTEM:
-                raise InvalidInputError(f'`{key}` is not supported, {REFUSED_KEYS[key]}')
             raise InvalidInputError(
                 f'`{key}` must not hold a text that no turn has, because this record is not read from it, got: '
                 f'{short_repr(text)}. Write it into the turns, or take it out'

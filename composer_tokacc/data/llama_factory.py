@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from composer_tokacc.data.formats import REFUSED_KEYS
+from composer_tokacc.data.formats import KEYS_OF_SYSTEM, REFUSED_KEYS
 from composer_tokacc.data.hub import HUB
 from composer_tokacc.data.records import JsonObject, short_repr
 from composer_tokacc.data.unread_media import NO_COLUMN, announces_medium
@@ -28,7 +28,7 @@ KEY_OF_COLUMN = {
 are the same."""
 MEDIA_COLUMNS = ('images', 'videos', 'audios')
 """The columns of an entry that hold media."""
-COLUMNS = (*KEY_OF_COLUMN, 'history', 'system', *MEDIA_COLUMNS, *REFUSED_KEYS)
+COLUMNS = (*KEY_OF_COLUMN, 'history', 'system', *MEDIA_COLUMNS, *KEYS_OF_SYSTEM, *REFUSED_KEYS)
 """The columns that an entry may name."""
 DEFAULT_COLUMNS = {
     'alpaca': {
@@ -120,7 +120,7 @@ class DatasetEntry:
         for key, value in data.items():
             if key in self._columns or key in self._columns.values():
                 continue
-            if key in REFUSED_KEYS:
+            if key in REFUSED_KEYS or key in KEYS_OF_SYSTEM:
                 record[key] = value
             elif announces_medium(key) and not self._names_media:
                 record[f'{key}{NO_COLUMN}'] = value

@@ -50,11 +50,11 @@ URL_SCHEME = re.compile(r'[A-Za-z][A-Za-z0-9+.-]*://')
 """The start of a URL, such as ``https://``, ``s3://`` or ``file://``."""
 
 _ANNOUNCING_KEY = re.compile(
-    r'((?P<image>image|img|picture|pic|photo|jpe?g|png)'
+    r'(?:(?P<image>image|img|picture|pic|photo|jpe?g|png)'
     r'|(?P<video>video|clip|film|movie|frame|mp4)'
     r'|(?P<audio>audio|speech|wav|mp3)'
     r'|media|medium|visual|vision|attachment)'
-    r'(_?(id|name|file|file_?name|file_?path|path|ur[il]|src|list|data|bytes|b64|base64))?s?(_?\d+)?'
+    r'(?:_?(?:id|name|file|file_?name|file_?path|path|ur[il]|src|list|data|bytes|b64|base64))?s?(?:_?\d+)?'
 )
 """Names of keys that announce a medium, such as ``img_paths_2``: a word for a medium, which may have a suffix, an ``s``
 and a number."""
@@ -159,11 +159,8 @@ def _signs_in_key(key: str, value: object) -> Iterator[MediaSign]:
     is_flag_or_fraction = isinstance(value, bool | float)
     if is_sentence_or_space or is_count or is_flag_or_fraction or not is_given(value):
         return
-    modality = ''
-    for name in MODALITIES:
-        if match[name]:  # the pattern has a group for each modality
-            modality = name
-    yield MediaSign(modality, may_be_source=True)
+    # The pattern has a group for each modality, and no others.
+    yield MediaSign(match.lastgroup or '', may_be_source=True)
 
 
 def _refusal(key: str, value: object, modality: str) -> str:
@@ -173,14 +170,13 @@ def _refusal(key: str, value: object, modality: str) -> str:
     if modality in ('', 'image'):
         for sign in _signs_in_key(key.removesuffix(NO_COLUMN), value):
             modality = sign.modality or modality
-    singular, plural, *_ = MEDIA_KEYS[modality or 'image']
-    key_to_use = plural if isinstance(value, list) else singular
+    key_to_use = f'{modality or "image"}s'
     problem = (
         f'`{key[:60]}` looks like an image, a video or an audio, but this key is not read, got: {short_repr(value)}'
     )
     if key.endswith(NO_COLUMN):
         return (
-            f'{problem}. Name it in `columns` of `dataset_info.json` as `{plural}`, beside all other columns that are '
-            f'read, or write `"{plural}": null` there, which ignores such keys'
+            f'{problem}. Name it in `columns` of `dataset_info.json` as `{key_to_use}`, beside all other columns that '
+            f'are read, or write `"{key_to_use}": null` there, which ignores such keys'
         )
     return f'{problem}. Call it `{key_to_use}` if it is one. If not, take it out'

@@ -424,7 +424,7 @@ REFUSED = {
     'tool_calls': (with_answer(tool_calls=[{'type': 'function'}]), '`tool_calls` of a turn is not supported'),
     'function_call role': ({'conversations': [{'from': 'function_call', 'value': '{}'}]}, "got: 'function_call'"),
     'tools': (about_red(tools='[{}]'), '`tools` is not supported'),
-    'system prompt': (about_red(system_prompt='Be brief.'), 'Call it `system`'),
+    'system prompt': (about_red(system_prompt='Be brief.'), '`system_prompt` must not hold a text that no turn has'),
     'options of the template': (about_red(chat_template_kwargs={'enable_thinking': False}), '`chat_template_kwargs`'),
     'boxes of ms-swift': (
         {
@@ -480,7 +480,7 @@ REFUSED = {
     ),
     'answer that only a question has': (ask_text('Red or blue?', output='blue'), "`output` must not .*, got: 'blue'"),
     'answer that names a role': (ask_text('What?', response='model'), "`response` must not .*, got: 'model'"),
-    'system text elsewhere': (about_red(system_message='Be short.'), '`system_message` .* Call it `system`'),
+    'system text elsewhere': (about_red(system_message='Be short.'), '`system_message` .* Write it into the turns'),
     'mask of a sample': (about_red(loss_mask=[0, 1]), 'Give each answer without loss `weight` 0'),
     'no conversation': ({'text': 'x', 'label': 3}, r"got the keys: \['id', 'label', 'text'\]"),
     'prompt as text': ({'prompt': 'Hello?', 'completion': 'Hi.'}, 'must be lists of turns'),
@@ -630,7 +630,7 @@ def test_tags_in_answers_are_text(folder):
 
 def test_tag_in_answer_that_is_a_token(folder):
     path = write_json(folder, [about_red(messages=[QUESTION, assistant_turn('An <image>.')])])
-    with pytest.raises(BadSampleError, match='the tokenizer has this token'):
+    with pytest.raises(BadSampleError, match='has the control token <image> in its text'):
         LlavaDataset(path, small())
     dataset = LlavaDataset(path, small(), control_tokens='text')
     assert learned_text(dataset[0], dataset.encoder.tokenizer) == 'An <image>.<|end|>'

@@ -23,7 +23,7 @@ WITH_IMAGE = turns('<image>What is this?', 'A red square.')
 
 # The key that the message recommends -> records without their conversation. The last key of each is refused.
 UNREAD = {
-    'image': [
+    'images': [
         {'jpg': 'a.jpg'},  # webdataset
         {'conversations': WITH_IMAGE, 'jpg': 'a.jpg'},  # the unread key is the cause, not the number of images
         {'jpg': PNG},
@@ -45,28 +45,22 @@ UNREAD = {
         {'thumbnail': b'\x00\x01'},
         {'pic': JPEG_BASE64},
         {'pic': GIF_BASE64},
-    ],
-    'images': [
         {'media': ['a.png']},
         {'media': [{'type': 'image', 'path': 'a.png'}]},
         {'attachments': [{'url': 'file:///tmp/a.webp'}]},
     ],
-    'video': [
+    'videos': [
         {'mp4': 'a.mp4'},
         {'image_2': 'a.mp4'},
         {'video_id': 'v_abc'},  # ActivityNet
         {'clip': 'a.webm'},
         {'clip': MP4_BASE64},
         {'image': 'a.png', 'video_path': 'b.mp4'},
-    ],
-    'videos': [
         {'frames': ['a.jpg']},
     ],
-    'audio': [
+    'audios': [
         {'audio_filepath': 'a.wav'},  # NeMo
         {'wav': 'a.flac'},  # Kaldi
-    ],
-    'audios': [
         {'speech': ['a.mp3']},
     ],
 }
