@@ -9,6 +9,7 @@ multiplies all of them by the same factor, and 16 steps halve them.
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
@@ -55,10 +56,29 @@ video is half as long."""
 PROCESSOR_ERRORS = (ValueError, TypeError, RuntimeError, ZeroDivisionError)
 """Errors of processors for sizes that they cannot compute with, or arguments that they do not take."""
 
+_NUMBER = r'\s*(\d+(?:\.\d+)?)\s*'
+# A box as [x1, y1, x2, y2] or (x1, y1), (x2, y2).
+_BOX = re.compile(rf'[\[(]{_NUMBER},{_NUMBER}[\])]*\s*,\s*[\[(]*{_NUMBER},{_NUMBER}[\])]')
+# A point of Qwen2.5-VL.
+_POINT = re.compile(rf'point_2d\W+{_NUMBER},{_NUMBER}\]')
+
 
 def share_of(steps: int) -> float:
     """Returns the share of a budget that is left after some steps: 1 after none, 1/2 after `STEPS_TO_HALF`."""
     return 2 ** (-steps / STEPS_TO_HALF)
+
+
+def find_pixel_coordinates(text: str) -> str | None:
+    """Returns the first box or point in a text that may be in pixels. None if there is none.
+
+    Coordinates in pixels are wrong once the image is smaller, and this module does not change them. Numbers from 0 to 1
+    are shares of a side, which hold for an image of any size.
+    """
+    for pattern in (_BOX, _POINT):
+        for match in pattern.finditer(text):
+            if any(float(number) > 1 for number in match.groups()):
+                return match[0]
+    return None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from torch.utils.data import Dataset
 
 from composer_tokacc.batch import MODALITIES
@@ -20,7 +19,11 @@ from composer_tokacc.cache import fingerprint
 from composer_tokacc.data.control_tokens import ControlTokens
 from composer_tokacc.data.conversation import ConversationEncoder, TrainOn
 from composer_tokacc.data.files import read_records, read_texts
-from composer_tokacc.data.fit import FittingEncoder, share_of
+from composer_tokacc.data.fit import (
+    FittingEncoder,
+    find_pixel_coordinates,
+    share_of,
+)
 from composer_tokacc.data.images import image_size
 from composer_tokacc.data.lengths import LengthTable, OnError, length_table
 from composer_tokacc.data.media import open_files
@@ -295,12 +298,22 @@ class LlavaDataset(Dataset):
         self.measured = table.select(good_indices)
         if self.skipped:
             log.warning(self.skip_report())
-        if self.measured.shrink_steps.any():
-            log.warning(
-                '`fit` has made media of %d samples smaller. If their answers hold pixel coordinates of the original '
-                'media, these are wrong now: see "Coordinates in answers" in docs/data.md.',
-                np.count_nonzero(self.measured.shrink_steps),
-            )
+        self._warn_of_pixel_coordinates(self.measured)
+
+    def _warn_of_pixel_coordinates(self, table: LengthTable) -> None:
+        """Warns of the first sample whose media were made smaller and whose answers may hold pixel coordinates."""
+        for index in table.shrink_steps.nonzero()[0].tolist():
+            record = self.records[index]
+            answers = [turn.text for turn in record.turns if turn.role == 'assistant']
+            coordinates = find_pixel_coordinates('\n'.join(answers))
+            if coordinates is not None:
+                log.warning(
+                    '`fit` has made media smaller whose answers may hold pixel coordinates, which it does not change. '
+                    'The first: %s. If these are pixels of the original image, they are wrong now: see "Coordinates in '
+                    'answers" in docs/data.md.',
+                    f'sample "{record.sample_id}" ({record.source}) has {coordinates[:60]}',
+                )
+                return
 
 
 def _names_of_files(paths: Iterable[str]) -> dict[str, str]:

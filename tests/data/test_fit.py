@@ -20,7 +20,7 @@ from composer_tokacc.data import (
     length_table,
 )
 from composer_tokacc.data.files import read_records
-from composer_tokacc.data.fit import PROBE_FRAMES, FittingEncoder, share_of
+from composer_tokacc.data.fit import PROBE_FRAMES, FittingEncoder, find_pixel_coordinates, share_of
 from composer_tokacc.data.media import open_files
 from composer_tokacc.programs import load_config
 from composer_tokacc.programs.sources import source_of
@@ -273,6 +273,22 @@ def test_long_text_beside_an_image_is_skipped(tmp_path):
     assert 'sample "long"' in reason
 
 
+COORDINATES = {
+    'The cat is at [120, 40, 150, 90].': '[120, 40, 150, 90]',
+    '<|box_start|>(12,40),(150,90)<|box_end|>': '(12,40),(150,90)',
+    '[{"bbox_2d": [1, 2, 30.5, 40], "label": "cat"}]': '[1, 2, 30.5, 40]',
+    '{"point_2d": [394, 105]}': 'point_2d": [394, 105]',
+    'At [0.12, 0.40, 0.15, 0.90].': None,
+    'Numbers: 1, 2, 3, 4 and [5, 6].': None,
+    'No box.': None,
+}
+
+
+@pytest.mark.parametrize(('answer', 'expected'), COORDINATES.items())
+def test_pixel_coordinates_are_found(answer, expected):
+    assert find_pixel_coordinates(answer) == expected
+
+
 def open_answers_with_coordinates(folder, **options):
     write_noise(folder / '0.png', (96, 96))
     records = [
@@ -293,4 +309,4 @@ def test_coordinates_of_shrunk_images_are_named(tmp_path, caplog):
     assert 'pixel coordinates' not in caplog.text
     open_answers_with_coordinates(tmp_path, fit=True, max_image_tokens=cap - 1)
     assert caplog.text.count('pixel coordinates') == 1
-    assert '3 samples' in caplog.text
+    assert 'sample "box"' in caplog.text
