@@ -315,21 +315,27 @@ class ChatTemplate:
         prompt = self.apply(messages[:-1], add_generation_prompt=True)
         if not text.startswith(prompt):
             return None
-        reply = text.removeprefix(prompt)
-        answer = reply.rstrip().removesuffix(self.end_token)
-        expected_letters = _without_space(text_of(messages[-1]))
+        text_after_prompt = text.removeprefix(prompt)
+        # The reply ends with its ending token, if the template writes one.
+        reply = text_after_prompt.rstrip()
+        answer_letters = _without_space(text_of(messages[-1]))
+        reply_without_ending = reply.removesuffix(self.end_token)
         # The prompt may hold the first letters of the answer: some prompts end in `<think>`.
-        is_complete = _without_space(prompt + answer).endswith(expected_letters)
-        has_other_text = len(_without_space(answer)) > len(expected_letters)
+        is_complete = _without_space(prompt + reply_without_ending).endswith(answer_letters)
+        has_other_text = len(_without_space(reply_without_ending)) > len(answer_letters)
         if not is_complete or has_other_text:
             return None
-        ending, text_after_ending = self._split_ending(reply.removeprefix(answer))
-        # In `earlier.text`, the part before the reply may have more ending tokens than `prompt`. The reply is the same.
-        prompt_with_endings = earlier.text.removesuffix(reply)
+        text_after = ''  # without an ending, white space after the answer is dropped
+        if reply.endswith(self.end_token):
+            text_after = text_after_prompt.removeprefix(reply)  # the white space that `rstrip` has removed
+        elif self._adds_end_token:
+            reply += self.end_token
+        # In `earlier.text`, the part before the reply may have more ending tokens than `prompt`. The part after it is
+        # the same.
+        prompt_with_endings = earlier.text.removesuffix(text_after_prompt)
         start = len(prompt_with_endings)
-        with_endings = prompt_with_endings + answer + ending
-        span = AnswerSpan(start, len(with_endings))
-        return Rendered(with_endings + text_after_ending, [*earlier.answers, span])
+        span = AnswerSpan(start, start + len(reply))
+        return Rendered(prompt_with_endings + reply + text_after, [*earlier.answers, span])
 
     def _check_all_written(self, messages: Sequence[Message], text: str) -> None:
         """Raises ValueError if a turn is left out. Templates silently drop turns of roles that they do not know."""
