@@ -124,8 +124,11 @@ def _time_of_slots(
 ) -> float:
     """Returns the time of all slots if microbatches are sorted by ``order_by``, the greatest first."""
     # Every slot takes the next `num_ranks` microbatches, one a rank.
-    slots = np.argsort(-order_by, kind='stable').reshape(-1, num_ranks)
-    times = text[slots].max(axis=1) + vision[slots].max(axis=1)
+    order = np.argsort(-order_by, kind='stable')
+    slots = order.reshape(-1, num_ranks)
+    slowest_text = text[slots].max(axis=1)
+    slowest_vision = vision[slots].max(axis=1)
+    times = slowest_text + slowest_vision
     return float(times.sum())
 
 
