@@ -37,7 +37,7 @@ from composer_tokacc.planning import (
 from composer_tokacc.planning.plan import plan_checked_rows
 from composer_tokacc.refusals import InvalidInputError
 from composer_tokacc.sampling.global_batches import GlobalBatches, Stages, check_cap, check_global_batch
-from composer_tokacc.sampling.mixture import LossShares, Mixture, check_order_of_parts
+from composer_tokacc.sampling.mixture import LossShares, Mixture, check_sizes_of_datasets
 from composer_tokacc.sampling.progress import Item, Progress
 from composer_tokacc.sampling.rank_assignment import RankAssignment
 
@@ -180,6 +180,9 @@ class RegroupingBatchSampler(DistributedSampler):
             check_cap(CAPPED_SIZES[size], cap, self.rows.sizes[size])
         self.lengths = self.rows.lengths
         # Which samples each global batch holds.
+        if mixture is not None:
+            check_kind('mixture', mixture, Mixture)
+            check_sizes_of_datasets('mixture', mixture.sizes, dataset, num_samples)
         check_choice('modality', modality, ('mixed', 'per_step'))
         if modality == 'per_step':
             media = _modality_of_samples(media, self.rows)
@@ -196,8 +199,6 @@ class RegroupingBatchSampler(DistributedSampler):
             mixture=mixture,
             media=media,
         )
-        if mixture is not None:
-            check_order_of_parts('mixture', mixture.sizes, dataset)
         if global_batch_tokens is None:
             # Each size must be a multiple of the ranks, because the samples of one rank are the loader's `batch_size`.
             for size in self._global_batches.sizes:
@@ -206,8 +207,7 @@ class RegroupingBatchSampler(DistributedSampler):
         """Samples of a global batch: of the largest one with a schedule, on average with `global_batch_tokens`."""
         if loss_shares is not None:
             check_kind('loss_shares', loss_shares, LossShares)
-            checked_table('loss_shares', loss_shares.loss_tokens, num_samples)
-            check_order_of_parts('loss_shares', loss_shares.sizes, dataset)
+            check_sizes_of_datasets('loss_shares', loss_shares.sizes, dataset, num_samples)
         self.loss_shares = loss_shares
         # The place of the run.
         self.first_batch = 0
