@@ -416,11 +416,6 @@ class RegroupingBatchSampler(DistributedSampler):
     def _assign(self, window: np.ndarray) -> RankAssignment:
         """Plans a global batch for all ranks. Returns this rank's part, with a checksum of the plan of all ranks."""
         plan = plan_checked_rows(self.rows.of(window), self.num_replicas)
-        weights = None
-        loss_tokens = None
-        if self.loss_shares is not None:
-            weights = self.loss_shares.weights(window)
-            loss_tokens = self.loss_shares.loss_tokens[window]
         checksum = 0  # a single rank has no other to compare with
         if self.num_replicas > 1:
             indices_of_ranks = []
@@ -428,7 +423,7 @@ class RegroupingBatchSampler(DistributedSampler):
                 indices_of_ranks.append([microbatch.indices for microbatch in rank])
             checksum = extended_checksum(self._checksum, window.tobytes())
             checksum = extended_checksum(checksum, repr(indices_of_ranks).encode())
-        return RankAssignment.from_plan(plan.ranks[self.rank], window, weights, loss_tokens, checksum)
+        return RankAssignment.from_plan(plan.ranks[self.rank], window, self.loss_shares, checksum)
 
 
 def noting_progress(
