@@ -84,17 +84,20 @@ class RankAssignment:
         loaded = [microbatch for microbatch in planned if not microbatch.filled]
         if not loaded:
             loaded = planned[:1]
-        positions = [list(microbatch.indices) for microbatch in loaded]
-        samples = [global_batch[rows].tolist() for rows in positions]
+        samples = []
+        for microbatch in loaded:
+            positions = list(microbatch.indices)
+            samples.append(global_batch[positions].tolist())
         assignment = cls(samples, is_copy=loaded[0].filled, plan_checksum=plan_checksum)
         if loss_shares is None:
             return assignment
-        weights = loss_shares.weights(global_batch)
-        return replace(
-            assignment,
-            weights=[weights[rows].tolist() for rows in positions],
-            loss_tokens=loss_shares.loss_tokens[list(assignment)].tolist(),
-        )
+        weights_of_batch = loss_shares.weights(global_batch)
+        weights = []
+        for microbatch in loaded:
+            positions = list(microbatch.indices)
+            weights.append(weights_of_batch[positions].tolist())
+        loss_tokens = loss_shares.loss_tokens[list(assignment)].tolist()
+        return replace(assignment, weights=weights, loss_tokens=loss_tokens)
 
 
 def collate(

@@ -243,7 +243,10 @@ def suggest_microbatching(
     batches = draw_batches(len(table), global_batch_size, num_batches=NUM_BATCHES, seed=seed)
     price = measured_cost or options.cost
     run = _RunAtSize(capacity, options, slot, batches, price, size)
-    compared_runs = [replace(run, size=compared_size) for compared_size in _compared_sizes(size, rows_per_rank)]
+    size_rows = []
+    for compared_size in _compared_sizes(size, rows_per_rank):
+        compared_run = replace(run, size=compared_size)
+        size_rows.append(compared_run.row())
     return SizingReport(
         profile=table.profile(),
         num_ranks=num_ranks,
@@ -273,7 +276,7 @@ def suggest_microbatching(
         equal_counts=equal_counts,
         seconds_per_unit=price.seconds_per_token,
         seconds_per_step=seconds_per_step,
-        sizes=[compared_run.row() for compared_run in compared_runs],
+        sizes=size_rows,
         oversize=table.names(run.goes_alone),
         too_large=table.names(run.peaks_alone > usable_bytes),
     )

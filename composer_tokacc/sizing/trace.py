@@ -178,9 +178,10 @@ class StepTracer:
     def _hook_ends_of_phases(self, end_phase: Callable[..., None]) -> list[RemovableHandle]:
         """Adds hooks to the model that call `end_phase` with the name of each phase except the last (``PHASES``)."""
 
-        def end_at_gradient(name: str, module: nn.Module, args: object, outputs: object = None) -> None:
+        # A hook before a forward gets the module and its inputs. A hook after it gets the outputs as well.
+        def end_at_gradient(name: str, *arguments: object) -> None:
             # Not a backward hook on the module, because with one torch forbids the model to change the tensor in place.
-            for value in tree_iter(args if outputs is None else outputs):
+            for value in tree_iter(arguments[-1]):
                 if isinstance(value, torch.Tensor) and value.requires_grad:
                     value.register_hook(partial(end_phase, name))
 
