@@ -123,29 +123,13 @@ def _time_of_slots(
     num_ranks: int,
 ) -> float:
     """Returns the time of all slots if microbatches are sorted by ``order_by``, the greatest first."""
-    # Added up by numpy, which rounds the sum the same with and without numba.
-    return float(_time_of_each_slot(order_by, text, vision, num_ranks).sum())
-
-
-@compiled
-def _time_of_each_slot(
-    order_by: np.ndarray,
-    text: np.ndarray,
-    vision: np.ndarray,
-    num_ranks: int,
-) -> np.ndarray:
-    """Returns the time of each slot, float64 (K / num_ranks,)."""
-    order = np.argsort(-order_by, kind='mergesort')
-    times = np.zeros(len(order) // num_ranks)
-    for slot in range(len(times)):
-        # Every slot takes the next `num_ranks` microbatches, one a rank.
-        slowest_text = 0.0
-        slowest_vision = 0.0
-        for k in order[slot * num_ranks : (slot + 1) * num_ranks]:
-            slowest_text = max(slowest_text, text[k])
-            slowest_vision = max(slowest_vision, vision[k])
-        times[slot] = slowest_text + slowest_vision
-    return times
+    # Every slot takes the next `num_ranks` microbatches, one a rank.
+    order = np.argsort(-order_by, kind='stable')
+    slots = order.reshape(-1, num_ranks)
+    slowest_text = text[slots].max(axis=1)
+    slowest_vision = vision[slots].max(axis=1)
+    times = slowest_text + slowest_vision
+    return float(times.sum())
 
 
 def assign_slots(costs: np.ndarray, num_ranks: int) -> np.ndarray:

@@ -311,18 +311,9 @@ class _CutSearch:
 
     def microbatches_of_ranks(self, cut: _Cut) -> list[list[Microbatch]]:
         """Returns the microbatches of each rank under a cut, costliest first, or in the order of step slots."""
-        microbatches = self._microbatches(cut)
         rank_of_microbatch = cut.rank_of_microbatch
         if rank_of_microbatch is None:  # in step slots
             rank_of_microbatch = assign_slots(cut.order_by, self._num_ranks)
-        ranks: list[list[Microbatch]] = [[] for _ in range(self._num_ranks)]
-        # In this order assign_slots() has filled the slots, so the k-th microbatches of all ranks are a slot.
-        for k in np.argsort(-cut.order_by, kind='stable').tolist():
-            ranks[rank_of_microbatch[k]].append(microbatches[k])
-        return ranks
-
-    def _microbatches(self, cut: _Cut) -> list[Microbatch]:
-        """Returns the microbatches of a cut, its dummies included."""
         # Lists, because reading single elements of arrays is slow.
         order = self._rows.order.tolist()
         widths = self._rows.widths[cut.starts].tolist()
@@ -330,11 +321,13 @@ class _CutSearch:
         ends = cut.ends.tolist()
         costs = cut.costs.tolist()
         num_real = len(costs) - cut.num_dummies
-        microbatches = []
-        for k in range(len(costs)):
+        ranks: list[list[Microbatch]] = [[] for _ in range(self._num_ranks)]
+        # In this order assign_slots() has filled the slots, so the k-th microbatches of all ranks are a slot.
+        for k in np.argsort(-cut.order_by, kind='stable').tolist():
             indices = tuple(sorted(order[starts[k] : ends[k]]))
-            microbatches.append(Microbatch(indices, widths[k], costs[k], filled=k >= num_real))
-        return microbatches
+            microbatch = Microbatch(indices, widths[k], costs[k], filled=k >= num_real)
+            ranks[rank_of_microbatch[k]].append(microbatch)
+        return ranks
 
     def best(self) -> _Cut:
         """Finds the cut of least modelled time."""

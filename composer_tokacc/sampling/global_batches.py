@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from composer_tokacc.plan_agreement import extended_checksum
-from composer_tokacc.planning import check_count, check_kind, mean_samples
+from composer_tokacc.planning import check_count, mean_samples
 from composer_tokacc.refusals import InvalidInputError
 from composer_tokacc.sampling.mixture import Mixture, merged_evenly, mixed_orders, permutation
 
@@ -158,13 +158,6 @@ class GlobalBatches:
                 'Exactly one of `global_batch_size` and `global_batch_tokens` must be given, got: '
                 f'{samples!r:.80} and {tokens!r}.'
             )
-        if mixture is not None:
-            check_kind('mixture', mixture, Mixture)
-            if sum(mixture.sizes) != len(lengths):
-                raise InvalidInputError(
-                    f'`mixture` must have the sizes of the datasets in `dataset`, got: {list(mixture.sizes)} for '
-                    f'{len(lengths)} samples. Use torch.utils.data.ConcatDataset.'
-                )
         self._lengths = lengths
         self._seed = seed
         self._drop_last = drop_last

@@ -165,11 +165,9 @@ class LossShares:
         shares: Sequence[float],
         loss_tokens: Table,
     ) -> None:
-        self.shares = checked_table('shares', shares, len(sizes), dtype=np.float64)
-        if self.shares.min() == 0 or abs(self.shares.sum() - 1) > 1e-6:
-            raise InvalidInputError(
-                f'`shares` must be positive, one for each dataset, and add up to 1, got: {self.shares.tolist()}.'
-            )
+        self.shares = _checked_rates('shares', shares, len(sizes))
+        if abs(self.shares.sum() - 1) > 1e-6:
+            raise InvalidInputError(f'`shares` must add up to 1, got: {self.shares.tolist()}.')
         self.loss_tokens = checked_table('loss_tokens', loss_tokens, sum(sizes))
         self.sizes = list(sizes)
         self._dataset_of_sample = np.repeat(np.arange(len(sizes)), sizes)
@@ -200,17 +198,24 @@ class LossShares:
         return weight_of_dataset[datasets]
 
 
-def check_order_of_parts(name: str, sizes: Sequence[int], dataset: object) -> None:
-    """Raises ValueError if the sizes of a mixture are those of the parts of a ConcatDataset, but in another order.
+def check_sizes_of_datasets(name: str, sizes: Sequence[int], dataset: object, num_samples: int) -> None:
+    """Raises ValueError if the sizes of a mixture do not add up to those of the dataset, or are in another order.
 
-    Then each share would apply to the samples of another dataset. All other sizes are accepted. A dataset of the
-    mixture may be several parts, or a piece of a part, which may itself join several datasets.
+    In another order than the parts of a ConcatDataset, each share would apply to the samples of another dataset. All
+    other sizes are accepted. A dataset of the mixture may be several parts, or a piece of a part, which may itself join
+    several datasets.
 
     Args:
         name: Name of the argument with the sizes.
         sizes: Samples of each dataset of the mixture.
         dataset: The dataset of the run.
+        num_samples: Its length.
     """
+    if sum(sizes) != num_samples:
+        raise InvalidInputError(
+            f'`{name}` must have the sizes of the datasets in `dataset`, got: {list(sizes)} for {num_samples} samples. '
+            'Use torch.utils.data.ConcatDataset.'
+        )
     if not isinstance(dataset, ConcatDataset):
         return
     sizes_of_nested_parts = _sizes_of_nested_parts(dataset)

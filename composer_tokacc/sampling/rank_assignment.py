@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -20,6 +20,7 @@ from composer_tokacc.layout.pre_split import widened
 from composer_tokacc.planning import CutOptions, Microbatch
 from composer_tokacc.refusals import InvalidInputError
 from composer_tokacc.row_counts import RowCounts, attach_row_counts
+from composer_tokacc.sampling.mixture import LossShares
 from composer_tokacc.weights import LOSS_WEIGHTS
 
 LoadedSample = TypeVar('LoadedSample')
@@ -68,8 +69,7 @@ class RankAssignment:
         cls,
         planned: Sequence[Microbatch],
         global_batch: np.ndarray,
-        weights: np.ndarray | None = None,
-        loss_tokens: np.ndarray | None = None,
+        loss_shares: LossShares | None = None,
         plan_checksum: int = 0,
     ) -> RankAssignment:
         """Returns the assignment of a rank.
@@ -77,8 +77,7 @@ class RankAssignment:
         Args:
             planned: Microbatches of the rank. Their indices are positions in `global_batch`.
             global_batch: Samples of the global batch, int64 (n,).
-            weights: For each of these samples the weight of its tokens, float64 (n,).
-            loss_tokens: For each of these samples the loss tokens from which its weight was computed, int (n,).
+            loss_shares: Weights the tokens of the samples.
             plan_checksum: Checksum of the plan of all ranks.
         """
         # A dummy of the plan is marked `filled`. It has one index, that of a sample that another microbatch computes.
@@ -86,22 +85,19 @@ class RankAssignment:
         if not loaded:
             loaded = planned[:1]
         samples = []
-        weights_of_samples = []
-        loss_tokens_of_samples = []
         for microbatch in loaded:
-            indices = list(microbatch.indices)
-            samples.append(global_batch[indices].tolist())
-            if weights is not None:
-                weights_of_samples.append(weights[indices].tolist())
-            if loss_tokens is not None:
-                loss_tokens_of_samples += loss_tokens[indices].tolist()
-        return cls(
-            microbatches=samples,
-            is_copy=loaded[0].filled,
-            weights=weights_of_samples or None,
-            loss_tokens=loss_tokens_of_samples or None,
-            plan_checksum=plan_checksum,
-        )
+            positions = list(microbatch.indices)
+            samples.append(global_batch[positions].tolist())
+        assignment = cls(samples, is_copy=loaded[0].filled, plan_checksum=plan_checksum)
+        if loss_shares is None:
+            return assignment
+        weights_of_batch = loss_shares.weights(global_batch)
+        weights = []
+        for microbatch in loaded:
+            positions = list(microbatch.indices)
+            weights.append(weights_of_batch[positions].tolist())
+        loss_tokens = loss_shares.loss_tokens[list(assignment)].tolist()
+        return replace(assignment, weights=weights, loss_tokens=loss_tokens)
 
 
 def collate(

@@ -9,12 +9,10 @@ that it computes, by microbatch. The *place* of a run is the epoch, and the numb
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sized
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Sized
 from dataclasses import asdict, replace
 from functools import cached_property
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 from torch.utils.data import Dataset, DistributedSampler
@@ -37,11 +35,9 @@ from composer_tokacc.planning import (
 from composer_tokacc.planning.plan import plan_checked_rows
 from composer_tokacc.refusals import InvalidInputError
 from composer_tokacc.sampling.global_batches import GlobalBatches, Stages, check_cap, check_global_batch
-from composer_tokacc.sampling.mixture import LossShares, Mixture, check_order_of_parts
+from composer_tokacc.sampling.mixture import LossShares, Mixture, check_sizes_of_datasets
 from composer_tokacc.sampling.progress import Item, Progress
 from composer_tokacc.sampling.rank_assignment import RankAssignment
-
-Result = TypeVar('Result')
 
 _GREATEST_SEED = 2**62
 """Greatest seed and epoch. Torch draws the order of an epoch with their sum, which must fit into 64 bits."""
@@ -69,9 +65,8 @@ class RegroupingBatchSampler(DistributedSampler):
     ranks get a copy of another rank's sample. It is marked (``RankAssignment.is_copy``) and must not count.
 
     The assignments only depend on the arguments, the epoch and the rank, so ranks exchange nothing to make them. The
-    order of the epoch and the lengths take 16 bytes of memory a sample. A background thread plans the next global
-    batches while the loader reads. Use the sampler with :class:`composer_tokacc.RegroupingDataLoader`, or as
-    ``DataLoader(batch_sampler=...)``.
+    order of the epoch and the lengths take 16 bytes of memory a sample. Use the sampler with
+    :class:`composer_tokacc.RegroupingDataLoader`, or as ``DataLoader(batch_sampler=...)``.
 
     :meth:`state_dict` returns the place of the run: the epoch, and the number of the next global batch. If several
     iterators read the epoch, the furthest one counts. So ``next(iter(sampler))``, a look at a batch, does not change
@@ -180,6 +175,9 @@ class RegroupingBatchSampler(DistributedSampler):
             check_cap(CAPPED_SIZES[size], cap, self.rows.sizes[size])
         self.lengths = self.rows.lengths
         # Which samples each global batch holds.
+        if mixture is not None:
+            check_kind('mixture', mixture, Mixture)
+            check_sizes_of_datasets('mixture', mixture.sizes, dataset, num_samples)
         check_choice('modality', modality, ('mixed', 'per_step'))
         if modality == 'per_step':
             media = _modality_of_samples(media, self.rows)
@@ -196,8 +194,6 @@ class RegroupingBatchSampler(DistributedSampler):
             mixture=mixture,
             media=media,
         )
-        if mixture is not None:
-            check_order_of_parts('mixture', mixture.sizes, dataset)
         if global_batch_tokens is None:
             # Each size must be a multiple of the ranks, because the samples of one rank are the loader's `batch_size`.
             for size in self._global_batches.sizes:
@@ -206,8 +202,7 @@ class RegroupingBatchSampler(DistributedSampler):
         """Samples of a global batch: of the largest one with a schedule, on average with `global_batch_tokens`."""
         if loss_shares is not None:
             check_kind('loss_shares', loss_shares, LossShares)
-            checked_table('loss_shares', loss_shares.loss_tokens, num_samples)
-            check_order_of_parts('loss_shares', loss_shares.sizes, dataset)
+            check_sizes_of_datasets('loss_shares', loss_shares.sizes, dataset, num_samples)
         self.loss_shares = loss_shares
         # The place of the run.
         self.first_batch = 0
@@ -265,7 +260,8 @@ class RegroupingBatchSampler(DistributedSampler):
         """Yields this rank's assignment of each global batch from `first` on, the first one with the witnesses."""
         windows = self._global_batches.of_epoch(epoch)
         needs_witnesses = self.num_replicas > 1 and epoch == self._epoch_of_witnesses
-        for assignment in prefetch(self._assign, windows[first:]):
+        for window in windows[first:]:
+            assignment = self._assign(window)
             if needs_witnesses:
                 # The first and the last sample of the dataset are the same in every epoch, while those of a window are
                 # not. Ranks may read their witnesses in different epochs: one rank may look at a batch of another epoch
@@ -298,18 +294,14 @@ class RegroupingBatchSampler(DistributedSampler):
     def has_only_copies(self, batch: int) -> bool:
         """Returns whether this rank has only a copy in global batch `batch` of this epoch, see RankAssignment."""
         window = self._window(batch)
-        # With enough samples every rank gets one of its own, so no plan is needed. For 'ddp' one for each rank is
-        # enough. For 'fsdp' four for each rank are enough:
+        # With four samples for each rank, every rank gets one of its own, so no plan is needed. Under 'fsdp':
         # - Samples with images and samples without are two groups, each planned by itself. The larger group has at
         #   least two samples for each rank.
         # - This group gets dummies only if each of its samples is a microbatch, and these do not fill the step slots.
         #   Then it has three slots or more.
         # - Its dummies are fewer than the ranks, and next to each other in the order in which slots are filled. So they
         #   are in at most two slots. In each other slot every rank has a sample that is no copy.
-        enough = self.num_replicas
-        if self.rows.options.objective == 'fsdp':
-            enough = 4 * self.num_replicas
-        return len(window) < enough and self._assign(window).is_copy
+        return len(window) < 4 * self.num_replicas and self._assign(window).is_copy
 
     def skip_to(self, batch: int) -> None:
         """Lets the next iterations start at global batch `batch`. Earlier ones are neither planned nor read."""
@@ -416,11 +408,6 @@ class RegroupingBatchSampler(DistributedSampler):
     def _assign(self, window: np.ndarray) -> RankAssignment:
         """Plans a global batch for all ranks. Returns this rank's part, with a checksum of the plan of all ranks."""
         plan = plan_checked_rows(self.rows.of(window), self.num_replicas)
-        weights = None
-        loss_tokens = None
-        if self.loss_shares is not None:
-            weights = self.loss_shares.weights(window)
-            loss_tokens = self.loss_shares.loss_tokens[window]
         checksum = 0  # a single rank has no other to compare with
         if self.num_replicas > 1:
             indices_of_ranks = []
@@ -428,7 +415,7 @@ class RegroupingBatchSampler(DistributedSampler):
                 indices_of_ranks.append([microbatch.indices for microbatch in rank])
             checksum = extended_checksum(self._checksum, window.tobytes())
             checksum = extended_checksum(checksum, repr(indices_of_ranks).encode())
-        return RankAssignment.from_plan(plan.ranks[self.rank], window, weights, loss_tokens, checksum)
+        return RankAssignment.from_plan(plan.ranks[self.rank], window, self.loss_shares, checksum)
 
 
 def noting_progress(
@@ -443,23 +430,6 @@ def noting_progress(
     # start at 0. If the trainer has already set another epoch, `first_batch` belongs to that one, and stays.
     if epoch == sampler.epoch:
         sampler.first_batch = 0
-
-
-def prefetch(function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
-    """Yields ``map(function, items)``. A background thread computes up to two further results in advance.
-
-    Two, because the thread can then work on one item while the result of the other one waits. No further items are
-    taken from ``items``. The thread starts when the first result is requested. It is joined when the iterator ends, is
-    closed or is garbage collected. An error of `function` is raised where its result would have been yielded.
-    """
-    waiting: deque[Future[Result]] = deque()
-    with ThreadPoolExecutor(max_workers=1, thread_name_prefix='prefetch') as pool:
-        for item in items:
-            waiting.append(pool.submit(function, item))
-            if len(waiting) > 2:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
 
 
 def length_of(dataset: object) -> int:

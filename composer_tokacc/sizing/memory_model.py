@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -220,6 +220,7 @@ def fit_activations(
             them, because only the highest phase of a microbatch counts.
     """
     totals = activation_bytes(measured)
+    predicted = np.zeros(len(shapes))
     coefficients: dict[str, dict[str, float]] = {}
     for part in measured[0]:
         num_bytes = np.array([parts[part] for parts in measured], dtype=np.float64)
@@ -235,14 +236,12 @@ def fit_activations(
         features = np.array(sizes)
         # Both sides are divided by all activations of the microbatch. So its error is relative, and small microbatches
         # count as much as large ones.
-        solution = non_negative_fit(features / totals[:, None], num_bytes / totals).tolist()
-        coefficients[part] = dict(zip(names, solution, strict=True))
-    fit = ActivationFit(coefficients=coefficients, area=area, residual=0.0)
-    predicted_parts = [fit.predict(shape) for shape in shapes]
-    predicted = activation_bytes(predicted_parts)
+        solution = non_negative_fit(features / totals[:, None], num_bytes / totals)
+        predicted += features @ solution
+        coefficients[part] = dict(zip(names, solution.tolist(), strict=True))
     relative_errors = (predicted - totals) / peaks
     residual = np.abs(relative_errors).max()
-    return replace(fit, residual=float(residual))
+    return ActivationFit(coefficients=coefficients, area=area, residual=float(residual))
 
 
 def activation_bytes(microbatches: Sequence[Mapping[str, float]]) -> np.ndarray:
