@@ -9,10 +9,12 @@ that it computes, by microbatch. The *place* of a run is the epoch, and the numb
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sized
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sized
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from torch.utils.data import Dataset, DistributedSampler
@@ -38,6 +40,8 @@ from composer_tokacc.sampling.global_batches import GlobalBatches, Stages, check
 from composer_tokacc.sampling.mixture import LossShares, Mixture, check_sizes_of_datasets
 from composer_tokacc.sampling.progress import Item, Progress
 from composer_tokacc.sampling.rank_assignment import RankAssignment
+
+Result = TypeVar('Result')
 
 _GREATEST_SEED = 2**62
 """Greatest seed and epoch. Torch draws the order of an epoch with their sum, which must fit into 64 bits."""
@@ -65,8 +69,9 @@ class RegroupingBatchSampler(DistributedSampler):
     ranks get a copy of another rank's sample. It is marked (``RankAssignment.is_copy``) and must not count.
 
     The assignments only depend on the arguments, the epoch and the rank, so ranks exchange nothing to make them. The
-    order of the epoch and the lengths take 16 bytes of memory a sample. Use the sampler with
-    :class:`composer_tokacc.RegroupingDataLoader`, or as ``DataLoader(batch_sampler=...)``.
+    order of the epoch and the lengths take 16 bytes of memory a sample. A background thread plans the next global
+    batches while the loader reads. Use the sampler with :class:`composer_tokacc.RegroupingDataLoader`, or as
+    ``DataLoader(batch_sampler=...)``.
 
     :meth:`state_dict` returns the place of the run: the epoch, and the number of the next global batch. If several
     iterators read the epoch, the furthest one counts. So ``next(iter(sampler))``, a look at a batch, does not change
@@ -260,8 +265,7 @@ class RegroupingBatchSampler(DistributedSampler):
         """Yields this rank's assignment of each global batch from `first` on, the first one with the witnesses."""
         windows = self._global_batches.of_epoch(epoch)
         needs_witnesses = self.num_replicas > 1 and epoch == self._epoch_of_witnesses
-        for window in windows[first:]:
-            assignment = self._assign(window)
+        for assignment in prefetch(self._assign, windows[first:]):
             if needs_witnesses:
                 # The first and the last sample of the dataset are the same in every epoch, while those of a window are
                 # not. Ranks may read their witnesses in different epochs: one rank may look at a batch of another epoch
@@ -430,6 +434,23 @@ def noting_progress(
     # start at 0. If the trainer has already set another epoch, `first_batch` belongs to that one, and stays.
     if epoch == sampler.epoch:
         sampler.first_batch = 0
+
+
+def prefetch(function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
+    """Yields ``map(function, items)``. A background thread computes up to two further results in advance.
+
+    Two, because the thread can then work on one item while the result of the other one waits. No further items are
+    taken from ``items``. The thread starts when the first result is requested. It is joined when the iterator ends, is
+    closed or is garbage collected. An error of `function` is raised where its result would have been yielded.
+    """
+    waiting: deque[Future[Result]] = deque()
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix='prefetch') as pool:
+        for item in items:
+            waiting.append(pool.submit(function, item))
+            if len(waiting) > 2:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
 
 
 def length_of(dataset: object) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import pickle
+import threading
 import tracemalloc
 from functools import partial
 
@@ -20,7 +21,7 @@ from torch.utils.data import ConcatDataset, DataLoader, DistributedSampler
 
 from composer_tokacc.planning import CostModel, plan_microbatches
 from composer_tokacc.sampling import LossShares, Mixture
-from composer_tokacc.sampling.sampler import RegroupingBatchSampler
+from composer_tokacc.sampling.sampler import RegroupingBatchSampler, prefetch
 from tests.support.sampler_steps import (
     LONGEST_SAMPLE,
     build_sampler,
@@ -325,6 +326,61 @@ def test_memory_grows_only_with_the_order():
     tracemalloc.stop()
     # torch's own permutation, 8 bytes a sample, is not traced.
     assert peak / num_samples < 40
+
+
+def planning_threads():
+    """Returns the running threads that plan ahead."""
+    return {thread for thread in threading.enumerate() if thread.name.startswith('prefetch')}
+
+
+def test_planning_thread_ends_with_the_iterator():
+    """A thread that is left behind would keep its sampler and go on planning."""
+    threads_before = planning_threads()  # a test that failed before may have left some
+    sampler = build(600, 12)
+    iterator = iter(sampler)
+    next(iterator)
+    assert planning_threads() > threads_before
+
+    iterator.close()
+    assert planning_threads() <= threads_before
+
+    for _ in sampler:
+        pass
+    assert planning_threads() <= threads_before
+
+
+def test_prefetched_results_come_in_order():
+    drawn = []
+    threads = set()
+
+    def square(item):
+        threads.add(threading.current_thread())
+        return item * item
+
+    def items():
+        for item in range(10):
+            drawn.append(item)
+            yield item
+
+    results = prefetch(square, items())
+    for item in range(10):
+        assert next(results) == item**2
+        assert len(drawn) <= item + 3
+    assert next(results, None) is None
+    assert threading.current_thread() not in threads
+
+
+def test_planning_errors_reach_the_loader():
+    def divide(item):
+        return 6 // item
+
+    threads_before = planning_threads()
+    results = prefetch(divide, [3, 2, 0, 1])
+    assert next(results) == 2
+    assert next(results) == 3
+    with pytest.raises(ZeroDivisionError):
+        next(results)
+    assert planning_threads() <= threads_before
 
 
 @pytest.mark.parametrize('objective', ['ddp', 'fsdp'])
