@@ -162,19 +162,31 @@ def least_padded_cut(
     last_starts = np.zeros(n + 1, dtype=np.int64)
     earliest = 0
     best_start = 0
+    widest_of_best = row_costs[0]
     for end in range(1, n + 1):
         # So far: both arrays are filled for all smaller ends.
         while reach[earliest] < end:
             earliest += 1
-        # Now `earliest` is the first start that the caps allow.
-        least = np.inf
-        cost_of_widest = 0.0
-        for start in range(end - 1, earliest - 1, -1):
+        # Now `earliest` is the first start that the caps allow. If the new row is no wider than the row before it,
+        # each microbatch becomes costlier by the cost of its own widest row. A start before the best one of the
+        # previous end was no better there, and its microbatch is as wide or wider. If it is wider, it is worse now, and
+        # is not tried. If it is as wide, rounding may make it better, so it is tried.
+        first_tried = earliest
+        if end > 1 and row_costs[end - 1] <= row_costs[end - 2]:
+            first_tried = max(earliest, best_start)
+            while first_tried > earliest and row_costs[first_tried - 1] <= widest_of_best:
+                first_tried -= 1
+        best_start = end - 1
+        cost_of_widest = row_costs[best_start]
+        widest_of_best = cost_of_widest
+        least = least_totals[best_start] + cost_of_widest
+        for start in range(end - 2, first_tried - 1, -1):
             cost_of_widest = max(cost_of_widest, row_costs[start])
             total = least_totals[start] + (end - start) * cost_of_widest
             if total < least:
                 least = total
                 best_start = start
+                widest_of_best = cost_of_widest
         least_totals[end] = least + price
         last_starts[end] = best_start
     # Walk back from the last end.
