@@ -413,7 +413,7 @@ class RowComparison:
                 # Media keep the padding of that microbatch. A mask of them for each token becomes as wide as the text.
                 batch[key] = cat_padded([value], entry, self._facts.width, self._facts.side)
             result = self.probe.run(self.on_device(batch))
-            self._check_gradients(batch, result, [row], CutKind.OTHER_PADDING)
+            self._check_gradients(result, [row], CutKind.OTHER_PADDING)
 
     def selection_failure(self, selector: LabelSelector) -> str | None:
         """Returns why logits only at labels change the loss or its gradient; None: both stay the same.
@@ -446,7 +446,7 @@ class RowComparison:
             gradients.append(gradient)
         result = replace(result, gradients={'tokens': gradients})
         try:
-            self._check_gradients(self.rows, result, self._all_rows, CutKind.AT_LABELS)
+            self._check_gradients(result, self._all_rows, CutKind.AT_LABELS)
             self._check_losses([_MicrobatchLosses(self._all_rows, result.losses)])
         except CutFailure:
             return 'the loss or its gradient by the logits changes'
@@ -491,7 +491,7 @@ class RowComparison:
                 # Some models cannot compute such a batch: BLIP-2 needs images, Funnel pools rows of 5 tokens or more.
                 # Others assert that the width is a multiple of a chunk.
                 raise self._not_accepted(rows, error, cut_kind) from error
-            self._check_gradients(batch, result, rows, cut_kind)
+            self._check_gradients(result, rows, cut_kind)
             losses.append(_MicrobatchLosses(rows, result.losses))
             # A row without a loss token, such as a row of one token, shows nothing.
             has_tokens = any(self._counts[row] for row in rows)
@@ -518,12 +518,13 @@ class RowComparison:
         self,
         result: ProbeResult,
         rows: Sequence[int],
-        packed: Batch | None = None,
+        *,
+        is_packed: bool = False,
     ) -> RowGradients:
         """Returns the gradients of each row, in the columns of the uncut rows, times the denominator of the unit.
 
         In this form they are the same in every exact cut. In its microbatch a row may be narrower than in the uncut
-        batch, or be one document of the ``packed`` row.
+        batch, or be one document of a packed row.
         """
         aligned: RowGradients = {}
         for unit, unit_gradients in result.gradients.items():
@@ -531,8 +532,8 @@ class RowComparison:
                 if gradient is None:
                     # A loss that does not depend on an output has the gradient 0 there.
                     row_gradients = torch.zeros(len(rows), self._width, 1)
-                elif packed is not None:
-                    row_gradients = self._unpacked(packed, gradient, rows)
+                elif is_packed:
+                    row_gradients = self._unpacked(gradient, rows)
                 else:
                     row_gradients = self._in_uncut_columns(gradient, len(rows))
                 denominator = self._denominator(unit, rows)
@@ -542,19 +543,18 @@ class RowComparison:
                 aligned[Point(unit, index)] = row_gradients * denominator
         return aligned
 
-    def _unpacked(self, packed: Batch, gradient: Tensor, rows: Sequence[int]) -> Tensor:
-        """Returns the gradient of each document of a packed row, in the columns of the uncut rows."""
+    def _unpacked(self, gradient: Tensor, rows: Sequence[int]) -> Tensor:
+        """Returns the gradient of each document of a packed row, in the columns of the uncut rows.
+
+        A packed row has the real positions of its rows, one row after the other.
+        """
         row_gradients = torch.zeros(len(rows), self._width, gradient.shape[-1])
-        documents = documents_of(packed)
-        # `microbatch_transforms` may have made the packed row wider.
-        gradient = gradient[0, : len(documents)]
-        document = 0
+        start = 0
         for place, row in enumerate(rows):
             is_real = self._facts.real[row]
-            if not is_real.any():
-                continue  # a row without tokens makes no document
-            row_gradients[place, is_real] = gradient[documents == document]
-            document += 1
+            end = start + int(is_real.sum())
+            row_gradients[place, is_real] = gradient[0, start:end]
+            start = end
         return row_gradients
 
     def _in_uncut_columns(self, gradient: Tensor, num_rows: int) -> Tensor:
@@ -572,17 +572,15 @@ class RowComparison:
 
     def _check_gradients(
         self,
-        batch: Batch,
         result: ProbeResult,
         rows: Sequence[int],
         cut_kind: CutKind,
     ) -> None:
         """Raises CutFailure if a row's gradient differs from the expected one by more than round-off.
 
-        ``batch`` is the microbatch of the rows, and ``result`` is the probe's result for it.
+        ``result`` is the probe's result for the microbatch of the rows.
         """
-        packed = batch if cut_kind is CutKind.PACKED else None
-        gradients = self._aligned(result, rows, packed)
+        gradients = self._aligned(result, rows, is_packed=cut_kind is CutKind.PACKED)
         changes_of_ranks = self.probe.gather(self._largest_changes(gradients, rows, cut_kind))
         # For each point, the changes on all ranks. All ranks decide by the largest of them, because a change above the
         # tolerance takes one more forward, which all must make.
