@@ -156,6 +156,7 @@ class RowComparison:
         has_loss = loss_mask(self.rows, self.rule)
         self._counts: list[int] = has_loss.sum(dim=1).tolist()
         self._all_rows = list(range(len(self._counts)))
+        self._rows_with_tokens = [row for row in self._all_rows if self._counts[row]]
         self._single_rows = [[row] for row in self._all_rows]
         # In an encoder-decoder model this is the width of the decoder's text, which is never trimmed.
         self._width = self.rows['labels'].shape[1]
@@ -324,7 +325,7 @@ class RowComparison:
         None if there is no term over samples, or if no row has labels. Also None if the loss is NaN in this comparison.
         That is not refused here, because the data may have no such row.
         """
-        labelled = [row for row in self._all_rows if self._counts[row]]
+        labelled = self._rows_with_tokens
         if 'samples' not in self.reference.losses or not labelled:
             return None
         comparison = self._followed_by_unlabelled([labelled[0], labelled[-1]], labelled[:1])
@@ -354,10 +355,7 @@ class RowComparison:
         ``unlabelled_rows`` came without labels. The check may have given them some, which are taken away again here. A
         step counts no tokens there, so it would leave out such a term in a microbatch that has only these rows.
         """
-        rows_with_tokens = [row for row in self._all_rows if self._counts[row]]
-        # If no row came with labels, those that the check has given labels stand for some.
-        labelled_rows = [row for row in rows_with_tokens if row not in unlabelled_rows] or rows_with_tokens
-        if self._has_loss_in(unlabelled_rows, labelled_rows):
+        if self._has_loss_in(unlabelled_rows):
             name = sample_name(self.rows, unlabelled_rows[0])
             raise NotExactError(
                 f'{MEAN}a term in rows without labels, such as {name}. A microbatch of such rows has no '
@@ -370,22 +368,21 @@ class RowComparison:
         A step counts no tokens there, so a microbatch with a dummy row would have a term of the loss too much.
         """
         rows_with_media = [row for row in self._all_rows if self._facts.media[row]]
-        rows_with_tokens = [row for row in self._all_rows if self._counts[row]]
-        return self._has_loss_in(rows_with_media, rows_with_tokens)
+        return self._has_loss_in(rows_with_media)
 
-    def _has_loss_in(self, unlabelled_rows: Sequence[int], labelled_rows: Sequence[int]) -> bool:
+    def _has_loss_in(self, unlabelled_rows: Sequence[int]) -> bool:
         """Returns whether means over tokens have a gradient or a value in some rows whose labels are taken away.
 
-        Together with one of the labelled rows they make one microbatch. Returns False if either list is empty.
+        Together with a row with labels they make one microbatch. Returns False if there are no such rows.
         """
         has_tokens = self.check_loss and 'tokens' in self.reference.losses
-        if not (has_tokens and unlabelled_rows and labelled_rows):
+        if not (has_tokens and unlabelled_rows and self._rows_with_tokens):
             return False
-        # In some models (Mllama) a row without media has another loss if rows with media are in its batch. So a
-        # labelled row with media is taken if there is one. If there is none, but an unlabelled row has media, only
-        # gradients are compared.
+        # In some models (Mllama) a row without media has another loss if rows with media are in its batch. So the row
+        # with labels has media if possible. If it has none, but an unlabelled row has media, only gradients are
+        # compared. A copy of an unlabelled row, with the labels that the check has given it, is the second choice.
         num_media = self._facts.media
-        labelled = max(labelled_rows, key=lambda row: num_media[row] > 0)
+        labelled = max(self._rows_with_tokens, key=lambda row: (num_media[row] > 0, row not in unlabelled_rows))
         comparison = self._followed_by_unlabelled([labelled], unlabelled_rows)
         if 'tokens' not in comparison.reference.losses:
             return False  # other rows than these have the terms
