@@ -469,7 +469,7 @@ def items_of_rows(tokens: Sequence[int], sizes: Sequence[int]) -> list[int] | No
         tokens: Number of placeholders of each row.
         sizes: Number of placeholders of each item.
     """
-    if not sizes or min(sizes) < 1 or sum(sizes) != sum(tokens):
+    if min(sizes, default=1) < 1 or sum(sizes) != sum(tokens):
         return None
     items = []
     next_item = 0

@@ -924,8 +924,6 @@ def _items_by_placeholders(
 
     Raises ValueError if an item would lie in two rows.
     """
-    if not tokens_per_item and not any(tokens_per_row):
-        return [0] * len(tokens_per_row)
     items = items_of_rows(tokens_per_row, tokens_per_item)
     if items is None:
         raise InvalidInputError(
