@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, reduce
+from functools import cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -163,20 +163,22 @@ def cat_padded(
         shape[dim] = width
     shape[row_dim] = sum(value.shape[row_dim] for value in values)
     # One sample may hold an int where another holds a float. The float must not be rounded.
-    dtype = reduce(torch.promote_types, [value.dtype for value in values])
+    dtype = values[0].dtype
+    for value in values:
+        dtype = torch.promote_types(dtype, value.dtype)
     joined = values[0].new_full(shape, entry.fill, dtype=dtype)
     start = 0
     for value in values:
-        place: list[slice] = []
+        num_entries = value.shape[row_dim]
+        target = joined.narrow(row_dim, start, num_entries)
         for dim, size in enumerate(value.shape):
-            first = 0
             if dim == row_dim:
-                first = start
-            elif dim in seq_dims and side == 'left':
-                first = shape[dim] - size
-            place.append(slice(first, first + size))
-        joined[tuple(place)] = value
-        start += value.shape[row_dim]
+                continue
+            is_padded_before = dim in seq_dims and side == 'left'
+            offset = target.shape[dim] - size if is_padded_before else 0
+            target = target.narrow(dim, offset, size)
+        target.copy_(value)
+        start += num_entries
     return joined
 
 
