@@ -346,7 +346,7 @@ class RowComparison:
         comparison._check_microbatches(select, BESIDE_UNLABELLED, CutKind.WITH_UNLABELLED)
         # Row 2 has no labels, see BESIDE_UNLABELLED. All of these rows may lack the terms.
         gradients = comparison.reference.gradients.get('samples', ())
-        return any(bool(gradient[2].any()) for gradient in gradients)
+        return any(gradient is not None and bool(gradient[2].any()) for gradient in gradients)
 
     def check_no_tokens_in(self, unlabelled_rows: Sequence[int]) -> None:
         """Raises RuntimeError if means over tokens have a gradient or a value in rows without labels.
@@ -391,8 +391,9 @@ class RowComparison:
             loss = self.probe.run(self.on_device(labelled_row)).losses.get('tokens', 0.0)
             has_term = not comparison._is_same_loss('tokens', loss)
         for gradient in comparison.reference.gradients['tokens']:
-            sizes = gradient.flatten(1).norm(dim=1)
-            has_term |= bool((sizes[1:] > GRADIENT_TOLERANCE * sizes[0]).any())
+            if gradient is not None:
+                sizes = gradient.flatten(1).norm(dim=1)
+                has_term |= bool((sizes[1:] > GRADIENT_TOLERANCE * sizes[0]).any())
         return any(self.probe.gather(has_term))
 
     def check_media(self, media: Mapping[int, Batch]) -> None:
@@ -431,7 +432,7 @@ class RowComparison:
         # 'tokens' is the only unit, because a run with `loss_units` computes all logits and does not come here.
         for gradient in result.gradients['tokens']:
             # Gradients by selected positions are put back at their places in the batch.
-            if tuple(gradient.shape[:2]) == positions.shape:
+            if gradient is not None and tuple(gradient.shape[:2]) == positions.shape:
                 gradient = positions.put_back(gradient, height, width)
             gradients.append(gradient)
         result = replace(result, gradients={'tokens': gradients})
@@ -519,7 +520,10 @@ class RowComparison:
         aligned: RowGradients = {}
         for unit, unit_gradients in result.gradients.items():
             for index, gradient in enumerate(unit_gradients):
-                if is_packed:
+                if gradient is None:
+                    # A loss that does not depend on an output has the gradient 0 there.
+                    row_gradients = torch.zeros(len(rows), self._width, 1)
+                elif is_packed:
                     row_gradients = self._unpacked(gradient, rows)
                 else:
                     row_gradients = self._in_uncut_columns(gradient, len(rows))

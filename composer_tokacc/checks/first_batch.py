@@ -604,7 +604,7 @@ def _gradient_norms(result: ProbeResult, row: Batch) -> Tensor:
     """
     gradients = next(iter(result.gradients.values()))  # of the first unit: 'tokens', if there is such a term
     for gradient in reversed(gradients):  # if there is one by the logits, it is the last
-        if gradient.any():
+        if gradient is not None:
             return gradient.norm(dim=-1)
     return torch.zeros(labels_of(row).shape)
 

@@ -99,8 +99,8 @@ class ProbeResult:
     # ``(rows, width, entries)``. If the model has logits, the last gradient is by the logits, and the first one by the
     # hidden states. In most models no graph connects the two, so the first one comes only from loss terms that use the
     # hidden states directly. If the model changes the output of its head, a third one is by this output, between them.
-    # If the loss does not use an output, its gradient is one entry of 0 at each position.
-    gradients: Mapping[str, Sequence[Tensor]]
+    # None: the loss does not use the output.
+    gradients: Mapping[str, Sequence[Tensor | None]]
     # The weights of tokens, if targets were passed and the loss is made of the logits.
     measured: MeasuredTokens | None
     # Number of entries at a position, and memory address, of the tensor that logits_of() finds in the outputs. It holds
@@ -136,6 +136,8 @@ class ProbeResult:
             distances.append(abs(other.losses[unit] - loss) / (1 + abs(loss)))
             pairs = zip(self.gradients[unit], other.gradients[unit], strict=True)
             for gradient, other_gradient in pairs:
+                if gradient is None or other_gradient is None:
+                    continue
                 # The gradients are sketches. Their differences have the right size up to 18 %.
                 difference = float((other_gradient - gradient).norm())
                 distances.append(difference / max(float(gradient.norm()), TINY))
@@ -560,19 +562,15 @@ def _result_of(forward: _Forward, targets: Tensor | None) -> ProbeResult:
     """Computes the gradients of a forward, and reads its losses. For the arguments see :meth:`Probe.run`."""
     logits = forward.logits
     losses = {}
-    gradients: dict[str, list[Tensor]] = {}
+    gradients: dict[str, list[Tensor | None]] = {}
     # Gradients are reduced to sketches at once, to save memory. Only the one by the logits is also measured.
     logit_gradient = None
     for unit, loss in forward.terms.items():
         losses[unit] = loss.float().mean().item()
-        gradients[unit] = []
-        for point, gradient in zip(forward.points, _gradients(loss, forward.points), strict=True):
-            if gradient is None:
-                gradients[unit].append(torch.zeros(*point.shape[:2], 1))
-                continue
-            if unit == 'tokens' and point is logits:
-                logit_gradient = gradient
-            gradients[unit].append(sketch(gradient))
+        unit_gradients = _gradients(loss, forward.points)
+        if unit == 'tokens' and forward.points and forward.points[-1] is logits:
+            logit_gradient = unit_gradients[-1]
+        gradients[unit] = [None if gradient is None else sketch(gradient) for gradient in unit_gradients]
     measured = None
     has_logits = True
     if targets is not None and logits is not None and logit_gradient is not None:
