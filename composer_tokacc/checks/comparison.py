@@ -34,7 +34,6 @@ from composer_tokacc.checks.probe import NOISE_FACTOR, AtLabels, Probe, ProbeRes
 from composer_tokacc.counting import loss_mask
 from composer_tokacc.labelled import LabelledPositions, LabelSelector
 from composer_tokacc.layout import BatchLayout, describe
-from composer_tokacc.layout.tensors import cat_padded
 from composer_tokacc.refusals import NotExactError
 from composer_tokacc.row_counts import RowCounts, attach_row_counts, num_rows
 
@@ -156,6 +155,7 @@ class RowComparison:
         has_loss = loss_mask(self.rows, self.rule)
         self._counts: list[int] = has_loss.sum(dim=1).tolist()
         self._all_rows = list(range(len(self._counts)))
+        self._rows_with_tokens = [row for row in self._all_rows if self._counts[row]]
         self._single_rows = [[row] for row in self._all_rows]
         # In an encoder-decoder model this is the width of the decoder's text, which is never trimmed.
         self._width = self.rows['labels'].shape[1]
@@ -324,7 +324,7 @@ class RowComparison:
         None if there is no term over samples, or if no row has labels. Also None if the loss is NaN in this comparison.
         That is not refused here, because the data may have no such row.
         """
-        labelled = [row for row in self._all_rows if self._counts[row]]
+        labelled = self._rows_with_tokens
         if 'samples' not in self.reference.losses or not labelled:
             return None
         comparison = self._followed_by_unlabelled([labelled[0], labelled[-1]], labelled[:1])
@@ -354,10 +354,7 @@ class RowComparison:
         ``unlabelled_rows`` came without labels. The check may have given them some, which are taken away again here. A
         step counts no tokens there, so it would leave out such a term in a microbatch that has only these rows.
         """
-        rows_with_tokens = [row for row in self._all_rows if self._counts[row]]
-        # If no row came with labels, those that the check has given labels stand for some.
-        labelled_rows = [row for row in rows_with_tokens if row not in unlabelled_rows] or rows_with_tokens
-        if self._has_loss_in(unlabelled_rows, labelled_rows):
+        if self._has_loss_in(unlabelled_rows):
             name = sample_name(self.rows, unlabelled_rows[0])
             raise NotExactError(
                 f'{MEAN}a term in rows without labels, such as {name}. A microbatch of such rows has no '
@@ -370,22 +367,21 @@ class RowComparison:
         A step counts no tokens there, so a microbatch with a dummy row would have a term of the loss too much.
         """
         rows_with_media = [row for row in self._all_rows if self._facts.media[row]]
-        rows_with_tokens = [row for row in self._all_rows if self._counts[row]]
-        return self._has_loss_in(rows_with_media, rows_with_tokens)
+        return self._has_loss_in(rows_with_media)
 
-    def _has_loss_in(self, unlabelled_rows: Sequence[int], labelled_rows: Sequence[int]) -> bool:
+    def _has_loss_in(self, unlabelled_rows: Sequence[int]) -> bool:
         """Returns whether means over tokens have a gradient or a value in some rows whose labels are taken away.
 
-        Together with one of the labelled rows they make one microbatch. Returns False if either list is empty.
+        Together with a row with labels they make one microbatch. Returns False if there are no such rows.
         """
         has_tokens = self.check_loss and 'tokens' in self.reference.losses
-        if not (has_tokens and unlabelled_rows and labelled_rows):
+        if not (has_tokens and unlabelled_rows and self._rows_with_tokens):
             return False
-        # In some models (Mllama) a row without media has another loss if rows with media are in its batch. So a
-        # labelled row with media is taken if there is one. If there is none, but an unlabelled row has media, only
-        # gradients are compared.
+        # In some models (Mllama) a row without media has another loss if rows with media are in its batch. So the row
+        # with labels has media if possible. If it has none, but an unlabelled row has media, only gradients are
+        # compared. A copy of an unlabelled row, with the labels that the check has given it, is the second choice.
         num_media = self._facts.media
-        labelled = max(labelled_rows, key=lambda row: num_media[row] > 0)
+        labelled = max(self._rows_with_tokens, key=lambda row: (num_media[row] > 0, row not in unlabelled_rows))
         comparison = self._followed_by_unlabelled([labelled], unlabelled_rows)
         if 'tokens' not in comparison.reference.losses:
             return False  # other rows than these have the terms
@@ -407,13 +403,8 @@ class RowComparison:
         """
         for row, row_media in media.items():
             single_row = self.layout.select(self.rows, [row])
-            batch = dict(single_row)
-            for key, value in row_media.items():
-                entry = self.layout.entry_of(single_row, key)
-                # Media keep the padding of that microbatch. A mask of them for each token becomes as wide as the text.
-                batch[key] = cat_padded([value], entry, self._facts.width, self._facts.side)
-            result = self.probe.run(self.on_device(batch))
-            self._check_gradients(batch, result, [row], CutKind.OTHER_PADDING)
+            result = self.probe.run(self.on_device({**single_row, **row_media}))
+            self._check_gradients(result, [row], CutKind.OTHER_PADDING)
 
     def selection_failure(self, selector: LabelSelector) -> str | None:
         """Returns why logits only at labels change the loss or its gradient; None: both stay the same.
@@ -446,7 +437,7 @@ class RowComparison:
             gradients.append(gradient)
         result = replace(result, gradients={'tokens': gradients})
         try:
-            self._check_gradients(self.rows, result, self._all_rows, CutKind.AT_LABELS)
+            self._check_gradients(result, self._all_rows, CutKind.AT_LABELS)
             self._check_losses([_MicrobatchLosses(self._all_rows, result.losses)])
         except CutFailure:
             return 'the loss or its gradient by the logits changes'
@@ -491,7 +482,7 @@ class RowComparison:
                 # Some models cannot compute such a batch: BLIP-2 needs images, Funnel pools rows of 5 tokens or more.
                 # Others assert that the width is a multiple of a chunk.
                 raise self._not_accepted(rows, error, cut_kind) from error
-            self._check_gradients(batch, result, rows, cut_kind)
+            self._check_gradients(result, rows, cut_kind)
             losses.append(_MicrobatchLosses(rows, result.losses))
             # A row without a loss token, such as a row of one token, shows nothing.
             has_tokens = any(self._counts[row] for row in rows)
@@ -518,12 +509,13 @@ class RowComparison:
         self,
         result: ProbeResult,
         rows: Sequence[int],
-        packed: Batch | None = None,
+        *,
+        is_packed: bool = False,
     ) -> RowGradients:
         """Returns the gradients of each row, in the columns of the uncut rows, times the denominator of the unit.
 
         In this form they are the same in every exact cut. In its microbatch a row may be narrower than in the uncut
-        batch, or be one document of the ``packed`` row.
+        batch, or be one document of a packed row.
         """
         aligned: RowGradients = {}
         for unit, unit_gradients in result.gradients.items():
@@ -531,8 +523,8 @@ class RowComparison:
                 if gradient is None:
                     # A loss that does not depend on an output has the gradient 0 there.
                     row_gradients = torch.zeros(len(rows), self._width, 1)
-                elif packed is not None:
-                    row_gradients = self._unpacked(packed, gradient, rows)
+                elif is_packed:
+                    row_gradients = self._unpacked(gradient, rows)
                 else:
                     row_gradients = self._in_uncut_columns(gradient, len(rows))
                 denominator = self._denominator(unit, rows)
@@ -542,19 +534,18 @@ class RowComparison:
                 aligned[Point(unit, index)] = row_gradients * denominator
         return aligned
 
-    def _unpacked(self, packed: Batch, gradient: Tensor, rows: Sequence[int]) -> Tensor:
-        """Returns the gradient of each document of a packed row, in the columns of the uncut rows."""
+    def _unpacked(self, gradient: Tensor, rows: Sequence[int]) -> Tensor:
+        """Returns the gradient of each document of a packed row, in the columns of the uncut rows.
+
+        A packed row has the real positions of its rows, one row after the other.
+        """
         row_gradients = torch.zeros(len(rows), self._width, gradient.shape[-1])
-        documents = documents_of(packed)
-        # `microbatch_transforms` may have made the packed row wider.
-        gradient = gradient[0, : len(documents)]
-        document = 0
+        start = 0
         for place, row in enumerate(rows):
             is_real = self._facts.real[row]
-            if not is_real.any():
-                continue  # a row without tokens makes no document
-            row_gradients[place, is_real] = gradient[documents == document]
-            document += 1
+            end = start + int(is_real.sum())
+            row_gradients[place, is_real] = gradient[0, start:end]
+            start = end
         return row_gradients
 
     def _in_uncut_columns(self, gradient: Tensor, num_rows: int) -> Tensor:
@@ -572,17 +563,15 @@ class RowComparison:
 
     def _check_gradients(
         self,
-        batch: Batch,
         result: ProbeResult,
         rows: Sequence[int],
         cut_kind: CutKind,
     ) -> None:
         """Raises CutFailure if a row's gradient differs from the expected one by more than round-off.
 
-        ``batch`` is the microbatch of the rows, and ``result`` is the probe's result for it.
+        ``result`` is the probe's result for the microbatch of the rows.
         """
-        packed = batch if cut_kind is CutKind.PACKED else None
-        gradients = self._aligned(result, rows, packed)
+        gradients = self._aligned(result, rows, is_packed=cut_kind is CutKind.PACKED)
         changes_of_ranks = self.probe.gather(self._largest_changes(gradients, rows, cut_kind))
         # For each point, the changes on all ranks. All ranks decide by the largest of them, because a change above the
         # tolerance takes one more forward, which all must make.

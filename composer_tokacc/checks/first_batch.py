@@ -111,6 +111,7 @@ class SharedRows(NamedTuple):
     media: dict[int, BatchDict]  # media of some of the rows, see :func:`media_as_collated`
     largest_packed_row: int  # most tokens of a packed row in training; 0: rows are not packed
     unlabelled_rows: Sequence[int]  # places of the rows that had no label before the check gave them one
+    ranges: RowRanges  # of the rows, before the check gave them labels
 
 
 @dataclass(frozen=True)
@@ -258,7 +259,7 @@ class FirstBatchCheck(Generic[RulesT]):
             assert shared is not None
             are_new = bool(is_any_missing) or not self._proven.limits  # in the first check nothing is proven yet
             with _explained_index_errors(shared.rows):
-                new_rules, checked_ranges, has_shown_trimming = self._check_rows(shared, rules, are_new=are_new)
+                new_rules, has_shown_trimming = self._check_rows(shared, rules, are_new=are_new)
             is_new_cut = rules is not None and new_rules is not None and not new_rules.cuts_like(rules)
             rules = new_rules
             if is_new_cut:
@@ -266,9 +267,9 @@ class FirstBatchCheck(Generic[RulesT]):
                 # next passes check them again. The loop ends nevertheless, because rules change only a few times:
                 # packing or trimming that has failed is not tried again.
                 self._proven = RowRanges(readings=self._proven.readings)
-            proven_ranges = checked_ranges
+            proven_ranges = shared.ranges
             if not has_shown_trimming:
-                proven_ranges = checked_ranges.without_padding()  # no row was trimmed
+                proven_ranges = shared.ranges.without_padding()  # no row was trimmed
             self._proven = self._proven.joined(proven_ranges)
             if is_new_cut:
                 continue
@@ -276,7 +277,7 @@ class FirstBatchCheck(Generic[RulesT]):
             # other, or because no row can be trimmed. Without progress this loop would not end. So ranges then count as
             # proven nevertheless. At first only those of the checked rows: rows that show another property may have
             # been left out for padded ones, and the next pass can check them. If that is not enough, those of all rows.
-            for ranges in (checked_ranges, offer.ranges):
+            for ranges in (shared.ranges, offer.ranges):
                 has_progress = len(self._proven.missing(offer.ranges)) < len(offer.missing)
                 if not has_progress:
                     self._proven = self._proven.joined(ranges)
@@ -311,7 +312,7 @@ class FirstBatchCheck(Generic[RulesT]):
         rules: RulesT | None,
         *,
         are_new: bool,
-    ) -> tuple[RulesT | None, RowRanges, bool]:
+    ) -> tuple[RulesT | None, bool]:
         """Finds the loss rule if it is not known yet, and checks the rows.
 
         Args:
@@ -320,8 +321,8 @@ class FirstBatchCheck(Generic[RulesT]):
             are_new: Whether some rows of the step lie outside of the proven ranges.
 
         Returns:
-            The rules of the exact cut; None without a cutter. The ranges of the checked rows. And whether a row was
-            trimmed. If not, nothing was learnt about padding.
+            The rules of the exact cut; None without a cutter. And whether a row was trimmed. If not, nothing was learnt
+            about padding.
         """
         if self._is_check_due:
             self.probe.judge_all_again()  # of states that a forward writes: a harmless one may have become harmful
@@ -333,7 +334,7 @@ class FirstBatchCheck(Generic[RulesT]):
         self._is_check_due = False
         if self.layout is None:
             self._check_unknown_rows(shared.rows, rule)
-            return rules, RowRanges(), False
+            return rules, False
         self._check_window(shared.rows)
         rows = with_unequal_row(self.layout, shared.rows, rule)
         comparison = RowComparison(
@@ -359,19 +360,7 @@ class FirstBatchCheck(Generic[RulesT]):
         comparison.check_media(shared.media)
         self._learn_loss(comparison)
         log.info('After the first-batch check: %s', rules)
-        largest_packed_row = 0
-        if rules is not None and rules.packing:
-            largest_packed_row = shared.largest_packed_row
-        # Of the shared rows, because with_unequal_row() may have added a copy of one of them. If the batch has only one
-        # row, the copy does not show how the model computes several different rows.
-        ranges = ranges_of(describe_all(self.layout, shared.rows), largest_packed_row)
-        if shared.unlabelled_rows:  # the rows do not show them, because they have got labels
-            # Limits without values: it is enough to have seen such rows.
-            names = [UNLABELLED_ROWS]
-            if len(shared.unlabelled_rows) < num_rows(shared.rows):
-                names.append(PARTLY_UNLABELLED)
-            ranges = ranges.joined(RowRanges(limits=dict.fromkeys(names, ())))
-        return rules, ranges, comparison.has_shown_trimming
+        return rules, comparison.has_shown_trimming
 
     def _find_rule(self, rows: Batch) -> str:
         """Returns the loss rule of the model. Raises RuntimeError if the rows cannot show it."""
@@ -499,18 +488,20 @@ class FirstBatchCheck(Generic[RulesT]):
     def _rows_to_share(self, batch: Batch, missing: Sequence[str]) -> SharedRows:
         """Returns the rows of this rank that all ranks probe."""
         if self.layout is None:
-            return SharedRows(dict(batch), {}, 0, [])
+            return SharedRows(dict(batch), {}, 0, [], RowRanges())
         # A row in a probe takes about half the memory that it takes in training, so twice as many rows fit.
         max_rows = min(max(int(2 * self.microbatch_size), MIN_ROWS), MAX_ROWS)
         chosen = chosen_rows(self.layout, batch, missing, max_rows)
         loader_batch = without_row_counts(batch)
         rows = self.layout.select(loader_batch, chosen)
         is_unlabelled = lacks_labels(rows)
+        largest_packed_row = self._largest_packed_row(describe_all(self.layout, batch))
         return SharedRows(
             rows=_with_labels(self.layout, rows),
             unlabelled_rows=[place for place, lacks_label in enumerate(is_unlabelled) if lacks_label],
             media=media_as_collated(self.layout, batch, chosen),
-            largest_packed_row=self._largest_packed_row(describe_all(self.layout, batch)),
+            largest_packed_row=largest_packed_row,
+            ranges=ranges_of([describe(self.layout, rows)], largest_packed_row),
         )
 
 
@@ -818,14 +809,11 @@ def media_as_collated(
         microbatch, number = sources[row]
         row_batch = layout.select(without_row_counts(microbatch), [number])
         media = {}
-        has_other_size = False
         for key, entry in media_entries(layout, row_batch).items():
-            media[key] = row_batch[key]
-            # An entry with `seq_dims` is a mask with a value for each token. Its width is the one of the text, so it
-            # does not tell the size of the media.
+            # An entry with `seq_dims` is a mask with a value for each token. It is padded as the text.
             if not entry.seq_dims:
-                has_other_size |= row_batch[key].shape[1:] != batch[key].shape[1:]
-        if has_other_size:
+                media[key] = row_batch[key]
+        if any(value.shape[1:] != batch[key].shape[1:] for key, value in media.items()):
             collated[place] = media
     return collated
 

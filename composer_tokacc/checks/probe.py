@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -417,9 +417,9 @@ class Probe:
         with undisturbed(self.model, watches_parameters=False):
             self._judge(written, batch)
 
-    def _names_on_ranks(self, states: Mapping[str, State]) -> list[str]:
-        """Returns the names of states of any rank."""
-        return sorted(set().union(*self.gather(list(states))))
+    def _names_on_ranks(self, names: Collection[str]) -> list[str]:
+        """Returns the names of all ranks."""
+        return sorted(set().union(*self.gather(list(names))))
 
     def _judge(self, states: Sequence[State], batch: Batch) -> None:
         """Judges some states for :meth:`judge_written_state`. The caller puts the state of the model back."""
@@ -475,7 +475,7 @@ class Probe:
             after_itself, written_after_itself = run_forward()
             again, _ = run_forward()
         # What every forward writes was judged before.
-        names = sorted(set().union(*self.gather(written_after_others - written_after_itself)))
+        names = self._names_on_ranks(written_after_others - written_after_itself)
         tolerance = max(NOISE_FACTOR * after_itself.distance(again), STATE_TOLERANCE)
         is_changed = after_itself.distance(after_others) > tolerance
         if names and any(self.gather(is_changed)):

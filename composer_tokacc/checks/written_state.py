@@ -186,9 +186,7 @@ def perturb(states: Iterable[State]) -> None:
             with torch.inference_mode():
                 current.add_(PERTURBATION * sizes * noise)
         else:
-            # A copy, because the next forward may write into it.
-            written = state.content
-            state.container[state.key] = written.clone() if isinstance(written, Tensor) else written
+            StateSnapshot([state]).restore()
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from composer_tokacc.batch import MODALITIES, Batch, text_of
+from composer_tokacc.batch import MODALITIES, Batch, num_runs, text_of
 from composer_tokacc.layout.families import TEXT_FAMILY, Family, Media
 from composer_tokacc.layout.placeholders import has_any_id, modality_of, placeholder_ids
 from composer_tokacc.layout.tensors import Entry, inferred_unit
@@ -43,12 +43,6 @@ class Reading(Enum):
 
 Readings = Mapping[str, tuple[Reading, ...]]
 """The possible readings of each key, the most likely one first."""
-
-MOST_LIKELY_FIRST = list(Reading)
-"""Breaks ties in :func:`agreed_readings`: the reading that comes first here is taken as the more likely one. There is
-a tie only if one batch finds media more likely than rows (or text), and another batch the reverse. Then media comes
-second. The batch that finds media less likely is the better evidence: it has the tensor, but no items that the tensor
-fits."""
 
 ENTRY_BY_READING = {
     Reading.TEXT: Entry(seq_dims=(1,)),
@@ -139,14 +133,12 @@ def agreed_readings(earlier: Sequence[Reading], later: Sequence[Reading]) -> tup
     """Returns the readings that two batches both allow, the most likely one first.
 
     Both sequences begin with the most likely reading. If they give a reading different places, the worse place counts.
+    There is a tie only if one batch finds media more likely than rows (or text), and another batch the reverse. Then
+    media comes second, as in ``Reading``. The batch that finds media less likely is the better evidence: it has the
+    tensor, but no items that the tensor fits.
     """
-    common = [reading for reading in earlier if reading in later]
-
-    def place(reading: Reading) -> tuple[int, int]:
-        worse_place = max(earlier.index(reading), later.index(reading))
-        return worse_place, MOST_LIKELY_FIRST.index(reading)
-
-    return tuple(sorted(common, key=place))
+    common = [reading for reading in Reading if reading in earlier and reading in later]
+    return tuple(sorted(common, key=lambda reading: max(earlier.index(reading), later.index(reading))))
 
 
 def joined_readings(first: Readings, second: Readings) -> Readings:
@@ -337,14 +329,12 @@ def entries_per_row(
     Raises:
         ValueError: If nothing tells these numbers, or if two ways to find them disagree.
     """
-    tokens_of_rows: list[int] = []
-    runs_of_rows: list[int] = []
-    for lengths in lengths_of_runs(is_placeholder):
-        tokens_of_rows.append(sum(lengths))
-        runs_of_rows.append(len(lengths))
-    placeholders = _PlaceholderCounts(tokens=tokens_of_rows, runs=runs_of_rows)
-    num_tokens = sum(tokens_of_rows)
-    num_rows = len(tokens_of_rows)
+    placeholders = _PlaceholderCounts(
+        tokens=is_placeholder.sum(dim=1).tolist(),
+        runs=num_runs(is_placeholder).tolist(),
+    )
+    num_tokens = sum(placeholders.tokens)
+    num_rows = len(placeholders.tokens)
     # If no row has a placeholder, and there are as many entries as rows, each row has one.
     if num_tokens == 0 and num_entries == num_rows:
         return [1] * num_rows
@@ -479,7 +469,7 @@ def items_of_rows(tokens: Sequence[int], sizes: Sequence[int]) -> list[int] | No
         tokens: Number of placeholders of each row.
         sizes: Number of placeholders of each item.
     """
-    if not sizes or min(sizes) < 1 or sum(sizes) != sum(tokens):
+    if min(sizes, default=1) < 1 or sum(sizes) != sum(tokens):
         return None
     items = []
     next_item = 0

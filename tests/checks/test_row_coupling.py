@@ -505,10 +505,10 @@ def test_rank_with_the_change_explains_it():
     comparison.rows = {'sample_ids': ['first', 'second']}
     comparison._counts = [1, 1]
     comparison.reference = SimpleNamespace(invalid_loss=None)
-    comparison._aligned = lambda batch, result, rows: {}
+    comparison._aligned = lambda result, rows, is_packed: {}
     comparison._largest_changes = lambda gradients, rows, cut_kind: [change_here]
     comparison._allowed = lambda point, error: 1e-6
     comparison._explained = lambda difference, cut_kind: difference
 
     with pytest.raises(CutFailure, match="'second': the gradient at its logits changes by"):
-        comparison._check_gradients({}, None, [0, 1], CutKind.SINGLE_ROW)
+        comparison._check_gradients(None, [0, 1], CutKind.SINGLE_ROW)
