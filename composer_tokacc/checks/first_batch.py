@@ -572,9 +572,9 @@ def find_loss_rule(
     positions = _columns(norms)
     if not positions:
         raise NotExactError(
-            f'{MEAN}no gradient at any position. Either the loss is detached, or no layer returns a vector for every '
-            "position, because the model removes padding inside forward. In this case set `attn_implementation='sdpa'` "
-            '(docs/errors.md#model-loss).'
+            f'{MEAN}no gradient at any position of {sample_name(row, 0)}. The loss is detached, or the sample has a '
+            'factor of 0 (an advantage), or no layer returns a vector for every position, because the model removes '
+            "padding inside forward. In the last case set `attn_implementation='sdpa'` (docs/errors.md#model-loss)."
         )
     if not matching:
         label_positions = _columns(row['labels'] != IGNORE_INDEX)

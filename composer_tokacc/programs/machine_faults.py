@@ -49,7 +49,7 @@ FAULTS = (
         'it, for example to 65536, or lower `loader.num_workers`',
     ),
     MachineFault(
-        'IsADirectoryError|NotADirectoryError|PermissionError',
+        'IsADirectoryError|NotADirectoryError|PermissionError|Read-only file system',
         'files of the run must be in a place that can be written and read, got: {text}',
     ),
     MachineFault(

@@ -73,6 +73,7 @@ def caused_by(cause):
         (caused_by(OSError(errno.ENOSPC, 'No space left on device')), 'the disk .* No space left on device'),
         (RuntimeError('[enforce fail at inline_container.cc:603] . unexpected pos 474 vs 473'), 'the disk'),
         (OSError(errno.EMFILE, 'Too many open files'), 'the limit of open files'),
+        (OSError(errno.EROFS, 'Read-only file system', '/runs/.lock'), 'can be written .*/runs/.lock'),
         (OSError(errno.ENOMEM, 'Cannot allocate memory'), 'enough memory'),
         (OSError(errno.ESTALE, os.strerror(errno.ESTALE)), 'file system'),
         (
