@@ -3,7 +3,7 @@
 
 """Collectives, which every rank must call, and functions about ranks, which a rank may call by itself.
 
-On a single rank they need no process group.
+A single rank needs no process group, and makes no collective in one.
 """
 
 from __future__ import annotations
@@ -40,18 +40,20 @@ def _has_group() -> bool:
 
 
 def _can_communicate() -> bool:
-    """Returns whether there is a process group to exchange values with other ranks. A single rank needs none.
+    """Returns whether there are other ranks to exchange values with.
 
-    Raises NotExactError if several ranks were launched without one, because sums would cover only this rank.
+    A single rank makes no collective, even in a process group, because gloo needs 0.15 ms to gather an object.
+
+    Raises NotExactError if several ranks were launched without a group, because sums would cover only this rank.
     """
-    if _has_group():
-        return True
-    if get_world_size() > 1:
+    if get_world_size() == 1:
+        return False
+    if not _has_group():
         raise NotExactError(
             f'{get_world_size()} ranks were launched, but they have no process group to exchange values. Call '
             '`torch.distributed.init_process_group` first (with Composer: `dist.initialize_dist`).'
         )
-    return False
+    return True
 
 
 def all_gather_object(value: T) -> list[T]:

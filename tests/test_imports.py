@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import multiprocessing
 import os
@@ -66,13 +67,6 @@ def test_planner_needs_only_numpy():
     for modules in (planning, planner):
         assert rooms(modules) == {'lazy', 'planning', 'refusals'}
         assert modules & HOSTS == {'numpy'}
-
-
-def test_loader_needs_no_fsdp():
-    """It would double the number of modules that each worker of a loader imports."""
-    (modules,) = loaded('from composer_tokacc import RegroupingDataLoader')
-    assert 'torch' in modules
-    assert 'torch.distributed.fsdp' not in modules
 
 
 def in_fork(function, *arguments):
@@ -136,10 +130,13 @@ NEEDED_BY_TORCH = (
     'typing_extensions.py',
 )
 """Torch, numpy, and the packages that pip installs with them."""
-# Imports all names that have nothing to do with a Composer run, runs the examples of their docstrings, and trains.
+# A loader imports no FSDP, because that would double the number of modules that each of its workers imports. Then this
+# imports all names that have nothing to do with a Composer run, runs the examples of their docstrings, and trains.
 USE_WITHOUT_HOSTS = """
 import doctest, runpy, sys, torch
 import composer_tokacc
+composer_tokacc.RegroupingDataLoader
+assert 'torch.distributed.fsdp' not in sys.modules
 import composer_tokacc.data_spec.split
 needs_composer = {'TokenAccumulation', 'TokenMonitor', 'SkipReadBatches', 'SizingReport', 'suggest_microbatching'}
 names = [name for name in composer_tokacc.__all__ if name not in needs_composer]
@@ -220,6 +217,7 @@ def module_name(path):
 MODULES = {module_name(path): path for path in (ROOT / 'composer_tokacc').rglob('*.py')}
 
 
+@functools.cache
 def imported_modules(path):
     """Returns our modules that a file imports from, also within functions and only for a type checker."""
     imported = set()

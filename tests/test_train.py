@@ -25,6 +25,7 @@ from tests.support.families import MEDIA
 from tests.support.launch import ROOT, launch, launch_program
 from tests.support.llava_folder import write_llava_folder
 from tests.support.programs import DIGITS, LLAVA, QUIET, TINY_DIGITS, TINY_LLAVA, UNCHECKED, result_of
+from tests.support.training import unchecked_rows
 
 MIXTURE = str(ROOT / 'yamls' / 'llava_mixture.yaml')
 
@@ -151,6 +152,14 @@ def test_resume_within_epoch_is_bitwise(uninterrupted, tmp_path, capfd):
     assert moved_weights, 'the last steps move the weights'
 
 
+@pytest.fixture
+def without_check():
+    """For runs with :data:`UNCHECKED`."""
+    with unchecked_rows():
+        yield
+
+
+@pytest.mark.usefixtures('without_check')
 def test_finished_run_writes_result_again(tmp_path):
     command = [
         DIGITS,
@@ -249,14 +258,16 @@ def keep_records(path: Path, *, with_image: bool):
     path.write_text(json.dumps(kept_records))
 
 
+@pytest.mark.usefixtures('without_check')
 def test_text_only_run_resumes_bitwise(tmp_path):
     path = write_llava_folder(tmp_path / 'data', 32)
     keep_records(path, with_image=False)
     complete = tmp_path / 'complete'
     resumed = tmp_path / 'resumed'
-    train(*tiny_llava(complete, path), 'trainer.save_interval=1ba', folder=complete)
+    options = [UNCHECKED, 'trainer.save_interval=1ba']
+    train(*tiny_llava(complete, path), *options, folder=complete)
 
-    command = [*tiny_llava(resumed, path), 'trainer.save_interval=1ba']
+    command = [*tiny_llava(resumed, path), *options]
     train(*command, 'trainer.max_duration=1ba', folder=resumed)
     result = train(*command, folder=resumed)
 
@@ -316,6 +327,7 @@ def test_two_ranks_with_unmixed_steps(tmp_path):
     assert_same_training(two_ranks, one_rank)
 
 
+@pytest.mark.usefixtures('without_check')
 def test_bad_samples_stop_or_are_counted(tmp_path, capsys):
     path = write_llava_folder(tmp_path / 'data', num_samples=12)
     image_of_first_sample = path.parent / 'images' / '0_0.png'

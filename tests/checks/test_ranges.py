@@ -76,7 +76,7 @@ CUTS = [
 
 
 @pytest.mark.parametrize(('side', 'options'), CUTS)
-@pytest.mark.parametrize('model_type', ['deepseek_v32', 'doge', 'glm_moe_dsa'])
+@pytest.mark.parametrize('model_type', ['deepseek_v32', 'doge', pytest.param('glm_moe_dsa', marks=pytest.mark.slow)])
 def test_width_that_changes_the_model(model_type, side, options):
     """The first batch is so narrow that the model attends to all keys. It cannot show how wider batches behave."""
     model = top_k_model(model_type)
@@ -487,7 +487,7 @@ def test_random_lengths_are_seldom_outside():
     assert 5 <= num_checks <= 25
 
 
-@pytest.mark.parametrize('rows_per_step', [16, 64, 256])
+@pytest.mark.parametrize('rows_per_step', [16, 64, pytest.param(256, marks=pytest.mark.slow)])
 def test_new_rows_become_seldom(rows_per_step):
     """Lengths as in AI2D, ChartQA and DocVQA, on one rank. `docs/limits.md` has this number of steps."""
     lengths_of_samples, _ = read_tables()

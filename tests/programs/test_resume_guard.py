@@ -25,8 +25,15 @@ from tests.support.conversations import turns
 from tests.support.launch import launch_json, launch_program
 from tests.support.process_group import group_of_one_rank
 from tests.support.programs import DIGITS, LLAVA, TINY_DIGITS, TINY_LLAVA, UNCHECKED
+from tests.support.training import unchecked_rows
 
 COLORS = {'red': (220, 20, 20), 'green': (20, 200, 20), 'blue': (20, 20, 220)}
+
+
+@pytest.fixture(scope='module', autouse=True)
+def _unchecked_rows():
+    with unchecked_rows():
+        yield
 
 
 def write_data(folder, *, answer='It is', num_samples=12):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -92,16 +93,19 @@ def calibrations(monkeypatch, tmp_path):
     return tmp_path / 'composer_tokacc' / 'memory'
 
 
-def test_stand_ins_have_their_own_calibration(calibrations):
+def test_stand_ins_have_their_own_calibration(calibrations, monkeypatch):
     """A table of lengths may be that of the dataset, but a made-up image stands for every medium of a sample."""
+    traces = mock.Mock(side_effect=[memory_model(), memory_model()])
+    monkeypatch.setattr(suggest, 'calibrate_fake', traces)
     dataset, processor, table = traced_data()
     config = config_of(FEW_LAYERS)
     source = source_of(config)
     stand_ins = StandIns(table, processor, source.model_config(processor))
 
-    suggest.memory_of_run(config, stand_ins, processor, table)
-    suggest.memory_of_run(config, dataset, processor, table)
+    for traced_dataset in (stand_ins, dataset, dataset):
+        suggest.memory_of_run(config, traced_dataset, processor, table)
 
+    assert traces.call_count == 2
     assert len(list(calibrations.iterdir())) == 2
 
 

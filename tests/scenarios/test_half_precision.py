@@ -14,14 +14,17 @@ from tests.support.half_precision import SCALE, gradients_of_one_forward, set_pr
 from tests.support.training import fit, reference_gradients, relative_error
 
 PRECISIONS = ('amp_bf16', 'amp_fp16')
+SLOW_FAMILIES = ('llava_next', 'llava_onevision', 'qwen2_vl', 'idefics3')
+"""The quick tests have families that are built alike: LLaVA, Qwen2.5-VL and SmolVLM."""
 
 
 def families_and_precisions():
-    """Yields all families with both precisions. One precision of each family is quick, in turn; the other is slow."""
+    """Yields all families with both precisions. One precision of most families is quick, in turn; the other is slow."""
     for number, family in enumerate(FAMILIES):
         quick_precision = PRECISIONS[number % 2]
         for precision in PRECISIONS:
-            marks = () if precision == quick_precision else pytest.mark.slow
+            is_quick = precision == quick_precision and family not in SLOW_FAMILIES
+            marks = () if is_quick else pytest.mark.slow
             yield pytest.param(family, precision, marks=marks)
 
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 from collections import defaultdict
 from collections.abc import Callable
@@ -369,6 +370,7 @@ def build_large_vocabulary() -> PreTrainedModel:
     return LlamaForCausalLM(LARGE_VOCABULARY).train()
 
 
+@functools.cache
 def calibrate_large_vocabulary(logits: str) -> MemoryModel:
     """Returns the memory model of a model whose embeddings are most of its weights."""
     return calibrate_fake(

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from composer import Trainer
@@ -23,6 +24,7 @@ from composer.utils import dist
 from torch.utils.data import DataLoader, IterableDataset
 
 from composer_tokacc import TokenAccumulation, token_data_spec
+from composer_tokacc.checks.first_batch import FirstBatchCheck
 
 Gradients = dict[str, torch.Tensor]
 COMPOSERS_FLAG = {'accumulate_train_batch_on_tokens': True}
@@ -211,6 +213,22 @@ def fit(model: Any, *data: Any, microbatch_size: int = 2, **options: Any) -> Gra
         options.setdefault('max_duration', f'{len(data)}ba')
     recorder, _, _ = train(model, train_data, microbatch_size=microbatch_size, **options)
     return recorder
+
+
+@contextmanager
+def unchecked_rows() -> Iterator[None]:
+    """Leaves out the first-batch check, which takes a third of a short run.
+
+    It is for runs that test something else. They must give a loss rule, with ``check_loss=False``.
+    """
+
+    def prove(check: FirstBatchCheck, batch: Any) -> Any:
+        assert not check.check_loss
+        assert check.cutter is not None
+        return check.cutter.rules
+
+    with mock.patch.object(FirstBatchCheck, 'prove', prove):
+        yield
 
 
 TOLERANCE = 1e-6
