@@ -1,4 +1,4 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Runs from the root of the repository, or where `python -m composer_tokacc.examples` has put them."""
+"""Run the examples in the repository, or in the folder to which `python -m composer_tokacc.examples` copies them."""

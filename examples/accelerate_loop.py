@@ -4,7 +4,7 @@
 """Planned batches and exact weights in a loop with accelerate. Composer is not imported.
 
 accelerate launch --cpu --num_processes 2 examples/accelerate_loop.py checkpoint --steps 5
-accelerate launch --cpu --num_processes 1 examples/accelerate_loop.py checkpoint       # goes on there
+accelerate launch --cpu --num_processes 1 examples/accelerate_loop.py checkpoint       # resumes at step 6
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from composer_tokacc import RegroupingBatchSampler, RegroupingDataLoader, weight
 
 
 def main() -> None:
-    """Trains for two epochs, or as many steps."""
+    """Trains for two epochs, or until step ``--steps``."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('checkpoint', type=Path)
     parser.add_argument('--steps', type=int)
     given = parser.parse_args()
 
     dataset = Rows()
-    # The sampler decides how many microbatches a step has. With more steps than 1, `accelerator.backward` would divide
-    # each loss by them. What `accelerate launch` was told comes before this argument, so it is read back.
+    # The sampler decides how many microbatches a step has, and their weights are exact already. With any value but 1,
+    # `accelerator.backward` would divide each loss by it. `accelerate launch` may override this argument, so check it.
     accelerator = Accelerator(gradient_accumulation_steps=1)
     if accelerator.gradient_accumulation_steps != 1:
         parser.error(
@@ -42,7 +42,7 @@ def main() -> None:
         dataset, lengths=dataset.lengths, global_batch_size=GLOBAL_BATCH, max_tokens=64,
         num_replicas=accelerator.num_processes, rank=accelerator.process_index,
     )  # fmt: skip
-    # Not prepared: the sampler has shared out the samples already.
+    # Not passed to `accelerator.prepare`, because the sampler already gives each rank its own samples.
     loader = RegroupingDataLoader(dataset, batch_sampler=sampler, collate_fn=collate)
     accelerator.register_for_checkpointing(loader)
     if given.checkpoint.exists():
@@ -54,7 +54,7 @@ def main() -> None:
             microbatches = list(weighted_microbatches(batch, device=accelerator.device))
             mean = torch.zeros((), device=accelerator.device)
             for number, (microbatch, weight) in enumerate(microbatches, start=1):
-                # Ranks meet in their last microbatch alone, as they may have unequally many.
+                # Ranks reduce gradients only in the last microbatch, because they may have unequal numbers of them.
                 with contextlib.nullcontext() if number == len(microbatches) else accelerator.no_sync(model):
                     on_device = {key: value.to(accelerator.device) for key, value in microbatch.items()}
                     loss = model(**on_device).loss * weight

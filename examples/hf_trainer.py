@@ -1,10 +1,10 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Planned batches and exact weights inside of Hugging Face's Trainer. Composer is not imported.
+"""Planned batches and exact weights in Hugging Face's Trainer. Composer is not imported.
 
 torchrun --nproc-per-node 2 examples/hf_trainer.py out --steps 5
-python examples/hf_trainer.py out                                      # goes on there
+python examples/hf_trainer.py out                                      # resumes at step 6
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from composer_tokacc import RegroupingBatchSampler, RegroupingDataLoader, weight
 
 
 class RegroupingTrainer(Trainer):
-    """A Trainer whose batch is a whole step of this rank, in the microbatches that were planned.
+    """A Trainer that gets all planned microbatches of a step as one batch, and trains them in one `training_step`.
 
-    Evaluation, checkpoints, schedules, clipping and logs are the Trainer's.
+    Evaluation, checkpoints, schedules, clipping and logs stay those of the Trainer.
     """
 
     def __init__(self, *args: Any, loader: RegroupingDataLoader, **kwargs: Any) -> None:
@@ -37,30 +37,30 @@ class RegroupingTrainer(Trainer):
         self.loader = loader
 
     def get_train_dataloader(self) -> RegroupingDataLoader:
-        """As it is: the sampler has shared out the samples already."""
+        """Returns our loader unchanged, because its sampler already gives each rank its own samples."""
         return self.loader
 
     def training_step(self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        """All microbatches of a step."""
+        """Computes the gradient of all microbatches of a step. Returns this rank's part of the mean loss."""
         model.train()
         microbatches = list(weighted_microbatches(inputs, device=self.args.device))
         mean = torch.zeros((), device=self.args.device)
         for number, (microbatch, weight) in enumerate(microbatches, start=1):
-            # Ranks meet in their last microbatch alone, as they may have unequally many.
+            # Ranks reduce gradients only in the last microbatch, because they may have unequal numbers of them.
             with contextlib.nullcontext() if number == len(microbatches) else self.accelerator.no_sync(model):
                 loss = self.compute_loss(model, self._prepare_inputs(microbatch)) * weight
                 self.accelerator.backward(loss)
             mean += loss.detach()
-        return mean  # averaged over the ranks for the log
+        return mean  # the Trainer averages it over the ranks for the log
 
 
 def main() -> None:
-    """Trains for two epochs, or as many steps."""
+    """Trains for two epochs, or until step ``--steps``."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('folder')
     parser.add_argument('--steps', type=int, default=-1)
     given = parser.parse_args()
-    Path(given.folder).mkdir(parents=True, exist_ok=True)  # the Trainer makes it on one rank, maybe after another looks
+    Path(given.folder).mkdir(parents=True, exist_ok=True)  # all ranks list it, the Trainer makes it on one
     arguments = TrainingArguments(
         given.folder, max_steps=given.steps, num_train_epochs=EPOCHS, learning_rate=LEARNING_RATE, optim='sgd',
         lr_scheduler_type='constant', max_grad_norm=0.0, use_cpu=True, bf16=False, logging_steps=1, save_steps=5,

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Trains a small ModernBERT on masked words. The loss curve is the same in every cut and on any number of ranks.
+"""Trains a small ModernBERT on masked words. The loss curve is the same for any microbatch size and number of ranks.
 
     python examples/masked_lm.py
     composer -n 2 examples/masked_lm.py --microbatch 3 --packing
@@ -82,7 +82,7 @@ def build_tokenizer(texts: Sequence[str]) -> PreTrainedTokenizerFast:
 
 
 class Texts(Dataset):
-    """Token ids of each text, with its index."""
+    """Yields the index of a text, from which the collator seeds its masks, and its token ids."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> None:
         self.rows = [torch.tensor(ids) for ids in tokenizer(list(texts), truncation=True)['input_ids']]
@@ -111,7 +111,7 @@ class MaskingCollator:
             generator = torch.Generator().manual_seed(self.epoch * NUM_TEXTS + index)
             is_word = ids >= len(SPECIAL_TOKENS)
             has_label = is_word & (torch.rand(len(ids), generator=generator) < MASKED_SHARE)
-            # As in BERT, a few words with a label stay, so that the model cannot tell which ones it is asked for.
+            # As in BERT, a few words with a label stay unmasked, so that the model cannot tell which words have one.
             is_masked = has_label & (torch.rand(len(ids), generator=generator) < 0.9)
             inputs.append(ids.masked_fill(is_masked, SPECIAL_TOKENS.index('[MASK]')))
             labels.append(ids.masked_fill(~has_label, -100))
@@ -123,7 +123,7 @@ class MaskingCollator:
 
 
 class NewMasksEachEpoch(Callback):
-    """Tells the collator of the epoch, also at the start of a run that goes on from a checkpoint."""
+    """Tells the collator which epoch it is, also when a run resumes from a checkpoint."""
 
     def __init__(self, collate: MaskingCollator) -> None:
         self.collate = collate

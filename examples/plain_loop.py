@@ -4,8 +4,8 @@
 """Planned batches and exact weights in a loop of your own. Neither Composer nor Transformers is imported.
 
 python examples/plain_loop.py last.pt
-torchrun --nproc-per-node 2 examples/plain_loop.py last.pt --steps 5   # as far as step 5
-python examples/plain_loop.py last.pt                                  # goes on there, in the middle of an epoch
+torchrun --nproc-per-node 2 examples/plain_loop.py last.pt --steps 5   # until step 5
+python examples/plain_loop.py last.pt                                  # resumes at step 6, in the middle of an epoch
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def accumulate(model: torch.nn.Module, batch: PreSplitBatch) -> torch.Tensor:
     """Makes the gradient of a step, and returns the mean loss over all tokens times this rank's part in it."""
     microbatches, mean = list(weighted_microbatches(batch)), torch.zeros(())
     for number, (microbatch, weight) in enumerate(microbatches, start=1):
-        # Ranks meet in their last microbatch alone, as they may have unequally many.
+        # Ranks reduce gradients only in the last microbatch, because they may have unequal numbers of them.
         meets = number == len(microbatches) or not hasattr(model, 'no_sync')
         with contextlib.nullcontext() if meets else model.no_sync():
             loss = model(**microbatch) * weight
@@ -36,7 +36,7 @@ def accumulate(model: torch.nn.Module, batch: PreSplitBatch) -> torch.Tensor:
 
 
 def main() -> None:
-    """Trains for two epochs, or as many steps."""
+    """Trains for two epochs, or until step ``--steps``."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('checkpoint', type=Path)
     parser.add_argument('--steps', type=int)
@@ -47,7 +47,7 @@ def main() -> None:
     dataset, model = Rows(), SmallModel()
     trained = torch.nn.parallel.DistributedDataParallel(model) if torch.distributed.is_initialized() else model
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
-    # A microbatch may hold 64 tokens, padding included; its rows are those of like length in the global batch.
+    # A microbatch may hold 64 tokens, padding included. The sampler groups rows of similar lengths into a microbatch.
     sampler = RegroupingBatchSampler(dataset, lengths=dataset.lengths, global_batch_size=GLOBAL_BATCH, max_tokens=64)
     loader = RegroupingDataLoader(dataset, batch_sampler=sampler, collate_fn=collate)
     step = 0
@@ -60,7 +60,7 @@ def main() -> None:
 
     for epoch in range(sampler.epoch, EPOCHS):
         loader.set_epoch(epoch)
-        for batch in loader:  # what this rank computes of a step
+        for batch in loader:  # this rank's microbatches of a step
             mean = accumulate(trained, batch)
             optimizer.step()
             optimizer.zero_grad()

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Rows of unlike lengths and two small models for the examples beside this file."""
+"""Rows of unequal lengths and two small models, for the example programs in this folder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ VOCABULARY, GLOBAL_BATCH, EPOCHS, LEARNING_RATE = 64, 8, 2, 0.5
 
 
 class Rows(torch.utils.data.Dataset):
-    """25 rows of 3 to 60 random tokens, of which the first ones are a prompt; of one row nothing carries loss."""
+    """25 rows of 3 to 60 random tokens. The first 0 to 2 are the prompt. Row 7 is all prompt, so it has no label."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -30,7 +30,7 @@ class Rows(torch.utils.data.Dataset):
 
 
 def collate(samples: list[tuple[torch.Tensor, int]]) -> dict[str, torch.Tensor]:
-    """Padded on the right; -100 where a label carries no loss."""
+    """Pads on the right. Labels of the prompt and of padding are -100."""
     width = max(len(ids) for ids, _ in samples)
     ids = torch.stack([functional.pad(ids, (0, width - len(ids))) for ids, _ in samples])
     columns = torch.arange(width)
@@ -40,7 +40,7 @@ def collate(samples: list[tuple[torch.Tensor, int]]) -> dict[str, torch.Tensor]:
 
 
 class SmallModel(torch.nn.Module):
-    """A recurrent language model; gives the mean loss over the labels of a microbatch."""
+    """A recurrent language model. Its forward returns the mean loss over the labels of a microbatch."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""How far a step's gradient is off one forward over the whole batch: ``python examples/three_lines.py``, in seconds."""
+"""Compares the gradient of a step with that of one forward over the batch: ``python examples/three_lines.py``."""
 
 import torch
 from composer import Callback, Logger, State, Trainer
@@ -13,7 +13,7 @@ from composer_tokacc import TokenAccumulation, token_data_spec
 torch.manual_seed(0)
 config = LlamaConfig(vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2)
 llama = LlamaForCausalLM(config)
-# Eight rows of 4 to 60 tokens, the rest is padding; the first quarter of each is the prompt.
+# Eight rows of 4 to 60 tokens, padded to 60. The first quarter of each row is the prompt.
 lengths = torch.tensor([4, 7, 9, 12, 16, 25, 40, 60])
 columns = torch.arange(60)
 ids, real = torch.randint(3, 64, (8, 60)), columns < lengths[:, None]
@@ -28,7 +28,7 @@ class ShowError(Callback):
     """Prints the relative error of the step's gradient before the optimizer moves."""
 
     def after_train_batch(self, state: State, logger: Logger) -> None:
-        """Runs when the gradients are whole."""
+        """Runs after the last microbatch."""
         found = torch.cat([parameter.grad.flatten() for parameter in state.model.parameters()])
         print(f'gradient error {(found - whole).norm() / whole.norm():.1e}')
 

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The task: real scanned digits, 0 to 12 images a sample, questions to read, count, spell and add them."""
+"""The dataset of the demo: 0 to 12 scanned digits a sample, and a question to read, count, spell or add them."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ HELD_OUT_SHARE = 0.2
 
 @cache
 def load_scans() -> tuple[np.ndarray, np.ndarray]:
-    """The 1,797 scans that come with scikit-learn (UCI optical recognition of handwritten digits).
+    """Returns the 1,797 scans that come with scikit-learn (UCI optical recognition of handwritten digits).
 
     Returns:
-        Pixels, uint8 of shape ``(1797, 8, 8)``, and the digit each one shows, of shape ``(1797,)``.
+        Pixels, uint8 of shape ``(1797, 8, 8)``, and the digit that each scan shows, of shape ``(1797,)``.
 
     Raises:
-        ImportError: Without scikit-learn; says what to install.
+        ImportError: If scikit-learn is not installed.
     """
     try:
         from sklearn.datasets import load_digits
@@ -45,10 +45,10 @@ def load_scans() -> tuple[np.ndarray, np.ndarray]:
 
 @cache
 def split_scans(split: str) -> np.ndarray:
-    """Indices of the scans that a split may show; those of ``train`` and ``eval`` are disjoint.
+    """Returns the indices of the scans of a split. ``train`` and ``eval`` share none.
 
     Raises:
-        ValueError: If ``split`` is neither.
+        ValueError: If ``split`` is neither ``train`` nor ``eval``.
     """
     if split not in SPLITS:
         raise ValueError(f'`split` must be one of {SPLITS}, got: {split!r}.')
@@ -58,7 +58,7 @@ def split_scans(split: str) -> np.ndarray:
 
 
 def build_digits_processor(*, image_size: int = 8, patch_size: int = 8) -> LlavaProcessor:
-    """The processor of the task: one token a word, ``(image_size / patch_size)**2`` tokens an image."""
+    """Returns a processor with one token for a word, and ``(image_size / patch_size)**2`` tokens for an image."""
     vocab = {token: index for index, token in enumerate(dict.fromkeys([*RESERVED_TOKENS, *WORDS]))}
     words = Tokenizer(models.WordLevel(vocab, unk_token='<unk>'))
     words.pre_tokenizer = pre_tokenizers.Split(Regex(r'[a-z]+|\d|[^\sa-z\d]'), behavior='removed', invert=True)
@@ -73,16 +73,16 @@ class DigitsDataset(Dataset):
         processor: From :func:`build_digits_processor`, or any Hugging Face vision-language processor.
         split: ``'train'`` or ``'eval'``.
         num_samples: Length of the dataset.
-        seed: Of the samples; the split of the scans never changes.
-        max_images: Most images, or digits of a text-only question, in one sample.
+        seed: Seed of the samples. It does not change which scans are in a split.
+        max_images: Most digits in a sample, shown as images or, in a text-only question, written out.
         max_length: Longest sample allowed, in tokens.
-        cache: Keep each sample once it is made (about 8 KB); later epochs then cost nothing.
+        cache: Whether to keep samples in memory (about 8 KB each), so that later epochs need not encode them again.
 
     Raises:
-        ValueError: If ``split`` is unknown or ``max_images`` under 1.
+        ValueError: If ``split`` is unknown, or ``max_images`` or ``num_samples`` is below 1.
     """
 
-    # The training program asks the class for it where the model is fresh and has no processor of its own.
+    # The training program calls this if the model is fresh, because no checkpoint has a processor for it then.
     build_processor = staticmethod(build_digits_processor)
 
     def __init__(
@@ -112,7 +112,7 @@ class DigitsDataset(Dataset):
         return self.num_samples
 
     def conversation(self, index: int) -> tuple[list[dict[str, Any]], list[Image.Image], np.ndarray]:
-        """Messages, images, and the scans the images show, of one sample."""
+        """Returns the messages and images of a sample, and the indices of the scans that the images show."""
         if not 0 <= index < self.num_samples:
             raise IndexError(f'`index` must be in [0, {self.num_samples}), got: {index}.')
         rng = np.random.default_rng([self.seed, SPLITS.index(self.split), index])
@@ -127,7 +127,7 @@ class DigitsDataset(Dataset):
         return messages, images, chosen if images else chosen[:0]
 
     def decoded(self, index: int) -> dict[str, list[Image.Image]]:
-        """Images of one sample by modality. `report.html` shows them."""
+        """Returns the images of a sample by modality, for `report.html`."""
         _, images, _ = self.conversation(index)
         return {'image': images}
 

@@ -21,15 +21,15 @@ def digits_model_config(
     vision_hidden_size: int = 64,
     num_vision_layers: int = 2,
 ) -> LlavaConfig:
-    """Config of a CLIP tower, LLaVA's projector and a Llama, about a million parameters by default.
+    """Returns the config of a CLIP vision encoder, LLaVA's projector and a Llama, by default of a million parameters.
 
     Args:
-        processor: From ``build_digits_processor``; gives vocabulary, image size and patch size.
-        hidden_size: Of the language model.
-        num_layers: Of the language model.
-        num_heads: Attention heads, of both.
-        vision_hidden_size: Of the tower.
-        num_vision_layers: Of the tower; its last layer is the one that the projector reads.
+        processor: From ``build_digits_processor``. Has the vocabulary, the image size and the patch size.
+        hidden_size: Hidden size of the language model.
+        num_layers: Layers of the language model.
+        num_heads: Attention heads of each of the two models.
+        vision_hidden_size: Hidden size of the vision encoder.
+        num_vision_layers: Layers of the vision encoder. The projector reads the last one.
     """
     tokenizer, patch_size = processor.tokenizer, processor.patch_size
     image_size = processor.image_processor.crop_size['height']

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The picture of a run: loss, padding with and without trimming, and held-out samples with the model's answers."""
+"""Draws a picture of a run: the loss, the padding with and without trimming, and held-out samples with answers."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ def draw_result(path: str | Path, curves: Curves, answers: Sequence[Answer] = ()
     """Draws the picture of a run.
 
     Args:
-        path: file to write, ``.png`` or another kind that matplotlib knows.
-        curves: steps and values of ``loss``, ``eval_loss``, ``padding``, ``stock_padding``; any may be missing.
-        answers: held-out samples; those with images come first, as many as there is room for.
+        path: The file to write, in a format of matplotlib.
+        curves: Steps and values of ``loss``, ``eval_loss``, ``padding`` and ``stock_padding``. Any may be missing.
+        answers: Answers to held-out samples. Only as many are drawn as fit.
 
     Raises:
-        ImportError: without matplotlib; says what to install.
+        ImportError: If matplotlib is not installed.
     """
     try:
-        # The object interface: no display is touched, no global state is left behind.
+        # Not pyplot, which would look for a display and keep global state.
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -73,7 +73,7 @@ def _choose(answers: Sequence[Answer]) -> list[Answer]:
 
 
 def _draw_curves(axes: Any, curves: Curves, lines: Mapping[str, tuple[str, str, str]], **settings: Any) -> None:
-    """Lines by name: label, colour and marker."""
+    """Draws the curves that ``lines`` names. Its values are the label, colour and marker of each curve."""
     for name, (label, color, marker) in lines.items():
         steps, values = curves.get(name, ((), ()))
         if len(steps):
@@ -106,7 +106,7 @@ def _fold(text: str, num_characters: int) -> str:
 
 
 def _strip(images: Sequence[np.ndarray]) -> np.ndarray:
-    """Images side by side, at most six a row, white between them."""
+    """Joins images into one, at most six in a row, with white lines between them."""
     height = max(image.shape[0] for image in images)
     width = max(image.shape[1] for image in images)
     num_columns = min(len(images), 6)

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Questions about digits, their answers, and how often each comes: the text side of the digits task."""
+"""Draws the questions about digits, and writes prompts and answers."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ QUESTIONS = {'read': 'read the digits', 'spell': 'spell in words', 'count': 'cou
 WORDS = (*(str(digit) for digit in range(10)), *DIGIT_WORDS, *dict.fromkeys(' '.join(QUESTIONS.values()).split()))
 
 TEXT_ONLY_SHARE = 0.2
-# Sums of more digits are arithmetic, not reading; a model this small would need hours for them.
+# So small a model would need hours to learn longer sums.
 MAX_SUMMANDS = 2
-# Besides the power law of the lengths: one sample in ten is a long one, so nearly every batch has one.
+# Share of samples that get one of the three largest numbers of digits, so that nearly every batch has a long sample.
 LONG_SHARE = 0.1
 
 
 @dataclass(frozen=True)
 class DigitsQuestion:
-    """A question about ``num_images`` images, or about the digits it names itself.
+    """A question about digits, which are shown as scans or written in the question.
 
     Args:
         kind: One of :data:`QUESTIONS`.
-        num_digits: How many digits it is about.
-        has_images: Whether they are shown as scans (or else written in the question).
+        num_digits: Number of digits.
+        has_images: Whether the digits are shown as scans.
     """
 
     kind: str
@@ -40,11 +40,11 @@ class DigitsQuestion:
     has_images: bool
 
     def prompt(self, digits: Sequence[int]) -> str:
-        """What the user says besides the images."""
+        """Returns the text of the user."""
         return QUESTIONS[self.kind] if self.has_images else f'{QUESTIONS[self.kind]} {_spaced(digits)}'
 
     def answer(self, digits: Sequence[int]) -> str:
-        """What the assistant should say."""
+        """Returns the right answer."""
         if self.kind == 'read':
             return _spaced(digits)
         if self.kind == 'spell':
@@ -53,7 +53,7 @@ class DigitsQuestion:
 
 
 def draw_question(rng: np.random.Generator, *, max_images: int) -> DigitsQuestion:
-    """Draws a question: mostly about a digit or two, seldom about ``max_images``, which a whole batch then pads to."""
+    """Draws a question: mostly about one or two digits, seldom about many. A batch is padded to its longest sample."""
     sizes = np.arange(1, max_images + 1)
     weights = sizes**-2.5
     weights *= (1 - LONG_SHARE) / weights.sum()

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The end of the demo: held-out samples answered by real generation, and the picture of the run."""
+"""Ends the demo: the trained model answers held-out samples, and a picture of the run is drawn."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _CURVES = {
 def answer_and_draw(
     run: FinishedRun, *, num_samples: int = 0, max_new_tokens: int = 64, picture: bool = False
 ) -> list[tuple[str, str]]:
-    """Adds ``answers`` to the result and draws ``result.png``: the ``report.name`` of yamls/digits.yaml.
+    """Adds ``answers`` to the result and draws ``result.png``. yamls/digits.yaml names it under ``report.name``.
 
     Args:
-        run: What has been trained.
+        run: The finished run.
         num_samples: Held-out samples that the trained model answers.
-        max_new_tokens: Longest such answer.
-        picture: Draw the picture; needs matplotlib.
+        max_new_tokens: Most tokens of an answer.
+        picture: Whether to draw the picture, which needs matplotlib.
 
     Returns:
-        Lines of the summary.
+        Lines for the summary: a description and a figure each.
     """
     answers: list[Answer] = []
-    # A sharded model cannot generate on one rank alone.
+    # This function runs only on rank 0, which cannot run a sharded model.
     if run.eval_dataset is not None and not run.is_sharded:
         answers = answer_eval_samples(
             run.model, run.eval_dataset, run.processor, num_samples=num_samples, max_new_tokens=max_new_tokens

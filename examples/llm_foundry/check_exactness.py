@@ -1,14 +1,14 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Gradient of llm-foundry's first step against one whole forward of the same global batch, by who weights microbatches.
+"""Compares the gradient of llm-foundry's first step with that of one forward over the same global batch.
 
     python examples/llm_foundry/check_exactness.py examples/llm_foundry/tiny.yaml
     composer -n 2 examples/llm_foundry/check_exactness.py examples/llm_foundry/tiny.yaml variables.model=llama
 
-Each line is a run of llm-foundry's own ``train``, one batch long, one row a microbatch. Ends with an error where a run
-with TokenAccumulation is off by more than 1e-6, where neither it nor llm-foundry's flag is exact (the check would see
-nothing), or where both at once are not refused.
+Each line is a run of llm-foundry's own ``train`` on one batch, most in microbatches of one row. The program fails if a
+run with TokenAccumulation is off by more than 1e-6, if the run with neither it nor llm-foundry's flag is not (then the
+check shows nothing), or if the two together are not refused.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ ALGORITHM = {'algorithms': {'token_accumulation': {}}}
 MONITOR = {'callbacks': {'token_monitor': {}}}
 FLAG = {'accumulate_train_batch_on_tokens': True}
 DATA_SPEC = {'code_paths': ['examples/llm_foundry/token_data_spec.py'], 'device_train_microbatch_size': 2}
-# What is set on top of the YAML, which has no algorithm, no callback and the flag off here. The last stays registered.
+# Settings of each run, added to the YAML file, whose algorithms and callbacks are removed and whose flag is off. The
+# run with `code_paths` is last, because its data spec stays registered.
 RUNS: dict[str, dict[str, Any]] = {
     'neither': {},
     'flag': FLAG,
@@ -45,12 +46,12 @@ REFUSED = 'token_accumulation + flag'
 
 
 class FirstGradient(Callback):
-    """Compares the step's gradient, as the optimizer is about to get it, with that of one whole forward."""
+    """Compares the gradient of a step, before the optimizer uses it, with that of one forward over the batch."""
 
-    error = float('nan')  # of the latest run: llm-foundry builds the callback, so there is no instance to ask
+    error = float('nan')  # of the latest run. On the class, because llm-foundry makes the instance
 
     def batch_start(self, state: State, logger: Logger) -> None:
-        """The reference, before any microbatch: all ranks' rows, padded to the same width, in one mean over labels."""
+        """Computes the reference before any microbatch: the mean over the labels of all ranks, in one forward."""
         shards = [None] * dist.get_world_size()
         rows = {key: state.batch[key] for key in ('input_ids', 'attention_mask', 'labels')}
         if len(shards) > 1:
@@ -62,7 +63,7 @@ class FirstGradient(Callback):
         else:
             logits = model(input_ids=batch['input_ids'], attention_mask=batch['attention_mask']).logits
             loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), batch['labels'][:, 1:].flatten())
-        # Not backward(): DDP would take part in it.
+        # Not backward(), because the hooks of DDP would reduce its gradients.
         self.expected = torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad])
 
     def after_train_batch(self, state: State, logger: Logger) -> None:
@@ -75,7 +76,7 @@ class FirstGradient(Callback):
 
 
 def first_step(config: DictConfig, run: dict[str, Any]) -> float:
-    """Relative error of the gradient of one step of llm-foundry's ``train``."""
+    """Returns the relative error of the gradient of one step of llm-foundry's ``train``."""
     plain = {'device_train_microbatch_size': 1, 'accumulate_train_batch_on_tokens': False, 'log_to_console': False}
     config = om.merge(config, plain, {'max_duration': '1ba'}, {key: run[key] for key in run if key != 'callbacks'})
     config.algorithms = run.get('algorithms', {})
@@ -86,7 +87,7 @@ def first_step(config: DictConfig, run: dict[str, Any]) -> float:
 
 
 def main() -> None:
-    """Prints a line a run on rank 0; every rank exits with an error where its own gradients say so."""
+    """Prints a line for each run on rank 0. Any rank whose own gradients are not as expected exits with an error."""
     path, *overrides = sys.argv[1:]
     config = om.merge(om.load(path), om.from_cli(overrides))
     assert isinstance(config, DictConfig)

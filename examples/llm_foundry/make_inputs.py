@@ -1,12 +1,12 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Tokenizer, Llama and T5 configs and finetuning data for the example, so that it needs nothing from a hub.
+"""Writes a tokenizer, configs of Llama and T5, and finetuning data for the example, so that nothing is downloaded.
 
     python examples/llm_foundry/make_inputs.py [folder]
 
-The task: ``count from 7 to 12`` is answered by ``7 8 9 10 11 12``. Answers have 1 to 40 tokens, mostly few, which
-is what makes a mean of microbatch means differ from the mean over tokens.
+The task: ``count from 7 to 12`` is answered by ``7 8 9 10 11 12``. Answers have 1 to 40 tokens, most of
+them few. With unequal answers the mean of microbatch means differs from the mean over tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NUM_SAMPLES = 512
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a word."""
+    """Returns a tokenizer with one token for each word."""
     words = ['<pad>', '<eos>', '<unk>', 'count', 'from', 'to', *map(str, range(LARGEST + 1))]
     tokenizer = Tokenizer(WordLevel({word: index for index, word in enumerate(words)}, unk_token='<unk>'))
     tokenizer.pre_tokenizer = WhitespaceSplit()
@@ -36,7 +36,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_samples(rng: random.Random) -> list[dict[str, str]]:
-    """Prompts and responses under llm-foundry's own names; one response in four is long."""
+    """Returns samples with llm-foundry's keys ``prompt`` and ``response``. One response in four is long."""
     samples = []
     for _ in range(NUM_SAMPLES):
         first = rng.randrange(20)

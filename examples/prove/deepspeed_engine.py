@@ -9,7 +9,7 @@ import deepspeed
 import torch
 from subject import prove
 
-os.environ['LOCAL_RANK'] = '0'  # as its launcher says
+os.environ['LOCAL_RANK'] = '0'  # set by its launcher
 store = torch.distributed.HashStore()
 torch.distributed.init_process_group('gloo', store=store, rank=0, world_size=1)
 

@@ -10,7 +10,7 @@ from transformers import Trainer, TrainingArguments
 
 
 def step(model, microbatches):
-    """One optimizer step; a sample is a microbatch, in the order given."""
+    """One optimizer step. Each sample of the dataset is a microbatch. They are read in order."""
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             folder, per_device_train_batch_size=1, gradient_accumulation_steps=len(microbatches), num_train_epochs=1,

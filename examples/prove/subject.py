@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""What each trainer here has to show: a small Llama, eight ragged rows, and the two questions to its step."""
+"""A small Llama, eight ragged rows, and the two measurements that each program makes: token weights and invariance."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def rows_of_text() -> list[Batch]:
 
 
 def small_llama() -> Any:
-    """The same weights every time."""
+    """Returns a Llama with the same weights at every call."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, use_cache=False
@@ -36,7 +36,7 @@ def small_llama() -> Any:
 
 
 def whole(gradient: torch.Tensor) -> torch.Tensor:
-    """A gradient that ranks may hold parts of."""
+    """Returns the full gradient of a parameter, also if it is sharded (a DTensor of FSDP2)."""
     return getattr(gradient, 'full_tensor', gradient.clone)()
 
 
@@ -44,10 +44,11 @@ def prove(trainer: str, package: str, step: Callable[[Any, list[Batch]], None], 
     """Prints what tokens weigh in one step of microbatches of three, and whether the gradient depends on the cut.
 
     Args:
-        trainer: What it is called in the last line.
-        package: Whose version is told.
-        step: Has the trainer make one optimizer step, at learning rate 0, of these microbatches.
-        model: The model, where it is no small Llama of its own; parameters keep their names.
+        trainer: Name of the trainer in the last line.
+        package: The package whose version is printed.
+        step: Makes one optimizer step of the trainer on these microbatches, at learning rate 0.
+        model: A model that the caller has made, for example a sharded one, with the parameter names of `small_llama`.
+            None: a new small Llama.
     """
     model, rows, found = model or small_llama(), rows_of_text(), {}
     layout, plain = BatchLayout.infer(rows[0]), small_llama()

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""A loop as torchtitan's: valid tokens of the step are counted first. ``python examples/prove/torchtitan_style.py``."""
+"""A loop like torchtitan's, which counts the tokens of a step first: ``python examples/prove/torchtitan_style.py``."""
 
 import torch
 from subject import prove
@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 
 
 def step(model, microbatches):
-    """One optimizer step; on several ranks the count is summed over them, and gradients are summed, not averaged."""
+    """One optimizer step. On several ranks torchtitan sums the count over them, and does not average the gradients."""
     global_valid_tokens = sum((batch['labels'][:, 1:] != -100).sum() for batch in microbatches)
     for batch in microbatches:
         logits, labels = model(**batch).logits[:, :-1].float(), batch['labels'][:, 1:]

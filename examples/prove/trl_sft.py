@@ -15,7 +15,7 @@ words = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({'.'
 
 
 def step(model, microbatches):
-    """One optimizer step; a sample of the dataset is the number of a microbatch."""
+    """One optimizer step. The samples are numbers of microbatches, because SFTTrainer wants a Dataset."""
     arguments = SFTConfig(
         mkdtemp(), per_device_train_batch_size=1, gradient_accumulation_steps=len(microbatches), num_train_epochs=1,
         learning_rate=0.0, optim='sgd', max_grad_norm=0.0, use_cpu=True, bf16=False, gradient_checkpointing=False,

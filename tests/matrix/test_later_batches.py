@@ -72,7 +72,7 @@ def num_tokens(row):
 @pytest.mark.parametrize('sides', [('left', 'right'), ('right', 'left')], ids='-'.join)
 @pytest.mark.parametrize('name', TEXT)
 def test_rows_of_one_length_come_first(name, sides, packing):
-    """In the first batch nothing is trimmed, and documents of the same length leak least."""
+    """In the first batch nothing is trimmed. And if packed documents see each other, equal lengths show it least."""
     subject = SUBJECTS[name]
     longest_row = max(subject.rows(0), key=num_tokens)
     longest_row['labels'][:, -1] = longest_row['input_ids'][:, -1]
@@ -500,7 +500,7 @@ def rows_of_mllama():
 
 
 def test_text_before_the_first_image():
-    """Mllama: a text row must not see an image of another row, although its step had none before."""
+    """Mllama: a text row must not see the image of another row, also if no batch before had an image."""
     subject = SUBJECTS['mllama_mixed']
     rows_of_text, rows_of_images = rows_of_mllama()
     text = joined(subject, rows_of_text[:3])
@@ -512,7 +512,7 @@ def test_text_before_the_first_image():
 
 
 def test_image_rows_without_labels():
-    """Mllama: an image changes the loss of a text row. That is no term in a row without labels."""
+    """Mllama: an image changes the loss of a text row. This must not look like a loss term of the unlabelled rows."""
     subject = SUBJECTS['mllama_mixed']
     rows_of_text, rows_of_images = rows_of_mllama()
     batch = joined(subject, rows_of_text[:3] + rows_of_images[:2])

@@ -322,7 +322,7 @@ def test_whatever_the_first_batch_is_like(rows, side):
 @pytest.mark.parametrize('logits', ['eval', 'never'])
 @pytest.mark.parametrize('init', ['large', 'fresh'])
 def test_terms_of_loss_without_logits(logits, init):
-    """It has the round-off of all layers, so a term below a thousandth of the loss may not show."""
+    """Without logits the loss has the round-off of all layers, which may hide a term below a thousandth of it."""
     for over, expected_kind in KINDS_OF_TERMS:
         model = NativeModel(with_term('entropy', over, 1e-2), logits=logits, init=init)
         outcome = outcome_of(model)

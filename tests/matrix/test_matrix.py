@@ -73,7 +73,7 @@ def test_one_random_batch(name, side, cut, seed):
 @pytest.mark.slow
 @pytest.mark.parametrize(('name', 'side', 'cut'), SLOW)
 def test_several_random_batches(name, side, cut):
-    """Every kind of labels and of first weights is either regrouped or in order."""
+    """The seeds of `regrouped` and `in order` together cover each kind of labels, with fresh and with large weights."""
     for seed in SLOW_SEEDS[cut]:
         # Packing takes the padding away, whichever side it is on. So on the left large weights are enough.
         is_fresh_packed_left = cut == 'packed' and side == 'left' and INITS[seed % 2] == 'fresh'

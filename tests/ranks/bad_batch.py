@@ -15,8 +15,11 @@ NUM_STEPS = 3
 
 
 def messages(bad_step: int, bad_entry: str = 'labels') -> list[str]:
-    """A label outside of the vocabulary is refused before the batch is counted, a weight of NaN while it is counted,
-    and a flag that belongs to no row when the rows are compared with those that were checked."""
+    """Returns the message of each rank. The second rank has a bad entry in one step.
+
+    The three entries are refused at different places: a label outside of the vocabulary before the batch is counted, a
+    weight of NaN while it is counted, and five flags for two rows when the rows are compared with the checked ones.
+    """
     batches = []
     for _ in range(NUM_STEPS):
         batch = collate(text_rows([(4, 2), (6, 3)]))

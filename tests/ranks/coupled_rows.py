@@ -26,10 +26,10 @@ SHARES = (2, 4)
 
 
 def model_with_state(influence: float) -> torch.nn.Module:
-    """Returns a Llama that counts its forwards in a module. Only the first rank has the count before the first one.
+    """Returns a Llama that counts its forwards in an attribute, which at first exists only on the first rank.
 
     Args:
-        influence: By how much each forward more changes the output.
+        influence: By how much the output grows with each forward. 0: the count is harmless.
     """
     model = text_model()
     norm = model.model.norm

@@ -23,7 +23,7 @@ from tests.support.training import each_run, fit, gradients_of, in_double, relat
 
 
 class WithSquares(HuggingFaceModel):
-    """Its loss has a term at each attended position, divided by the number of labels, as the z-loss of PaLM."""
+    """Adds a term at each attended position to the loss, divided by the number of labels, like the z-loss of PaLM."""
 
     def loss(self, outputs: Any, batch: Any) -> torch.Tensor:
         num_labels = (batch['labels'][:, 1:] != -100).sum().clamp(min=1)

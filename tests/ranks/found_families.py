@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Under the composer launcher: types whose layout is found, with steps of text only, and of media on one rank only.
+"""Under the composer launcher: model types whose layout must be found out. Media are on one rank, or on none.
 
 Arguments: a JSON list of runs (the keyword arguments of :func:`run`). The gradients of every step are
 compared with those of each rank's batch by itself, weighted by its loss-generating tokens.
@@ -41,16 +41,16 @@ def run(
     """Trains with one Trainer. Rank 0 returns the round-off, the error of each step, and a hash of the parameters.
 
     Args:
-        model_type: Of ``tests.model_types``.
-        modality: Of the media.
-        steps: A letter a step: ``'t'`` text only, ``'m'`` with media on the first rank only.
+        model_type: A type of ``tests.model_types``.
+        modality: The modality of the media.
+        steps: A letter for each step: ``'t'`` text only, ``'m'`` with media, which are on the first rank.
         fsdp: Whether the model is sharded.
         packing: Whether rows are packed.
         size: Microbatch size.
-        settings: Of the text part's config.
-        runs: Runs of placeholders of each item: frames with words between them.
-        lr: Learning rate; with 0 the gradients of all steps are known.
-        folder: Where checkpoints go, one a step.
+        settings: Settings of the config of the text model.
+        runs: Into how many runs, with words between them, the placeholders of a medium are divided.
+        lr: Learning rate. With 0 the expected gradients hold in every step.
+        folder: Where checkpoints are saved, one for each step.
         load_path: Checkpoint to resume from.
     """
     case = _case(model_type, modality, json.dumps(settings or {}), runs)
@@ -60,7 +60,7 @@ def run(
         has_media = letter == 'm' and is_first
         batches.append(case.media if has_media else case.text)
     plain = copy.deepcopy(case.model)
-    if lr:  # what has no gradient has no optimizer state, which torch misses on loading
+    if lr:  # without a gradient the optimizer has no state, and torch fails to load the checkpoint
         for name, parameter in plain.named_parameters():
             parameter.requires_grad_(name in case.gradients)
     trained = plain
@@ -96,7 +96,7 @@ class _Case:
 
     @cached_property
     def gradients(self) -> Gradients:
-        """Those of the batch with media."""
+        """The gradients of the batch with media."""
         return plain_gradients(self.model, self.media)
 
     @cached_property

@@ -173,7 +173,7 @@ def family_results(name: str) -> Results:
 
 
 def measure_unknown_type(case: Any) -> dict[str, float]:
-    """The package does not know the model type, so it infers the layout from the batch.
+    """Measures a model type that the package does not know, so that it infers the layout from the batch.
 
     The first rank sees only text, and must still agree with the other ranks.
     """
@@ -396,7 +396,7 @@ class TermOfRows(HuggingFaceModel):
 
 
 def measure_repeated_sample() -> dict[str, float]:
-    """Only the second rank repeats a sample. One more backward there would run FSDP's hooks on one rank."""
+    """The last row of rank 1 is a repeated sample. An extra backward for it would run FSDP's hooks on one rank."""
     rows = text_rows(SHAPE)
     model = text_model()
     batch = collate(rows[:5])
@@ -415,7 +415,7 @@ def measure_repeated_sample() -> dict[str, float]:
 
 
 def term_results() -> Results:
-    """Two weighted terms. One more backward to the logits would run FSDP's hooks, and only where tokens are."""
+    """Two weighted terms. An extra backward to the logits would run FSDP's hooks, and only where there are tokens."""
     batch = collate(text_rows(SHAPE))
     batch['loss_weights'] = column(batch)
     start = 4 * dist.get_global_rank()

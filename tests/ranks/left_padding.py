@@ -28,6 +28,9 @@ from tests.support.training import (
     train,
 )
 
+# Names of cases. `masked`: a Llama, which masks padding and has relative positions, so the width does not matter.
+# `positions`: a model that counts positions from the first column. `labelled`: the first tokens of some rows have a
+# label, which a pad would predict. `untried`: no row shows whether padding may be trimmed.
 MASKED = [(4, 2), (9, 5), (6, 3), (14, 8)]
 UNPADDED = [(9, 5), (9, 3)]
 ONE_RANK_IS_PADDED = [(9, 5), (9, 3), (4, 2), (14, 8)]
@@ -52,10 +55,15 @@ def measure(
 ) -> Any:
     """Returns the relative error of the last gradient, or the message of the refusal.
 
-    Each rank takes two of four rows. ``earlier_shapes`` are the rows of steps before it, the same on both ranks.
-    With ``gives_positions`` these batches have ``position_ids``, but not the batch of the reference, because the model
-    ignores them. With ``gives_vectors`` the batches have ``inputs_embeds`` instead of ids.
-    With ``by_flag`` Composer's own flag weights the microbatches, not the algorithm.
+    Args:
+        model: The model.
+        shape: Length and number of labels of each of four rows. Each rank takes two of them.
+        side: The side of the padding.
+        equal_widths: Whether the ranks pad to the same width.
+        gives_positions: Whether the batches have ``position_ids``. The reference has none: the model ignores them.
+        gives_vectors: Whether the batches have ``inputs_embeds`` instead of ids.
+        earlier_shapes: The rows of earlier steps, the same on both ranks.
+        by_flag: Whether Composer's own flag weights the microbatches, not the algorithm.
     """
     rows = text_rows(shape)
     batch = collate(rows, side=side)

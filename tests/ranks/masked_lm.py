@@ -3,7 +3,7 @@
 
 """Under the composer launcher: ``examples/masked_lm.py`` in several cuts.
 
-The gradient of the first step and the loss of every step are held to a plain loop over whole batches.
+The gradient of the first step and the loss of every step are compared with a plain loop over whole batches.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ def plain_losses(batches: list[dict[str, torch.Tensor]]) -> list[float]:
     model = masked_lm.build_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     losses = []
-    # Composer's schedulers step before the clock does, so a step has the rate of the time at which the last one began.
+    # Composer's schedulers step before its clock, so the learning rate of a step is one step late: it belongs to the
+    # number of tokens at the start of the step before.
     scheduled_tokens = tokens = 0
     for batch in batches:
         factor = scheduled_tokens / WARMUP

@@ -26,7 +26,7 @@ NUM_STEPS = 3
 
 
 class OutOfMemory(Callback):
-    """Lets a layer of the second rank raise once, in a microbatch of a step, both counted from 0."""
+    """Makes a layer raise once on the second rank, in this step and microbatch, both counted from 0."""
 
     def __init__(self, layer: torch.nn.Module, step: int, microbatch: int) -> None:
         self.place = (step, microbatch)

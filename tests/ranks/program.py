@@ -1,9 +1,9 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Under the composer launcher: runs a program, which must succeed. Returns what it prints. FSDP is FSDP2.
+"""Under the composer launcher: runs a program, which must succeed. Returns what rank 0 prints. FSDP is FSDP2.
 
-Arguments: the folder in which it runs, its module, its own arguments.
+Arguments: the folder in which the program runs, its module, and its own arguments.
 """
 
 from __future__ import annotations

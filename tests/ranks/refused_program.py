@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Under the composer launcher: a program that refuses its arguments; the status and the stderr of every rank."""
+"""Under the composer launcher: a program that refuses its arguments. Returns the status and stderr of every rank."""
 
 from __future__ import annotations
 

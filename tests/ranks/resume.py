@@ -28,7 +28,7 @@ GLOBAL_BATCH = 8
 
 
 class SeeSteps(Callback):
-    """The samples of every step over all ranks, and a hash of the parameters after it."""
+    """Records the samples of every step over all ranks, and a hash of the parameters after it."""
 
     def __init__(self) -> None:
         self.steps: dict[str, Any] = {}

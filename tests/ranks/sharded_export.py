@@ -4,7 +4,7 @@
 """Under the composer launcher: runs of a YAML file under FSDP2 that end with sharded checkpoints.
 
 For each run rank 0 saves the logits of the trained model, still sharded, as ``logits.pt`` in its ``report.folder``.
-Arguments: a JSON list of lists of overrides, the YAML file; returns the paths of the logits.
+Arguments: a JSON list with the overrides of each run, and the YAML file. Returns the paths of the logits.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Under the composer launcher: the arguments of the Trainer on ranks that share a checkpoint folder."""
+"""Under the composer launcher: ranks that share a checkpoint folder. Returns the Trainer's arguments on each rank."""
 
 from __future__ import annotations
 

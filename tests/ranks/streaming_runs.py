@@ -1,10 +1,10 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Under the composer launcher: runs of a small LLaVA on shards, one after the other; what each of them saw.
+"""Under the composer launcher: runs of a small LLaVA on shards, one after the other. Returns the results of each run.
 
-Arguments: folder of shards, a JSON list of runs (the keyword arguments of :func:`run`) and, if it is launched by
-itself, the file for what they saw.
+Arguments: the folder of the shards, a JSON list of runs (the keyword arguments of :func:`run`) and, if this file is
+launched as a program, the file for the results.
 """
 
 from __future__ import annotations

@@ -350,7 +350,7 @@ def _image_case(name: str) -> Case:
 @functools.cache
 def _media_case(name: str) -> Case:
     case = _new_case(name, _FAMILIES[name].plan)
-    if name == 'internvl':  # counts tiles
+    if name == 'internvl':  # each tile of an image and each frame of a video counts as an image
         for index, row in enumerate(case.rows):
             case.truth[index] = {'image': len(row.get('pixel_values', ()))}
     if name == 'smolvlm_video':  # its processor takes no other template for videos
@@ -432,6 +432,6 @@ MEDIA: dict[str, Callable[[], Case]] = {
     if family.plan and name != 'smolvlm_video'
 }
 SLOT_MEDIA: dict[str, Callable[[], Case]] = {}
-"""Families with slots, whose rows tell their media by themselves. The processor writes numbers with num2words."""
+"""Families whose media have a slot dimension. Empty without num2words, which the processor of SmolVLM needs."""
 if importlib.util.find_spec('num2words') is not None:
     SLOT_MEDIA['smolvlm_video'] = functools.partial(_case, 'smolvlm_video', _media_case)

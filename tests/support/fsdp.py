@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""FSDP2 on gloo, which on CPUs is the only FSDP."""
+"""FSDP2 on gloo. For FSDP1 Composer needs a GPU, or the patches of ``tests/ranks/fsdp1.py``."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def gradients_of_one_forward(case: Case, batch: dict[str, Any], precision: str) 
 
 
 def set_precision(precision: str, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Makes runs with this precision, and with the scaler that Composer makes on a GPU for any precision.
+    """Makes runs with this precision and an enabled loss scaler, as on a GPU.
 
     Returns:
         The callbacks that a run needs for it.
@@ -92,5 +92,6 @@ def set_precision(precision: str, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     for module in ('composer.trainer.trainer', 'composer_tokacc.algorithm.setup'):
         monkeypatch.setattr(f'{module}.get_precision_context', _autocast)
     monkeypatch.setattr('composer.trainer.trainer.GradScaler', EnabledScaler)
+    # With closures Composer would make a ClosureGradScaler instead.
     monkeypatch.setattr(Trainer, '_use_closures', lambda self: False)
     return [SetPrecision(precision)]

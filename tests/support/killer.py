@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Callbacks that end their own process, as a lost machine, a hanging one, a bug or a bad sample would."""
+"""Callbacks that kill or stop their process, or raise in it, like a lost or hanging machine, a bug or a bad sample."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ ESM = {'mask_token_id': MASK, 'token_dropout': True}
 # Name -> class and settings of the config.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     'bert': ('Bert', {}),
-    # Counts positions from behind the id of padding.
+    # The position of its first token is the id of padding plus 1.
     'roberta': ('Roberta', {}),
     # One layer attends to everything, the next one to two tokens on each side.
     'modernbert': ('ModernBert', {'local_attention': 4, 'global_attn_every_n_layers': 2, **ENDS}),
