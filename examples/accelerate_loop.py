@@ -25,7 +25,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('checkpoint', type=Path)
     parser.add_argument('--steps', type=int)
-    given = parser.parse_args()
+    options = parser.parse_args()
 
     dataset = Rows()
     # The sampler decides how many microbatches a step has, and their weights are exact already. With any value but 1,
@@ -45,8 +45,8 @@ def main() -> None:
     # Not passed to `accelerator.prepare`, because the sampler already gives each rank its own samples.
     loader = RegroupingDataLoader(dataset, batch_sampler=sampler, collate_fn=collate)
     accelerator.register_for_checkpointing(loader)
-    if given.checkpoint.exists():
-        accelerator.load_state(str(given.checkpoint))
+    if options.checkpoint.exists():
+        accelerator.load_state(str(options.checkpoint))
 
     for epoch in range(sampler.epoch, EPOCHS):
         loader.set_epoch(epoch)
@@ -65,11 +65,11 @@ def main() -> None:
             step = epoch * len(loader) + number_in_epoch
             mean = accelerator.reduce(mean, 'mean')
             accelerator.print(f'step {step}: {len(microbatches)} microbatches, mean loss over all tokens {mean:.6f}')
-            if step == given.steps:
+            if step == options.steps:
                 break
-        if step == given.steps:
+        if step == options.steps:
             break
-    accelerator.save_state(str(given.checkpoint), safe_serialization=False)
+    accelerator.save_state(str(options.checkpoint), safe_serialization=False)
     accelerator.end_training()
 
 

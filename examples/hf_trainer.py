@@ -59,10 +59,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('folder')
     parser.add_argument('--steps', type=int, default=-1)
-    given = parser.parse_args()
-    Path(given.folder).mkdir(parents=True, exist_ok=True)  # all ranks list it, the Trainer makes it on one
+    options = parser.parse_args()
+    Path(options.folder).mkdir(parents=True, exist_ok=True)  # all ranks list it, the Trainer makes it on one
     arguments = TrainingArguments(
-        given.folder, max_steps=given.steps, num_train_epochs=EPOCHS, learning_rate=LEARNING_RATE, optim='sgd',
+        options.folder, max_steps=options.steps, num_train_epochs=EPOCHS, learning_rate=LEARNING_RATE, optim='sgd',
         lr_scheduler_type='constant', max_grad_norm=0.0, use_cpu=True, bf16=False, logging_steps=1, save_steps=5,
         report_to='none', disable_tqdm=True, seed=0,
     )  # fmt: skip
@@ -73,7 +73,7 @@ def main() -> None:
     )  # fmt: skip
     loader = RegroupingDataLoader(dataset, batch_sampler=sampler, collate_fn=collate)
     trainer = RegroupingTrainer(small_llama(), arguments, train_dataset=dataset, loader=loader)
-    trainer.train(resume_from_checkpoint=get_last_checkpoint(given.folder))
+    trainer.train(resume_from_checkpoint=get_last_checkpoint(options.folder))
 
 
 if __name__ == '__main__':

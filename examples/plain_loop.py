@@ -23,12 +23,14 @@ from composer_tokacc.layout import PreSplitBatch
 
 
 def accumulate(model: torch.nn.Module, batch: PreSplitBatch) -> torch.Tensor:
-    """Makes the gradient of a step, and returns the mean loss over all tokens times this rank's part in it."""
-    microbatches, mean = list(weighted_microbatches(batch)), torch.zeros(())
+    """Computes the gradient of a step. Returns a loss whose mean over the ranks is the mean over all tokens."""
+    microbatches = list(weighted_microbatches(batch))
+    mean = torch.zeros(())
     for number, (microbatch, weight) in enumerate(microbatches, start=1):
         # Ranks reduce gradients only in the last microbatch, because they may have unequal numbers of them.
-        meets = number == len(microbatches) or not hasattr(model, 'no_sync')
-        with contextlib.nullcontext() if meets else model.no_sync():
+        # Without DDP there is no `no_sync`.
+        synchronizes = number == len(microbatches) or not hasattr(model, 'no_sync')
+        with contextlib.nullcontext() if synchronizes else model.no_sync():
             loss = model(**microbatch) * weight
             loss.backward()
         mean += loss.detach()
@@ -40,7 +42,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('checkpoint', type=Path)
     parser.add_argument('--steps', type=int)
-    given = parser.parse_args()
+    options = parser.parse_args()
     if 'RANK' in os.environ:
         torch.distributed.init_process_group('gloo')  # on GPUs 'nccl', and device='cuda' for weighted_microbatches
 
@@ -51,8 +53,8 @@ def main() -> None:
     sampler = RegroupingBatchSampler(dataset, lengths=dataset.lengths, global_batch_size=GLOBAL_BATCH, max_tokens=64)
     loader = RegroupingDataLoader(dataset, batch_sampler=sampler, collate_fn=collate)
     step = 0
-    if given.checkpoint.exists():
-        saved = torch.load(given.checkpoint)
+    if options.checkpoint.exists():
+        saved = torch.load(options.checkpoint)
         model.load_state_dict(saved['model'])
         optimizer.load_state_dict(saved['optimizer'])
         loader.load_state_dict(saved['loader'])  # also on another number of ranks
@@ -73,13 +75,13 @@ def main() -> None:
                     f'step {step}: {len(batch.microbatches)} microbatches, mean loss over all tokens {mean:.6f}',
                     flush=True,
                 )
-            if step == given.steps:
+            if step == options.steps:
                 break
-        if step == given.steps:
+        if step == options.steps:
             break
     if sampler.rank == 0:
         states = {'model': model.state_dict(), 'optimizer': optimizer.state_dict(), 'loader': loader.state_dict()}
-        torch.save({**states, 'step': step}, given.checkpoint)
+        torch.save({**states, 'step': step}, options.checkpoint)
 
 
 if __name__ == '__main__':

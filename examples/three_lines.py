@@ -21,7 +21,7 @@ labels = ids.masked_fill(~real | (columns < lengths[:, None] // 4), -100)
 batch = {'input_ids': ids, 'attention_mask': real.long(), 'labels': labels}
 
 llama(**batch).loss.backward()
-whole = torch.cat([parameter.grad.flatten() for parameter in llama.parameters()])
+expected = torch.cat([parameter.grad.flatten() for parameter in llama.parameters()])
 
 
 class ShowError(Callback):
@@ -29,8 +29,8 @@ class ShowError(Callback):
 
     def after_train_batch(self, state: State, logger: Logger) -> None:
         """Runs after the last microbatch."""
-        found = torch.cat([parameter.grad.flatten() for parameter in state.model.parameters()])
-        print(f'gradient error {(found - whole).norm() / whole.norm():.1e}')
+        gradient = torch.cat([parameter.grad.flatten() for parameter in state.model.parameters()])
+        print(f'gradient error {(gradient - expected).norm() / expected.norm():.1e}')
 
 
 for data, algorithms in ([batch], None), (token_data_spec([batch]), [TokenAccumulation()]):

@@ -117,14 +117,19 @@ class DigitsDataset(Dataset):
             raise IndexError(f'`index` must be in [0, {self.num_samples}), got: {index}.')
         rng = np.random.default_rng([self.seed, SPLITS.index(self.split), index])
         question = draw_question(rng, max_images=self.max_images)
-        chosen = rng.choice(self.scans, question.num_digits)
+        scans = rng.choice(self.scans, question.num_digits)
         pixels, labels = load_scans()
-        digits = labels[chosen].tolist()
-        images = [Image.fromarray(pixels[scan]).convert('RGB') for scan in chosen] if question.has_images else []
-        user = [*({'type': 'image'} for _ in images), {'type': 'text', 'text': question.prompt(digits)}]
+        digits = labels[scans].tolist()
+        shown_scans = scans if question.has_images else scans[:0]
+        images = [Image.fromarray(pixels[scan]).convert('RGB') for scan in shown_scans]
+        prompt = {'type': 'text', 'text': question.prompt(digits)}
         answer = {'type': 'text', 'text': question.answer(digits)}
-        messages = [{'role': 'user', 'content': user}, {'role': 'assistant', 'content': [answer]}]
-        return messages, images, chosen if images else chosen[:0]
+        placeholders = [{'type': 'image'} for _ in images]
+        messages = [
+            {'role': 'user', 'content': [*placeholders, prompt]},
+            {'role': 'assistant', 'content': [answer]},
+        ]
+        return messages, images, shown_scans
 
     def decoded(self, index: int) -> dict[str, list[Image.Image]]:
         """Returns the images of a sample by modality, for `report.html`."""

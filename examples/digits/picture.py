@@ -62,10 +62,18 @@ def draw_result(path: str | Path, curves: Curves, answers: Sequence[Answer] = ()
 
 
 def _choose(answers: Sequence[Answer]) -> list[Answer]:
-    """As different samples as there is room for, from few images to many, one without images at the end."""
+    """Returns the answers that are drawn: those with images, from few to many, then text-only ones.
+
+    No two answers with images have the same question and number of images. One place or more is left for text-only
+    answers.
+    """
     room = _COLUMNS * _ROWS
-    kinds = {(len(answer.images), answer.question): answer for answer in reversed(answers) if answer.images}
-    with_images = [kinds[kind] for kind in sorted(kinds)]
+    answer_of_kind = {}
+    for answer in answers:
+        if answer.images:
+            kind = (len(answer.images), answer.question)
+            answer_of_kind.setdefault(kind, answer)
+    with_images = [answer_of_kind[kind] for kind in sorted(answer_of_kind)]
     num_shown = min(room - 1, len(with_images))
     positions = np.linspace(0, len(with_images) - 1, num_shown).round().astype(int) if num_shown else []
     text_only = [answer for answer in answers if not answer.images]
@@ -95,10 +103,10 @@ def _draw_answer(axes: Any, answer: Answer | None) -> None:
     else:
         axes.text(0.5, 0.5, 'text only', ha='center', va='center', color=_INK, fontsize=8, style='italic')
     axes.set_title(_fold(answer.question, 84), fontsize=8, color=_INK)
-    said = _fold(answer.generated or '(nothing)', 126)
+    caption = _fold(answer.generated or '(nothing)', 126)
     if not answer.is_right:
-        said += '\n' + _fold(f'expected: {answer.expected}', 126)
-    axes.set_xlabel(said, fontsize=8, color=_OURS if answer.is_right else _WRONG)
+        caption += '\n' + _fold(f'expected: {answer.expected}', 126)
+    axes.set_xlabel(caption, fontsize=8, color=_OURS if answer.is_right else _WRONG)
 
 
 def _fold(text: str, num_characters: int) -> str:

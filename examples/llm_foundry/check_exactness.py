@@ -13,6 +13,7 @@ check shows nothing), or if the two together are not refused.
 
 from __future__ import annotations
 
+import math
 import sys
 from typing import Any
 
@@ -67,23 +68,44 @@ class FirstGradient(Callback):
         self.expected = torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad])
 
     def after_train_batch(self, state: State, logger: Logger) -> None:
-        """The step's gradient is whole, and the optimizer has not moved."""
-        found = [p.grad for p in state.model.parameters() if p.requires_grad]
-        assert len(found) == len(self.expected)
-        difference = sum((a.double() - b.double()).square().sum() for a, b in zip(found, self.expected, strict=True))
-        norm = sum(b.double().square().sum() for b in self.expected)
-        FirstGradient.error = float((difference / norm).sqrt())
+        """Compares the gradient of the step, before the optimizer moves."""
+        gradients = [p.grad for p in state.model.parameters() if p.requires_grad]
+        assert len(gradients) == len(self.expected)
+        squared_error = 0.0
+        squared_norm = 0.0
+        for gradient, expected in zip(gradients, self.expected, strict=True):
+            difference = gradient.double() - expected.double()
+            squared_error += float(difference.square().sum())
+            squared_norm += float(expected.double().square().sum())
+        FirstGradient.error = math.sqrt(squared_error / squared_norm)
 
 
 def first_step(config: DictConfig, run: dict[str, Any]) -> float:
     """Returns the relative error of the gradient of one step of llm-foundry's ``train``."""
-    plain = {'device_train_microbatch_size': 1, 'accumulate_train_batch_on_tokens': False, 'log_to_console': False}
-    config = om.merge(config, plain, {'max_duration': '1ba'}, {key: run[key] for key in run if key != 'callbacks'})
+    settings = {
+        'device_train_microbatch_size': 1,
+        'accumulate_train_batch_on_tokens': False,
+        'log_to_console': False,
+        'max_duration': '1ba',
+    }
+    config = om.merge(config, settings, run)
+    # Assigned, because a merge would keep those of the YAML file.
     config.algorithms = run.get('algorithms', {})
     config.callbacks = {**run.get('callbacks', {}), 'first_gradient': {}}
     FirstGradient.error = float('nan')
     train(config).close()
     return FirstGradient.error
+
+
+def is_expected_error(name: str, error: float) -> bool:
+    """Returns whether a run that was not refused has the error that it should have."""
+    if name == REFUSED:
+        return False
+    if name == 'neither':
+        return error > TOLERANCE
+    if 'algorithms' in RUNS[name]:
+        return error <= TOLERANCE
+    return True  # the error of llm-foundry's flag is only printed
 
 
 def main() -> None:
@@ -96,11 +118,13 @@ def main() -> None:
     for name, run in RUNS.items():
         try:
             error = first_step(config, run)
-            outcome, as_it_should = f'{error:.1e}', error <= TOLERANCE or 'algorithms' not in run
-            as_it_should = as_it_should and name != REFUSED and (name != 'neither' or error > TOLERANCE)
-        except RuntimeError as error:
-            outcome, as_it_should = f'refused: {error}', name == REFUSED
-        if not as_it_should:
+        except RuntimeError as refusal:
+            outcome = f'refused: {refusal}'
+            is_expected = name == REFUSED
+        else:
+            outcome = f'{error:.1e}'
+            is_expected = is_expected_error(name, error)
+        if not is_expected:
             wrong.append(name)
         if dist.get_global_rank() == 0:
             print(f'{config.variables.model}, {dist.get_world_size()} rank(s), {name}: {outcome}', flush=True)

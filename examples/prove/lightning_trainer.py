@@ -18,11 +18,19 @@ class Module(lightning.LightningModule):
 
 def step(model, microbatches):
     """One optimizer step."""
-    module, off = Module(), ('checkpointing', 'progress_bar', 'model_summary')
+    module = Module()
     module.model = model
-    settings = {'max_epochs': 1, 'accelerator': 'cpu', 'logger': False, **{f'enable_{name}': False for name in off}}
     loader = torch.utils.data.DataLoader(microbatches, batch_size=None)
-    lightning.Trainer(accumulate_grad_batches=len(microbatches), **settings).fit(module, loader)
+    trainer = lightning.Trainer(
+        accumulate_grad_batches=len(microbatches),
+        max_epochs=1,
+        accelerator='cpu',
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, loader)
 
 
 prove('Lightning, `accumulate_grad_batches`', 'lightning', step)

@@ -23,7 +23,7 @@ def rows_of_text() -> list[Batch]:
     """One-row batches of random tokens, all of which carry loss."""
     generator = torch.Generator().manual_seed(0)
     ids = [torch.randint(3, 64, (1, length), generator=generator) for length in LENGTHS]
-    return [{'input_ids': one, 'attention_mask': torch.ones_like(one), 'labels': one.clone()} for one in ids]
+    return [{'input_ids': row, 'attention_mask': torch.ones_like(row), 'labels': row.clone()} for row in ids]
 
 
 def small_llama() -> Any:
@@ -50,24 +50,29 @@ def prove(trainer: str, package: str, step: Callable[[Any, list[Batch]], None], 
         model: A model that the caller has made, for example a sharded one, with the parameter names of `small_llama`.
             None: a new small Llama.
     """
-    model, rows, found = model or small_llama(), rows_of_text(), {}
-    layout, plain = BatchLayout.infer(rows[0]), small_llama()
+    model = model or small_llama()
+    plain = small_llama()
+    rows = rows_of_text()
+    layout = BatchLayout.infer(rows[0])
+    recorded: dict[str, torch.Tensor] = {}
 
-    def keep(*_: Any) -> None:
-        named = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
-        found.update({name.removeprefix('module.'): whole(gradient) for name, gradient in named})
+    def record(*_: Any) -> None:
+        # Called after the optimizer step, before the trainer clears the gradients.
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                recorded[name.removeprefix('module.')] = whole(parameter.grad)
 
     def gradients(microbatches: list[Batch]) -> dict[str, torch.Tensor]:
-        found.clear()
+        recorded.clear()
         model.train().zero_grad()
         step(model, microbatches)
-        return dict(found)
+        return dict(recorded)
 
     def reference(batch: Batch) -> dict[str, torch.Tensor]:
         gradients = torch.autograd.grad(plain(**batch).loss, [*plain.parameters()])
         return dict(zip(dict(plain.named_parameters()), gradients, strict=True))
 
-    hook = register_optimizer_step_post_hook(keep)
+    hook = register_optimizer_step_post_hook(record)
     with measure_token_weights(model) as report:
         gradients([layout.concat(rows[start : start + 3]) for start in (0, 3, 6)])
     print(report)

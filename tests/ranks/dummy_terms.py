@@ -42,9 +42,11 @@ def run(*, media_of_ranks: list[str]) -> list[float] | str:
         recorder = fit(model, batch_of_rank)
     except RuntimeError as error:
         return str(error)
-    all_rows = tensors_in(join(list(chain.from_iterable(rows_of_ranks)), side='right', slots=False), torch.float64)
+    all_rows = list(chain.from_iterable(rows_of_ranks))
+    batch = tensors_in(join(all_rows, side='right', slots=False), torch.float64)
     reference = in_double(case.model)
-    loss = WithSquares(reference, shift_labels=True, use_logits=True).loss(reference(**all_rows), all_rows)
+    reference_with_squares = WithSquares(reference, shift_labels=True, use_logits=True)
+    loss = reference_with_squares.loss(reference(**batch), batch)
     expected = gradients_of(reference, loss)
     return [relative_error(gradients, expected) for gradients in recorder.steps]
 

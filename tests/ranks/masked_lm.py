@@ -29,7 +29,8 @@ def plain_losses(batches: list[dict[str, torch.Tensor]]) -> list[float]:
     losses = []
     # Composer's schedulers step before its clock, so the learning rate of a step is one step late: it belongs to the
     # number of tokens at the start of the step before.
-    scheduled_tokens = tokens = 0
+    scheduled_tokens = 0
+    tokens = 0
     for batch in batches:
         factor = scheduled_tokens / WARMUP
         if scheduled_tokens >= WARMUP:

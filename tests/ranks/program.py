@@ -24,7 +24,8 @@ def main(folder: str, program: str, *arguments: str) -> str:
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             status = import_module(program).main(list(arguments))
         # The programs return their exit status, the scripts of the examples nothing.
-        assert status == (None if program.startswith('examples.') else 0), f'{program} ended with {status}'
+        expected_status = None if program.startswith('examples.') else 0
+        assert status == expected_status, f'{program} ended with {status}'
     finally:
         os.chdir(before)
     return printed.getvalue()

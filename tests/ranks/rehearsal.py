@@ -75,10 +75,11 @@ def run(*, fsdp: bool, limit: int | None = None, rehearses: bool = True) -> dict
     if limit is None:
         trainer.fit(duration=f'{BATCHES}ba')
         reports.append(rehearsal.report)
+    rehearsed_batches = [None if report is None else report.num_batches for report in reports]
     return {
         'losses': logged(memory, 'loss/train/total'),
         'norms': logged(memory, 'token_monitor/gradient_norm'),
-        'rehearsed': [report and report.num_batches for report in reports],
+        'rehearsed': rehearsed_batches,
         'size': dist.all_gather_object(trainer.state.device_train_microbatch_size),
         'largest': max(dist.all_gather_object(max(positions_of_run))),
         'early': max(dist.all_gather_object(max(positions_of_rehearsal))),

@@ -34,8 +34,9 @@ def main(overrides_of_runs: str, path: str) -> list[str]:
         folder = Path(config.report['folder'])
         with torch.no_grad():
             logits = parts.model.eval().model(**torch.load(folder / 'batch.pt')).logits
-        files.append(str(folder / 'logits.pt'))
+        file = str(folder / 'logits.pt')
+        files.append(file)
         if dist.get_global_rank() == 0:
-            torch.save(logits, files[-1])
+            torch.save(logits, file)
         trainer.close()
     return files

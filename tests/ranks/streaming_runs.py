@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import sys
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,8 @@ from tests.support.training import (
     unwrapped,
 )
 
-GLOBAL_BATCH, SLOT_TOKENS = 8, 160
+GLOBAL_BATCH = 8
+SLOT_TOKENS = 160
 CONFIG = {
     'model_type': 'llava',
     'vision_config': {
@@ -61,18 +63,19 @@ CONFIG = {
 
 
 class SeeSteps(Callback):
-    """The samples of every step by rank, and a hash of the parameters after it."""
+    """Records the samples of every step by rank, and a hash of the parameters after it."""
 
     def __init__(self) -> None:
         self.steps: dict[str, Any] = {}
-        self.mine: list[str] = []
+        self.samples_of_rank: list[str] = []
 
     def batch_start(self, state: Any, logger: Any) -> None:
-        self.mine = [str(name) for name in state.batch['sample_ids']]
+        self.samples_of_rank = [str(name) for name in state.batch['sample_ids']]
 
     def batch_end(self, state: Any, logger: Any) -> None:
-        self.steps[str(int(state.timestamp.batch) - 1)] = {
-            'samples': dist.all_gather_object(self.mine),
+        step = int(state.timestamp.batch) - 1
+        self.steps[str(step)] = {
+            'samples': dist.all_gather_object(self.samples_of_rank),
             'counted': int(state.timestamp.sample),
             **state_of(state.model),
         }
@@ -92,18 +95,34 @@ def run(
     learn: bool = True,
     kill_at: int | None = None,
 ) -> dict[str, Any]:
-    """One Trainer. Without `learn` also the error of every gradient against one forward over the global batch."""
-    processor = build_small_processor(LlavaStreamingDataset.texts(shards), vocab_size=300, patch_size=16)
-    config = {**CONFIG, 'text_config': {**CONFIG['text_config'], 'attention_dropout': dropout}}
-    model = build_model(config=config, processor=processor, seed=1)
+    """Runs one Trainer. Returns its steps, and the length and batch size of its loader.
+
+    Args:
+        shards: Folder of the shards.
+        exchange: Whether the loader is the exchanging one, not the stock one.
+        folder: Where checkpoints are saved.
+        load_path: Checkpoint to resume from.
+        duration: Duration of the run.
+        num_workers: Workers of the loader.
+        drop_last: Whether the loader drops the last, incomplete batch.
+        shuffle: Whether the dataset is shuffled.
+        dropout: Dropout of the attention.
+        learn: Whether the weights are trained. If not, the errors of gradient and loss of each step are returned, too.
+        kill_at: The batch at which the last rank is killed. None: it is not killed.
+    """
+    texts = LlavaStreamingDataset.texts(shards)
+    processor = build_small_processor(texts, vocab_size=300, patch_size=16)
+    text_config = {**CONFIG['text_config'], 'attention_dropout': dropout}
+    model = build_model(config={**CONFIG, 'text_config': text_config}, processor=processor, seed=1)
     layout = BatchLayout.for_model(model)
+    collate = VisionLanguageCollator(processor, layout=layout)
     size = GLOBAL_BATCH // dist.get_world_size()
     dataset = LlavaStreamingDataset(
         processor=processor, local=shards, batch_size=size, shuffle=shuffle, shuffle_seed=4, num_canonical_nodes=2
     )
-    reading = {
+    loader_options = {
         'batch_size': size,
-        'collate_fn': VisionLanguageCollator(processor, layout=layout),
+        'collate_fn': collate,
         'num_workers': num_workers,
         'persistent_workers': num_workers > 0,
         'drop_last': drop_last,
@@ -111,40 +130,46 @@ def run(
     loader: DataLoader
     if exchange:
         ids = image_token_ids(processor)
-        loader = ExchangingDataLoader(dataset, max_tokens=2 * SLOT_TOKENS, image_token_ids=ids, **reading)
+        loader = ExchangingDataLoader(dataset, max_tokens=2 * SLOT_TOKENS, image_token_ids=ids, **loader_options)
     else:
-        loader = StreamingDataLoader(dataset, generator=torch.Generator(), **reading)
-    steps = SeeSteps()
-    callbacks: list[Any] = [steps, RestoreRandomState()]
+        loader = StreamingDataLoader(dataset, generator=torch.Generator(), **loader_options)
+    see_steps = SeeSteps()
+    callbacks: list[Any] = [see_steps, RestoreRandomState()]
     if kill_at is not None:
         callbacks.append(KillRank(rank=dist.get_world_size() - 1, batch=kill_at))
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=1e-2) if learn else torch.optim.SGD(parameters, lr=0.0)
+    if learn:
+        optimizer = torch.optim.AdamW(parameters, lr=1e-2)
+    else:
+        optimizer = torch.optim.SGD(parameters, lr=0.0)
     options = {'callbacks': callbacks, 'load_path': load_path, 'seed': 5, 'max_duration': duration, **saving(folder)}
     data = token_data_spec(loader, slot_tokens=SLOT_TOKENS, layout=layout)
     recorder = fit(model, data, optimizer=optimizer, **options)
-    result: dict[str, Any] = {'steps': steps.steps, 'length': len(loader), 'batch_size': loader.batch_size}
+    result: dict[str, Any] = {'steps': see_steps.steps, 'length': len(loader), 'batch_size': loader.batch_size}
     if not learn:
-        result['errors'] = errors(
-            model, dataset, reading['collate_fn'], steps, recorder, recorder.logged('loss/train/total')
-        )
+        result['errors'] = errors_of_steps(model, dataset, collate, see_steps, recorder)
     dist.barrier()
     recorder.trainer.close()
     return result
 
 
-def errors(
-    model: Any, dataset: Any, collate: Any, steps: SeeSteps, recorder: GradientRecorder, losses: list[float]
+def errors_of_steps(
+    model: Any, dataset: Any, collate: Any, see_steps: SeeSteps, recorder: GradientRecorder
 ) -> list[tuple[float, float]]:
-    """Gradient and loss of every step against one forward over its samples, which the dataset gives by number."""
-    numbers = {dataset[k]['sample_ids'][0]: k for k in range(dataset.size)}
-    found = []
-    for step, gradients, loss in zip(steps.steps.values(), recorder.steps, losses, strict=True):
-        names = sorted(name for rank in step['samples'] for name in rank)
-        batch = collate([dataset[numbers[name]] for name in names])
+    """Returns the errors of gradient and loss of each step, compared with one forward over the samples of all ranks."""
+    index_of_name = {}
+    for index in range(dataset.size):
+        name = dataset[index]['sample_ids'][0]
+        index_of_name[name] = index
+    losses = recorder.logged('loss/train/total')
+    errors = []
+    for step, gradients, loss in zip(see_steps.steps.values(), recorder.steps, losses, strict=True):
+        names = sorted(chain.from_iterable(step['samples']))
+        batch = collate([dataset[index_of_name[name]] for name in names])
         expected, expected_loss = reference_gradients(unwrapped(model).model, batch)
-        found.append((relative_error(gradients, expected), abs(loss - expected_loss) / expected_loss))
-    return found
+        loss_error = abs(loss - expected_loss) / expected_loss
+        errors.append((relative_error(gradients, expected), loss_error))
+    return errors
 
 
 def main(shards: str, runs: str, path: str = '') -> list[dict[str, Any]]:
