@@ -39,9 +39,13 @@ def main() -> None:
     model = small_llama()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=LEARNING_RATE))
     sampler = RegroupingBatchSampler(
-        dataset, lengths=dataset.lengths, global_batch_size=GLOBAL_BATCH, max_tokens=64,
-        num_replicas=accelerator.num_processes, rank=accelerator.process_index,
-    )  # fmt: skip
+        dataset,
+        lengths=dataset.lengths,
+        global_batch_size=GLOBAL_BATCH,
+        max_tokens=64,
+        num_replicas=accelerator.num_processes,
+        rank=accelerator.process_index,
+    )
     # Not passed to `accelerator.prepare`, because the sampler already gives each rank its own samples.
     loader = RegroupingDataLoader(dataset, batch_sampler=sampler, collate_fn=collate)
     accelerator.register_for_checkpointing(loader)

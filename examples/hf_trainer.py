@@ -62,15 +62,30 @@ def main() -> None:
     options = parser.parse_args()
     Path(options.folder).mkdir(parents=True, exist_ok=True)  # all ranks list it, the Trainer makes it on one
     arguments = TrainingArguments(
-        options.folder, max_steps=options.steps, num_train_epochs=EPOCHS, learning_rate=LEARNING_RATE, optim='sgd',
-        lr_scheduler_type='constant', max_grad_norm=0.0, use_cpu=True, bf16=False, logging_steps=1, save_steps=5,
-        report_to='none', disable_tqdm=True, seed=0,
-    )  # fmt: skip
+        options.folder,
+        max_steps=options.steps,
+        num_train_epochs=EPOCHS,
+        learning_rate=LEARNING_RATE,
+        optim='sgd',
+        lr_scheduler_type='constant',
+        max_grad_norm=0.0,
+        use_cpu=True,
+        bf16=False,
+        logging_steps=1,
+        save_steps=5,
+        report_to='none',
+        disable_tqdm=True,
+        seed=0,
+    )
     dataset = Rows()
     sampler = RegroupingBatchSampler(
-        dataset, lengths=dataset.lengths, global_batch_size=GLOBAL_BATCH, max_tokens=64,
-        num_replicas=arguments.world_size, rank=arguments.process_index,
-    )  # fmt: skip
+        dataset,
+        lengths=dataset.lengths,
+        global_batch_size=GLOBAL_BATCH,
+        max_tokens=64,
+        num_replicas=arguments.world_size,
+        rank=arguments.process_index,
+    )
     loader = RegroupingDataLoader(dataset, batch_sampler=sampler, collate_fn=collate)
     trainer = RegroupingTrainer(small_llama(), arguments, train_dataset=dataset, loader=loader)
     trainer.train(resume_from_checkpoint=get_last_checkpoint(options.folder))

@@ -61,7 +61,11 @@ def small_llama() -> Any:
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=2,
         use_cache=False,
-    )  # fmt: skip
+    )
     return LlamaForCausalLM(config)

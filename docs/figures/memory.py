@@ -37,9 +37,14 @@ def rehearsal(path: Path) -> None:
     images = 64 * rng.choice(5, size=2_000, p=[0.5, 0.3, 0.1, 0.06, 0.04])
     lengths = np.minimum(images + rng.lognormal(4.3, 0.9, 2_000).astype(int) + 4, BUDGET)
     sampler = RegroupingBatchSampler(
-        range(2_000), lengths=lengths, image_tokens=images, global_batch_size=64, max_tokens=BUDGET,
-        num_replicas=2, rank=0,
-    )  # fmt: skip
+        range(2_000),
+        lengths=lengths,
+        image_tokens=images,
+        global_batch_size=64,
+        max_tokens=BUDGET,
+        num_replicas=2,
+        rank=0,
+    )
     state: Any = SimpleNamespace(
         dataloader=None, dataloader_len=None, max_duration=Time.from_epoch(3), timestamp=Timestamp()
     )

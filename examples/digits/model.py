@@ -34,17 +34,30 @@ def digits_model_config(
     tokenizer, patch_size = processor.tokenizer, processor.patch_size
     image_size = processor.image_processor.crop_size['height']
     vision_config = CLIPVisionConfig(
-        hidden_size=vision_hidden_size, intermediate_size=2 * vision_hidden_size, num_hidden_layers=num_vision_layers,
-        num_attention_heads=num_heads, image_size=image_size, patch_size=patch_size,
-    )  # fmt: skip
+        hidden_size=vision_hidden_size,
+        intermediate_size=2 * vision_hidden_size,
+        num_hidden_layers=num_vision_layers,
+        num_attention_heads=num_heads,
+        image_size=image_size,
+        patch_size=patch_size,
+    )
     text_config = LlamaConfig(
-        hidden_size=hidden_size, intermediate_size=3 * hidden_size, num_hidden_layers=num_layers,
-        num_attention_heads=num_heads, num_key_value_heads=num_heads, max_position_embeddings=256,
-        vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, bos_token_id=None,
+        hidden_size=hidden_size,
+        intermediate_size=3 * hidden_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_heads,
+        max_position_embeddings=256,
+        vocab_size=len(tokenizer),
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
-    )  # fmt: skip
+    )
     return LlavaConfig(
-        vision_config=vision_config, text_config=text_config,
-        image_token_index=tokenizer.convert_tokens_to_ids('<image>'), image_seq_length=(image_size // patch_size) ** 2,
-        vision_feature_layer=-1, vision_feature_select_strategy='default',
-    )  # fmt: skip
+        vision_config=vision_config,
+        text_config=text_config,
+        image_token_index=tokenizer.convert_tokens_to_ids('<image>'),
+        image_seq_length=(image_size // patch_size) ** 2,
+        vision_feature_layer=-1,
+        vision_feature_select_strategy='default',
+    )

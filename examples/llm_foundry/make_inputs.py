@@ -52,15 +52,28 @@ def main() -> None:
     tokenizer = make_tokenizer()
     tokenizer.save_pretrained(folder / 'tokenizer')
     LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        max_position_embeddings=64, pad_token_id=tokenizer.pad_token_id, bos_token_id=None,
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
-    ).save_pretrained(folder / 'llama')  # fmt: skip
+    ).save_pretrained(folder / 'llama')
     T5Config(
-        vocab_size=len(tokenizer), d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4, dropout_rate=0.0,
-        pad_token_id=tokenizer.pad_token_id, decoder_start_token_id=tokenizer.pad_token_id,
+        vocab_size=len(tokenizer),
+        d_model=64,
+        d_kv=16,
+        d_ff=128,
+        num_layers=2,
+        num_heads=4,
+        dropout_rate=0.0,
+        pad_token_id=tokenizer.pad_token_id,
+        decoder_start_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
-    ).save_pretrained(folder / 't5')  # fmt: skip
+    ).save_pretrained(folder / 't5')
     data = folder / 'data' / 'train.jsonl'
     data.parent.mkdir(exist_ok=True)
     data.write_text(''.join(json.dumps(sample) + '\n' for sample in make_samples(random.Random(17))))

@@ -17,10 +17,20 @@ words = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({'.'
 def step(model, microbatches):
     """One optimizer step. The samples are numbers of microbatches, because SFTTrainer wants a Dataset."""
     arguments = SFTConfig(
-        mkdtemp(), per_device_train_batch_size=1, gradient_accumulation_steps=len(microbatches), num_train_epochs=1,
-        learning_rate=0.0, optim='sgd', max_grad_norm=0.0, use_cpu=True, bf16=False, gradient_checkpointing=False,
-        remove_unused_columns=False, report_to='none', dataset_kwargs={'skip_prepare_dataset': True},
-    )  # fmt: skip
+        mkdtemp(),
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=len(microbatches),
+        num_train_epochs=1,
+        learning_rate=0.0,
+        optim='sgd',
+        max_grad_norm=0.0,
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        remove_unused_columns=False,
+        report_to='none',
+        dataset_kwargs={'skip_prepare_dataset': True},
+    )
     numbers = Dataset.from_dict({'input_ids': [[number] for number in range(len(microbatches))]})
     SFTTrainer(
         model, arguments, lambda at: microbatches[at[0]['input_ids'][0]], numbers, processing_class=words
