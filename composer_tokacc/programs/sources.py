@@ -44,7 +44,7 @@ from composer_tokacc.planning import CostModel, token_budget
 from composer_tokacc.programs.errors import ConfigError, building, unknown_name
 from composer_tokacc.programs.host_types import Processor, Section
 from composer_tokacc.programs.models import is_encoder, read_config
-from composer_tokacc.programs.registry import import_by_name, token_accumulation_options, uses_composers_flag
+from composer_tokacc.programs.registry import build_token_accumulation, import_by_name, uses_composers_flag
 from composer_tokacc.programs.schema import (
     Hint,
     Sections,
@@ -309,8 +309,9 @@ class FileSource(Source):
         super().__init__(config)
         self.shares_by_weights = self.section.get('loss_shares_by') == 'weights'
         """Whether ``loss_share`` sets the weights of tokens, rather than how often samples are drawn."""
-        self.token_weights = token_accumulation_options(config).get('token_weights')
-        """The argument of :class:`.TokenAccumulation`. None means its default."""
+        algorithm = build_token_accumulation(config)
+        self.token_weights = 'token' if algorithm is None else algorithm.options.token_weights
+        """The argument of :class:`.TokenAccumulation`."""
 
     def settings_of_batches(self) -> dict[str, Any]:
         """Returns the settings that decide which samples a batch holds, by their keys in the config."""
