@@ -191,7 +191,7 @@ def _model_with_weights(config: PretrainedConfig, weights: Mapping[str, torch.Te
     """Returns a model without an adapter, with the weights of a checkpoint."""
     model = empty_model(config)
     was_tied = has_tied_head(model)
-    _, unknown = load_weights(model, weights, assign=True)
+    load_weights(model, weights, assign=True)
     head = model.get_output_embeddings()
     is_stored_twice = was_tied and not head.weight.is_meta and not model.get_input_embeddings().weight.is_meta
     if is_stored_twice:
@@ -201,7 +201,7 @@ def _model_with_weights(config: PretrainedConfig, weights: Mapping[str, torch.Te
     else:
         model.tie_weights()  # a head that is tied to the embeddings may be stored once
     missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]
-    refuse_partial(f'the weights of a {type(model).__name__}', missing, unknown)
+    refuse_partial(f'the weights of a {type(model).__name__}', missing)
     return model
 
 

@@ -29,14 +29,14 @@ from composer_tokacc.programs.errors import ConfigError, building, unknown_name
 from composer_tokacc.programs.host_types import Processor, Section
 from composer_tokacc.programs.lora import (
     IN_ADAPTER,
-    check_lora,
+    LoraSection,
     four_bit_options,
     keep_trained_only,
     name_in_base,
     refuse_partial,
     with_adapter,
 )
-from composer_tokacc.programs.schema import check_names
+from composer_tokacc.programs.schema import check_arguments, check_names
 from composer_tokacc.random_state import same_random_numbers
 
 log = logging.getLogger(__name__)
@@ -176,7 +176,9 @@ def check_model(
     if config:
         read_config(None, config)  # only for its refusals
     if lora is not None:
-        check_lora(lora, pretrained=pretrained)
+        check_arguments('model.lora', LoraSection, lora)
+        if lora.get('bits') is not None and not has_checkpoint:
+            raise ConfigError('model.lora.bits', 'needs the weights of `model.pretrained` to round them')
 
 
 def freeze_parameters(model: nn.Module, names: Sequence[str]) -> set[str]:
