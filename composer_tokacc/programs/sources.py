@@ -264,7 +264,11 @@ class Source(ABC):
 
         There is no remainder, because ``check_config`` refuses a global batch that the ranks cannot divide equally.
         """
-        return self.config.batch_size(is_eval=is_eval) // dist.get_world_size()
+        loader = self.config.loader
+        global_batch_size = loader.largest_batch
+        if is_eval and loader.global_eval_batch_size is not None:
+            global_batch_size = loader.global_eval_batch_size
+        return global_batch_size // dist.get_world_size()
 
     @property
     def planner_options(self) -> dict[str, Any]:
@@ -316,13 +320,9 @@ class FileSource(Source):
     def settings_of_batches(self) -> dict[str, Any]:
         """Returns the settings that decide which samples a batch holds, by their keys in the config."""
         loader = self.config.loader
-        names = ['shuffle', 'drop_last', 'modality']
-        if loader.global_batch_tokens is None:
-            names.append('global_batch_size')
-        else:
-            names.append('global_batch_tokens')
+        size = 'global_batch_size' if loader.global_batch_tokens is None else 'global_batch_tokens'
         settings: dict[str, Any] = {'seed': self.config.seed}
-        for name in names:
+        for name in ('shuffle', 'drop_last', 'modality', size):
             settings[f'loader.{name}'] = getattr(loader, name)
         if not self.has_parts:
             return settings
