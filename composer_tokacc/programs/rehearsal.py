@@ -173,7 +173,8 @@ def rehearse(state: State, memory: MemoryModel | None = None) -> RehearsalReport
 
     These are at most five, the largest one by each size of :meth:`Candidate.sizes`. If one does not fit, they are cut
     again by half the microbatch size, until all of them fit. Then a run with the size ``auto`` goes on with the smaller
-    size, and any other run is refused. Weights do not change; gradients, buffers and random numbers are restored.
+    size, and any other run is refused. Weights do not change. Buffers and random numbers are restored, and gradients
+    are dropped.
 
     Args:
         state: Of a Trainer whose train loader is a :class:`.RegroupingDataLoader`, at ``Event.BATCH_START``.
@@ -423,20 +424,17 @@ def _microbatches_of(run: PlannedRun, candidate: Candidate, size: float) -> list
 
 @contextmanager
 def _leaving_no_trace(state: State) -> Iterator[None]:
-    """Restores gradients, outputs, state of the model and random numbers after the block.
+    """Restores outputs, state of the model and random numbers after the block.
 
-    The block begins without gradients, as each step of the Trainer does.
+    The block begins without gradients, and leaves none. Composer would drop them at the start of the step.
     """
-    gradients = [(parameter, parameter.grad) for parameter in state.model.parameters()]
     outputs = getattr(state, 'outputs', ())  # Composer deletes them if memory runs out
+    state.model.zero_grad()
     try:
-        for parameter, _ in gradients:
-            parameter.grad = None
         with undisturbed(inner_model(state.model), watches_parameters=False):
             yield
     finally:
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
+        state.model.zero_grad()
         state.outputs = outputs
 
 
@@ -471,9 +469,8 @@ def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
     zeros = torch.zeros(1024, 1024, device=device)
     small = torch.nn.Parameter(zeros)
     small.grad = torch.zeros_like(small)
-    trial = copy.copy(optimizer)
-    for name, value in vars(optimizer).items():
-        vars(trial).setdefault(name, value)  # torch does not copy the attributes of subclasses
+    trial = object.__new__(type(optimizer))  # copy() would leave out the attributes of subclasses
+    vars(trial).update(vars(optimizer))
     trial.state = defaultdict(dict)
     trial.param_groups = [{**optimizer.param_groups[0], 'params': [small]}]
     try:
