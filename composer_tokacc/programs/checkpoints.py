@@ -53,10 +53,10 @@ def checkpoint_folder(trainer: Section) -> Path | None:
 
 def run_name_of(trainer: Section) -> str | None:
     """Returns the name of the run from the same places as Composer; None if Composer will generate one."""
-    for name in (trainer.get('run_name'), os.environ.get('COMPOSER_RUN_NAME'), os.environ.get('RUN_NAME')):
-        if name is not None:
-            return str(name)
-    return None
+    name = trainer.get('run_name')
+    if name is None:
+        name = os.environ.get('COMPOSER_RUN_NAME', os.environ.get('RUN_NAME'))
+    return name
 
 
 def latest_link(trainer: Section) -> Path | None:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from composer.metrics import LanguageCrossEntropy, MaskedAccuracy
 from composer.models import HuggingFaceModel
+from composer.utils import ensure_tuple
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, GenerationConfig, PretrainedConfig
 from transformers.models.auto import modeling_auto as auto
@@ -447,8 +448,7 @@ def _unreached_vision_layers(model: Any) -> set[str]:
     feature_layers = getattr(model.config, 'vision_feature_layer', None)
     if feature_layers is None:
         feature_layers = model.config.vision_feature_layers  # of VipLLaVA
-    if not isinstance(feature_layers, list | tuple):
-        feature_layers = [feature_layers]
+    feature_layers = ensure_tuple(feature_layers)
     unreached = set()
     for encoder_name, encoder in model.named_modules():
         if encoder_name.endswith(VISION_ENCODERS):
@@ -467,14 +467,14 @@ def _without_gradient(encoder: Any, feature_layers: Sequence[int]) -> list[str]:
     in some releases of Transformers the last hidden state is taken after the final norm, in others before it.
     """
     config = copy.deepcopy(encoder.config)
-    sides = config.image_size
-    if not isinstance(sides, list | tuple):
-        sides = (sides, sides)
+    sides = ensure_tuple(config.image_size)  # one or two
+    height = sides[0]
+    width = sides[-1]
     with torch.device('meta'), torch.enable_grad():
         empty_encoder = type(encoder)(config)
         # All kinds of attention use the same parameters. Flash attention would read values, which the copy lacks.
         empty_encoder.set_attn_implementation('eager')
-        pixels = torch.empty(1, config.num_channels, *sides, dtype=empty_encoder.dtype)
+        pixels = torch.empty(1, config.num_channels, height, width, dtype=empty_encoder.dtype)
         states = empty_encoder(pixels, output_hidden_states=True).hidden_states
         for layer in feature_layers:
             states[layer].sum().backward(retain_graph=True)  # the states of several layers share a graph
