@@ -146,13 +146,13 @@ class Source(ABC):
     ) -> OpenedLoader:
         """Opens the loader of this rank. ``options`` are arguments of torch's DataLoader."""
 
-    @abstractmethod
     def settings_of_batches(self) -> dict[str, Any] | None:
         """Returns the settings that decide which samples a batch holds, by their keys in the config.
 
         A run that resumes within an epoch must have the settings of its checkpoint, see :class:`.SameData`. The result
-        is None if the dataset itself decides which samples a batch holds.
+        is None if the dataset itself decides which samples a batch holds, and has the order in its own state.
         """
+        return None
 
     def by_index(self, dataset: Any) -> Any:
         """Returns a dataset whose length and indices cover the samples of all ranks.
@@ -736,9 +736,6 @@ class ShardSource(Source):
             **options,
         )
         return loader, slot_tokens
-
-    def settings_of_batches(self) -> None:
-        """Returns None, because the dataset holds the order in its own state."""
 
     def by_index(self, dataset: Any) -> Any:
         """Returns all samples. The dataset's own length counts only the samples of this rank."""

@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
+import psutil
 import torch
 from composer.callbacks.speed_monitor import get_gpu_flops_available
 from composer.core import Precision, State
@@ -386,8 +387,7 @@ def device_memory_gib(config: TrainConfig) -> float:
         return config.microbatching.device_memory_gib
     if runs_on_gpu(config):
         return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory / GIB
-    num_bytes = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
-    return num_bytes / GIB / dist.get_local_world_size()
+    return psutil.virtual_memory().total / GIB / dist.get_local_world_size()
 
 
 def _probe_samples(table: LengthTable) -> list[int]:
