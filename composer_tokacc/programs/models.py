@@ -141,17 +141,16 @@ def build_transformers_model(
     set_cache(model, on=False)
 
     unreached_names = _unreached_vision_layers(model)  # before the adapter, which renames the layers of its base
-    frozen_names = _names_in_parts(model, freeze)
+    frozen_names = freeze_parameters(model, freeze)
     if lora is not None:
         # Seeded again, so that the adapter does not depend on how many random numbers were drawn for its base.
         with same_random_numbers(seed):
             model = with_adapter(model, lora, base=pretrained)
     for name, parameter in model.named_parameters():
-        base_name = name_in_base(name)
-        # Also the adapter of a parameter that no loss reaches. In frozen parts only the base is frozen.
-        is_frozen = base_name in frozen_names and not IN_ADAPTER.search(name)
-        if base_name in unreached_names or is_frozen:
+        if name_in_base(name) in unreached_names:  # also the adapter of such a parameter
             parameter.requires_grad_(False)
+        if name_in_base(name) in frozen_names and not IN_ADAPTER.search(name):
+            parameter.requires_grad_(False)  # with `lora.bias`, peft has made biases of frozen parts trainable again
 
     if activation_checkpointing:
         # The reentrant kind does not work with DDP's hooks, and needs inputs with gradients.
@@ -183,14 +182,14 @@ def check_model(
             raise ConfigError('model.lora.bits', 'needs the weights of `model.pretrained` to round them')
 
 
-def _names_in_parts(model: nn.Module, names: Sequence[str]) -> set[str]:
-    """Returns the full names of all parameters below one of ``names``.
+def freeze_parameters(model: nn.Module, names: Sequence[str]) -> set[str]:
+    """Switches off the gradient of every parameter below one of ``names``. Returns the full names of the parameters.
 
     A name is a dotted prefix such as ``language_model.layers.0``. A leading ``model.``, which newer Transformers put
     before all parts, makes no difference.
     """
     parameters = dict(model.named_parameters())
-    names_in_parts: set[str] = set()
+    frozen_names: set[str] = set()
     for name in names:
         names_of_part = [full_name for full_name in parameters if _matched_length(full_name, name)]
         if not names_of_part:
@@ -198,8 +197,10 @@ def _names_in_parts(model: nn.Module, names: Sequence[str]) -> set[str]:
             # no parameters of its own, so it is not suggested.
             outer_parts = {'.'.join(full_name.split('.')[:2]) for full_name in parameters}
             raise ConfigError('model.freeze', unknown_name('part', name, outer_parts))
-        names_in_parts.update(names_of_part)
-    return names_in_parts
+        frozen_names.update(names_of_part)
+    for full_name in frozen_names:
+        parameters[full_name].requires_grad_(False)
+    return frozen_names
 
 
 def parameter_groups(model: nn.Module, parts: Mapping[str, Section]) -> list[dict[str, Any]]:
@@ -207,7 +208,7 @@ def parameter_groups(model: nn.Module, parts: Mapping[str, Section]) -> list[dic
 
     Args:
         model: The model.
-        parts: Arguments of the optimizer for each part, by the name of the part, as in :func:`_names_in_parts`. If
+        parts: Arguments of the optimizer for each part, by the name of the part, as in :func:`freeze_parameters`. If
             two parts contain a parameter, it belongs to the inner one. Parameters of an adapter belong to the part of
             the layer that it adapts.
     """
