@@ -469,8 +469,9 @@ def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
     zeros = torch.zeros(1024, 1024, device=device)
     small = torch.nn.Parameter(zeros)
     small.grad = torch.zeros_like(small)
-    trial = object.__new__(type(optimizer))  # copy() would leave out the attributes of subclasses
-    vars(trial).update(vars(optimizer))
+    trial = copy.copy(optimizer)  # without the hooks of the run's optimizer
+    for name, value in vars(optimizer).items():
+        vars(trial).setdefault(name, value)  # torch does not copy the attributes of subclasses
     trial.state = defaultdict(dict)
     trial.param_groups = [{**optimizer.param_groups[0], 'params': [small]}]
     try:
