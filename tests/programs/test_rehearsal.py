@@ -399,6 +399,7 @@ def test_states_of_optimizers(optimizer_class, state_bytes, warning, caplog):
     weight = torch.nn.Parameter(torch.zeros(10, 100))
     optimizer = optimizer_class([weight])
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    optimizer.register_step_pre_hook(lambda *arguments: pytest.fail('a hook of the run was called'))
     assert _state_bytes(optimizer) == pytest.approx(state_bytes, rel=1e-3)
     assert not optimizer.state
     assert warning in caplog.text
