@@ -225,6 +225,12 @@ class TrainConfig:
     perhaps the dotted ``name`` of a function that adds to the result, and its arguments. ``answers``: samples of the
     eval set that the model answers at each evaluation (4), with ``answer_tokens`` tokens at most (64)."""
 
+    def batch_size(self, *, is_eval: bool) -> int:
+        """Returns the samples of one batch over all ranks, of training or of evaluation."""
+        if is_eval and self.loader.global_eval_batch_size is not None:
+            return self.loader.global_eval_batch_size
+        return self.loader.largest_batch
+
     @property
     def regroups_ranks(self) -> bool:
         """Whether samples may move between ranks. They may not if rows must keep their order."""

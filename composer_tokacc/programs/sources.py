@@ -264,11 +264,7 @@ class Source(ABC):
 
         There is no remainder, because ``check_config`` refuses a global batch that the ranks cannot divide equally.
         """
-        loader = self.config.loader
-        global_batch_size = loader.largest_batch
-        if is_eval and loader.global_eval_batch_size is not None:
-            global_batch_size = loader.global_eval_batch_size
-        return global_batch_size // dist.get_world_size()
+        return self.config.batch_size(is_eval=is_eval) // dist.get_world_size()
 
     @property
     def planner_options(self) -> dict[str, Any]:
