@@ -254,9 +254,11 @@ def _frozen_names(module: nn.Module) -> set[str]:
 
     A frozen weight of an adapter is not one of them.
     """
-    parameters = module.named_parameters(remove_duplicate=False)
-    frozen = [name for name, parameter in parameters if not parameter.requires_grad]
-    return {name_in_state_dict(name) for name in frozen if not IN_ADAPTER.search(name)}
+    names = set()
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if not parameter.requires_grad and not IN_ADAPTER.search(name):
+            names.add(name_in_state_dict(name))
+    return names
 
 
 def identify_adapter(model: nn.Module) -> dict[str, Any]:

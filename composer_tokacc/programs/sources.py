@@ -310,8 +310,10 @@ class FileSource(Source):
         self.shares_by_weights = self.section.get('loss_shares_by') == 'weights'
         """Whether ``loss_share`` sets the weights of tokens, rather than how often samples are drawn."""
         algorithm = build_token_accumulation(config)
-        self.token_weights = 'token' if algorithm is None else algorithm.options.token_weights
-        """The argument of :class:`.TokenAccumulation`."""
+        self.token_weights = None
+        """The argument of :class:`.TokenAccumulation`. None without this algorithm."""
+        if algorithm is not None:
+            self.token_weights = algorithm.options.token_weights
 
     def settings_of_batches(self) -> dict[str, Any]:
         """Returns the settings that decide which samples a batch holds, by their keys in the config."""
@@ -404,7 +406,9 @@ class FileSource(Source):
         shared = without(self.section, *SECTION_KEYS)
         if is_eval:
             changes = self.section.get('eval')
-            return {'dataset.eval': {**shared, **changes}} if changes else {}
+            if not changes:
+                return {}
+            return {'dataset.eval': {**shared, **changes}}
         if not self.has_parts:
             return {'dataset': dict(self.section)}
         return {f'dataset.parts.{name}': {**shared, **changes} for name, changes in self.section['parts'].items()}
@@ -439,7 +443,9 @@ class FileSource(Source):
                 _check_loss_weights(dataset)
         if self.has_parts and not is_eval:
             return NamedParts(datasets, list(self.section['parts']))
-        return datasets[0] if datasets else None
+        if not datasets:
+            return None
+        return datasets[0]
 
     def _open(self, path: str, settings: Section, processor: Processor) -> Dataset:
         """Builds one dataset from its complete settings. ``path`` is its key in the config."""
