@@ -16,7 +16,7 @@ import os
 import re
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,10 +53,10 @@ def checkpoint_folder(trainer: Section) -> Path | None:
 
 def run_name_of(trainer: Section) -> str | None:
     """Returns the name of the run from the same places as Composer; None if Composer will generate one."""
-    for name in (trainer.get('run_name'), os.environ.get('COMPOSER_RUN_NAME'), os.environ.get('RUN_NAME')):
-        if name is not None:
-            return str(name)
-    return None
+    name = trainer.get('run_name')
+    if name is None:
+        name = os.environ.get('COMPOSER_RUN_NAME', os.environ.get('RUN_NAME'))
+    return name
 
 
 def latest_link(trainer: Section) -> Path | None:
@@ -121,9 +121,12 @@ def arguments_to_resume(trainer: Section, loggers: Sequence[LoggerDestination] =
     if link is None:
         return {}
     checkpoint = None
+    missing_link = None
     if dist.get_global_rank() == 0:
         checkpoint = newest_checkpoint(link, run_name_of(trainer))
-    checkpoint = dist.all_gather_object(checkpoint)[0]
+        if os.path.realpath(link) != os.path.realpath(str(checkpoint)):
+            missing_link = link
+    checkpoint, missing_link = dist.all_gather_object((checkpoint, missing_link))[0]
     exists_on_rank = dist.all_gather_object(checkpoint is not None and checkpoint.exists())
     if all(exists_on_rank):
         say(f'going on from {checkpoint}')
@@ -138,10 +141,6 @@ def arguments_to_resume(trainer: Section, loggers: Sequence[LoggerDestination] =
         }
     if any(exists_on_rank):  # each node has its own folder, so `autoresume` works
         # It only finds the checkpoint behind the link of the first rank. Without a link it would begin at step 0.
-        missing_link = None
-        if os.path.realpath(link) != os.path.realpath(str(checkpoint)):
-            missing_link = link
-        missing_link = dist.all_gather_object(missing_link)[0]
         if missing_link is not None:
             raise ConfigError(
                 'trainer.save_folder',
@@ -172,8 +171,6 @@ def newest_checkpoint(link: Path, run_name: str | None) -> Path | None:
         link: Composer's link to the latest checkpoint. A copy of a folder may hold a file in its place.
         run_name: The name of the run. Other runs may save into the same folder, with links of their own.
     """
-    if not os.path.lexists(link):
-        return _newest_other(link, run_name)
     latest = link
     if link.is_symlink():
         latest = link.parent / os.readlink(link)
@@ -183,50 +180,43 @@ def newest_checkpoint(link: Path, run_name: str | None) -> Path | None:
             f'must have a link to its latest checkpoint, got: {link}, a folder, which Composer cannot replace by the '
             f'next link. Rename it, and make a link to it: ln -s NEW_NAME {link}',
         )
-    damage = find_damage(latest)
-    if not damage:
-        return latest
-    say(f'{latest} is damaged ({damage})')
-    checkpoint = _newest_other(latest, run_name)
-    if checkpoint is None:
-        raise ConfigError(
-            'trainer.save_folder',
-            f'must hold a complete checkpoint to go on from, got: {latest}, which is damaged, and no other of the run '
-            f'{run_name} in {latest.parent}. Remove {link} to start from the beginning, or give `trainer.load_path` '
-            'with `trainer.autoresume=false`',
-        )
-    return checkpoint
+    has_latest = os.path.lexists(link)
+    if has_latest:
+        damage = find_damage(latest)
+        if not damage:
+            return latest
+        say(f'{latest} is damaged ({damage})')
+    for path in _other_checkpoints(latest, run_name):
+        if not find_damage(path):
+            return path
+    if not has_latest:
+        return None
+    raise ConfigError(
+        'trainer.save_folder',
+        f'must hold a complete checkpoint to go on from, got: {latest}, which is damaged, and no other of the run '
+        f'{run_name} in {latest.parent}. Remove {link} to start from the beginning, or give `trainer.load_path` with '
+        '`trainer.autoresume=false`',
+    )
 
 
-def _newest_other(latest: Path, run_name: str | None) -> Path | None:
-    """Returns the newest complete checkpoint of a run in the folder of ``latest``, other than that one; None: none."""
-    saved_runs = []
-    for path in _other_checkpoints(latest):
-        try:
-            saved = SavedRun.read(path)
-        except ConfigError:  # a damaged checkpoint, or a file of another program
-            continue
-        if saved.run_name == run_name and saved.optimizers:  # without an optimizer no run can go on from it
-            saved_runs.append(saved)
-    # By steps, because a copy may have other times.
-    saved_runs.sort(key=lambda saved: saved.num_steps, reverse=True)
-    for saved in saved_runs:
-        if not find_damage(saved.path):
-            return saved.path
-    return None
+def _other_checkpoints(latest: Path, run_name: str | None) -> list[Path]:
+    """Returns the checkpoints of a run in the folder of ``latest``, except that one. The newest comes first.
 
-
-def _other_checkpoints(latest: Path) -> list[Path]:
-    """Returns the other files and folders in the folder. Some of them may be something else than checkpoints.
-
-    Their names tell nothing, because `save_filename` may give each checkpoint another ending, or none.
+    Their names tell nothing, because `save_filename` may give each checkpoint another ending, or none. So every file
+    and folder is read. Some of the checkpoints may be damaged.
     """
-    candidates = []
+    saved_runs = []
     for path in latest.parent.glob('*'):  # finds nothing if this folder is gone
         is_file_or_folder = path.is_file() or path.is_dir()  # a pipe would be waited for
-        if path != latest and not path.is_symlink() and is_file_or_folder:
-            candidates.append(path)
-    return candidates
+        if path == latest or path.is_symlink() or not is_file_or_folder:
+            continue
+        with suppress(ConfigError):  # a damaged checkpoint, or a file of another program
+            saved = SavedRun.read(path)
+            if saved.run_name == run_name and saved.optimizers:  # without an optimizer no run can go on from it
+                saved_runs.append(saved)
+    # By steps, because a copy may have other times.
+    saved_runs.sort(key=lambda saved: saved.num_steps, reverse=True)
+    return [saved.path for saved in saved_runs]
 
 
 def find_damage(path: Path) -> str:
@@ -243,7 +233,9 @@ def find_damage(path: Path) -> str:
         with zipfile.ZipFile(path) as archive:  # torch.save() writes a zip archive
             # Reads the whole file and compares its checksums. This is faster than loading the file.
             damaged_member = archive.testzip()
-        return f'{damaged_member} is not what was written' if damaged_member else ''
+        if damaged_member:
+            return f'{damaged_member} is not what was written'
+        return ''
     except Exception as error:  # reading the pickled index of a damaged folder may raise anything
         return shorten(error, 300) or type(error).__name__
 
@@ -355,7 +347,9 @@ class ModelShapes:
     def of(cls, model: torch.nn.Module) -> ModelShapes:
         """Describes a model."""
         shapes = _shapes_of(model.state_dict())
-        return cls(shapes, [name for name, _ in model.named_parameters() if name in shapes])
+        parameters = dict(model.named_parameters())  # of tied weights only the first one
+        needed = [name for name in parameters if name in shapes]
+        return cls(shapes, needed)
 
 
 @dataclass(frozen=True)
@@ -513,7 +507,9 @@ class SameData(Callback):
         From a sharded checkpoint torch reads every entry of the run's present state. Older checkpoints have no entry of
         this callback, so torch would raise an error.
         """
-        return {} if self._is_loading else {'fingerprints': json.dumps(self._fingerprints)}
+        if self._is_loading:
+            return {}
+        return {'fingerprints': json.dumps(self._fingerprints)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Compares the fingerprints if :meth:`before_load` did not, because the checkpoint is not on this machine."""
@@ -527,17 +523,14 @@ class SameData(Callback):
         if path is None:
             return
         weights_only = bool(self.trainer.get('load_weights_only'))
+        # With `load_ignore_keys` the user decides which weights and optimizers are loaded.
+        ignores_keys = bool(self.trainer.get('load_ignore_keys'))
         saved = SavedRun.read(path)
         # With `autoresume` load_state_dict() compares, too, because Composer may load another checkpoint than `path`.
         self._is_compared = not self.trainer.get('autoresume')
-        if not weights_only:
-            self._compare_fingerprints(saved.fingerprints)
-        # With `load_ignore_keys` the user decides which weights and optimizers are loaded.
-        if self.trainer.get('load_ignore_keys'):
-            return
-        if weights_only:
-            self._compare_meaning(path, saved.fingerprints)
-        if self._unsharded is None:
+        if not (weights_only and ignores_keys):
+            self._compare_fingerprints(saved.fingerprints, weights_only=weights_only)
+        if ignores_keys or self._unsharded is None:
             return
         # FSDP has divided the weights by now. Without it, algorithms may have changed the model since __init__().
         model_shapes = self._unsharded if state.fsdp_enabled else ModelShapes.of(inner_model(state.model))
@@ -562,8 +555,11 @@ class SameData(Callback):
                 f'repeated and others left out, got: {self._other_batches}'
             )
 
-    def _compare_fingerprints(self, saved_json: str) -> None:
-        """Refuses a checkpoint with other fingerprints than this run. Older checkpoints may lack some of them."""
+    def _compare_fingerprints(self, saved_json: str, *, weights_only: bool = False) -> None:
+        """Refuses a checkpoint with other fingerprints than this run. Older checkpoints may lack some of them.
+
+        If ``weights_only``, compares only ``MEANING_OF_WEIGHTS``.
+        """
         saved = json.loads(saved_json or '{}')
         # Batches are not refused yet. Only after_load() knows whether they may differ.
         saved_batches = saved.pop('batches', None)
@@ -574,52 +570,39 @@ class SameData(Callback):
                 saved_batches.setdefault('loader.regroup_ranks', batches['loader.regroup_ranks'])
             if saved_batches != batches:
                 self._other_batches = f'{saved_batches} there, {batches} here'
-        differences = self._differences(saved)
-        if not differences:
-            return
-        self._refuse(
-            'a resumed run must have the data, order, processor, vocabulary, adapter and optimizer of its checkpoint, '
-            f'got: other {differences}'
-        )
-
-    def _differences(self, saved: Section) -> str:
-        """Returns text that shows which saved fingerprints this run does not have; empty if it has them all."""
         differing = {}
         for name, saved_value in saved.items():
             # Another release of torch may have saved settings of the optimizer that this release does not have.
             is_unknown_setting = name.startswith('optimizer.') and name not in self._fingerprints
+            is_compared = name in MEANING_OF_WEIGHTS or not (weights_only or is_unknown_setting)
             value = self._fingerprints.get(name)
-            if saved_value != value and not is_unknown_setting:
+            if is_compared and saved_value != value:
                 differing[name] = f'{name} {saved_value} there, {value} here'
         if not differing:
-            return ''
-        details = ', '.join(differing.values())
-        return f'{" and ".join(differing)} ({details})'
-
-    def _compare_meaning(self, path: Path, saved_json: str) -> None:
-        """Refuses weights that mean something else in this run, see ``MEANING_OF_WEIGHTS``."""
-        saved = json.loads(saved_json or '{}')
-        differences = self._differences({name: saved[name] for name in saved if name in MEANING_OF_WEIGHTS})
-        if differences:
-            self._refuse(
+            return
+        requirement = (
+            'a resumed run must have the data, order, processor, vocabulary, adapter and optimizer of its checkpoint'
+        )
+        if weights_only:
+            requirement = (
                 'a run that loads the weights of a checkpoint must have its vocabulary, and the scale and the base of '
-                f'its adapter, got: {path} with other {differences}',
-                remedy='Set it back. A run has the vocabulary of the weights if it starts from an export of the '
-                'checkpoint: model.pretrained=FOLDER',
+                'its adapter'
             )
+        names = ' and '.join(differing)
+        details = ', '.join(differing.values())
+        self._refuse(f'{requirement}, got: other {names} ({details})')
 
-    def _refuse(
-        self,
-        message: str,
-        *,
-        remedy: str = 'Set it back, or for a new run give another trainer.run_name and trainer.save_folder, with '
-        'trainer.load_path and trainer.load_weights_only=true if it starts from these weights',
-    ) -> None:
+    def _refuse(self, message: str) -> None:
         """Raises ConfigError with this message and the remedy. With ``on_other_data='warn'`` it only warns."""
         if self.on_other_data == 'warn':
             log.warning('%s; goes on because of `loader.on_other_data`.', message)
             return
-        raise ConfigError('', f'{message}. {remedy}; to go on: loader.on_other_data=warn')
+        raise ConfigError(
+            '',
+            f'{message}. Set it back, or for a new run give another trainer.run_name and trainer.save_folder; it may '
+            'start from the weights (trainer.load_path and trainer.load_weights_only=true), or from an export, which '
+            'has their tokenizer, too (model.pretrained=FOLDER). To go on: loader.on_other_data=warn',
+        )
 
 
 def _checkpoint_to_load(trainer: Section, run_name: str) -> Path | None:

@@ -191,7 +191,7 @@ def _model_with_weights(config: PretrainedConfig, weights: Mapping[str, torch.Te
     """Returns a model without an adapter, with the weights of a checkpoint."""
     model = empty_model(config)
     was_tied = has_tied_head(model)
-    _, unknown = load_weights(model, weights, assign=True)
+    load_weights(model, weights, assign=True)
     head = model.get_output_embeddings()
     is_stored_twice = was_tied and not head.weight.is_meta and not model.get_input_embeddings().weight.is_meta
     if is_stored_twice:
@@ -201,7 +201,7 @@ def _model_with_weights(config: PretrainedConfig, weights: Mapping[str, torch.Te
     else:
         model.tie_weights()  # a head that is tied to the embeddings may be stored once
     missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]
-    refuse_partial(f'the weights of a {type(model).__name__}', missing, unknown)
+    refuse_partial(f'the weights of a {type(model).__name__}', missing)
     return model
 
 
@@ -229,9 +229,14 @@ def _merged_model(
             # In the type of the run, because the files of the base may be in a type with fewer bits.
             model = auto_class(config).from_pretrained(base, dtype=config.dtype, trust_remote_code=False)
         # In a run with a base in 4 bits the fingerprint is of the rounded weights. Here the base is not rounded.
-        is_rounded = getattr(config, 'quantization_config', None) is not None
-        if base_fingerprint is not None and not is_rounded:
-            _check_base(model, base_fingerprint, base)
+        is_known = base_fingerprint is not None and getattr(config, 'quantization_config', None) is None
+        model.requires_grad_(False)  # as in the run, because only frozen weights are in the fingerprint
+        if is_known and identify_base(model) != base_fingerprint:
+            raise ConfigError(
+                '',
+                f'the base of the adapter must have the weights that it was trained on, got: others in {base}. Put '
+                'them back there, or export without merge=true and merge with the right base by peft',
+            )
     was_tied = has_tied_head(model)
     if was_tied:
         # Untie head and embeddings for the merge, because perhaps only one of them was trained.
@@ -241,17 +246,6 @@ def _merged_model(
     if was_tied:
         _tie_if_equal(merged)
     return merged
-
-
-def _check_base(model: Any, expected_fingerprint: str, base: object) -> None:
-    """Refuses another base than the one that the adapter was trained on. ``base`` names it in the error."""
-    model.requires_grad_(False)  # as in the run, because only frozen weights are in the fingerprint
-    if identify_base(model) != expected_fingerprint:
-        raise ConfigError(
-            '',
-            f'the base of the adapter must have the weights that it was trained on, got: others in {base}. Put them '
-            'back there, or export without merge=true and merge with the right base by peft',
-        )
 
 
 def _tie_if_equal(model: Any) -> None:

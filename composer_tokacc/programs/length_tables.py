@@ -139,18 +139,15 @@ def read_lengths(path: str) -> LengthTable:
     unknown = np.zeros(len(tokens), dtype=np.int32)
     table: dict[str, Any] = dict.fromkeys(CSV_COLUMNS.values(), unknown)
     for name, values in samples.items():
-        limit: Any = LONGEST_SAMPLE
-        requirement = f'whole numbers up to {LONGEST_SAMPLE}'
-        if name in ('image_tokens', 'loss_tokens'):  # they are among the tokens of the sample
-            limit = tokens
-            requirement = f'whole numbers, and no more {name} than tokens'
-        is_whole = values % 1 == 0
-        is_valid = (values >= 0) & (values <= limit) & is_whole
+        is_valid = (values >= 0) & (values <= LONGEST_SAMPLE) & (values % 1 == 0)
+        if name != 'vision_patches':  # image and loss tokens are among the tokens of the sample
+            is_valid &= values <= tokens
         if not is_valid.all():
             row = int(is_valid.argmin())  # the first row that is not valid
             raise ConfigError(
                 'lengths',
-                f'must have {requirement}, got: {values[row]:g} {name} in row {row + 1} of {path}',
+                f'must have whole numbers up to {LONGEST_SAMPLE}, and no more image_tokens or loss_tokens than tokens, '
+                f'got: {values[row]:g} {name} in row {row + 1} of {path}',
             )
         table[CSV_COLUMNS[name]] = values.astype(np.int32)
     return LengthTable(**table)

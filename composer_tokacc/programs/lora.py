@@ -10,7 +10,7 @@ copies of whole modules (``modules_to_save``). Peft renames the parameters of th
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -23,7 +23,7 @@ from composer_tokacc.cache import fingerprint
 from composer_tokacc.compat import name_in_state_dict
 from composer_tokacc.programs.errors import ConfigError, building
 from composer_tokacc.programs.host_types import Section
-from composer_tokacc.programs.schema import Count, Fraction, Name, Positive, check_arguments
+from composer_tokacc.programs.schema import Count, Fraction, Name, Positive
 
 PEFT_NAMES = {'alpha': 'lora_alpha', 'dropout': 'lora_dropout'}
 """Keys of the section ``model.lora`` that peft calls by another name."""
@@ -67,16 +67,6 @@ class LoraSection:
     use_dora: bool | None = None
     bits: Literal[4] | None = None
     """4 rounds the base to 4 bits, as in QLoRA."""
-
-
-def check_lora(lora: Section, *, pretrained: str | None) -> None:
-    """Refuses settings that are wrong for every model. Called before a model is loaded.
-
-    :func:`with_adapter` refuses those that are wrong for the loaded model.
-    """
-    check_arguments('model.lora', LoraSection, lora)
-    if lora.get('bits') is not None and pretrained is None:
-        raise ConfigError('model.lora.bits', 'needs the weights of `model.pretrained` to round them')
 
 
 def with_adapter(model: Any, lora: Section, *, base: str | None) -> Any:
@@ -133,11 +123,10 @@ def with_saved_adapter(
 
     adapter_config = peft.get_peft_config(dict(saved_config))
     model = _attach(model, adapter_config, saved_config.get('base_model_name_or_path'))
-    missing, unknown = load_weights(model, weights, assign=assign)
-    has_base = contains_base(weights)
-    # A checkpoint without the base may lack all weights of the base.
-    missing_needed = [name for name in missing if has_base or IN_ADAPTER.search(name)]
-    refuse_partial('a whole adapter of its base', missing_needed, unknown)
+    missing = load_weights(model, weights, assign=assign)
+    if not contains_base(weights):  # then it may lack all weights of the base
+        missing = [name for name in missing if IN_ADAPTER.search(name)]
+    refuse_partial('a whole adapter of its base', missing)
     return model
 
 
@@ -156,60 +145,44 @@ def contains_base(weights: Collection[str]) -> bool:
 def _attach(model: Any, config: Any, base: str | None) -> Any:
     """Returns a model with an adapter of a ``LoraConfig``, and writes the name of the base into this config.
 
-    The name is None if the base has random weights.
+    The name is empty if the base has random weights.
     """
     import peft
 
     # Peft copies this name into the config, and warns if the config has another one.
     model.name_or_path = base or ''
-    model = peft.get_peft_model(model, config)
-    # For random weights peft has written ''. identify_adapter() expects None.
-    config.base_model_name_or_path = base
-    return model
+    return peft.get_peft_model(model, config)
 
 
-def refuse_partial(
-    content: str,
-    missing: Sequence[str],
-    unknown: Sequence[str] = (),
-    *,
-    path: str = '',
-) -> None:
-    """Refuses a checkpoint without some of the weights that it must hold, or with weights of another model.
+def refuse_partial(content: str, missing: Sequence[str], *, path: str = '') -> None:
+    """Refuses a checkpoint without some of the weights that it must hold.
 
     Args:
         content: The weights that it must hold, in words.
         missing: Names of weights that it lacks.
-        unknown: Names of weights that the model does not have.
         path: The checkpoint, if it is known.
     """
-    problems = []
     if missing:
-        problems.append(f'{len(missing)} missing {missing[:3]}')
-    if unknown:
-        problems.append(f'{len(unknown)} unknown {unknown[:3]}')
-    if problems:
-        raise ConfigError('', f'the checkpoint {path} must hold {content}, got: {", ".join(problems)}')
+        raise ConfigError('', f'the checkpoint {path} must hold {content}, got: {len(missing)} missing {missing[:3]}')
 
 
-def load_weights(
-    model: nn.Module,
-    weights: Mapping[str, torch.Tensor],
-    *,
-    assign: bool,
-) -> tuple[list[str], list[str]]:
-    """Loads the weights of a checkpoint into a model.
+def load_weights(model: nn.Module, weights: Mapping[str, torch.Tensor], *, assign: bool) -> list[str]:
+    """Loads the weights of a checkpoint into a model. Returns the names of the model's weights that it lacks.
+
+    Refuses weights that the model does not have.
 
     Args:
         model: The model.
         weights: The weights by name.
         assign: Whether these tensors become the parameters, instead of being copied into them.
-
-    Returns:
-        Names of the model's weights that the checkpoint lacks, and names of weights that the model does not have.
     """
     with building('the weights of the checkpoint'):
-        return model.load_state_dict(dict(weights), strict=False, assign=assign)
+        missing, unknown = model.load_state_dict(dict(weights), strict=False, assign=assign)
+    if unknown:
+        raise ConfigError(
+            '', f'the checkpoint must hold only weights of its model, got: {len(unknown)} unknown {unknown[:3]}'
+        )
+    return missing
 
 
 def four_bit_options(
@@ -281,9 +254,11 @@ def _frozen_names(module: nn.Module) -> set[str]:
 
     A frozen weight of an adapter is not one of them.
     """
-    parameters = module.named_parameters(remove_duplicate=False)
-    frozen = [name for name, parameter in parameters if not parameter.requires_grad]
-    return {name_in_state_dict(name) for name in frozen if not IN_ADAPTER.search(name)}
+    names = set()
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if not parameter.requires_grad and not IN_ADAPTER.search(name):
+            names.add(name_in_state_dict(name))
+    return names
 
 
 def identify_adapter(model: nn.Module) -> dict[str, Any]:
@@ -298,25 +273,22 @@ def identify_adapter(model: nn.Module) -> dict[str, Any]:
     if config is None:
         return {}
     identity = {f'model.lora.{name}': getattr(config, PEFT_NAMES.get(name, name)) for name in NOT_IN_WEIGHTS}
-    if config.base_model_name_or_path is not None:
+    if config.base_model_name_or_path:
         identity['model.pretrained'] = identify_base(model)
     return identity
 
 
 def identify_base(model: nn.Module) -> str:
     """Returns a fingerprint of the frozen base of an adapter. It is the same with the adapter and without it."""
-    return fingerprint(_ends_of_base(model))
-
-
-def _ends_of_base(model: nn.Module) -> Iterator[bytes]:
-    """Yields the name with the first and last values of each frozen matrix of the base."""
+    ends_of_matrices = []
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1 and not parameter.requires_grad and not IN_ADAPTER.search(name):
             values = parameter.detach().flatten()
             ends = torch.cat([values[:NUM_END_VALUES], values[-NUM_END_VALUES:]])
             # Rounded, so that the same base has the same values in float32 and in bfloat16.
             ends = ends.to(torch.bfloat16).float()
-            yield name_in_base(name).encode() + ends.cpu().numpy().tobytes()
+            ends_of_matrices.append(name_in_base(name).encode() + ends.cpu().numpy().tobytes())
+    return fingerprint(iter(ends_of_matrices))  # an iterator of bytes is hashed as it is
 
 
 def name_in_base(name: str) -> str:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from composer.metrics import LanguageCrossEntropy, MaskedAccuracy
 from composer.models import HuggingFaceModel
+from composer.utils import ensure_tuple
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, GenerationConfig, PretrainedConfig
 from transformers.models.auto import modeling_auto as auto
@@ -29,14 +30,14 @@ from composer_tokacc.programs.errors import ConfigError, building, unknown_name
 from composer_tokacc.programs.host_types import Processor, Section
 from composer_tokacc.programs.lora import (
     IN_ADAPTER,
-    check_lora,
+    LoraSection,
     four_bit_options,
     keep_trained_only,
     name_in_base,
     refuse_partial,
     with_adapter,
 )
-from composer_tokacc.programs.schema import check_names
+from composer_tokacc.programs.schema import check_arguments, check_names
 from composer_tokacc.random_state import same_random_numbers
 
 log = logging.getLogger(__name__)
@@ -176,7 +177,9 @@ def check_model(
     if config:
         read_config(None, config)  # only for its refusals
     if lora is not None:
-        check_lora(lora, pretrained=pretrained)
+        check_arguments('model.lora', LoraSection, lora)
+        if lora.get('bits') is not None and not has_checkpoint:
+            raise ConfigError('model.lora.bits', 'needs the weights of `model.pretrained` to round them')
 
 
 def freeze_parameters(model: nn.Module, names: Sequence[str]) -> set[str]:
@@ -446,8 +449,7 @@ def _unreached_vision_layers(model: Any) -> set[str]:
     feature_layers = getattr(model.config, 'vision_feature_layer', None)
     if feature_layers is None:
         feature_layers = model.config.vision_feature_layers  # of VipLLaVA
-    if not isinstance(feature_layers, list | tuple):
-        feature_layers = [feature_layers]
+    feature_layers = ensure_tuple(feature_layers)
     unreached = set()
     for encoder_name, encoder in model.named_modules():
         if encoder_name.endswith(VISION_ENCODERS):
@@ -466,14 +468,14 @@ def _without_gradient(encoder: Any, feature_layers: Sequence[int]) -> list[str]:
     in some releases of Transformers the last hidden state is taken after the final norm, in others before it.
     """
     config = copy.deepcopy(encoder.config)
-    sides = config.image_size
-    if not isinstance(sides, list | tuple):
-        sides = (sides, sides)
+    sides = ensure_tuple(config.image_size)  # one or two
+    height = sides[0]
+    width = sides[-1]
     with torch.device('meta'), torch.enable_grad():
         empty_encoder = type(encoder)(config)
         # All kinds of attention use the same parameters. Flash attention would read values, which the copy lacks.
         empty_encoder.set_attn_implementation('eager')
-        pixels = torch.empty(1, config.num_channels, *sides, dtype=empty_encoder.dtype)
+        pixels = torch.empty(1, config.num_channels, height, width, dtype=empty_encoder.dtype)
         states = empty_encoder(pixels, output_hidden_states=True).hidden_states
         for layer in feature_layers:
             states[layer].sum().backward(retain_graph=True)  # the states of several layers share a graph

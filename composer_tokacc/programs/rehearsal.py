@@ -19,7 +19,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -130,10 +130,6 @@ class Rehearsal(Callback):
 
     memory: MemoryModel | None = None
     """Predicts the peak of a microbatch. Without it microbatches are compared only by their sizes."""
-    _: KW_ONLY
-    labels_per_sample: np.ndarray | None = None
-    """Loss-generating tokens of each sample, (n,), such as ``LengthTable.loss_tokens``. Without them the rehearsal
-    computes all logits, even if the run computes them only at labels."""
     tell: Callable[[str], None] = log.info
     """Function that gets the text of the report."""
     report: RehearsalReport | None = field(default=None, init=False)
@@ -149,7 +145,7 @@ class Rehearsal(Callback):
         if not self._is_due:
             return
         self._is_due = False
-        self.report = rehearse(state, self.memory, labels_per_sample=self.labels_per_sample)
+        self.report = rehearse(state, self.memory)
         if self.report is None:
             self.tell('nothing is rehearsed: no batch is planned ahead')
         else:
@@ -162,34 +158,27 @@ def rehearsal_of(config: TrainConfig, parts: RunParts) -> Rehearsal | None:
     if setting == 'none' or (setting is None and not runs_on_gpu(config)):
         return None
     rehearsal = Rehearsal(tell=say)
-    if isinstance(parts.train_loader.dataloader, RegroupingDataLoader):
+    # With `suggest` the memory model of the run is in the cache by now. Otherwise the model would have to be traced,
+    # which takes long.
+    is_suggested = config.microbatching.device_train_microbatch_size == 'suggest'
+    if is_suggested and isinstance(parts.train_loader.dataloader, RegroupingDataLoader):
         table = parts.source.measure(parts.train_dataset, parts.processor)  # a collective, so on all ranks
-        if table.loss_tokens.any():  # all are 0 if the dataset has no labels to count
-            rehearsal.labels_per_sample = table.loss_tokens
-        # With `suggest` the memory model of the run is in the cache by now. Otherwise the model would have to be
-        # traced, which takes long.
-        is_suggested = config.microbatching.device_train_microbatch_size == 'suggest'
-        if is_suggested and dist.get_global_rank() == 0:
+        if dist.get_global_rank() == 0:
             rehearsal.memory = memory_of_run(config, parts.train_dataset, parts.processor, table)
     return rehearsal
 
 
-def rehearse(
-    state: State,
-    memory: MemoryModel | None = None,
-    *,
-    labels_per_sample: np.ndarray | None = None,
-) -> RehearsalReport | None:
+def rehearse(state: State, memory: MemoryModel | None = None) -> RehearsalReport | None:
     """Runs forward and backward of the heaviest microbatches in the rest of a run; a collective.
 
     These are at most five, the largest one by each size of :meth:`Candidate.sizes`. If one does not fit, they are cut
     again by half the microbatch size, until all of them fit. Then a run with the size ``auto`` goes on with the smaller
-    size, and any other run is refused. Weights do not change; gradients, buffers and random numbers are restored.
+    size, and any other run is refused. Weights do not change. Buffers and random numbers are restored, and gradients
+    are dropped.
 
     Args:
         state: Of a Trainer whose train loader is a :class:`.RegroupingDataLoader`, at ``Event.BATCH_START``.
         memory: The run's memory model, if there is one.
-        labels_per_sample: See :class:`Rehearsal`.
 
     Returns:
         The report; None if batches are not planned ahead.
@@ -202,12 +191,16 @@ def rehearse(
         return None
     accumulations = (algorithm for algorithm in state.algorithms if isinstance(algorithm, TokenAccumulation))
     accumulation = next(accumulations, None)
-    if accumulation is None or not accumulation.selects_logits(state):
-        labels_per_sample = None
+    sampler = cast(RegroupingBatchSampler, state.dataloader.batch_sampler)
+    labels_per_sample = None
+    if accumulation is not None and accumulation.selects_logits(state):
+        labels_per_sample = sampler.rows.sizes.get('loss_tokens')
+        if labels_per_sample is not None and not labels_per_sample.any():  # the dataset has no labels to count
+            labels_per_sample = None
     run = PlannedRun(
         state=state,
         accumulation=accumulation,
-        sampler=cast(RegroupingBatchSampler, state.dataloader.batch_sampler),
+        sampler=sampler,
         memory=memory,
         labels_per_sample=labels_per_sample,
     )
@@ -216,8 +209,8 @@ def rehearse(
     report = RehearsalReport(num_batches=0, microbatch_size=size)
     candidates, report.num_batches = of_first_rank(partial(heaviest_of_run, run))
     first_failure: Candidate | None = None
-    max_tokens = run.sampler.rows.options.max_tokens
-    longest_sample = int(run.sampler.lengths.max())
+    max_tokens = sampler.rows.options.max_tokens
+    longest_sample = int(sampler.lengths.max())
     with _leaving_no_trace(state), _room_for_optimizers(state):
         # The token budget is `max_tokens` at `size`, and shrinks in proportion to the size that is tried. It is then
         # `max_tokens * report.microbatch_size / size`. The longest sample must still fit into it.
@@ -431,20 +424,17 @@ def _microbatches_of(run: PlannedRun, candidate: Candidate, size: float) -> list
 
 @contextmanager
 def _leaving_no_trace(state: State) -> Iterator[None]:
-    """Restores gradients, outputs, state of the model and random numbers after the block.
+    """Restores outputs, state of the model and random numbers after the block.
 
-    The block begins without gradients, as each step of the Trainer does.
+    The block begins without gradients, and leaves none. Composer would drop them at the start of the step.
     """
-    gradients = [(parameter, parameter.grad) for parameter in state.model.parameters()]
     outputs = getattr(state, 'outputs', ())  # Composer deletes them if memory runs out
+    state.model.zero_grad()
     try:
-        for parameter, _ in gradients:
-            parameter.grad = None
         with undisturbed(inner_model(state.model), watches_parameters=False):
             yield
     finally:
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
+        state.model.zero_grad()
         state.outputs = outputs
 
 
@@ -479,7 +469,7 @@ def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
     zeros = torch.zeros(1024, 1024, device=device)
     small = torch.nn.Parameter(zeros)
     small.grad = torch.zeros_like(small)
-    trial = copy.copy(optimizer)
+    trial = copy.copy(optimizer)  # without the hooks of the run's optimizer
     for name, value in vars(optimizer).items():
         vars(trial).setdefault(name, value)  # torch does not copy the attributes of subclasses
     trial.state = defaultdict(dict)

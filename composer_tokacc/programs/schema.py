@@ -254,7 +254,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     values_of_file = _read_file(path)
     values_of_overrides = read_overrides(overrides)
     # This loop only checks: each override must fit the file as the overrides before it have changed it.
-    values_so_far = values_of_file
+    values_so_far: Any = values_of_file
     for override in overrides:
         _check_parents(override, values_so_far)
         values_so_far = _overlay(values_so_far, read_overrides([override]))
@@ -282,7 +282,7 @@ def read_overrides(overrides: Sequence[str]) -> Values:
     return _as_dict(values)
 
 
-def _check_parents(override: str, values: object) -> None:
+def _check_parents(override: str, values: Values) -> None:
     """Refuses ``dataset.eval.path=x`` if the value of ``dataset.eval`` is no mapping. It would be lost silently.
 
     ``dataset.eval={path: x}`` replaces any value.
@@ -293,18 +293,18 @@ def _check_parents(override: str, values: object) -> None:
     """
     key, _, _ = override.partition('=')
     *parents, _ = key.split('.')
-    value = values
+    value: Any = values
     for depth, name in enumerate(parents, start=1):
-        if not isinstance(value, dict):
-            return
         value = value.get(name)
-        if not _may_become_mapping(value):
-            parent = '.'.join(parents[:depth])
-            raise ConfigError(
-                parent,
-                f'must be a mapping, got: {shorten(value, 200)}. Change the file, or replace all of it: '
-                f'{parent}={{...}}',
-            )
+        if isinstance(value, dict):
+            continue
+        if value in (None, '???') or '${' in str(value):  # a mapping may still take its place
+            return
+        parent = '.'.join(parents[:depth])
+        raise ConfigError(
+            parent,
+            f'must be a mapping, got: {shorten(value, 200)}. Change the file, or replace all of it: {parent}={{...}}',
+        )
 
 
 def read_options(options: type[Options], overrides: Sequence[str]) -> tuple[Options, list[str]]:
@@ -370,9 +370,6 @@ def merge(cls: type[Options], *layers: Values) -> Options:
     """
     merged: Any = asdict(cls())  # type: ignore[arg-type]
     for layer in layers:
-        for name, value in layer.items():
-            if isinstance(merged.get(name), dict):
-                _check_section(name, value)
         merged = _overlay(merged, layer)
     try:
         values = OmegaConf.to_container(OmegaConf.create(merged), resolve=True, throw_on_missing=True)
@@ -395,18 +392,6 @@ def _overlay(lower: object, upper: object) -> object:
     for key, value in upper.items():
         merged[key] = _overlay(lower.get(key), value)
     return merged
-
-
-def _check_section(path: str, section: object) -> None:
-    """Refuses a section of one layer that is no mapping, because a later mapping would silently replace it."""
-    if not _may_become_mapping(section):
-        raise ConfigError(path, f'must be a mapping, got: {shorten(section, 200)}. Leave it out for its defaults')
-
-
-def _may_become_mapping(value: object) -> bool:
-    """Returns whether a value is a mapping, or one may still take its place: null, ``???`` or a reference."""
-    is_filled_in_later = value in (None, '???') or '${' in str(value)
-    return is_filled_in_later or isinstance(value, dict)
 
 
 def _join(path: str, key: object) -> str:

@@ -44,11 +44,12 @@ from composer_tokacc.planning import CostModel, token_budget
 from composer_tokacc.programs.errors import ConfigError, building, unknown_name
 from composer_tokacc.programs.host_types import Processor, Section
 from composer_tokacc.programs.models import is_encoder, read_config
-from composer_tokacc.programs.registry import import_by_name, token_accumulation_options, uses_composers_flag
+from composer_tokacc.programs.registry import build_token_accumulation, import_by_name, uses_composers_flag
 from composer_tokacc.programs.schema import (
     Hint,
     Sections,
     TrainConfig,
+    Values,
     check_arguments,
     check_names,
     check_value,
@@ -77,8 +78,6 @@ SHARE_KEYS = {
 Either no part has such a key, or all have the same one. Only ``epochs`` may be left out in a part, which is then read
 once. With ``loss_shares_by: weights`` a part may have ``epochs`` in addition to its ``loss_share``.
 """
-PART_KEYS = {'name': Any, **SHARE_KEYS}
-"""Keys of a dataset in ``dataset.parts`` that are not arguments of its class."""
 SECTION_KEYS = ('processor', 'eval', 'parts', 'loss_shares_by')
 """Keys of the section ``dataset`` that are not settings of a single dataset, and so are not passed on to the parts."""
 SHARD_HINTS: dict[str, Hint] = {'replication': Literal[1] | None}
@@ -147,13 +146,13 @@ class Source(ABC):
     ) -> OpenedLoader:
         """Opens the loader of this rank. ``options`` are arguments of torch's DataLoader."""
 
-    @abstractmethod
     def settings_of_batches(self) -> dict[str, Any] | None:
         """Returns the settings that decide which samples a batch holds, by their keys in the config.
 
         A run that resumes within an epoch must have the settings of its checkpoint, see :class:`.SameData`. The result
-        is None if the dataset itself decides which samples a batch holds.
+        is None if the dataset itself decides which samples a batch holds, and has the order in its own state.
         """
+        return None
 
     def by_index(self, dataset: Any) -> Any:
         """Returns a dataset whose length and indices cover the samples of all ranks.
@@ -310,19 +309,18 @@ class FileSource(Source):
         super().__init__(config)
         self.shares_by_weights = self.section.get('loss_shares_by') == 'weights'
         """Whether ``loss_share`` sets the weights of tokens, rather than how often samples are drawn."""
-        self.token_weights = token_accumulation_options(config).get('token_weights')
-        """The argument of :class:`.TokenAccumulation`. None means its default."""
+        algorithm = build_token_accumulation(config)
+        self.token_weights = None
+        """The argument of :class:`.TokenAccumulation`. None without this algorithm."""
+        if algorithm is not None:
+            self.token_weights = algorithm.options.token_weights
 
     def settings_of_batches(self) -> dict[str, Any]:
         """Returns the settings that decide which samples a batch holds, by their keys in the config."""
         loader = self.config.loader
-        names = ['shuffle', 'drop_last', 'modality']
-        if loader.global_batch_tokens is None:
-            names.append('global_batch_size')
-        else:
-            names.append('global_batch_tokens')
+        size = 'global_batch_size' if loader.global_batch_tokens is None else 'global_batch_tokens'
         settings: dict[str, Any] = {'seed': self.config.seed}
-        for name in names:
+        for name in ('shuffle', 'drop_last', 'modality', size):
             settings[f'loader.{name}'] = getattr(loader, name)
         if not self.has_parts:
             return settings
@@ -332,21 +330,22 @@ class FileSource(Source):
         # With `loss_shares_by: weights` a share only sets the weights of tokens. It does not change which samples are
         # drawn.
         keys = ('epochs',) if self.shares_by_weights else tuple(SHARE_KEYS)
-        for name, part in self._parts().items():
+        for path, dataset in self._datasets().items():
             for key in keys:
-                if key in part:
-                    settings[f'dataset.parts.{name}.{key}'] = float(part[key])
+                if key in dataset:
+                    settings[f'{path}.{key}'] = float(dataset[key])
         return settings
 
     def check(self) -> None:
         """Refuses unknown datasets and arguments, and settings of the loader that do not go together."""
         if self.has_parts:
-            self._check_parts()
-        else:
-            # These keys are not arguments of the class. `parts` can only be null here.
-            _check_dataset('dataset', self.section, {'name': Any, 'eval': Any, 'processor': Any, 'parts': None})
-        if self.section.get('eval'):
-            _check_dataset('dataset.eval', self._eval_section(), {'name': Any})
+            check_value('dataset.parts', self.section['parts'], Annotated[Sections, Field(min_length=1)])
+            shares_by = self.section.get('loss_shares_by')
+            check_value('dataset.loss_shares_by', shares_by, Literal['sampling', 'weights', None])
+        for path, settings in {**self._datasets(), **self._datasets(is_eval=True)}.items():
+            _check_dataset(path, settings)
+        if self.has_parts:
+            self._check_shares()
         if self.config.loader.exchange_ranks:
             raise ConfigError(
                 'loader.exchange_ranks',
@@ -359,23 +358,20 @@ class FileSource(Source):
         """Refuses settings that only a RegroupingBatchSampler can follow, because it plans batches ahead."""
         key_needing_plan = self.config.loader.key_needing_plan
         if self.has_parts:
-            for name, part in self._parts().items():
-                if part.keys() & SHARE_KEYS.keys():
-                    key_needing_plan = f'dataset.parts.{name}'
+            for path, dataset in self._datasets().items():
+                if dataset.keys() & SHARE_KEYS.keys():
+                    key_needing_plan = path
         if key_needing_plan is not None:
             # The error begins with the key `loader.regroup_ranks`, so the message goes on with "and".
             message = f'and `microbatching.regroup` must be on for `{key_needing_plan}` as it is set, got: off'
             raise ConfigError('loader.regroup_ranks', message)
 
-    def _check_parts(self) -> None:
-        """Refuses wrong settings of the parts, and ``SHARE_KEYS`` that do not go together."""
-        check_value('dataset.parts', self.section['parts'], Annotated[Sections, Field(min_length=1)])
-        check_value('dataset.loss_shares_by', self.section.get('loss_shares_by'), Literal['sampling', 'weights', None])
-        parts = self._parts()
+    def _check_shares(self) -> None:
+        """Refuses ``SHARE_KEYS`` of the parts that do not go together."""
+        parts = self._datasets()
         share_keys_by_part = {}
-        for name, part in parts.items():
-            _check_dataset(f'dataset.parts.{name}', part, PART_KEYS)
-            share_keys_by_part[name] = part.keys() & SHARE_KEYS.keys()
+        for path, part in parts.items():
+            share_keys_by_part[path] = part.keys() & SHARE_KEYS.keys()
         used_keys = set().union(*share_keys_by_part.values())
         has_shares = 'loss_share' in used_keys
         if self.shares_by_weights:
@@ -402,71 +398,59 @@ class FileSource(Source):
         if has_shares and not math.isclose(total, 1, abs_tol=1e-6):
             raise ConfigError('dataset.parts', f'must have `loss_share` values that add up to 1, got: {total:g}')
 
-    def _parts(self) -> dict[str, dict[str, Any]]:
-        """Returns the settings of each training set by name, completed by the settings that all parts share.
+    def _datasets(self, *, is_eval: bool = False) -> dict[str, Values]:
+        """Returns the settings of each training set, or of the eval set if there is one, by its key in the config.
 
-        The shared settings stand next to ``parts`` in the section. Without ``parts`` there is one training set, with an
-        empty name.
+        Parts and eval set share the settings that stand next to them in the section, unless they have their own.
         """
         shared = without(self.section, *SECTION_KEYS)
-        parts = self.section['parts'] if self.has_parts else {'': {}}
-        return {name: {**shared, **part} for name, part in parts.items()}
-
-    def _eval_section(self) -> dict[str, Any]:
-        """Returns the settings of the eval set, completed by those that it shares with the training sets."""
-        return {**without(self.section, *SECTION_KEYS), **self.section['eval']}
+        if is_eval:
+            changes = self.section.get('eval')
+            if not changes:
+                return {}
+            return {'dataset.eval': {**shared, **changes}}
+        if not self.has_parts:
+            return {'dataset': dict(self.section)}
+        return {f'dataset.parts.{name}': {**shared, **changes} for name, changes in self.section['parts'].items()}
 
     def processor_maker(self) -> Callable[..., Any]:
         """Returns the first ``build_processor`` of the dataset classes, or our own function if none has one.
 
         Our own function needs the ``texts`` of all classes.
         """
-        for part in self._parts().values():
-            cls = _dataset_class('dataset', part['name'])
+        for path, settings in self._datasets().items():
+            cls = _dataset_class(path, settings['name'])
             if hasattr(cls, 'build_processor'):
                 return cls.build_processor
         return super().processor_maker()
 
     def texts(self) -> Iterator[str]:
         """Yields the texts of all parts."""
-        for name, part in self._parts().items():
-            with building(_path_of_part(name)):
-                yield from _dataset_class('dataset', part['name']).texts(part['path'])
+        for path, settings in self._datasets().items():
+            with building(path):
+                yield from _dataset_class(path, settings['name']).texts(settings['path'])
 
     def build_dataset(self, processor: Processor, *, is_eval: bool = False) -> Dataset | None:
         """Returns one dataset, or the parts one after the other; None without an eval set."""
-        if is_eval:
-            if not self.section.get('eval'):
-                return None
-            return self._open('dataset.eval', self._eval_section(), {'name': Any}, processor)
-        parts = self._parts()
-        extra_keys = PART_KEYS if self.has_parts else {'name': Any}
-        needs_weights = self.token_weights == 'column' and not self.shares_by_weights
         datasets = []
-        for name, part in parts.items():
-            dataset = self._open(_path_of_part(name), part, extra_keys, processor)
+        for path, settings in self._datasets(is_eval=is_eval).items():
+            dataset = self._open(path, settings, processor)
+            datasets.append(dataset)
             # Other datasets do not say whether their samples have weights. The run fails at the first batch with a
             # sample that has none.
+            needs_weights = self.token_weights == 'column' and not (is_eval or self.shares_by_weights)
             if needs_weights and isinstance(dataset, LlavaDataset):
                 _check_loss_weights(dataset)
-            datasets.append(dataset)
-        if self.has_parts:
-            return NamedParts(datasets, list(parts))
+        if self.has_parts and not is_eval:
+            return NamedParts(datasets, list(self.section['parts']))
+        if not datasets:
+            return None
         return datasets[0]
 
-    def _open(
-        self,
-        path: str,
-        part: Section,
-        extra_keys: Section,
-        processor: Processor,
-    ) -> Dataset:
-        """Builds one dataset from its complete settings. ``path`` is its key in the config.
-
-        ``extra_keys`` are keys of the section that are not arguments of the class, with their annotations.
-        """
-        cls = _dataset_class(path, part['name'])
-        arguments = without(_check_dataset(path, part, extra_keys), *extra_keys)
+    def _open(self, path: str, settings: Section, processor: Processor) -> Dataset:
+        """Builds one dataset from its complete settings. ``path`` is its key in the config."""
+        cls = _dataset_class(path, settings['name'])
+        arguments = _check_dataset(path, settings)
         if cls is LlavaDataset and is_encoder(self.model_config(processor)):
             raise ConfigError(
                 f'{path}.name',
@@ -572,7 +556,7 @@ class FileSource(Source):
             datasets: The parts.
             loss_tokens: Loss tokens of each sample, for all parts one after the other, (n,).
         """
-        parts = self._parts().values()
+        parts = self._datasets().values()
         sizes = [len(dataset) for dataset in datasets]
         weights = [part['weight'] for part in parts if 'weight' in part]
         if weights:
@@ -587,11 +571,6 @@ class FileSource(Source):
         if shares:
             loss_shares = LossShares(sizes, shares, loss_tokens)
         return {'mixture': Mixture(sizes, epochs=epochs), 'loss_shares': loss_shares}
-
-
-def _path_of_part(name: str) -> str:
-    """Returns the key of a training set in the config. The name is empty if there is only one."""
-    return f'dataset.parts.{name}' if name else 'dataset'
 
 
 def _check_loss_weights(dataset: LlavaDataset) -> None:
@@ -617,11 +596,22 @@ def _is_ours(cls: Any) -> bool:
     return inspect.isclass(cls) and issubclass(cls, LlavaDataset)
 
 
-def _check_dataset(path: str, part: Section, extra_keys: Section) -> dict[str, Any]:
-    """Returns the checked settings. Only arguments of the class and ``extra_keys`` are allowed."""
-    cls = _dataset_class(path, part.get('name'))
+def _check_dataset(path: str, settings: Section) -> Values:
+    """Returns the arguments of the class of a dataset. Refuses other keys, and wrong values.
+
+    Args:
+        path: The key of the dataset in the config.
+        settings: Its complete settings.
+    """
+    own_keys: dict[str, Hint] = {'name': Any}  # that are not arguments of the class
+    if path == 'dataset':
+        own_keys |= {'eval': Any, 'processor': Any, 'parts': None}  # `parts` can only be null here
+    elif path != 'dataset.eval':
+        own_keys |= SHARE_KEYS
+    cls = _dataset_class(path, settings.get('name'))
     hints = DATASET_HINTS if _is_ours(cls) else None
-    return check_arguments(path, partial(cls, processor=None), part, extra_keys=extra_keys, hints=hints)
+    checked = check_arguments(path, partial(cls, processor=None), settings, extra_keys=own_keys, hints=hints)
+    return without(checked, *own_keys)
 
 
 class ShardSource(Source):
@@ -748,9 +738,6 @@ class ShardSource(Source):
             **options,
         )
         return loader, slot_tokens
-
-    def settings_of_batches(self) -> None:
-        """Returns None, because the dataset holds the order in its own state."""
 
     def by_index(self, dataset: Any) -> Any:
         """Returns all samples. The dataset's own length counts only the samples of this rank."""

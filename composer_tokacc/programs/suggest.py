@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
+import psutil
 import torch
 from composer.callbacks.speed_monitor import get_gpu_flops_available
 from composer.core import Precision, State
@@ -68,7 +69,18 @@ def suggested_microbatch(
     config = source.config
     table = source.measure(dataset, processor)
     smallest_memory_gib = min(dist.all_gather_object(device_memory_gib(config)))
-    return of_first_rank(partial(_suggestion, config, dataset, processor, table, smallest_memory_gib))
+
+    def suggest() -> tuple[int, int]:
+        with building('microbatching.device_train_microbatch_size'):
+            memory = memory_of_run(config, dataset, processor, table)
+            num_ranks = dist.get_world_size()
+            report = suggest_for_run(config, memory, table, num_ranks=num_ranks, gib=smallest_memory_gib)
+            if report.too_large:
+                raise InvalidInputError(warning_of_too_large(report.too_large))
+        log.info('Suggested microbatch size: %s', report.yaml())
+        return report.device_train_microbatch_size, report.slot_tokens
+
+    return of_first_rank(suggest)
 
 
 def of_first_rank(compute: Callable[[], OfRank0]) -> OfRank0:
@@ -84,24 +96,6 @@ def of_first_rank(compute: Callable[[], OfRank0]) -> OfRank0:
     if isinstance(outcome, ConfigError):
         raise outcome
     return outcome
-
-
-def _suggestion(
-    config: TrainConfig,
-    dataset: SampleDataset,
-    processor: Processor | None,
-    table: LengthTable,
-    memory_gib: float,
-) -> tuple[int, int]:
-    """Returns the microbatch size, and the slot width in tokens. Raises ConfigError if some sample does not fit."""
-    with building('microbatching.device_train_microbatch_size'):
-        memory = memory_of_run(config, dataset, processor, table)
-        num_ranks = dist.get_world_size()
-        report = suggest_for_run(config, memory, table, num_ranks=num_ranks, gib=memory_gib)
-        if report.too_large:
-            raise InvalidInputError(warning_of_too_large(report.too_large))
-    log.info('Suggested microbatch size: %s', report.yaml())
-    return report.device_train_microbatch_size, report.slot_tokens
 
 
 def suggest_for_run(
@@ -204,7 +198,7 @@ def memory_of_run(
         samples = [dataset[index] for index in traced_samples]
         return calibrate_fake(
             build,
-            _on_meta_device(build).config,
+            model_config,
             samples,
             width=width,
             make_optimizer=partial(build_section, 'optimizer', config.optimizer),
@@ -218,7 +212,9 @@ def memory_of_run(
     memory = load_or_calibrate(cache_folder('memory'), key, calibrate)
     if sharding is None:
         return memory
-    num_weights = sum(parameter.numel() for parameter in _on_meta_device(build).parameters())
+    with torch.device('meta'):
+        model = build()
+    num_weights = sum(parameter.numel() for parameter in model.parameters())
     return _as_sharded(memory, sharding, num_weights)
 
 
@@ -358,8 +354,8 @@ def _flop_coefficients(
     build = _model_builder(config, processor, attn_implementation='eager', activation_checkpointing=False)
     try:
         samples = [dataset[index] for index in _probe_samples(table)]
-        flops = count_flops(build, _on_meta_device(build).config, samples, width=int(table.lengths.max()))
-        return flops.coefficients
+        model_config = read_config(config.model.pretrained, config.model.config, processor)
+        return count_flops(build, model_config, samples, width=int(table.lengths.max())).coefficients
     except Exception as error:  # a trace may fail in many ways, and the run works without MFU
         log.warning('MFU is not logged, as the model could not be traced: %s: %s', type(error).__name__, error)
         return None
@@ -377,12 +373,6 @@ def _model_builder(config: TrainConfig, processor: Processor | None, **changes: 
     return partial(build_transformers_model, processor=processor, load_weights=False, **settings)
 
 
-def _on_meta_device(build: Callable[[], Any]) -> Any:
-    """Builds a model with shapes, but without values."""
-    with torch.device('meta'):
-        return build()
-
-
 def runs_on_gpu(config: TrainConfig) -> bool:
     """Returns whether the Trainer of a run takes a GPU."""
     return config.trainer.get('device') != 'cpu' and torch.cuda.is_available()
@@ -397,8 +387,7 @@ def device_memory_gib(config: TrainConfig) -> float:
         return config.microbatching.device_memory_gib
     if runs_on_gpu(config):
         return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory / GIB
-    num_bytes = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
-    return num_bytes / GIB / dist.get_local_world_size()
+    return psutil.virtual_memory().total / GIB / dist.get_local_world_size()
 
 
 def _probe_samples(table: LengthTable) -> list[int]:
@@ -407,14 +396,14 @@ def _probe_samples(table: LengthTable) -> list[int]:
     These are the shortest sample without images, and of the samples with images those with the fewest and the most
     image tokens.
     """
+    by_image_tokens = np.argsort(table.image_tokens, kind='stable')
+    num_without_images = np.count_nonzero(table.image_tokens == 0)
     indices = []
-    without_images = np.flatnonzero(table.image_tokens == 0)
-    if len(without_images):
-        shortest = np.argmin(table.lengths[without_images])
+    if num_without_images:
+        without_images = by_image_tokens[:num_without_images]
+        shortest = table.lengths[without_images].argmin()
         indices.append(int(without_images[shortest]))
-    with_images = np.flatnonzero(table.image_tokens)
-    if len(with_images):
-        by_image_tokens = with_images[np.argsort(table.image_tokens[with_images], kind='stable')]
-        indices.append(int(by_image_tokens[0]))
+    if num_without_images < len(by_image_tokens):
+        indices.append(int(by_image_tokens[num_without_images]))
         indices.append(int(by_image_tokens[-1]))
     return indices

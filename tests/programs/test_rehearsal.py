@@ -39,12 +39,13 @@ from tests.support.text import text_model
 from tests.support.training import On, hugging_face, logged, train
 
 
-def spec_of(dataset, *, size, batch, slot_tokens=LONGEST):
+def spec_of(dataset, *, size, batch, slot_tokens=LONGEST, labels_per_sample=None):
     """Returns a data spec that regroups a dataset on one rank. Its budget is ``size`` of the longest rows."""
     loader = regrouping_loader(
         dataset,
         global_batch_size=batch,
         max_tokens=size * LONGEST,
+        loss_tokens=labels_per_sample,
         num_replicas=1,
         rank=0,
     )
@@ -110,9 +111,9 @@ class Phase(Callback):
         self.name = 'check'
 
 
-@pytest.mark.parametrize('are_labels_known', [True, False])
+@pytest.mark.parametrize('labels', ['known', 'unknown', 'zeros'])
 @pytest.mark.parametrize('logits', ['auto', 'all'])
-def test_logits_are_rehearsed_as_in_run(logits, are_labels_known):
+def test_logits_are_rehearsed_as_in_run(logits, labels):
     """If the labels of all samples are known, the microbatch with most logits is run. Else logits of all positions."""
     torch.manual_seed(3)
     model = hugging_face(text_model())
@@ -126,13 +127,15 @@ def test_logits_are_rehearsed_as_in_run(logits, are_labels_known):
 
     model.model.lm_head.register_forward_hook(count)
     labels_per_sample = None
-    if are_labels_known:
+    if labels == 'known':
         labels_per_sample = np.array([loss_tokens(dataset[index]) for index in range(60)])
-    rehearsal = Rehearsal(labels_per_sample=labels_per_sample)
+    elif labels == 'zeros':  # as in a table of samples whose labels are not counted
+        labels_per_sample = np.zeros(60, dtype=int)
+    rehearsal = Rehearsal()
 
     train(
         model,
-        spec_of(dataset, size=4, batch=12),
+        spec_of(dataset, size=4, batch=12, labels_per_sample=labels_per_sample),
         algorithms=[TokenAccumulation(loss_tokens='causal', logits=logits)],
         callbacks=[phase, rehearsal],
         microbatch_size=4,
@@ -143,7 +146,7 @@ def test_logits_are_rehearsed_as_in_run(logits, are_labels_known):
     assert rehearsal.report.num_batches == 5
     most_in_rehearsal = max(num_logits['rehearsal'])
     most_in_run = max(num_logits['step'])
-    if logits == 'all' or are_labels_known:
+    if logits == 'all' or labels == 'known':
         assert most_in_rehearsal == most_in_run
     else:
         assert most_in_rehearsal > most_in_run
@@ -396,6 +399,7 @@ def test_states_of_optimizers(optimizer_class, state_bytes, warning, caplog):
     weight = torch.nn.Parameter(torch.zeros(10, 100))
     optimizer = optimizer_class([weight])
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    optimizer.register_step_pre_hook(lambda *arguments: pytest.fail('a hook of the run was called'))
     assert _state_bytes(optimizer) == pytest.approx(state_bytes, rel=1e-3)
     assert not optimizer.state
     assert warning in caplog.text

@@ -377,12 +377,15 @@ MISTAKES = [
         ['loader.global_batch_size=[[0,4],[8ba,8]]', 'trainer.max_duration=2ep'],
         r"one of the units \['ba', 'sp', 'tok'\], got: 2ep",
     ),
-    (['dataset.parts={a: {weight: 1}, b: {}}'], r"must all have a `weight`.*got: {'a': {'weight'}, 'b': set\(\)}"),
+    (
+        ['dataset.parts={a: {weight: 1}, b: {}}'],
+        r"must all have a `weight`.*\.a': {'weight'}, .*\.b': set\(\)}",
+    ),
     (
         ['dataset.parts={a: {weight: 1}, b: {weight: 2, epochs: 1}}'],
-        "'b': {'epochs', 'weight'}|'b': {'weight', 'epochs'}",
+        r"\.b': {'epochs', 'weight'}|\.b': {'weight', 'epochs'}",
     ),
-    (['dataset.parts={a: {loss_share: 0.3}, b: {weight: 1}}'], "'a': {'loss_share'}, 'b': {'weight'}"),
+    (['dataset.parts={a: {loss_share: 0.3}, b: {weight: 1}}'], r"\.a': {'loss_share'}, .*\.b': {'weight'}"),
     (['dataset.parts={a: {loss_share: 0.3}, b: {loss_share: 0.6}}'], '`loss_share` .* add up to 1, got: 0.9'),
     (['dataset.parts={a: {loss_share: 1}}', 'dataset.loss_shares_by=weights'], 'needs a `loss_share`.*column'),
     (['dataset.parts={a: {loss_share: 1}}', 'dataset.loss_shares_by=luck'], '`dataset.loss_shares_by` must be .*luck'),

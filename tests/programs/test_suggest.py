@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -38,15 +39,18 @@ def random_sizes(num_samples: int, *, variation: float, longest: int = 1000) -> 
 def test_too_large_samples_are_named(monkeypatch):
     """The report has more warnings: smaller microbatches would have less padding with such a `width_multiple`."""
     monkeypatch.setattr(suggest.dist, 'get_world_size', lambda: 4)
+    monkeypatch.setattr(suggest.dist, 'all_gather_object', lambda value: [value])
     monkeypatch.setattr(suggest, 'memory_of_run', lambda *arguments: memory_model())
     options = {
         'loader.global_batch_size': 128,
         'microbatching.width_multiple': 64,
         'microbatching.slot_tokens': 1000,
+        'microbatching.device_memory_gib': 16,
     }
     table = random_sizes(4001, variation=0.7, longest=20_000)
+    source = SimpleNamespace(config=config_of(options), measure=lambda *arguments: table)
     with pytest.raises(ConfigError, match='1 samples do not fit even alone') as raised:
-        suggest._suggestion(config_of(options), [], None, table, 16.0)
+        suggest.suggested_microbatch(source, [], None)
     assert 'sample 4000' in str(raised.value)
 
 
