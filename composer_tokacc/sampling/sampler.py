@@ -207,6 +207,7 @@ class RegroupingBatchSampler(DistributedSampler):
         """Samples of a global batch: of the largest one with a schedule, on average with `global_batch_tokens`."""
         if loss_shares is not None:
             check_kind('loss_shares', loss_shares, LossShares)
+            checked_table('loss_shares', loss_shares.loss_tokens, num_samples)
             check_sizes_of_datasets('loss_shares', loss_shares.sizes, dataset, num_samples)
         self.loss_shares = loss_shares
         # The place of the run.
