@@ -35,7 +35,7 @@ PUBLIC_IN_SPITE_OF_UNDERSCORE = {'_replace', '_fields', '_exit'}
 """Names of named tuples and of ``os``."""
 
 
-NEEDED_BY_COMPOSER = [(module, name) for module, names in compat._NEEDED_BY_COMPOSER.items() for name in names]
+NEEDED_BY_COMPOSER = [tuple(path.rsplit('.', 1)) for path in compat._NEEDED_BY_COMPOSER]
 
 
 def private_imports_from_torch(path):
@@ -74,9 +74,9 @@ import importlib, sys
 # Loaded first, because torch itself needs the names for these.
 import composer, torch.distributed.checkpoint.state_dict, torch.distributed.fsdp
 from composer_tokacc import compat
-for module, names in compat._NEEDED_BY_COMPOSER.items():
-    for name in names:
-        delattr(importlib.import_module(module), name)
+for path in compat._NEEDED_BY_COMPOSER:
+    module, _, name = path.rpartition('.')
+    delattr(importlib.import_module(module), name)
 class Dropped:
     def find_spec(self, name, *_):
         if name.startswith('torch.distributed._tensor'):
