@@ -108,14 +108,12 @@ class SourceLedger:
         Args:
             sums_of_ranks: The result of :meth:`sums_of_rank` on each rank.
         """
-        totals_by_source: dict[str, SourceSums] = {}
+        all_sums: list[tuple[str, SourceSums]] = []
         for rank_sums in sums_of_ranks:
-            for source, sums in rank_sums.items():
-                earlier = totals_by_source.get(source, SourceSums())
-                totals_by_source[source] = earlier.plus(sums)
+            all_sums += rank_sums.items()
         totals = dict.fromkeys(self._names.values(), SourceSums())
         # Sorted, so that names do not depend on the order of the rows. A resumed run has another order.
-        for source, sums in sorted(totals_by_source.items()):
+        for source, sums in sorted(all_sums):
             name = self._name_of(source)
             earlier = totals.get(name, SourceSums())
             totals[name] = earlier.plus(sums)
