@@ -120,10 +120,9 @@ def batch_at_logits(batch: Batch, logits: torch.Tensor, rule: str, num_labels: i
     shape = logits.shape[:2]
     if shape == labels.shape:
         return BatchAtLogits(batch, None)
-    num_added = 0 if rule == 'unshifted' else 1  # see LabelledPositions
-    if shape != (1, num_labels + num_added):
-        return None
     positions = LabelledPositions.from_batch(batch, rule, num_labels)
+    if shape != positions.shape:
+        return None
     selected: dict[str, Any] = {'labels': positions.select_labels(labels, IGNORE_INDEX)}
     weights = batch.get(LOSS_WEIGHTS)
     # If tokens have no weights, the dataset may still have a column of this name, perhaps of one number for each row.

@@ -20,7 +20,7 @@ import torch
 
 from composer_tokacc.batch import Batch, labels_of
 from composer_tokacc.checks.logits import logits_of, token_losses_at
-from composer_tokacc.labelled import LabelledPositions, batch_at_logits
+from composer_tokacc.labelled import LabelledPositions
 from composer_tokacc.monitor.step_counts import rows_with_positions
 from composer_tokacc.row_counts import RowCounts, row_counts_of
 
@@ -156,19 +156,18 @@ def _token_losses(batch: Batch, outputs: Any, num_tokens: int) -> torch.Tensor |
     if logits is None:
         return None
     rule = row_counts_of(batch)[0].rule
-    at_logits = batch_at_logits(batch, logits, rule, num_tokens)
-    if at_logits is None:
-        return None
-    positions = at_logits.positions
-    if positions is None:
+    labels = labels_of(batch)
+    positions = LabelledPositions.from_batch(batch, rule, num_tokens)
+    if logits.shape[:2] == labels.shape:
         # There are logits at all positions, and those of a token are at the position that predicts it. The last entry
         # may be the added position, which predicts no token, see LabelledPositions.
-        positions = LabelledPositions.from_batch(batch, rule, num_tokens)
         places = positions.of_logits[:num_tokens]
-    else:
+    elif logits.shape[:2] == positions.shape:
         # There are logits only of tokens, in their order, and perhaps of the added position behind them.
         places = torch.arange(num_tokens, device=logits.device)
-    targets = labels_of(batch).flatten()[positions.of_labels]
+    else:
+        return None
+    targets = labels.flatten()[positions.of_labels]
     return token_losses_at(logits, places, targets)
 
 
