@@ -185,9 +185,12 @@ class LabelSelector:
         self._positions: LabelledPositions | None = None  # None: it computes all logits
         self._labels_shape = torch.Size()
         self._num_calls = 0  # of the output embedding
-        # The positions of each forward, by its hidden states. It is for a backward that computes the output embedding
-        # again, because a checkpoint is around it.
-        self._positions_at = WeakTensorKeyDictionary()
+        self._is_recomputed = False  # whether a backward runs this forward, because a checkpoint is around the model
+        self._has_graph = False  # whether it will have a backward
+        # For a backward that computes the output embedding again, because a checkpoint is around it.
+        self._positions_at = WeakTensorKeyDictionary()  # the positions of a forward, by its hidden states
+        self._last_positions: LabelledPositions | None = None  # the positions of the last forward with gradients
+        self._num_open_forwards = 0  # forwards with gradients since the last such backward
         self.num_head_calls = 0
         """Calls of the output embedding in the last forward that computed all logits.
 
@@ -234,6 +237,8 @@ class LabelSelector:
         """
         # The last forward may have raised before _check_selected(), which resets the positions.
         self._positions = None
+        self._is_recomputed = is_in_backward()
+        self._has_graph = torch.is_grad_enabled()
         self._num_calls = 0
         num_labels = self._num_labels
         self._num_labels = None
@@ -260,16 +265,9 @@ class LabelSelector:
         if not args:
             return None  # given by name. If labels were selected, their number does not fit the logits
         hidden_states = args[0]
-        if is_in_backward():
-            # Activation checkpointing computes the output embedding again. It keeps the tensor that it got, which tells
-            # the forward. This need not be the last one, because a loss may be the sum of the losses of several.
-            if hidden_states not in self._positions_at:
-                raise NotExactError(
-                    'With logits at labels, a checkpoint must begin at the output embedding or end before it, got: '
-                    'one that makes the hidden states of the output embedding again. Leave the output embedding out '
-                    'of the checkpoint, or compute all logits (docs/errors.md#logits-at-labels).'
-                )
-            positions = self._positions_at[hidden_states]
+        if is_in_backward() and not self._is_recomputed:
+            # Activation checkpointing of the output embedding computes this part of a forward again.
+            positions = self._positions_of_earlier(hidden_states)
         else:
             positions = self._positions
             if positions is not None and hidden_states.shape[:2] != self._labels_shape:
@@ -283,6 +281,25 @@ class LabelSelector:
             return None
         return (positions.select(hidden_states), *args[1:])
 
+    def _positions_of_earlier(self, hidden_states: torch.Tensor) -> LabelledPositions | None:
+        """Returns where an earlier forward computed logits; None: at every position.
+
+        It need not be the last forward, because a loss may be the sum of the losses of several forwards. A checkpoint
+        keeps the tensor that it got, which tells the forward. If the checkpoint begins before the hidden states (a norm
+        is in it), they are another tensor. Then it must be the last forward.
+        """
+        num_forwards = self._num_open_forwards
+        self._num_open_forwards = 0
+        if hidden_states in self._positions_at:
+            return self._positions_at[hidden_states]
+        if num_forwards > 1:
+            raise NotExactError(
+                'With logits at labels, and a checkpoint around the output embedding, each forward must have its '
+                f'backward before the next forward, got: {num_forwards} forwards before a backward. Leave the output '
+                'embedding out of the checkpoint (docs/errors.md#logits-at-labels).'
+            )
+        return self._last_positions
+
     def _check_selected(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         """Hook after the model: ends a forward.
 
@@ -290,6 +307,11 @@ class LabelSelector:
         """
         positions = self._positions
         self._positions = None
+        if self._has_graph:
+            self._last_positions = positions
+            if not self._is_recomputed:
+                self._num_open_forwards += 1
+        self._is_recomputed = False
         if positions is None:
             self.num_head_calls = self._num_calls
         elif self._num_calls != 1:

@@ -755,21 +755,25 @@ def test_checkpointed_head_of_several_forwards(has_frozen_body):
 
 
 def test_checkpoint_begins_before_the_head():
-    """Then nothing tells which forward is computed again, so the backward is refused."""
+    """Then nothing tells which forward is computed again, so it must be the last one."""
     model = CheckpointedNormAndHead(checkpointed_head().config)
     batch, other_batch = [without_sample_ids(batch_of(shape=shape)) for shape in TWO_SHAPES]
+    expected = gradients_of(model, model(**batch).loss)
     with LogitsAtLabels(model):
         loss = model(**batch).loss
         with torch.no_grad():
             model(**other_batch)
-        with pytest.raises(RuntimeError, match='a checkpoint must begin at the output embedding'):
-            loss.backward()
+        assert relative_error(gradients_of(model, loss), expected) < TOLERANCE
+        losses = [model(**batch).loss, model(**other_batch).loss]
+        with pytest.raises(RuntimeError, match='got: 2 forwards before a backward'):
+            losses[0].backward()
 
 
+@pytest.mark.parametrize('model_class', [CheckpointedHead, CheckpointedNormAndHead])
 @pytest.mark.parametrize('has_frozen_body', [False, True])
-def test_forward_that_fails_before_a_backward(has_frozen_body):
+def test_forward_that_fails_before_a_backward(has_frozen_body, model_class):
     """It leaves nothing behind that the backward of an earlier forward would use."""
-    model = checkpointed_head()
+    model = model_class(checkpointed_head().config)
     batch, other_batch = [without_sample_ids(batch_of(shape=shape)) for shape in TWO_SHAPES]
     if has_frozen_body:
         model.model.requires_grad_(False)
