@@ -9,14 +9,11 @@ If a release of a host changes one, this is the only module that breaks. All of 
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -52,68 +49,6 @@ __all__ = [
     'tree_iter',
     'tree_map_only',
 ]
-
-_NEEDED_BY_COMPOSER = {
-    'torch._dynamo': ['OptimizedModule'],
-    'torch.amp.grad_scaler': ['_refresh_per_optimizer_state'],
-    'torch.distributed._shard.sharded_tensor': ['ShardedTensor'],
-    'torch.distributed._tensor': ['DTensor', 'DeviceMesh'],
-    'torch.distributed._tensor.device_mesh': ['DeviceMesh', 'init_device_mesh'],
-    'torch.distributed.algorithms._checkpoint.checkpoint_wrapper': [
-        'CheckpointImpl',
-        'apply_activation_checkpointing',
-        'checkpoint_wrapper',
-        'offload_wrapper',
-    ],
-    'torch.distributed.fsdp._common_utils': ['clean_tensor_name'],
-    'torch.distributed.fsdp._runtime_utils': ['_post_backward_final_callback'],
-    'torch.nn.common_types': ['_size_2_t'],
-    'torch.nn.modules.loss': ['_Loss'],
-    'torch.nn.modules.utils': ['_pair'],
-    'torch.profiler._memory_profiler': ['_CATEGORY_TO_COLORS', '_CATEGORY_TO_INDEX', 'MemoryProfileTimeline'],
-}
-"""Modules of torch, and the names that mosaicml 0.32 imports from each when it is imported itself. The module or the
-name is private."""
-
-_PUBLIC_MODULES = {
-    'torch.distributed._tensor': 'torch.distributed.tensor',
-    'torch.distributed._tensor.device_mesh': 'torch.distributed.device_mesh',
-}
-"""Public modules with the names of a private one."""
-
-
-def put_back_torch_names() -> None:
-    """Adds private names that a newer torch has dropped, so that Composer can be imported afterwards.
-
-    If the name is public in another module, it refers to the public object. Otherwise, for names of FSDP1 and of a
-    profiler, it is a class that raises when it is used.
-    """
-    for module_name, names in _NEEDED_BY_COMPOSER.items():
-        try:
-            module = importlib.import_module(module_name)
-        except ModuleNotFoundError:
-            module = ModuleType(module_name)
-            sys.modules[module_name] = module
-        for name in names:
-            if hasattr(module, name):
-                continue
-            if module_name in _PUBLIC_MODULES:
-                public_module = importlib.import_module(_PUBLIC_MODULES[module_name])
-                replacement = getattr(public_module, name)
-            else:
-                replacement = _missing_class(module_name, name)
-            setattr(module, name, replacement)
-
-
-def _missing_class(module_name: str, name: str) -> type:
-    """Returns a class that raises when an object of it is made."""
-
-    def use(*_: object, **__: object) -> None:
-        raise NotImplementedError(
-            f'This torch has no {module_name}.{name}, which Composer needs here: install an older torch.'
-        )
-
-    return type(name, (), {'__new__': use})
 
 
 def is_encoder_decoder(config: Any) -> bool:

@@ -200,17 +200,11 @@ def with_one_label(batch: Mapping[str, Any]) -> dict[str, Any]:
     is_attended = torch.ones_like(labels, dtype=torch.bool)
     if isinstance(mask, torch.Tensor) and mask.shape == labels.shape:  # loss_mask() reads no mask of another shape
         is_attended = mask != 0
-    is_behind_first_column = torch.ones_like(is_attended)
-    is_behind_first_column[:, :1] = False
-    follows_attended = torch.zeros_like(is_attended)
-    follows_attended[:, 1:] = is_attended[:, :-1]
     # 2 and 3: every rule counts a label here; 1: all but 'causal_attended' do; 0, in the first column: only 'unshifted'
-    # does. `argmax` returns the first of equals.
-    counts_by_every_rule = is_behind_first_column & is_attended
-    is_predicted_by_token = counts_by_every_rule & follows_attended
-    preference = is_behind_first_column.int() + counts_by_every_rule.int() + is_predicted_by_token.int()
-    best_place = preference.flatten().argmax()
-    places = torch.arange(labels.numel(), device=labels.device)
-    has_label = (places == best_place).view_as(labels)
-    with_label = labels.masked_fill(has_label, 0)
+    # does.
+    preference = torch.zeros_like(labels)
+    follows_attended = is_attended[:, :-1].int()
+    preference[:, 1:] = 1 + is_attended[:, 1:] * (1 + follows_attended)
+    best_place = preference.flatten().argmax()  # the first of equals
+    with_label = labels.flatten().index_fill(0, best_place, 0).view_as(labels)
     return {**batch, 'labels': with_label}

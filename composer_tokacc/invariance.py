@@ -363,7 +363,7 @@ class _UserStep:
 
     def check_reads_rows(self) -> None:
         """Raises ValueError if a step of one row of each rank has the gradient of a step of all rows; a collective."""
-        num_labelled = sum(any(_labels_by_rule(row)) for row in _joined(self.rows_by_rank))
+        num_labelled = sum(any(_labels_by_rule(row)) for row in joined(self.rows_by_rank))
         if num_labelled <= len(self.rows_by_rank):
             return  # each rank may have a single row with labels, and then both steps have the same gradient
         gradients_of_all = self._gradients_of([self._all_rows('right')])
@@ -384,7 +384,7 @@ class _UserStep:
         return _cloned(self.gradients(prepared_microbatches))
 
     def _all_rows(self, padding: str) -> BatchDict:
-        return self.layout.concat(_joined(self.rows_by_rank), padding_side=padding)
+        return self.layout.concat(joined(self.rows_by_rank), padding_side=padding)
 
     def _prepared(self, batch: Batch) -> BatchDict:
         """Returns a copy, with a dummy image if the model needs an image and the batch has none."""
@@ -428,13 +428,13 @@ def _rows_of_all_ranks(layout: BatchLayout | None, batches: Sequence[Batch]) -> 
     check_kind('layout', layout, BatchLayout)
     rows_by_rank = []
     for batches_of_rank in batches_by_rank:
-        rows = _single_rows(layout, batches_of_rank)
+        rows = single_rows(layout, batches_of_rank)
         rows_by_rank.append(rows)
     _check_numbers_of_labels(rows_by_rank)
     return layout, rows_by_rank
 
 
-def _single_rows(layout: BatchLayout, batches: Sequence[Batch]) -> SingleRows:
+def single_rows(layout: BatchLayout, batches: Sequence[Batch]) -> SingleRows:
     """Returns the rows of some batches, each without its padding."""
     rows = []
     for batch in batches:
@@ -450,7 +450,7 @@ def _check_numbers_of_labels(rows_by_rank: list[SingleRows]) -> None:
     A mean over microbatches is wrong only if rows have different numbers of labels, and a mean over ranks only if ranks
     have. So with equal numbers, a wrong trainer would pass.
     """
-    labels_of_rows = torch.tensor([_labels_by_rule(row) for row in _joined(rows_by_rank)])  # (rows, rules)
+    labels_of_rows = torch.tensor([_labels_by_rule(row) for row in joined(rows_by_rank)])  # (rows, rules)
     num_ranks = len(rows_by_rank)
     labels_of_ranks = labels_of_rows.view(num_ranks, -1, len(RULES_TO_COUNT)).sum(dim=1)  # (ranks, rules)
     for holders, num_labels in (('rows', labels_of_rows), ('ranks', labels_of_ranks)):
@@ -468,7 +468,8 @@ def _labels_by_rule(row: Batch) -> list[int]:
     return [int(loss_mask(row, rule).sum()) for rule in RULES_TO_COUNT]
 
 
-def _joined(rows_by_rank: list[SingleRows]) -> SingleRows:
+def joined(rows_by_rank: Sequence[SingleRows]) -> SingleRows:
+    """Returns the rows of all ranks in one list."""
     return list(chain.from_iterable(rows_by_rank))
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -120,8 +121,9 @@ def verify_isolation(
     if isinstance(inputs.get('input_ids'), torch.Tensor):
         reserved = _reserved_ids(getattr(outermost, 'config', None))
         num_embeddings = getattr(embedding, 'num_embeddings', 0)
+        replacements = _replacements(inputs['input_ids'], documents_of_rows, reserved, num_embeddings)
         # A leak that both functions find keeps the size of the gradient.
-        leaks = _leaks_of_ids(model, inputs, documents_of_rows, reserved, num_embeddings) | leaks
+        leaks = _leaks_of_ids(model, inputs, documents_of_rows, replacements) | leaks
     sorted_leaks = [(*place, leaks[place]) for place in sorted(leaks)]
     return IsolationReport(leaks=tuple(sorted_leaks))
 
@@ -200,19 +202,17 @@ def _leaks_of_ids(
     model: torch.nn.Module,
     inputs: Batch,
     documents: Sequence[_Document],
-    reserved: set[int],
-    num_embeddings: int,
+    replacements: Sequence[torch.Tensor],
 ) -> Leaks:
     """Finds documents whose logits change if another document gets other ids. The size is the relative change.
 
-    Several other ids are tried, and the largest change counts. Changes within round-off are left out.
+    The largest change counts. Changes within round-off are left out.
 
     Args:
         model: The model.
         inputs: The batch as it is.
         documents: The documents of all rows.
-        reserved: Ids with a special meaning.
-        num_embeddings: The size of the vocabulary, or 0 if it is not known.
+        replacements: Other ids of the whole batch, of which a document gets its part, see :func:`_replacements`.
     """
     expected = _logits(model, inputs)
     tolerance = tolerance_of(expected.dtype)
@@ -224,8 +224,10 @@ def _leaks_of_ids(
             'Switch off what is random or counts its forwards.'
         )
     leaks: Leaks = {}
-    for source, ids in _with_other_ids(inputs['input_ids'], documents, reserved, num_embeddings):
-        logits = _logits(model, {**inputs, 'input_ids': ids})
+    ids = inputs['input_ids']
+    for source, replacement in product(documents, replacements):
+        changed_ids = torch.where(source.positions.to(ids.device), replacement, ids)
+        logits = _logits(model, {**inputs, 'input_ids': changed_ids})
         for reader in _others(source, documents):
             change = relative_difference(expected[reader.positions], logits[reader.positions])
             if not change <= tolerance:
@@ -248,13 +250,18 @@ def _logits(model: torch.nn.Module, inputs: Batch) -> torch.Tensor:
     return logits
 
 
-def _with_other_ids(
+def _replacements(
     ids: torch.Tensor,
     documents: Sequence[_Document],
     reserved: set[int],
     num_embeddings: int,
-) -> Iterator[tuple[_Document, torch.Tensor]]:
-    """Yields each document, several times, with a copy of ``ids`` in which only this document has other ids.
+) -> list[torch.Tensor]:
+    """Returns several versions of a batch with other ids, because models leak in different ways.
+
+    In the first version each ordinary id becomes the next one, so every token differs. In the others all ids are the
+    same, so all tokens choose the same experts. If experts have a capacity, these overflow, and drop tokens of other
+    documents. Which experts overflow depends on the id, so several ids are tried. There is no version if there are
+    fewer than two ordinary ids.
 
     Reserved ids are neither replaced nor inserted. They may tell the model where documents and padding end, and there
     must be one placeholder for each image feature. So a change of reserved ids could change the other documents,
@@ -276,35 +283,16 @@ def _with_other_ids(
     ordinary_ids = set().union(*texts) - reserved
     if len(ordinary_ids) < 2:
         ordinary_ids = set(range(num_embeddings)) - reserved
+    if len(ordinary_ids) < 2:
+        return []
     ordinary = ids.new_tensor(sorted(ordinary_ids))
-    if len(ordinary) < 2:
-        return
-    is_reserved = torch.isin(ids, ids.new_tensor(sorted(reserved)))
-    replacements = _replacements(ids, ordinary)
-    for document in documents:
-        is_changed = document.positions.to(ids.device) & ~is_reserved
-        for other_ids in replacements:
-            yield document, torch.where(is_changed, other_ids, ids)
-
-
-def _replacements(ids: torch.Tensor, ordinary: torch.Tensor) -> list[torch.Tensor]:
-    """Returns several versions of a batch with other ids, because models leak in different ways.
-
-    In the first version each ordinary id becomes the next one, so every token differs. In the others all ids are the
-    same, so all tokens choose the same experts. If experts have a capacity, these overflow, and drop tokens of other
-    documents. Which experts overflow depends on the id, so several ids are tried. Reserved ids are replaced as well,
-    but the caller puts them back.
-
-    Args:
-        ids: ``input_ids`` of the batch, ``(rows, width)``.
-        ordinary: The ids that may be inserted, at least two, in ascending order.
-    """
     last = len(ordinary) - 1
     places = torch.searchsorted(ordinary, ids).clamp(max=last)
     next_places = (places + 1) % len(ordinary)
-    replacements = [ordinary[next_places]]
-    for place in (0, last // 2, last):
-        replacements.append(ordinary[place].expand_as(ids))
+    is_reserved = torch.isin(ids, ids.new_tensor(sorted(reserved)))
+    replacements = []
+    for other_ids in (ordinary[next_places], ordinary[0], ordinary[last // 2], ordinary[last]):
+        replacements.append(torch.where(is_reserved, ids, other_ids))
     return replacements
 
 

@@ -62,17 +62,13 @@ class LabelledPositions:
             num_labels: The number of labels that count. Tokens were counted on the CPU, so it is known.
         """
         running_count = loss_mask(batch, rule).flatten().cumsum(dim=0)
-        # The places of all labels, and of one more, which does not exist. For it, _first_places() returns the number of
-        # positions. So `places - 1` ends with the last position of the batch. This is the added position, which
-        # predicts no label.
-        ordinals = range(1, num_labels + 2)
-        places = _first_places(running_count, ordinals)
-        last = len(running_count) - 1
-        of_labels = places[:-1].clamp(max=last)  # places_of() says why
+        of_labels = places_of(running_count, range(1, num_labels + 1))
         if rule == 'unshifted':
             return cls(of_labels, of_labels, shifts_labels=False)
-        # The position before a label is in the same row, because these rules count no label in column 0.
-        return cls(of_labels, places - 1, shifts_labels=True)
+        # The position before a label is in the same row, because these rules count no label in column 0. The last
+        # position of the batch is added, because it predicts no label.
+        of_logits = F.pad(of_labels - 1, (0, 1), value=len(running_count) - 1)
+        return cls(of_labels, of_logits, shifts_labels=True)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -124,10 +120,9 @@ def batch_at_logits(batch: Batch, logits: torch.Tensor, rule: str, num_labels: i
     shape = logits.shape[:2]
     if shape == labels.shape:
         return BatchAtLogits(batch, None)
-    num_added = 0 if rule == 'unshifted' else 1  # see LabelledPositions
-    if shape != (1, num_labels + num_added):
-        return None
     positions = LabelledPositions.from_batch(batch, rule, num_labels)
+    if shape != positions.shape:
+        return None
     selected: dict[str, Any] = {'labels': positions.select_labels(labels, IGNORE_INDEX)}
     weights = batch.get(LOSS_WEIGHTS)
     # If tokens have no weights, the dataset may still have a column of this name, perhaps of one number for each row.
@@ -147,15 +142,9 @@ def places_of(running_count: torch.Tensor, ordinals: range) -> torch.Tensor:
         running_count: Number of Trues up to each entry of the mask, int64 ``(n,)``.
         ordinals: The values of k. The first True has the number 1.
     """
-    last = len(running_count) - 1
-    places = _first_places(running_count, ordinals)
-    return places.clamp_(max=last)
-
-
-def _first_places(running_count: torch.Tensor, ordinals: range) -> torch.Tensor:
-    """Returns for each k the first index at which the running count reaches k; ``len(running_count)`` if none does."""
     ks = torch.arange(ordinals.start, ordinals.stop, ordinals.step, device=running_count.device)
-    return torch.searchsorted(running_count, ks)
+    places = torch.searchsorted(running_count, ks)  # the first index at which the running count reaches k
+    return places.clamp_(max=len(running_count) - 1)
 
 
 class LabelSelector:

@@ -54,7 +54,9 @@ from composer_tokacc.invariance import (
     StepCut,
     compare_cuts,
     groups_of,
+    joined,
     relative_error,
+    single_rows,
 )
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.layout.layout import with_masks
@@ -152,7 +154,11 @@ def verify(config: TrainConfig, *, max_rows: int = 8, tolerance: float = 1e-6) -
             forward over the rows of all ranks. If a rank has fewer rows, all ranks take as many as that rank has.
         tolerance: Largest relative error that is taken for round-off.
     """
-    _check_weights_tokens(config)
+    if not weights_tokens(config):
+        raise NotExactError(
+            'The run must weight its microbatches by their tokens, got: no `token_accumulation` in `algorithms`, so '
+            'Composer weights them by their samples. Add it: `algorithms.token_accumulation={}`.'
+        )
     run = _VerifiedRun(config, max_rows)
     report = compare_cuts(SIDES, run.whole_step, run.cuts, tolerance=tolerance)
     if report.is_exact:
@@ -169,16 +175,6 @@ def verify(config: TrainConfig, *, max_rows: int = 8, tolerance: float = 1e-6) -
     return report
 
 
-def _check_weights_tokens(config: TrainConfig) -> None:
-    """Raises NotExactError if the run leaves the weights of its microbatches to stock Composer."""
-    if weights_tokens(config):
-        return
-    raise NotExactError(
-        'The run must weight its microbatches by their tokens, got: no `token_accumulation` in `algorithms`, so '
-        'Composer weights them by their samples. Add it: `algorithms.token_accumulation={}`.'
-    )
-
-
 class _VerifiedRun:
     """A run's model in float32, rows of its first batch, and the options of its TokenAccumulation.
 
@@ -186,6 +182,7 @@ class _VerifiedRun:
     """
 
     def __init__(self, config: TrainConfig, max_rows: int) -> None:
+        self.config = config
         # In float32, because the round-off of a shorter type would hide an error.
         model_section = replace(config.model, dtype='float32')
         self.parts = build_parts(replace(config, model=model_section))
@@ -198,23 +195,14 @@ class _VerifiedRun:
         first_batch = next(iter(self.parts.train_loader.dataloader))
         self.rows = _rows(first_batch, self.layout, max_rows)
         """Single rows of this rank."""
-        self.rows_of_all_ranks: list[dict[str, Any]] = []
-        for rows_of_rank in dist.all_gather_object(self.rows):
-            self.rows_of_all_ranks += rows_of_rank
+        self.rows_of_all_ranks = joined(dist.all_gather_object(self.rows))
         if len(self.rows_of_all_ranks) < 2:
             raise ConfigError(
                 'loader.global_batch_size',
                 f'and --rows must leave rows to cut apart, got: {len(self.rows_of_all_ranks)}',
             )
-        self.build_algorithm = partial(build_token_accumulation, config)
-        """Builds the run's own TokenAccumulation, a new one for each step; None without it."""
-        algorithm = self.build_algorithm() or TokenAccumulation()
+        algorithm = build_token_accumulation(config) or TokenAccumulation()
         self.options = algorithm.options
-        self.uses_composers_flag = uses_composers_flag(config)
-        """Whether Composer itself weights the microbatches. It replaces TokenAccumulation, which expects weights by
-        samples."""
-        self.loss_tokens = config.microbatching.loss_tokens
-        """The rule by which the data spec counts loss tokens. Only used with Composer's flag."""
         self.has_router_loss = False
         """Whether the model has returned a load-balancing loss of a router."""
         self.loss_rule = ''
@@ -309,19 +297,20 @@ class _VerifiedRun:
 
     def _our_gradients(self, batch: dict[str, Any], size: int, *, regroup: bool) -> Gradients:
         """Trains one step with this package, on microbatches of at most as many tokens as ``size`` padded rows."""
-        # With Composer's flag the data spec counts loss tokens by the model's loss rule. TokenAccumulation does so
-        # itself.
-        counted_model = self.parts.model if self.uses_composers_flag else None
+        # With Composer's flag Composer itself weights the microbatches, and the data spec counts loss tokens by the
+        # model's loss rule. TokenAccumulation counts them itself.
+        uses_flag = uses_composers_flag(self.config)
+        counted_model = self.parts.model if uses_flag else None
         data = token_data_spec(
             [dict(batch)],
             layout=self.layout,
             regroup=regroup,
             model=counted_model,
-            loss_tokens=self.loss_tokens,
+            loss_tokens=self.config.microbatching.loss_tokens,
         )
         # A run with Composer's flag has no TokenAccumulation.
-        algorithm = self.build_algorithm() or UnusedParameters()
-        return self._trained_gradients(data, size, algorithm, uses_flag=self.uses_composers_flag)
+        algorithm = build_token_accumulation(self.config) or UnusedParameters()
+        return self._trained_gradients(data, size, algorithm, uses_flag=uses_flag)
 
     def _trained_gradients(
         self,
@@ -362,12 +351,11 @@ def _rows(batch: Batch, layout: BatchLayout, max_rows: int) -> list[dict[str, An
     If a global batch has fewer samples than ranks, the loader gives some ranks a copy of a sample, without labels. The
     row counts of the copy say 0 samples. Here all row counts are dropped, so the copy is a row like any other.
     """
-    num_rows = layout.num_rows(batch)
-    num_chosen = min(max_rows, *dist.all_gather_object(num_rows))
+    rows = single_rows(layout, [batch])
+    num_chosen = min(max_rows, *dist.all_gather_object(len(rows)))
     # Evenly spread, because rows of similar length lie next to each other in a planned batch.
-    places = torch.linspace(0, num_rows - 1, num_chosen).tolist()
-    groups = [[round(place)] for place in places]
-    return [without_row_counts(layout.trim(row)) for row in layout.split(batch, groups)]
+    places = torch.linspace(0, len(rows) - 1, num_chosen).tolist()
+    return [without_row_counts(rows[round(place)]) for place in places]
 
 
 class UnusedParameters(Algorithm):

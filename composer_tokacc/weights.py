@@ -135,8 +135,8 @@ def _weights_in(batch: Batch, counted: Tensor) -> Tensor:
     # Zeros are read from `column`, and so is the weight in the error. In float32 a weight may become 0 or inf.
     is_bad = counted & ~((column == 0) | is_in_range)
     if bool(is_bad.any()):
-        row = int(is_bad.any(dim=1).int().argmax())
-        first_bad = column[row][is_bad[row]][0].item()
+        row, place = is_bad.nonzero()[0].tolist()
+        first_bad = column[row, place].item()
         raise InvalidInputError(
             f'`{LOSS_WEIGHTS}` must be 0, or from {MIN_LOSS_WEIGHT} to {MAX_LOSS_WEIGHT}, got: {first_bad} for '
             f'{sample_name(batch, row)} (nan: the sample has no weight). Correct it (0 instead of a smaller weight), '

@@ -6,13 +6,8 @@
 from __future__ import annotations
 
 import ast
-import subprocess
-import sys
-from importlib import import_module
-from pathlib import Path
 from unittest import mock
 
-import composer
 import numba
 import numpy as np
 import pytest
@@ -28,86 +23,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from composer_tokacc import compat
 from composer_tokacc.planning.compiled import compiled
-from tests.support.launch import ROOT, environment
+from tests.support.launch import ROOT
 from tests.support.process_group import group_of_one_rank
 
 PUBLIC_IN_SPITE_OF_UNDERSCORE = {'_replace', '_fields', '_exit'}
 """Names of named tuples and of ``os``."""
-
-
-NEEDED_BY_COMPOSER = [(module, name) for module, names in compat._NEEDED_BY_COMPOSER.items() for name in names]
-
-
-def private_imports_from_torch(path):
-    """Returns (module, name) of each private name of torch that a file imports at its top.
-
-    Imports within functions are left out. If such a name is missing, only that function fails.
-    """
-    imports = []
-    for node in ast.parse(path.read_text()).body:
-        if not isinstance(node, ast.ImportFrom) or not (node.module or '').startswith('torch'):
-            continue
-        is_private_module = '._' in node.module
-        imports += [(node.module, alias.name) for alias in node.names if is_private_module or alias.name[0] == '_']
-    return imports
-
-
-def test_private_imports_of_composer_are_listed():
-    for path in Path(composer.__file__).parent.rglob('*.py'):
-        assert set(private_imports_from_torch(path)) <= set(NEEDED_BY_COMPOSER), path
-
-
-@pytest.mark.parametrize(('module_name', 'name'), NEEDED_BY_COMPOSER)
-def test_name_dropped_by_torch_is_replaced(module_name, name, monkeypatch):
-    module = import_module(module_name)
-    original = getattr(module, name)
-    monkeypatch.delattr(module, name)
-    compat.put_back_torch_names()
-    replacement = getattr(module, name)
-    if replacement is not original:
-        with pytest.raises(NotImplementedError, match=f'This torch has no {module_name}.{name}'):
-            replacement(1)
-
-
-WITHOUT_PRIVATE_NAMES = """
-import importlib, sys
-# Loaded first, because torch itself needs the names for these.
-import composer, torch.distributed.checkpoint.state_dict, torch.distributed.fsdp
-from composer_tokacc import compat
-for module, names in compat._NEEDED_BY_COMPOSER.items():
-    for name in names:
-        delattr(importlib.import_module(module), name)
-class Dropped:
-    def find_spec(self, name, *_):
-        if name.startswith('torch.distributed._tensor'):
-            raise ModuleNotFoundError(name)
-sys.meta_path.insert(0, Dropped())
-def forget(*packages):
-    for name in list(sys.modules):
-        if name.startswith(packages):
-            del sys.modules[name]
-forget('torch.distributed._tensor', 'composer.')
-del sys.modules['composer']
-try:
-    import composer
-except ModuleNotFoundError as error:
-    print('without replacements:', error)
-forget('composer.')
-compat.put_back_torch_names()
-import composer
-import pytest
-tests = ['tests/foreign/test_composers_suite.py', '-k', 'trains or bitwise']
-sys.exit(pytest.main(['-q', '-p', 'no:cacheprovider', *tests]))
-"""
-
-
-@pytest.mark.slow
-def test_composer_trains_without_torchs_private_names():
-    """Torch has dropped all of them. Without our replacements Composer cannot even be imported."""
-    command = [sys.executable, '-c', WITHOUT_PRIVATE_NAMES]
-    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
-    assert 'without replacements: torch.distributed._tensor' in done.stdout
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(

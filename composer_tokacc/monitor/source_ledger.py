@@ -20,7 +20,7 @@ import torch
 
 from composer_tokacc.batch import Batch, labels_of
 from composer_tokacc.checks.logits import logits_of, token_losses_at
-from composer_tokacc.labelled import LabelledPositions, batch_at_logits
+from composer_tokacc.labelled import LabelledPositions
 from composer_tokacc.monitor.step_counts import rows_with_positions
 from composer_tokacc.row_counts import RowCounts, row_counts_of
 
@@ -49,11 +49,9 @@ class SourceLedger:
     """Sums up the rows of a step by source, over all ranks. The ranks need not have the same sources."""
 
     def __init__(self) -> None:
-        self._names: dict[str, str] = {}
-        """Names in the log, by source: of the first ``MOST_SOURCES`` sources that any rank has seen. They are the
-        same on all ranks."""
-        self._has_others = False
-        """Whether any rank has seen more sources than these."""
+        self._names: dict[str | None, str] = {}
+        """Names in the log, by source: of the first ``MOST_SOURCES`` sources that any rank has seen. None stands for
+        all further sources. The names are the same on all ranks."""
         self.begin_attempt()
 
     def begin_attempt(self) -> None:
@@ -110,48 +108,38 @@ class SourceLedger:
         Args:
             sums_of_ranks: The result of :meth:`sums_of_rank` on each rank.
         """
-        totals_by_source: dict[str, SourceSums] = {}
+        all_sums: list[tuple[str, SourceSums]] = []
         for rank_sums in sums_of_ranks:
-            for source, sums in rank_sums.items():
-                earlier = totals_by_source.get(source, SourceSums())
-                totals_by_source[source] = earlier.plus(sums)
+            all_sums += rank_sums.items()
+        totals = dict.fromkeys(self._names.values(), SourceSums())
         # Sorted, so that names do not depend on the order of the rows. A resumed run has another order.
-        for source in sorted(totals_by_source):
-            self._add_name(source)
-        names = list(self._names.values())
-        if self._has_others and OTHERS not in names:
-            names.append(OTHERS)
-        totals = dict.fromkeys(names, SourceSums())
-        for source, sums in totals_by_source.items():
-            name = self._names.get(source, OTHERS)
-            totals[name] = totals[name].plus(sums)
+        for source, sums in sorted(all_sums):
+            name = self._name_of(source)
+            earlier = totals.get(name, SourceSums())
+            totals[name] = earlier.plus(sums)
         return totals
 
-    def _add_name(self, source: str) -> None:
-        """Gives a source a name in the log, unless it has one or there are too many."""
+    def _name_of(self, source: str) -> str:
+        """Returns the name of a source in the log, and adds it to the names. Warns once if there are too many."""
         if source in self._names:
-            return
+            return self._names[source]
         if len(self._names) >= MOST_SOURCES:
-            self._note_others()
-            return
+            if None not in self._names:
+                log.warning(
+                    'Rows have more than %d sources. The others are logged together, as `%s`. Let `source` name the '
+                    'file or the part of a mixture, or set TokenMonitor(sources=False).',
+                    MOST_SOURCES,
+                    OTHERS,
+                )
+            self._names[None] = OTHERS
+            return OTHERS
         name = _loggable(source)
         if name in self._names.values():
             # Another source has this name. For example, Chinese words of the same length all become underscores.
             checksum = zlib.crc32(source.encode())
             name = f'{name}_{checksum:08x}'
         self._names[source] = name
-
-    def _note_others(self) -> None:
-        """Notes that there are too many sources, and warns the first time."""
-        if self._has_others:
-            return
-        self._has_others = True
-        log.warning(
-            'Rows have more than %d sources. The others are logged together, as `%s`. Let `source` name the file '
-            'or the part of a mixture, or set TokenMonitor(sources=False).',
-            MOST_SOURCES,
-            OTHERS,
-        )
+        return name
 
 
 def _token_losses(batch: Batch, outputs: Any, num_tokens: int) -> torch.Tensor | None:
@@ -168,19 +156,18 @@ def _token_losses(batch: Batch, outputs: Any, num_tokens: int) -> torch.Tensor |
     if logits is None:
         return None
     rule = row_counts_of(batch)[0].rule
-    at_logits = batch_at_logits(batch, logits, rule, num_tokens)
-    if at_logits is None:
-        return None
-    positions = at_logits.positions
-    if positions is None:
+    labels = labels_of(batch)
+    positions = LabelledPositions.from_batch(batch, rule, num_tokens)
+    if logits.shape[:2] == labels.shape:
         # There are logits at all positions, and those of a token are at the position that predicts it. The last entry
         # may be the added position, which predicts no token, see LabelledPositions.
-        positions = LabelledPositions.from_batch(batch, rule, num_tokens)
         places = positions.of_logits[:num_tokens]
-    else:
+    elif logits.shape[:2] == positions.shape:
         # There are logits only of tokens, in their order, and perhaps of the added position behind them.
         places = torch.arange(num_tokens, device=logits.device)
-    targets = labels_of(batch).flatten()[positions.of_labels]
+    else:
+        return None
+    targets = labels.flatten()[positions.of_labels]
     return token_losses_at(logits, places, targets)
 
 

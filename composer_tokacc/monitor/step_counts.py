@@ -43,47 +43,36 @@ class StepCounts(NamedTuple):
     weighting_distance: float  # of the previous step, for `sample_weighting_error`; see _distance_of_weights()
 
 
-class BatchCounts(NamedTuple):
-    """Counts of a device batch, or of a microbatch. The fields have the meaning of :class:`StepCounts`."""
+class MicrobatchCounts(NamedTuple):
+    """Counts of a microbatch. The fields have the meaning of :class:`StepCounts`."""
 
     samples: int
-    real_tokens: int  # 0 in a microbatch whose tokens nobody has counted
     loss_tokens: int | torch.Tensor  # a tensor () if they were counted on the device
     positions: int
-    dummy_positions: int = 0  # only of a microbatch
+    dummy_positions: int
 
 
-def count_device_batch(batch: Batch, rule: str) -> BatchCounts:
+def count_device_batch(batch: Batch, rule: str) -> RowCounts:
     """Counts a device batch, which is still on the CPU. If nobody has counted its tokens, counts them by ``rule``."""
     rows = row_counts_of(batch) if is_counted(batch) else count_rows(batch, rule)
-    return _counts_of(batch, rows)
+    return summed(rows)
 
 
-def count_microbatch(batch: Batch, rule: str) -> BatchCounts:
+def count_microbatch(batch: Batch, rule: str) -> MicrobatchCounts:
     """Counts a microbatch without waiting for the device.
 
-    If nobody has counted its tokens, only the loss tokens are counted, by ``rule``, on the device.
+    If nobody has counted its loss tokens, they are counted by ``rule``, on the device.
     """
-    rows = row_counts_of(batch)  # their tokens are 0 if nobody has counted them
+    rows = row_counts_of(batch)
     dummy_positions = 0
     for row, row_positions in _unpacked(batch, rows):
         if row.samples == 0:  # a dummy row or a repeated sample
             dummy_positions += row_positions
-    counts = _counts_of(batch, rows)._replace(dummy_positions=dummy_positions)
-    if is_counted(batch):
-        return counts
-    return counts._replace(loss_tokens=loss_mask(batch, rule).sum())
-
-
-def _counts_of(batch: Batch, rows: Sequence[RowCounts]) -> BatchCounts:
-    """Adds up the counts of the rows of a batch."""
     counts = summed(rows)
-    return BatchCounts(
-        samples=counts.samples,
-        real_tokens=counts.real_tokens,
-        loss_tokens=counts.loss_tokens,
-        positions=num_positions(batch),
-    )
+    loss_tokens: int | torch.Tensor = counts.loss_tokens
+    if not is_counted(batch):
+        loss_tokens = loss_mask(batch, rule).sum()
+    return MicrobatchCounts(counts.samples, loss_tokens, num_positions(batch), dummy_positions)
 
 
 def num_positions(batch: Batch) -> int:

@@ -27,14 +27,16 @@ from composer_tokacc.layout import microbatches_of
 from composer_tokacc.model_structure import fsdp_units
 from composer_tokacc.monitor.source_ledger import SourceLedger, SourceSums
 from composer_tokacc.monitor.step_counts import (
-    BatchCounts,
+    MicrobatchCounts,
     StepCounts,
     count_device_batch,
     count_microbatch,
+    num_positions,
     rows_by_width,
 )
 from composer_tokacc.planning import check_choice
 from composer_tokacc.refusals import InvalidInputError
+from composer_tokacc.row_counts import RowCounts
 
 NUM_TIMED_STEPS = 200
 """Number of last steps whose seconds are kept. Two of them are above the 99th percentile."""
@@ -140,10 +142,11 @@ class TokenMonitor(Callback):
         # Counts of the present step. The batch is counted when it starts.
         self._wait_began = 0.0
         self._loader_seconds = 0.0
-        self._device_batch: BatchCounts
+        self._device_batch: RowCounts
+        self._device_batch_positions = 0
         self._media_flops = 0.0
         # Counts of the present attempt to compute the step. If it runs out of memory, Composer makes another one.
-        self._microbatches: list[BatchCounts] = []
+        self._microbatches: list[MicrobatchCounts] = []
         self._text_flops = 0.0
         self._ledger = SourceLedger()
 
@@ -167,6 +170,7 @@ class TokenMonitor(Callback):
     def batch_start(self, state: State, logger: Logger) -> None:
         """Counts the device batch: all rows of this rank, still on the CPU and not split."""
         self._device_batch = count_device_batch(state.batch, self.loss_tokens)
+        self._device_batch_positions = num_positions(state.batch)
         self._media_flops = 0.0
         if self.flops is not None:
             for microbatch in microbatches_of(state.batch):
@@ -235,8 +239,8 @@ class TokenMonitor(Callback):
         return StepCounts(
             samples=self._device_batch.samples,
             real_tokens=self._device_batch.real_tokens,
-            loss_tokens=float(self._device_batch.loss_tokens),
-            device_batch_positions=self._device_batch.positions,
+            loss_tokens=self._device_batch.loss_tokens,
+            device_batch_positions=self._device_batch_positions,
             positions=positions,
             dummy_positions=dummy_positions,
             microbatches=len(self._microbatches),
@@ -245,7 +249,7 @@ class TokenMonitor(Callback):
             device_flops=self._device_flops,
             loader_seconds=self._loader_seconds,
             peak_memory=torch.cuda.max_memory_allocated(),  # 0 without a GPU
-            gradient_square=self._norm.square_on_rank(),
+            gradient_square=float(self._norm.square_on_rank),
             weighting_distance=self._weighting_distance or 0.0,
         )
 
@@ -341,7 +345,7 @@ def _source_metrics(sources: Mapping[str, SourceSums], positions: float) -> dict
     return metrics
 
 
-def _distance_of_weights(microbatches: Sequence[BatchCounts], total: StepCounts) -> float:
+def _distance_of_weights(microbatches: Sequence[MicrobatchCounts], total: StepCounts) -> float:
     """Returns how far the sample weights of a step's microbatches are from their token weights, on this rank.
 
     The sample weight of a microbatch is its share of the samples of all ranks, and its token weight is its share of the
@@ -377,15 +381,18 @@ class GradientNorm(Algorithm):
     """
 
     def __init__(self) -> None:
-        self._norms: dict[int, torch.Tensor] = {}
-        """Norms of the parts of the gradient that this rank holds, by the number of ranks that hold the same part."""
+        self.square_on_rank: torch.Tensor | float = 0.0
+        """This rank's share of the squared norm, on the device. The shares of all ranks add up to the squared norm.
+
+        If several ranks hold the same part of the gradient, each takes an equal share of that part. The share is 0 on a
+        rank that FSDP1 gives only frozen parameters."""
 
     def match(self, event: Event, state: State) -> bool:
         """Returns True at the event before the optimizer's step. Composer has unscaled the gradients by then."""
         return event == Event.AFTER_TRAIN_BATCH
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
-        """Computes the norms on the device, without waiting for it."""
+        """Computes the share of this rank on the device, without waiting for it."""
         shards_of_fsdp1 = _shards_of_fsdp1(state.model)
         # The part of each gradient that this rank holds, grouped by the number of ranks that hold the same part.
         gradients: dict[int, list[torch.Tensor]] = {}
@@ -401,20 +408,10 @@ class GradientNorm(Algorithm):
                 gradient = gradient.coalesce().values()  # all other entries are 0
             num_copies = dist.get_world_size() // num_shards
             gradients.setdefault(num_copies, []).append(gradient)
-        self._norms = {}
+        self.square_on_rank = 0.0
         for num_copies, tensors in gradients.items():
-            self._norms[num_copies] = torch.nn.utils.get_total_norm(tensors)
-
-    def square_on_rank(self) -> float:
-        """Returns this rank's share of the squared norm. Waits for the device.
-
-        The shares of all ranks add up to the squared norm. If several ranks hold the same part of the gradient, each
-        takes an equal share of that part. The share is 0 on a rank that FSDP1 gives only frozen parameters.
-        """
-        square = 0.0
-        for num_copies, norm in self._norms.items():
-            square += float(norm) ** 2 / num_copies
-        return square
+            norm = torch.nn.utils.get_total_norm(tensors).double()
+            self.square_on_rank += norm**2 / num_copies
 
 
 def _shards_of_fsdp1(model: torch.nn.Module) -> dict[torch.nn.Parameter, int]:

@@ -53,9 +53,6 @@ def prepare(description: str | None, *, announces: bool = False) -> None:
     if announces:
         say('loading torch, Composer and Transformers ...')
     silence_harmless_warnings()
-    from composer_tokacc.compat import put_back_torch_names
-
-    put_back_torch_names()
 
 
 def command_line(description: str | None) -> argparse.ArgumentParser:
