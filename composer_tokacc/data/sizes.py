@@ -27,6 +27,7 @@ from composer_tokacc.batch import MODALITIES
 from composer_tokacc.counting import counted_tokens
 from composer_tokacc.data.chat_template import example_conversation
 from composer_tokacc.data.collator import check_samples
+from composer_tokacc.data.identity import check_keys_of_sample
 from composer_tokacc.data.records import BadSampleError, EncodedSample, Message
 
 ImageSizes = tuple[tuple[int, int], ...]
@@ -235,6 +236,7 @@ class SampleMeasurer:
 
     def measure(self, sample: EncodedSample) -> TableRow:
         """Returns the row of a sample."""
+        check_keys_of_sample(sample, 'input_ids', 'labels')
         check_samples([sample])
         is_image_token = torch.isin(sample['input_ids'], self.token_ids)
         has_loss = counted_tokens(sample, 'causal')
