@@ -162,7 +162,8 @@ class ControlTokenPolicy:
 def _pattern_of_control_tokens(tokenizer: Any, template_tokens: Iterable[str]) -> re.Pattern[str]:
     """Returns a pattern that finds every special token of the tokenizer, and every one of ``template_tokens``.
 
-    It also finds the tags ``<image>``, ``<video>`` and ``<audio>``, if they are in the vocabulary.
+    It also finds ``<image>``, ``<video>`` and ``<audio>`` if they are in the vocabulary. A model expects a medium at
+    such a token, even if it is a plain one.
     """
     tokens = {*template_tokens, *tokenizer.all_special_tokens}
     tokens.update(tokenizer.get_vocab().keys() & set(PLACEHOLDERS))
