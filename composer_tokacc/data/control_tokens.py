@@ -61,25 +61,28 @@ class ControlTokenPolicy:
     def check(self, record: Record) -> None:
         """Refuses a record with control tokens in its text (``refuse``), or warns of the first (``warn``).
 
-        With both options, refuses a text with a tag such as ``<image>`` that the tokenizer encodes as a medium's token.
+        Both options refuse a text with a tag such as ``<image>`` that is a token. With ``text`` nothing is checked,
+        because :meth:`hide` replaces all control tokens.
         """
         if self.option == 'text':
             return
         tokens = self._pattern.findall('\n'.join(record.texts))
-        if not tokens:
+        for token in tokens:
+            if token in PLACEHOLDERS:  # the model expects a medium at this token
+                raise record.error(
+                    f'`{token}` may stand only in turns of the user and of tools, because the tokenizer has this '
+                    'token. Take it out, or set control_tokens=text if it is a special token'
+                )
+        if not tokens or self._has_warned:
             return
-        # A tag such as `<image>` is refused with any option, because the model expects a medium at this token.
-        tags = set(tokens).intersection(PLACEHOLDERS)
-        token = min(tags, default=tokens[0])
-        error = record.error(f'has the control token {token} in its text. Take it out, or set control_tokens=text')
-        if tags or self.option == 'refuse':
+        error = record.error(f'has the control token {tokens[0]} in its text. Take it out, or set control_tokens=text')
+        if self.option == 'refuse':
             raise error
-        if not self._has_warned:
-            self._has_warned = True
-            log.warning(
-                '%s. It is encoded as a control token; later samples are not named.',
-                error,
-            )
+        self._has_warned = True
+        log.warning(
+            '%s. It is encoded as a control token; later samples are not named.',
+            error,
+        )
 
     def hide(self, message: Message) -> Message:
         """Returns a message with stand-ins for the control tokens in its texts.
@@ -159,7 +162,8 @@ class ControlTokenPolicy:
 def _pattern_of_control_tokens(tokenizer: Any, template_tokens: Iterable[str]) -> re.Pattern[str]:
     """Returns a pattern that finds every special token of the tokenizer, and every one of ``template_tokens``.
 
-    It also finds the tags ``<image>``, ``<video>`` and ``<audio>``, if they are in the vocabulary.
+    It also finds ``<image>``, ``<video>`` and ``<audio>`` if they are in the vocabulary. A model expects a medium at
+    such a token, even if it is a plain one.
     """
     tokens = {*template_tokens, *tokenizer.all_special_tokens}
     tokens.update(tokenizer.get_vocab().keys() & set(PLACEHOLDERS))

@@ -161,7 +161,7 @@ class FittingEncoder(ConversationEncoder):
                 length table, which may be older than the files. If the sample does not fit, the steps are found again.
         """
         encode = partial(self._encode_after, record, files)
-        is_measured = steps is None
+        are_steps_known = steps is not None
         steps = steps or 0
         sample = encode(steps, shapes_only=shapes_only)
         has_visual_media = record.count('image') + record.count('video') > 0
@@ -177,7 +177,7 @@ class FittingEncoder(ConversationEncoder):
                     raise
         if not self._fits(sample):
             raise record.error(self._refusal(record, sample))
-        if is_measured:
+        if not are_steps_known:
             sample[SHRINK_STEPS] = [steps]
         return sample
 

@@ -115,8 +115,8 @@ ROLES = {
 }
 """The role that ``Turn.role`` gets, by the name that a project writes."""
 ROLES_IN_ORDER = re.compile(r'user assistant( (user|tool( tool)*) assistant)*( user|( tool)*)')
-"""The roles of a conversation without its system turns, which may be anywhere. Results of tools may be in the place of
-a question. The last turn may be a question without an answer, which has no loss."""
+"""The roles of a conversation without its system turns, which may be anywhere. One or more results of tools may be in
+the place of a question. The last turns may be a question, or results, without an answer. They have no loss."""
 
 _NO_TOOLS = "because each model writes tools in its own way. Write the text of the model's template into the turns"
 _NO_PREFERENCES = 'because this is training on answers, not on preferences'

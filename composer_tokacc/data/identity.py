@@ -48,13 +48,21 @@ def identify_data(dataset: Any) -> str:
     for index in indices.tolist():
         try:
             sample = dataset[index]
-            if not hasattr(sample, 'keys') or 'input_ids' not in sample:
-                got = f'a {type(sample).__name__} without `input_ids`'
-                raise InvalidInputError(f'`dataset` must give samples with `input_ids` and `labels`, got: {got}.')
+            check_keys_of_sample(sample, 'input_ids')
             parts.append(np.asarray(sample['input_ids']).tolist())
         except BadSampleError as error:
             parts.append(str(error))
     return fingerprint(parts)
+
+
+def check_keys_of_sample(sample: Any, *keys: str) -> None:
+    """Raises ValueError unless a sample is a mapping with these keys (``input_ids``, ``labels`` or both)."""
+    missing = set(keys)
+    if hasattr(sample, 'keys'):
+        missing -= set(sample.keys())
+    if missing:
+        got = f'a {type(sample).__name__} without {sorted(missing)}'
+        raise InvalidInputError(f'`dataset` must give samples with `input_ids` and `labels`, got: {got}.')
 
 
 def identify_processor(processor: Any) -> str:

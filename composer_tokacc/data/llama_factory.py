@@ -29,7 +29,8 @@ are the same."""
 MEDIA_COLUMNS = ('images', 'videos', 'audios')
 """The columns of an entry that hold media."""
 COLUMNS = (*KEY_OF_COLUMN, 'history', 'system', *MEDIA_COLUMNS, *KEYS_OF_SYSTEM, *REFUSED_KEYS)
-"""The columns that an entry may name."""
+"""The columns that an entry may name. `formats.py` refuses most values of the last two groups. An entry may name such a
+column with null, so that it is ignored."""
 DEFAULT_COLUMNS = {
     'alpaca': {
         'prompt': 'instruction',
@@ -106,9 +107,9 @@ class DatasetEntry:
     def rename(self, data: JsonObject) -> JsonObject:
         """Returns a record with the keys that `formats.py` reads.
 
-        LLaMA-Factory ignores keys that no column of the entry names. Two kinds of them are kept here, so that
-        `formats.py` refuses them: keys that are not supported, and media, if the entry names no column of media. If a
-        key is null in the entry, such as ``"chosen": null``, it is ignored, too.
+        LLaMA-Factory ignores keys that no column of the entry names. Three kinds of them are kept here, so that
+        `formats.py` checks them: keys that are not supported, other names of ``system``, and media, if the entry names
+        no column of media. If a key is null in the entry, such as ``"chosen": null``, it is ignored, too.
         """
         record = {
             'id': data.get('id'),

@@ -5,8 +5,8 @@
 
 Headers are much faster, because no image is decoded. They are enough if the tokens and patches that images add to a
 sample depend only on the sizes of the images, and not on the text: `lengths.py` reads some samples to check that. The
-processor runs once in each process for each distinct list of sizes, with black images, and a fast tokenizer counts the
-tokens of all texts. A sample that cannot be measured in this way must be read.
+processor runs once for each distinct list of sizes, with black images, and a fast tokenizer counts the tokens of all
+texts. A sample that cannot be measured in this way must be read.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from functools import partial
-from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -28,6 +27,7 @@ from composer_tokacc.batch import MODALITIES
 from composer_tokacc.counting import counted_tokens
 from composer_tokacc.data.chat_template import example_conversation
 from composer_tokacc.data.collator import check_samples
+from composer_tokacc.data.identity import check_keys_of_sample
 from composer_tokacc.data.records import BadSampleError, EncodedSample, Message
 
 ImageSizes = tuple[tuple[int, int], ...]
@@ -203,6 +203,13 @@ def _patches_of(pixels: torch.Tensor, patch_size: int, image_sizes: Any) -> int:
     return num_tiles * (height // patch_size) * (width // patch_size)
 
 
+class TextRow(NamedTuple):
+    """The row of a sample's text, before the processor expands the placeholders, with the sizes of its images."""
+
+    row: TableRow
+    sizes: ImageSizes
+
+
 class AddedRow(NamedTuple):
     """The row that images add to the row of a text. An image of 576 tokens adds 575, because its placeholder is one."""
 
@@ -226,11 +233,10 @@ class SampleMeasurer:
         self.run = run
         self.token_ids = torch.tensor(image_token_ids(processor))
         self.patch_size = patch_size
-        self._added_rows: dict[ImageSizes, AddedRow | None] = {}
-        """The results of `_added_by` in this process, because calling the processor is expensive."""
 
     def measure(self, sample: EncodedSample) -> TableRow:
         """Returns the row of a sample."""
+        check_keys_of_sample(sample, 'input_ids', 'labels')
         check_samples([sample])
         is_image_token = torch.isin(sample['input_ids'], self.token_ids)
         has_loss = counted_tokens(sample, 'causal')
@@ -259,33 +265,39 @@ class SampleMeasurer:
         # For some processors, images of any size add the same row. Then one size can stand for all. If the processor
         # cannot encode any image, all rows here are None. Then samples with images get no row below, and are read.
         probe_rows = {self._added_by((size,)) for size in PROBE_SIZES}
-        measure_headers = partial(self._measure_headers, sizes_matter=len(probe_rows) > 1)
-        measured_rows = self.run(measure_headers, indices, batch_size=TEXTS_TOGETHER)
+        measure_texts = partial(self._measure_texts, sizes_matter=len(probe_rows) > 1)
+        measured_rows = []
+        for batch in self.run(measure_texts, indices, batch_size=TEXTS_TOGETHER):
+            measured_rows.extend(batch)
+        # The expensive part: one call of the processor for each distinct list of sizes.
+        distinct_sizes = sorted({measured.sizes for measured in measured_rows if isinstance(measured, TextRow)})
+        added_rows = self.run(self._added_by, distinct_sizes)
+        additions = dict(zip(distinct_sizes, added_rows, strict=True))
         rows: dict[int, TableRow] = {}
-        for index, row in zip(indices, chain.from_iterable(measured_rows), strict=True):
+        for index, row in zip(indices, measured_rows, strict=True):
+            if isinstance(row, TextRow):
+                row = self._add_images(row.row, additions[row.sizes])
             if row is not None:
                 rows[index] = row
         return rows
 
-    def _measure_headers(self, indices: Sequence[int], *, sizes_matter: bool) -> list[TableRow | None]:
-        """Returns the row of each sample. None if it must be read.
+    def _measure_texts(self, indices: Sequence[int], *, sizes_matter: bool) -> list[TextRow | TableRow | None]:
+        """Returns for each sample the row of its text, or its complete row if it has videos. None if it must be read.
 
         Args:
             indices: The samples.
             sizes_matter: False if an image of any size adds the same row. Then all images get the same size.
         """
-        rows: list[TableRow | None] = []
+        measured_rows: list[TextRow | TableRow | None] = []
         for index, result in zip(indices, self.dataset.unexpanded(indices), strict=True):
             if result is None:  # the sample has videos or audio, or is bad
-                rows.append(self._measure_videos(index))
+                measured_rows.append(self._measure_videos(index))
                 continue
             sample, sizes = result
             if not sizes_matter:
                 sizes = PROBE_SIZES[:1] * len(sizes)
-            if sizes not in self._added_rows:
-                self._added_rows[sizes] = self._added_by(sizes)
-            rows.append(self._add_images(self.measure(sample), self._added_rows[sizes]))
-        return rows
+            measured_rows.append(TextRow(self.measure(sample), sizes))
+        return measured_rows
 
     def _add_images(self, row: TableRow, added: AddedRow | None) -> TableRow | None:
         """Returns the row of a text with its images. None if the sample must be read."""

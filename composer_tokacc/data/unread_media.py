@@ -170,7 +170,7 @@ def _refusal(key: str, value: object, modality: str) -> str:
     if modality in ('', 'image'):
         for sign in _signs_in_key(key.removesuffix(NO_COLUMN), value):
             modality = sign.modality or modality
-    key_to_use = f'{modality or "image"}s'
+    key_to_use = f'{modality or "image"}s'  # takes one file or a list
     problem = (
         f'`{key[:60]}` looks like an image, a video or an audio, but this key is not read, got: {short_repr(value)}'
     )

@@ -637,9 +637,12 @@ def _turn_upright(frame: np.ndarray, matrix: bytes | None) -> np.ndarray:
     if matrix is None:
         return frame
     a, b, _, c, d = np.frombuffer(matrix, np.int32)[:5]
+    x_sign = a
+    y_sign = d
     if abs(b) > abs(a):  # a turn by 90 or 270 degrees: x is shown as y, and y as x
         frame = frame.swapaxes(0, 1)
-        a, d = c, b
-    horizontal_step = int(np.copysign(1, a))
-    vertical_step = int(np.copysign(1, d))
+        x_sign = c
+        y_sign = b
+    horizontal_step = -1 if x_sign < 0 else 1
+    vertical_step = -1 if y_sign < 0 else 1
     return frame[::vertical_step, ::horizontal_step]

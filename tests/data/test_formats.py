@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
+from tokenizers import AddedToken
 
 from composer_tokacc.data import BadSampleError, LlavaDataset
 from composer_tokacc.data.files import read_raw_records
@@ -630,10 +631,23 @@ def test_tags_in_answers_are_text(folder):
 
 def test_tag_in_answer_that_is_a_token(folder):
     path = write_json(folder, [about_red(messages=[QUESTION, assistant_turn('An <image>.')])])
-    with pytest.raises(BadSampleError, match='has the control token <image> in its text'):
+    with pytest.raises(BadSampleError, match='the tokenizer has this token'):
         LlavaDataset(path, small())
     dataset = LlavaDataset(path, small(), control_tokens='text')
     assert learned_text(dataset[0], dataset.encoder.tokenizer) == 'An <image>.<|end|>'
+
+
+def test_tag_in_answer_that_is_a_plain_token(folder):
+    """The tokenizer cannot write such a token as text, so the record is refused with every option."""
+    path = write_json(folder, [about_red(messages=[QUESTION, assistant_turn('A <video>.')])])
+    processor = small()
+    processor.tokenizer.add_tokens([AddedToken('<video>', special=False, normalized=False)])
+    for option in ('warn', 'refuse'):
+        with pytest.raises(BadSampleError, match='the tokenizer has this token'):
+            LlavaDataset(path, processor, control_tokens=option)
+    dataset = LlavaDataset(path, processor, control_tokens='text')
+    with pytest.raises(BadSampleError, match='cannot write the control token <video> as text'):
+        dataset[0]
 
 
 RECORDS = [about_red(id=f'r{index}', messages=[QUESTION, assistant_turn('Rød.')]) for index in range(3)]

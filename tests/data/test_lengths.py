@@ -279,6 +279,12 @@ def test_saved_table_without_labels_is_refused(tmp_path):
         length_table(dataset, dataset.processor, folder=tmp_path, on_error='skip')
 
 
+@pytest.mark.parametrize('sample', [{'input_ids': torch.ones(1, 3).int()}, {'labels': torch.ones(1, 3).int()}, 'text'])
+def test_samples_without_keys_are_refused(sample):
+    with pytest.raises(ValueError, match='`dataset` must give samples with `input_ids` and `labels`'):
+        build_length_table([sample], build_digits_processor())
+
+
 def test_attributes_of_a_users_dataset(tmp_path):
     """They may have the same names as the package's."""
     dataset = DigitsDataset(num_samples=3)

@@ -326,7 +326,7 @@ FUNCTIONS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     'a conversation of plain texts': (encoded(QUESTION, {'role': 'assistant', 'content': 'B.'}), WORKS),
     'lengths of an empty dataset': (lambda: length_table([], small()), '`dataset`'),
-    'lengths without labels': (lambda: build_length_table([{'input_ids': torch.ones(1, 3).int()}], small()), 'labels'),
+    'lengths without labels': (lambda: build_length_table([{'input_ids': torch.ones(1, 3)}], small()), 'labels'),
     'samples whose labels are all ignored': (
         lambda: build_length_table([{**batch(), 'labels': torch.full((3, 9), -100)}], small()),
         'labels to learn',
