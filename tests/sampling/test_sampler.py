@@ -147,6 +147,15 @@ def test_no_plan_tells_that_a_rank_has_samples():
     assert num_copies > 0
 
 
+@pytest.mark.parametrize(('objective', 'per_rank'), [('ddp', 1), ('fsdp', 4)])
+def test_enough_samples_need_no_plan(monkeypatch, objective, per_rank):
+    """The trainer asks for copies at each step, so a plan that is not needed would make each step longer."""
+    samplers = samplers_of_ranks([8] * 4 * per_rank, 4, global_batch_size=4 * per_rank, objective=objective)
+    monkeypatch.delattr('composer_tokacc.sampling.sampler.plan_checked_rows')
+    for sampler in samplers:
+        assert not sampler.has_only_copies(0)
+
+
 def test_ranks_finish_together():
     """Torch's sampler gives each rank as many samples as the others. Ours gives each as many tokens."""
     num_samples = 4096
