@@ -165,9 +165,11 @@ class LossShares:
         shares: Sequence[float],
         loss_tokens: Table,
     ) -> None:
-        self.shares = _checked_rates('shares', shares, len(sizes))
-        if abs(self.shares.sum() - 1) > 1e-6:
-            raise InvalidInputError(f'`shares` must add up to 1, got: {self.shares.tolist()}.')
+        self.shares = checked_table('shares', shares, len(sizes), dtype=np.float64)
+        if self.shares.min() == 0 or abs(self.shares.sum() - 1) > 1e-6:
+            raise InvalidInputError(
+                f'`shares` must be positive, one for each dataset, and add up to 1, got: {self.shares.tolist()}.'
+            )
         self.loss_tokens = checked_table('loss_tokens', loss_tokens, sum(sizes))
         self.sizes = list(sizes)
         self._dataset_of_sample = np.repeat(np.arange(len(sizes)), sizes)
