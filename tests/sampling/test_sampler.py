@@ -274,6 +274,11 @@ def test_sampler_skips_only_within_an_epoch():
         ({'vision_cost': [1.0] * 3}, r'`vision_cost` must have one entry per sample, got: shape \(3,\) for 4'),
         ({'global_batch_size': 8, 'drop_last': True}, 'at most the samples of an epoch .* got: 8 > 4 samples'),
         ({'mixture': Mixture([3, 4])}, 'must have the sizes of the datasets'),
+        ({'mixture': [], 'modality': 'per_step', 'media': [0, 1, 0, 1]}, r'`mixture` must be a Mixture, got: \[\]'),
+        (
+            {'loss_shares': LossShares([3], [1.0], [1] * 3)},
+            r'`loss_shares` must have one entry per sample, got: shape \(3,\)',
+        ),
         ({'modality': 'video'}, "must be 'mixed' or 'per_step'"),
         ({'modality': 'per_step'}, '`image_tokens` or `media` must be given'),
         ({'modality': 'per_step', 'media': [0] * 7}, '`media` must have one entry per sample'),
