@@ -582,7 +582,7 @@ def test_memory_of_a_sample_alone(image_tokens, loss_tokens, width, options):
     assert too_little.peak_gib < needed_gib - 0.1
 
 
-def test_memory_of_samples_alone_is_found_once(monkeypatch):
+def test_samples_alone_are_predicted_once(monkeypatch):
     """A large dataset has thousands of them. For each of them it takes long, so it is not done again for each size."""
     samples_alone = []
     peak = Capacity.peak
