@@ -123,7 +123,7 @@ def _time_of_slots(
     num_ranks: int,
 ) -> float:
     """Returns the time of all slots if microbatches are sorted by ``order_by``, the greatest first."""
-    # Every slot takes the next `num_ranks` microbatches, one a rank.
+    # Every slot takes the next `num_ranks` microbatches, one a rank. A row of `slots` is a slot.
     order = np.argsort(-order_by, kind='stable')
     slots = order.reshape(-1, num_ranks)
     slowest_text = text[slots].max(axis=1)

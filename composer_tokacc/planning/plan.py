@@ -304,7 +304,7 @@ class _CutSearch:
             without_vision = (rows.row_costs, np.zeros_like(rows.vision))
             only_vision = (np.zeros_like(rows.row_costs), rows.vision)
             self._costs_to_equalize = [without_vision, only_vision]
-        self._least_padded = least_padded_cuts(rows)
+        self._least_padded = least_padded_cuts(rows)  # from the most microbatches to the fewest
         self._cost_without_padding = float(rows.row_costs.sum() + total_vision)
         self._cheapest = int(np.argmin(rows.row_costs + np.diff(rows.vision)))
         """Place of the cheapest row among the sorted rows. Dummies copy it."""

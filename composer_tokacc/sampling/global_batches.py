@@ -134,7 +134,7 @@ class GlobalBatches:
         seed: Seed of the order. None: samples keep the order of the dataset.
         drop_last: Whether samples that do not fill the last global batch of an epoch are left out. With a mixture and
             one size of the global batch they begin the next epoch.
-        mixture: Shares of several datasets.
+        mixture: Shares of several datasets, whose sizes add up to `n`. The sampler checks that.
         media: Modality of each sample, int64 (n,), for global batches of one modality each. Only used with a mixture.
 
     Raises:

@@ -131,8 +131,8 @@ def _checked_rates(
 ) -> np.ndarray:
     """Returns a number for each dataset, float64 (num_datasets,).
 
-    Raises ValueError unless all are above 0 and at most `highest`. By default that is no limit, because only the ratio
-    of weights or shares counts. They may be numbers of tokens.
+    Raises ValueError unless all are above 0 and at most `highest`. The default refuses hardly any number, because only
+    the ratio of weights or shares counts. They may be numbers of tokens.
     """
     rates = checked_table(name, values, num_datasets, dtype=np.float64)
     if not (rates.min() > 0 and rates.max() <= highest):
@@ -165,9 +165,11 @@ class LossShares:
         shares: Sequence[float],
         loss_tokens: Table,
     ) -> None:
-        self.shares = _checked_rates('shares', shares, len(sizes))
-        if abs(self.shares.sum() - 1) > 1e-6:
-            raise InvalidInputError(f'`shares` must add up to 1, got: {self.shares.tolist()}.')
+        self.shares = checked_table('shares', shares, len(sizes), dtype=np.float64)
+        if self.shares.min() == 0 or abs(self.shares.sum() - 1) > 1e-6:
+            raise InvalidInputError(
+                f'`shares` must be positive, one for each dataset, and add up to 1, got: {self.shares.tolist()}.'
+            )
         self.loss_tokens = checked_table('loss_tokens', loss_tokens, sum(sizes))
         self.sizes = list(sizes)
         self._dataset_of_sample = np.repeat(np.arange(len(sizes)), sizes)
@@ -199,11 +201,11 @@ class LossShares:
 
 
 def check_sizes_of_datasets(name: str, sizes: Sequence[int], dataset: object, num_samples: int) -> None:
-    """Raises ValueError if the sizes of a mixture do not add up to those of the dataset, or are in another order.
+    """Raises ValueError unless the sizes of a mixture, or of loss shares, can be those of the datasets in `dataset`.
 
-    In another order than the parts of a ConcatDataset, each share would apply to the samples of another dataset. All
-    other sizes are accepted. A dataset of the mixture may be several parts, or a piece of a part, which may itself join
-    several datasets.
+    They must add up to its length. And they must not be the sizes of the parts of a ConcatDataset in another order,
+    because then each share would apply to the samples of another dataset. All other sizes are accepted. A dataset of
+    the mixture may be several parts, or a piece of a part, which may itself join several datasets.
 
     Args:
         name: Name of the argument with the sizes.
@@ -266,7 +268,7 @@ class _Sequence:
         """Returns the samples at some positions of the endless sequence.
 
         Args:
-            positions: Counted from 0, each one more than the last, int64.
+            positions: Consecutive, counted from 0, int64 (m,).
             seed: Seed of the run. None: every pass keeps the order of the dataset.
         """
         size = len(self.samples)

@@ -49,7 +49,7 @@ class RankAssignment:
     """For each sample of each microbatch the weight of its tokens; None if all tokens of the step weigh the same."""
     loss_tokens: list[int] | None = None
     """For each sample, microbatch by microbatch, the loss tokens from which its weight was computed; None: no weights.
-    """
+    A step whose labels have other numbers is refused."""
     plan_checksum: int = 0
     """Checksum of the plan of all ranks. If it differs between ranks, the step is refused."""
     witnesses: tuple[int, ...] = field(default=(), compare=False)  # not a part of the plan
@@ -77,7 +77,7 @@ class RankAssignment:
         Args:
             planned: Microbatches of the rank. Their indices are positions in `global_batch`.
             global_batch: Samples of the global batch, int64 (n,).
-            loss_shares: Weights the tokens of the samples.
+            loss_shares: Gives the tokens of each sample their weight. None: all tokens of the step weigh the same.
             plan_checksum: Checksum of the plan of all ranks.
         """
         # A dummy of the plan is marked `filled`. It has one index, that of a sample that another microbatch computes.

@@ -299,14 +299,18 @@ class RegroupingBatchSampler(DistributedSampler):
     def has_only_copies(self, batch: int) -> bool:
         """Returns whether this rank has only a copy in global batch `batch` of this epoch, see RankAssignment."""
         window = self._window(batch)
-        # With four samples for each rank, every rank gets one of its own, so no plan is needed. Under 'fsdp':
+        # With enough samples every rank gets one of its own, so no plan is needed. For 'ddp' one for each rank is
+        # enough. For 'fsdp' four for each rank are enough:
         # - Samples with images and samples without are two groups, each planned by itself. The larger group has at
         #   least two samples for each rank.
         # - This group gets dummies only if each of its samples is a microbatch, and these do not fill the step slots.
         #   Then it has three slots or more.
         # - Its dummies are fewer than the ranks, and next to each other in the order in which slots are filled. So they
         #   are in at most two slots. In each other slot every rank has a sample that is no copy.
-        return len(window) < 4 * self.num_replicas and self._assign(window).is_copy
+        enough = self.num_replicas
+        if self.rows.options.objective == 'fsdp':
+            enough = 4 * self.num_replicas
+        return len(window) < enough and self._assign(window).is_copy
 
     def skip_to(self, batch: int) -> None:
         """Lets the next iterations start at global batch `batch`. Earlier ones are neither planned nor read."""

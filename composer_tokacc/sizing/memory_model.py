@@ -220,7 +220,7 @@ def fit_activations(
             them, because only the highest phase of a microbatch counts.
     """
     totals = activation_bytes(measured)
-    predicted = np.zeros(len(shapes))
+    predicted = np.zeros(len(shapes))  # like `totals`, without copies of weights
     coefficients: dict[str, dict[str, float]] = {}
     for part in measured[0]:
         num_bytes = np.array([parts[part] for parts in measured], dtype=np.float64)

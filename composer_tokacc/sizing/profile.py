@@ -40,18 +40,25 @@ class SampleSizes:
         cls, lengths: LengthTable | Sequence[int] | np.ndarray, sample_ids: Sequence[str] | None = None
     ) -> SampleSizes:
         """Returns the sizes of a length table, or of plain lengths."""
-        columns: dict[str, np.ndarray] = {}
         if hasattr(lengths, '__array__'):  # a tensor, or a column of a table
             lengths = np.asarray(lengths)
-        if not isinstance(lengths, Sequence | np.ndarray):
-            for name in ('image_tokens', 'loss_tokens', 'vision_patches'):
-                column = getattr(lengths, name)
-                if column.any():  # a column of zeros was not counted
-                    columns[name] = column.astype(np.int64)
-            lengths = lengths.lengths
-        tokens = checked_table('lengths', lengths, least=1, sample_ids=sample_ids)
-        columns.setdefault('image_tokens', np.zeros_like(tokens))
-        return cls(tokens=tokens, sample_ids=sample_ids, **columns)
+        if isinstance(lengths, Sequence | np.ndarray):
+            tokens = checked_table('lengths', lengths, least=1, sample_ids=sample_ids)
+            return cls(tokens=tokens, image_tokens=np.zeros_like(tokens), sample_ids=sample_ids)
+        # A column of zeros was not counted.
+        loss_tokens = None
+        if lengths.loss_tokens.any():
+            loss_tokens = lengths.loss_tokens.astype(np.int64)
+        vision_patches = None
+        if lengths.vision_patches.any():
+            vision_patches = lengths.vision_patches
+        return cls(
+            tokens=checked_table('lengths', lengths.lengths, least=1, sample_ids=sample_ids),
+            image_tokens=lengths.image_tokens.astype(np.int64),
+            loss_tokens=loss_tokens,
+            vision_patches=vision_patches,
+            sample_ids=sample_ids,
+        )
 
     def __len__(self) -> int:
         return len(self.tokens)

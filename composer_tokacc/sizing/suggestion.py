@@ -10,7 +10,7 @@ is over the budget or over a cap, it goes alone: it is the only row of its micro
 microbatch within the caps.
 
 :class:`Capacity` finds the largest budget that fits in the worst case, by the memory model.
-:func:`suggest_microbatching` turns it into a size, and fills the report. :class:`_RunAtSize` has the figures of each
+:func:`suggest_microbatching` turns it into a size, and fills the report. :class:`_RunBySize` has the figures of each
 size in the report.
 """
 
@@ -51,7 +51,7 @@ report, and the values the names in ``MemoryModel.terms``. The inputs shrink, to
 class Capacity:
     """How many tokens fit into the memory of one rank, whichever samples share a microbatch.
 
-    Microbatches of a sample that goes alone are left out: see ``_RunAtSize.peaks_alone``.
+    Microbatches of a sample that goes alone are left out: see ``_RunBySize.peaks_alone``.
     """
 
     memory: MemoryModel
@@ -242,11 +242,7 @@ def suggest_microbatching(
     # Memory and time with the suggested size, and with others.
     batches = draw_batches(len(table), global_batch_size, num_batches=NUM_BATCHES, seed=seed)
     price = measured_cost or options.cost
-    run = _RunAtSize(capacity, options, slot, batches, price, size)
-    size_rows = []
-    for compared_size in _compared_sizes(size, rows_per_rank):
-        compared_run = replace(run, size=compared_size)
-        size_rows.append(compared_run.row())
+    run = _RunBySize(capacity, options, slot, batches, price)
     return SizingReport(
         profile=table.profile(),
         num_ranks=num_ranks,
@@ -267,18 +263,18 @@ def suggest_microbatching(
         packing=packing,
         binds=limited_by,
         terms={name: num_bytes / GIB for name, num_bytes in worst_terms.items()},
-        peak_gib=run.peak / GIB,
+        peak_gib=run.peak(size) / GIB,
         memory_residual=memory.residual,
-        figures=run.figures(max(stock_size, 1)),  # if stock Composer has no safe size, its figures are of one row
-        bound=run.mean_bound(),
+        figures=run.figures(size, max(stock_size, 1)),  # if stock Composer has no safe size, its figures are of one row
+        bound=run.mean_bound(size),
         measured_cost=measured_cost,
         cost=cost,
         equal_counts=equal_counts,
         seconds_per_unit=price.seconds_per_token,
         seconds_per_step=seconds_per_step,
-        sizes=size_rows,
-        oversize=table.names(run.goes_alone),
-        too_large=table.names(run.peaks_alone > usable_bytes),
+        sizes=[run.size_row(compared_size) for compared_size in _compared_sizes(size, rows_per_rank)],
+        oversize=table.names(run.goes_alone(size)),
+        too_large=table.names(run.peaks_alone(size) > usable_bytes),
     )
 
 
@@ -312,36 +308,36 @@ def _compared_sizes(size: int, rows_per_rank: int) -> list[int]:
 
 
 @dataclass(frozen=True, eq=False)
-class _RunAtSize:
-    """The run at one microbatch size: its memory, and its simulated steps."""
+class _RunBySize:
+    """The run at any microbatch size: its memory, and its simulated steps."""
 
     capacity: Capacity
-    unsized_options: CutOptions
-    """How the run cuts, without the ``max_tokens`` of the size."""
+    options: CutOptions
+    """How the run cuts. ``max_tokens`` is replaced by the budget of each size."""
     slot_tokens: int
     batches: Sequence[np.ndarray]
     """Sample indices of each simulated global batch."""
     price: CostModel
     """Gives the time of a step. The run cuts by ``options.cost``, which may be another cost model."""
-    size: int
 
-    @cached_property
-    def options(self) -> CutOptions:
-        """How the run cuts with this size."""
-        return replace(self.unsized_options, max_tokens=token_budget(self.size, self.slot_tokens))
+    def options_of(self, size: int) -> CutOptions:
+        """Returns how the run cuts with this size."""
+        return replace(self.options, max_tokens=token_budget(size, self.slot_tokens))
 
-    @cached_property
-    def goes_alone(self) -> np.ndarray:
-        """Whether each sample goes alone, bool (samples,)."""
+    def goes_alone(self, size: int) -> np.ndarray:
+        """Returns whether each sample goes alone, bool (samples,)."""
         all_samples = np.arange(len(self.capacity.table))
-        return planned_rows(self.capacity.table, all_samples, self.options).is_over
+        return planned_rows(self.capacity.table, all_samples, self.options_of(size)).is_over
 
     @cached_property
-    def peaks_alone(self) -> np.ndarray:
-        """Bytes at the peak of each sample that goes alone, and 0 for the others, float64 (samples,)."""
+    def _peaks_alone(self) -> np.ndarray:
+        """Bytes at the peak of each sample that goes alone at size 1, and 0 for the others, float64 (samples,).
+
+        Size 1 has the smallest budget, so these samples include those that go alone at any other size.
+        """
         table = self.capacity.table
         peaks = np.zeros(len(table))
-        for sample in np.flatnonzero(self.goes_alone).tolist():
+        for sample in np.flatnonzero(self.goes_alone(1)).tolist():
             # A table with only this sample, because the shares of other samples do not count. No cap of loss tokens,
             # because this sample may be over it.
             samples = np.array([sample])
@@ -355,17 +351,21 @@ class _RunAtSize:
             peaks[sample] = alone.peak(width, int(sizes.image_tokens[0]))
         return peaks
 
-    @cached_property
-    def peak(self) -> float:
-        """Bytes at the highest peak: the worst within the caps, or of a sample that goes alone and fits.
+    def peaks_alone(self, size: int) -> np.ndarray:
+        """Returns bytes at the peak of each sample that goes alone, and 0 for the others, float64 (samples,)."""
+        return np.where(self.goes_alone(size), self._peaks_alone, 0.0)
+
+    def peak(self, size: int) -> float:
+        """Returns bytes at the highest peak: the worst within the caps, or of a sample that goes alone and fits.
 
         Samples that do not even fit alone are left out. The report names them in ``too_large``.
         """
-        fitting_peaks = self.peaks_alone[self.peaks_alone <= self.capacity.limit]
-        worst_peak = self.capacity.peak(self.options.max_tokens)
+        peaks_alone = self.peaks_alone(size)
+        fitting_peaks = peaks_alone[peaks_alone <= self.capacity.limit]
+        worst_peak = self.capacity.peak(self.options_of(size).max_tokens)
         return max(worst_peak, fitting_peaks.max(initial=0.0))
 
-    def figures(self, stock_size: int) -> dict[str, StepFigures]:
+    def figures(self, size: int, stock_size: int) -> dict[str, StepFigures]:
         """Returns the figures of a step by method. `stock_size` is the microbatch size of stock Composer, in rows."""
         figures = {}
         for method in METHOD_NAMES:
@@ -375,27 +375,28 @@ class _RunAtSize:
                 method=method,
                 num_ranks=self.capacity.num_ranks,
                 microbatch_rows=stock_size,
-                options=self.options,
+                options=self.options_of(size),
                 price=self.price,
             )
         return figures
 
-    def mean_bound(self) -> float:
+    def mean_bound(self, size: int) -> float:
         """Returns a lower bound of the cost of a step under any plan, as the mean over the batches."""
-        options = replace(self.options, cost=self.price)
+        options = replace(self.options_of(size), cost=self.price)
         bounds = []
         for batch in self.batches:
             rows = planned_rows(self.capacity.table, batch, options)
             bounds.append(lower_bound(rows, self.capacity.num_ranks))
         return float(np.mean(bounds))
 
-    def row(self) -> SizeRow:
-        """Returns padding, time and memory of this size. Stock Composer is simulated with as many rows."""
+    def size_row(self, size: int) -> SizeRow:
+        """Returns padding, time and memory of one size. Stock Composer is simulated with as many rows."""
+        peak = self.peak(size)
         return SizeRow(
-            size=self.size,
-            figures=self.figures(stock_size=self.size),
-            peak_gib=self.peak / GIB,
-            fits=self.peak <= self.capacity.limit,
+            size=size,
+            figures=self.figures(size, stock_size=size),
+            peak_gib=peak / GIB,
+            fits=peak <= self.capacity.limit,
         )
 
 

@@ -178,23 +178,31 @@ class StepTracer:
     def _hook_ends_of_phases(self, end_phase: Callable[..., None]) -> list[RemovableHandle]:
         """Adds hooks to the model that call `end_phase` with the name of each phase except the last (``PHASES``)."""
 
-        # A hook before a forward gets the module and its inputs. A hook after it gets the outputs as well.
-        def end_at_gradient(name: str, *arguments: object) -> None:
+        def end_at_gradient(name: str, values: object) -> None:
             # Not a backward hook on the module, because with one torch forbids the model to change the tensor in place.
-            for value in tree_iter(arguments[-1]):
+            for value in tree_iter(values):
                 if isinstance(value, torch.Tensor) and value.requires_grad:
                     value.register_hook(partial(end_phase, name))
+
+        def before_head(module: nn.Module, args: object) -> None:
+            end_phase('forward')
+            end_at_gradient('head', args)
+
+        def after_head(module: nn.Module, args: object, outputs: object) -> None:
+            end_at_gradient('loss', outputs)
+
+        def after_embedding(module: nn.Module, args: object, embedded: object) -> None:
+            end_at_gradient('blocks', embedded)
 
         head = output_embedding(self.model)
         embedding = input_embedding(self.model)
         handles = []
         if head is not None:
-            # Before the hook of the selector, so that they get the hidden states of all positions, not only at labels.
-            handles.append(head.register_forward_pre_hook(partial(end_at_gradient, 'head'), prepend=True))
-            handles.append(head.register_forward_pre_hook(partial(end_phase, 'forward'), prepend=True))
-            handles.append(head.register_forward_hook(partial(end_at_gradient, 'loss')))
+            # Before the hook of the selector, so that it gets the hidden states of all positions, not only at labels.
+            handles.append(head.register_forward_pre_hook(before_head, prepend=True))
+            handles.append(head.register_forward_hook(after_head))
         if embedding is not None:
-            handles.append(embedding.register_forward_hook(partial(end_at_gradient, 'blocks')))
+            handles.append(embedding.register_forward_hook(after_embedding))
         return handles
 
     def _num_logits(self, batch: Batch) -> int:

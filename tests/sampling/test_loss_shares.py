@@ -63,6 +63,7 @@ def test_dataset_without_tokens_in_a_step(caplog):
     ('shares', 'message'),
     [
         ((0.5, 0.6), 'add up to 1'),
+        ((1.0, 0.0), 'positive, one for each dataset, and add up to 1'),
         ((1.0,), r'shape \(1,\) for 2'),
         ((1.2, -0.2), 'at least 0, got: -0.2'),
     ],

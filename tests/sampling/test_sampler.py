@@ -147,6 +147,15 @@ def test_no_plan_tells_that_a_rank_has_samples():
     assert num_copies > 0
 
 
+@pytest.mark.parametrize(('objective', 'per_rank'), [('ddp', 1), ('fsdp', 4)])
+def test_enough_samples_need_no_plan(monkeypatch, objective, per_rank):
+    """The trainer asks for copies at each step, so a plan that is not needed would make each step longer."""
+    samplers = samplers_of_ranks([8] * 4 * per_rank, 4, global_batch_size=4 * per_rank, objective=objective)
+    monkeypatch.delattr('composer_tokacc.sampling.sampler.plan_checked_rows')
+    for sampler in samplers:
+        assert not sampler.has_only_copies(0)
+
+
 def test_ranks_finish_together():
     """Torch's sampler gives each rank as many samples as the others. Ours gives each as many tokens."""
     num_samples = 4096
@@ -265,6 +274,11 @@ def test_sampler_skips_only_within_an_epoch():
         ({'vision_cost': [1.0] * 3}, r'`vision_cost` must have one entry per sample, got: shape \(3,\) for 4'),
         ({'global_batch_size': 8, 'drop_last': True}, 'at most the samples of an epoch .* got: 8 > 4 samples'),
         ({'mixture': Mixture([3, 4])}, 'must have the sizes of the datasets'),
+        ({'mixture': [], 'modality': 'per_step', 'media': [0, 1, 0, 1]}, r'`mixture` must be a Mixture, got: \[\]'),
+        (
+            {'loss_shares': LossShares([3], [1.0], [1] * 3)},
+            r'`loss_shares` must have one entry per sample, got: shape \(3,\)',
+        ),
         ({'modality': 'video'}, "must be 'mixed' or 'per_step'"),
         ({'modality': 'per_step'}, '`image_tokens` or `media` must be given'),
         ({'modality': 'per_step', 'media': [0] * 7}, '`media` must have one entry per sample'),

@@ -27,6 +27,7 @@ from composer_tokacc.sizing import (
     suggest_microbatching,
 )
 from composer_tokacc.sizing.memory_model import ActivationFit
+from composer_tokacc.sizing.suggestion import Capacity
 
 PARAMETERS = GIB
 MODEL_GIB = 4
@@ -579,6 +580,23 @@ def test_memory_of_a_sample_alone(image_tokens, loss_tokens, width, options):
         assert size.peak_gib == pytest.approx(needed_gib)
     assert too_little.too_large == ['sample 7: 5000 tokens']
     assert too_little.peak_gib < needed_gib - 0.1
+
+
+def test_samples_alone_are_predicted_once(monkeypatch):
+    """A large dataset has thousands of them. For each of them it takes long, so it is not done again for each size."""
+    samples_alone = []
+    peak = Capacity.peak
+
+    def noting_peak(self: Capacity, tokens: int, image_tokens: int | None = None) -> float:
+        if len(self.table) == 1:
+            samples_alone.append(tokens)
+        return peak(self, tokens, image_tokens)
+
+    monkeypatch.setattr(Capacity, 'peak', noting_peak)
+    report = suggest_for_one_rank(sizes_of([100] * 6 + [5000, 6000]), slot_tokens=100, device_memory_gib=80)
+
+    assert len(report.sizes) > 1
+    assert samples_alone == [5000, 6000]
 
 
 def test_labels_of_a_sample_alone():
