@@ -72,7 +72,12 @@ def count_microbatch(batch: Batch, rule: str) -> MicrobatchCounts:
     loss_tokens: int | torch.Tensor = counts.loss_tokens
     if not is_counted(batch):
         loss_tokens = loss_mask(batch, rule).sum()
-    return MicrobatchCounts(counts.samples, loss_tokens, num_positions(batch), dummy_positions)
+    return MicrobatchCounts(
+        samples=counts.samples,
+        loss_tokens=loss_tokens,
+        positions=num_positions(batch),
+        dummy_positions=dummy_positions,
+    )
 
 
 def num_positions(batch: Batch) -> int:
