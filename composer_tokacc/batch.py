@@ -225,7 +225,7 @@ def check_vocabulary(
     if key == 'labels':
         allowed = f'{IGNORE_INDEX} or {allowed}'
     raise InvalidInputError(
-        f'`{key}` must be {allowed}, got: {ids[row, column]} in {sample_name(batch, row)}. Take the tokenizer that '
+        f'`{key}` must be {allowed}, got: {ids[row, column].item()} in {sample_name(batch, row)}. Take the tokenizer that '
         'belongs to the model, mask labels of media, and resize the embedding for new tokens.'
     )
 
