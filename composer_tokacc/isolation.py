@@ -212,7 +212,8 @@ def _leaks_of_ids(
         model: The model.
         inputs: The batch as it is.
         documents: The documents of all rows.
-        replacements: Other ids of the whole batch, of which a document gets its part, see :func:`_replacements`.
+        replacements: Versions of the whole batch with other ids, see :func:`_replacements`. In each forward one
+            document gets its ids from one of them.
     """
     expected = _logits(model, inputs)
     tolerance = tolerance_of(expected.dtype)
