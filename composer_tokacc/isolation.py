@@ -265,8 +265,8 @@ def _replacements(
     fewer than two ordinary ids.
 
     Reserved ids are neither replaced nor inserted. They may tell the model where documents and padding end, and there
-    must be one placeholder for each image feature. So a change of reserved ids could change the other documents,
-    although they do not see the text of this one.
+    must be one placeholder for each image feature. So other reserved ids in a document could change the logits of other
+    documents, although these do not see its text.
 
     Args:
         ids: ``input_ids`` of the batch, ``(rows, width)``.
