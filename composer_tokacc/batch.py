@@ -221,12 +221,13 @@ def check_vocabulary(
     if not bool(is_bad.any()):
         return
     row, column = is_bad.nonzero()[0].tolist()
+    first_bad = ids[row, column].item()
     allowed = 'ids of the vocabulary' if size is None else f'ids from 0 to {size - 1}'
     if key == 'labels':
         allowed = f'{IGNORE_INDEX} or {allowed}'
     raise InvalidInputError(
-        f'`{key}` must be {allowed}, got: {ids[row, column]} in {sample_name(batch, row)}. Take the tokenizer that '
-        'belongs to the model, mask labels of media, and resize the embedding for new tokens.'
+        f'`{key}` must be {allowed}, got: {first_bad} in {sample_name(batch, row)}. Take the tokenizer that belongs to '
+        'the model, mask labels of media, and resize the embedding for new tokens.'
     )
 
 

@@ -200,11 +200,12 @@ def with_one_label(batch: Mapping[str, Any]) -> dict[str, Any]:
     is_attended = torch.ones_like(labels, dtype=torch.bool)
     if isinstance(mask, torch.Tensor) and mask.shape == labels.shape:  # loss_mask() reads no mask of another shape
         is_attended = mask != 0
+    counts_by_every_rule = is_attended[:, 1:]
+    is_predicted_by_token = counts_by_every_rule & is_attended[:, :-1]
     # 2 and 3: every rule counts a label here; 1: all but 'causal_attended' do; 0, in the first column: only 'unshifted'
     # does.
     preference = torch.zeros_like(labels)
-    follows_attended = is_attended[:, :-1].int()
-    preference[:, 1:] = 1 + is_attended[:, 1:] * (1 + follows_attended)
+    preference[:, 1:] = 1 + counts_by_every_rule.int() + is_predicted_by_token.int()
     best_place = preference.flatten().argmax()  # the first of equals
     with_label = labels.flatten().index_fill(0, best_place, 0).view_as(labels)
     return {**batch, 'labels': with_label}

@@ -428,13 +428,13 @@ def _rows_of_all_ranks(layout: BatchLayout | None, batches: Sequence[Batch]) -> 
     check_kind('layout', layout, BatchLayout)
     rows_by_rank = []
     for batches_of_rank in batches_by_rank:
-        rows = single_rows(layout, batches_of_rank)
+        rows = _single_rows(layout, batches_of_rank)
         rows_by_rank.append(rows)
     _check_numbers_of_labels(rows_by_rank)
     return layout, rows_by_rank
 
 
-def single_rows(layout: BatchLayout, batches: Sequence[Batch]) -> SingleRows:
+def _single_rows(layout: BatchLayout, batches: Sequence[Batch]) -> SingleRows:
     """Returns the rows of some batches, each without its padding."""
     rows = []
     for batch in batches:

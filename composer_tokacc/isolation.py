@@ -212,7 +212,8 @@ def _leaks_of_ids(
         model: The model.
         inputs: The batch as it is.
         documents: The documents of all rows.
-        replacements: Other ids of the whole batch, of which a document gets its part, see :func:`_replacements`.
+        replacements: Versions of the whole batch with other ids, see :func:`_replacements`. In each forward one
+            document gets its ids from one of them.
     """
     expected = _logits(model, inputs)
     tolerance = tolerance_of(expected.dtype)
@@ -264,8 +265,8 @@ def _replacements(
     fewer than two ordinary ids.
 
     Reserved ids are neither replaced nor inserted. They may tell the model where documents and padding end, and there
-    must be one placeholder for each image feature. So a change of reserved ids could change the other documents,
-    although they do not see the text of this one.
+    must be one placeholder for each image feature. So other reserved ids in a document could change the logits of other
+    documents, although these do not see its text.
 
     Args:
         ids: ``input_ids`` of the batch, ``(rows, width)``.

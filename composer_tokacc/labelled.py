@@ -253,7 +253,9 @@ class LabelSelector:
         """Hook before the output embedding: keeps only the hidden states that predict a label."""
         self._num_calls += 1
         if not args:
-            return None  # given by name. If labels were selected, their number does not fit the logits
+            # They are given by name, so nothing is selected. If labels were selected, the model's loss raises an error,
+            # because it gets more logits than labels.
+            return None
         hidden_states = args[0]
         if is_in_backward() and not self._is_recomputed:
             # Activation checkpointing of the output embedding computes this part of a forward again.

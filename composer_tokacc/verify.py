@@ -56,7 +56,6 @@ from composer_tokacc.invariance import (
     groups_of,
     joined,
     relative_error,
-    single_rows,
 )
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.layout.layout import with_masks
@@ -351,11 +350,12 @@ def _rows(batch: Batch, layout: BatchLayout, max_rows: int) -> list[dict[str, An
     If a global batch has fewer samples than ranks, the loader gives some ranks a copy of a sample, without labels. The
     row counts of the copy say 0 samples. Here all row counts are dropped, so the copy is a row like any other.
     """
-    rows = single_rows(layout, [batch])
-    num_chosen = min(max_rows, *dist.all_gather_object(len(rows)))
+    num_rows = layout.num_rows(batch)
+    num_chosen = min(max_rows, *dist.all_gather_object(num_rows))
     # Evenly spread, because rows of similar length lie next to each other in a planned batch.
-    places = torch.linspace(0, len(rows) - 1, num_chosen).tolist()
-    return [without_row_counts(rows[round(place)]) for place in places]
+    places = torch.linspace(0, num_rows - 1, num_chosen).tolist()
+    groups = [[round(place)] for place in places]
+    return [without_row_counts(layout.trim(row)) for row in layout.split(batch, groups)]
 
 
 class UnusedParameters(Algorithm):

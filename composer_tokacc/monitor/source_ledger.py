@@ -13,7 +13,7 @@ import math
 import re
 import zlib
 from collections.abc import Iterable, Mapping
-from operator import add
+from operator import add, itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -112,8 +112,8 @@ class SourceLedger:
         for rank_sums in sums_of_ranks:
             all_sums += rank_sums.items()
         totals = dict.fromkeys(self._names.values(), SourceSums())
-        # Sorted, so that names do not depend on the order of the rows. A resumed run has another order.
-        for source, sums in sorted(all_sums):
+        # Sorted by source, so that names do not depend on the order of the rows. A resumed run has another order.
+        for source, sums in sorted(all_sums, key=itemgetter(0)):
             name = self._name_of(source)
             earlier = totals.get(name, SourceSums())
             totals[name] = earlier.plus(sums)

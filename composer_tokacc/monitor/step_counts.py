@@ -53,7 +53,10 @@ class MicrobatchCounts(NamedTuple):
 
 
 def count_device_batch(batch: Batch, rule: str) -> RowCounts:
-    """Counts a device batch, which is still on the CPU. If nobody has counted its tokens, counts them by ``rule``."""
+    """Returns the sums of the counts of all rows of a device batch, which is still on the CPU.
+
+    If nobody has counted its tokens, they are counted by ``rule``.
+    """
     rows = row_counts_of(batch) if is_counted(batch) else count_rows(batch, rule)
     return summed(rows)
 
@@ -72,7 +75,12 @@ def count_microbatch(batch: Batch, rule: str) -> MicrobatchCounts:
     loss_tokens: int | torch.Tensor = counts.loss_tokens
     if not is_counted(batch):
         loss_tokens = loss_mask(batch, rule).sum()
-    return MicrobatchCounts(counts.samples, loss_tokens, num_positions(batch), dummy_positions)
+    return MicrobatchCounts(
+        samples=counts.samples,
+        loss_tokens=loss_tokens,
+        positions=num_positions(batch),
+        dummy_positions=dummy_positions,
+    )
 
 
 def num_positions(batch: Batch) -> int:
@@ -122,8 +130,8 @@ def _unpacked(
             counts.append((row, width))
             continue
         # A packed row has no padding, except that a document may end with one labelled pad. So the real tokens of a
-        # sample stand for its positions. The others count for the dummy rows. These have no real tokens in their
-        # counts, so each gets an equal part.
+        # sample stand for its positions. All other positions count for the dummy rows among the documents. Their counts
+        # have no real tokens, so each gets an equal part.
         num_dummies = sum(document.samples == 0 for document in row.documents)
         positions_of_dummy = (width - row.real_tokens) // max(num_dummies, 1)
         for document in row.documents:

@@ -249,7 +249,7 @@ class TokenMonitor(Callback):
             device_flops=self._device_flops,
             loader_seconds=self._loader_seconds,
             peak_memory=torch.cuda.max_memory_allocated(),  # 0 without a GPU
-            gradient_square=float(self._norm.square_on_rank),
+            gradient_square=self._norm.square_on_rank(),
             weighting_distance=self._weighting_distance or 0.0,
         )
 
@@ -381,18 +381,15 @@ class GradientNorm(Algorithm):
     """
 
     def __init__(self) -> None:
-        self.square_on_rank: torch.Tensor | float = 0.0
-        """This rank's share of the squared norm, on the device. The shares of all ranks add up to the squared norm.
-
-        If several ranks hold the same part of the gradient, each takes an equal share of that part. The share is 0 on a
-        rank that FSDP1 gives only frozen parameters."""
+        self._norms: dict[int, torch.Tensor] = {}
+        """Norms of the parts of the gradient that this rank holds, by the number of ranks that hold the same part."""
 
     def match(self, event: Event, state: State) -> bool:
         """Returns True at the event before the optimizer's step. Composer has unscaled the gradients by then."""
         return event == Event.AFTER_TRAIN_BATCH
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
-        """Computes the share of this rank on the device, without waiting for it."""
+        """Computes the norms on the device, without waiting for it."""
         shards_of_fsdp1 = _shards_of_fsdp1(state.model)
         # The part of each gradient that this rank holds, grouped by the number of ranks that hold the same part.
         gradients: dict[int, list[torch.Tensor]] = {}
@@ -408,10 +405,20 @@ class GradientNorm(Algorithm):
                 gradient = gradient.coalesce().values()  # all other entries are 0
             num_copies = dist.get_world_size() // num_shards
             gradients.setdefault(num_copies, []).append(gradient)
-        self.square_on_rank = 0.0
+        self._norms = {}
         for num_copies, tensors in gradients.items():
-            norm = torch.nn.utils.get_total_norm(tensors).double()
-            self.square_on_rank += norm**2 / num_copies
+            self._norms[num_copies] = torch.nn.utils.get_total_norm(tensors)
+
+    def square_on_rank(self) -> float:
+        """Returns this rank's share of the squared norm. Waits for the device.
+
+        The shares of all ranks add up to the squared norm. If several ranks hold the same part of the gradient, each
+        takes an equal share of that part. The share is 0 on a rank that FSDP1 gives only frozen parameters.
+        """
+        square = 0.0
+        for num_copies, norm in self._norms.items():
+            square += float(norm) ** 2 / num_copies
+        return square
 
 
 def _shards_of_fsdp1(model: torch.nn.Module) -> dict[torch.nn.Parameter, int]:

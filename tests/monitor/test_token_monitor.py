@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from composer.core import Algorithm, Callback, Event
 from composer.loggers import ProgressBarLogger
 
 from composer_tokacc import TokenAccumulation, TokenMonitor, token_data_spec
+from composer_tokacc.compat import TorchDispatchMode
+from composer_tokacc.monitor.token_monitor import GradientNorm
 from composer_tokacc.row_counts import RowCounts, attach_row_counts
 from tests.support.launch import ROOT, launch_json
 from tests.support.text import ragged_batch, text_model
@@ -290,6 +293,27 @@ def test_gradient_norm_of_sparse_gradients(batch):
 
     expected_norm = norm_of_step(dense_model)
     assert norm_of_step(sparse_model) == pytest.approx(expected_norm)
+
+
+class WithoutFloat64(TorchDispatchMode):
+    """A device without float64, such as MPS."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.dtype == torch.float64:
+            raise TypeError(f'{func} returns float64')
+        return result
+
+
+def test_gradient_norm_without_float64(batch):
+    model = text_model()
+    model(input_ids=batch['input_ids'], labels=batch['labels']).loss.backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    norm = GradientNorm()
+    with WithoutFloat64():
+        norm.apply(Event.AFTER_TRAIN_BATCH, SimpleNamespace(model=model), None)
+    expected_norm = torch.nn.utils.get_total_norm(gradients)
+    assert norm.square_on_rank() == pytest.approx(float(expected_norm) ** 2)
 
 
 @pytest.mark.slow

@@ -62,6 +62,6 @@ def sharded_norm(model: torch.nn.Sequential, rows: torch.Tensor, strategy: str) 
     state: Any = SimpleNamespace(model=outer)
     logger: Any = None
     norm.apply(Event.AFTER_TRAIN_BATCH, state, logger)
-    squared_norm = torch.tensor(float(norm.square_on_rank))
+    squared_norm = torch.tensor(norm.square_on_rank())
     dist.all_reduce(squared_norm)
     return float(squared_norm.sqrt())
