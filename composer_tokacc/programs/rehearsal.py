@@ -173,8 +173,7 @@ def rehearse(state: State, memory: MemoryModel | None = None) -> RehearsalReport
 
     These are at most five, the largest one by each size of :meth:`Candidate.sizes`. If one does not fit, they are cut
     again by half the microbatch size, until all of them fit. Then a run with the size ``auto`` goes on with the smaller
-    size, and any other run is refused. Weights do not change. Buffers and random numbers are restored, and gradients
-    are dropped.
+    size, and any other run is refused. Weights do not change; gradients, buffers and random numbers are restored.
 
     Args:
         state: Of a Trainer whose train loader is a :class:`.RegroupingDataLoader`, at ``Event.BATCH_START``.
@@ -424,17 +423,21 @@ def _microbatches_of(run: PlannedRun, candidate: Candidate, size: float) -> list
 
 @contextmanager
 def _leaving_no_trace(state: State) -> Iterator[None]:
-    """Restores outputs, state of the model and random numbers after the block.
+    """Restores gradients, outputs, state of the model and random numbers after the block.
 
-    The block begins without gradients, and leaves none. Composer would drop them at the start of the step.
+    The block begins without gradients. So does each step of the Trainer, except for gradients of parameters in no
+    optimizer.
     """
+    gradients = [(parameter, parameter.grad) for parameter in state.model.parameters()]
     outputs = getattr(state, 'outputs', ())  # Composer deletes them if memory runs out
-    state.model.zero_grad()
     try:
+        for parameter, _ in gradients:
+            parameter.grad = None
         with undisturbed(inner_model(state.model), watches_parameters=False):
             yield
     finally:
-        state.model.zero_grad()
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
         state.outputs = outputs
 
 
