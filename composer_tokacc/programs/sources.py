@@ -44,7 +44,7 @@ from composer_tokacc.planning import CostModel, token_budget
 from composer_tokacc.programs.errors import ConfigError, building, unknown_name
 from composer_tokacc.programs.host_types import Processor, Section
 from composer_tokacc.programs.models import is_encoder, read_config
-from composer_tokacc.programs.registry import build_token_accumulation, import_by_name, uses_composers_flag
+from composer_tokacc.programs.registry import import_by_name, token_accumulation_options, uses_composers_flag
 from composer_tokacc.programs.schema import (
     Hint,
     Sections,
@@ -309,11 +309,8 @@ class FileSource(Source):
         super().__init__(config)
         self.shares_by_weights = self.section.get('loss_shares_by') == 'weights'
         """Whether ``loss_share`` sets the weights of tokens, rather than how often samples are drawn."""
-        algorithm = build_token_accumulation(config)
-        self.token_weights = None
-        """The argument of :class:`.TokenAccumulation`. None without this algorithm."""
-        if algorithm is not None:
-            self.token_weights = algorithm.options.token_weights
+        self.token_weights = token_accumulation_options(config).get('token_weights')
+        """The argument of :class:`.TokenAccumulation`. None means its default."""
 
     def settings_of_batches(self) -> dict[str, Any]:
         """Returns the settings that decide which samples a batch holds, by their keys in the config."""
@@ -603,10 +600,10 @@ def _check_dataset(path: str, settings: Section) -> Values:
         path: The key of the dataset in the config.
         settings: Its complete settings.
     """
-    own_keys: dict[str, Hint] = {'name': Any}  # that are not arguments of the class
+    own_keys: dict[str, Hint] = {'name': Any}  # keys that are not arguments of the class
     if path == 'dataset':
         own_keys |= {'eval': Any, 'processor': Any, 'parts': None}  # `parts` can only be null here
-    elif path != 'dataset.eval':
+    elif path != 'dataset.eval':  # one of the parts
         own_keys |= SHARE_KEYS
     cls = _dataset_class(path, settings.get('name'))
     hints = DATASET_HINTS if _is_ours(cls) else None
