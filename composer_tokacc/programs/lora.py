@@ -173,7 +173,7 @@ def refuse_partial(content: str, missing: Sequence[str], *, path: str = '') -> N
 def load_weights(model: nn.Module, weights: Mapping[str, torch.Tensor], *, assign: bool) -> list[str]:
     """Loads the weights of a checkpoint into a model. Returns the names of the model's weights that it lacks.
 
-    Refuses weights that the model does not have.
+    Refuses weights that the model does not have. The caller decides which weights the checkpoint may lack.
 
     Args:
         model: The model.

@@ -126,7 +126,11 @@ class RehearsalReport:
 
 @dataclass(eq=False)
 class Rehearsal(Callback):
-    """Calls :func:`rehearse` before the first step of a fit, after the first-batch check."""
+    """Calls :func:`rehearse` before the first step of a fit, after the first-batch check.
+
+    Give the run's :class:`.RegroupingBatchSampler` its ``loss_tokens``. Without them the rehearsal computes all logits,
+    even if the run computes them only at labels.
+    """
 
     memory: MemoryModel | None = None
     """Predicts the peak of a microbatch. Without it microbatches are compared only by their sizes."""
@@ -194,7 +198,7 @@ def rehearse(state: State, memory: MemoryModel | None = None) -> RehearsalReport
     labels_per_sample = None
     if accumulation is not None and accumulation.selects_logits(state):
         labels_per_sample = sampler.rows.sizes.get('loss_tokens')
-        if labels_per_sample is not None and not labels_per_sample.any():  # the dataset has no labels to count
+        if labels_per_sample is not None and not labels_per_sample.any():  # labels that are not counted are zeros
             labels_per_sample = None
     run = PlannedRun(
         state=state,

@@ -398,7 +398,8 @@ class FileSource(Source):
     def _datasets(self, *, is_eval: bool = False) -> dict[str, Values]:
         """Returns the settings of each training set, or of the eval set if there is one, by its key in the config.
 
-        Parts and eval set share the settings that stand next to them in the section, unless they have their own.
+        Parts and eval set share the settings that stand next to them in the section, unless they have their own. The
+        settings may include keys that are not for the class of the dataset: see :func:`_check_dataset`.
         """
         shared = without(self.section, *SECTION_KEYS)
         if is_eval:
@@ -407,6 +408,7 @@ class FileSource(Source):
                 return {}
             return {'dataset.eval': {**shared, **changes}}
         if not self.has_parts:
+            # The whole section, so that check() also refuses a key that is only for `parts`.
             return {'dataset': dict(self.section)}
         return {f'dataset.parts.{name}': {**shared, **changes} for name, changes in self.section['parts'].items()}
 
