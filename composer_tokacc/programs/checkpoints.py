@@ -54,9 +54,9 @@ def checkpoint_folder(trainer: Section) -> Path | None:
 def run_name_of(trainer: Section) -> str | None:
     """Returns the name of the run from the same places as Composer; None if Composer will generate one."""
     name = trainer.get('run_name')
-    if name is None:
-        name = os.environ.get('COMPOSER_RUN_NAME', os.environ.get('RUN_NAME'))
-    return name
+    if name is not None:
+        return str(name)
+    return os.environ.get('COMPOSER_RUN_NAME', os.environ.get('RUN_NAME'))
 
 
 def latest_link(trainer: Section) -> Path | None:
@@ -121,12 +121,9 @@ def arguments_to_resume(trainer: Section, loggers: Sequence[LoggerDestination] =
     if link is None:
         return {}
     checkpoint = None
-    missing_link = None
     if dist.get_global_rank() == 0:
         checkpoint = newest_checkpoint(link, run_name_of(trainer))
-        if os.path.realpath(link) != os.path.realpath(str(checkpoint)):
-            missing_link = link
-    checkpoint, missing_link = dist.all_gather_object((checkpoint, missing_link))[0]
+    checkpoint = dist.all_gather_object(checkpoint)[0]
     exists_on_rank = dist.all_gather_object(checkpoint is not None and checkpoint.exists())
     if all(exists_on_rank):
         say(f'going on from {checkpoint}')
@@ -141,6 +138,10 @@ def arguments_to_resume(trainer: Section, loggers: Sequence[LoggerDestination] =
         }
     if any(exists_on_rank):  # each node has its own folder, so `autoresume` works
         # It only finds the checkpoint behind the link of the first rank. Without a link it would begin at step 0.
+        missing_link = None
+        if os.path.realpath(link) != os.path.realpath(str(checkpoint)):
+            missing_link = link
+        missing_link = dist.all_gather_object(missing_link)[0]
         if missing_link is not None:
             raise ConfigError(
                 'trainer.save_folder',
@@ -347,8 +348,8 @@ class ModelShapes:
     def of(cls, model: torch.nn.Module) -> ModelShapes:
         """Describes a model."""
         shapes = _shapes_of(model.state_dict())
-        parameters = dict(model.named_parameters())  # of tied weights only the first one
-        needed = [name for name in parameters if name in shapes]
+        # Tied weights are one parameter, with the first of their names.
+        needed = [name for name, _ in model.named_parameters() if name in shapes]
         return cls(shapes, needed)
 
 
@@ -523,14 +524,17 @@ class SameData(Callback):
         if path is None:
             return
         weights_only = bool(self.trainer.get('load_weights_only'))
-        # With `load_ignore_keys` the user decides which weights and optimizers are loaded.
-        ignores_keys = bool(self.trainer.get('load_ignore_keys'))
         saved = SavedRun.read(path)
         # With `autoresume` load_state_dict() compares, too, because Composer may load another checkpoint than `path`.
         self._is_compared = not self.trainer.get('autoresume')
-        if not (weights_only and ignores_keys):
-            self._compare_fingerprints(saved.fingerprints, weights_only=weights_only)
-        if ignores_keys or self._unsharded is None:
+        if not weights_only:
+            self._compare_fingerprints(saved.fingerprints)
+        # With `load_ignore_keys` the user decides which weights and optimizers are loaded.
+        if self.trainer.get('load_ignore_keys'):
+            return
+        if weights_only:
+            self._compare_meaning(path, saved.fingerprints)
+        if self._unsharded is None:
             return
         # FSDP has divided the weights by now. Without it, algorithms may have changed the model since __init__().
         model_shapes = self._unsharded if state.fsdp_enabled else ModelShapes.of(inner_model(state.model))
@@ -555,11 +559,8 @@ class SameData(Callback):
                 f'repeated and others left out, got: {self._other_batches}'
             )
 
-    def _compare_fingerprints(self, saved_json: str, *, weights_only: bool = False) -> None:
-        """Refuses a checkpoint with other fingerprints than this run. Older checkpoints may lack some of them.
-
-        If ``weights_only``, compares only ``MEANING_OF_WEIGHTS``.
-        """
+    def _compare_fingerprints(self, saved_json: str) -> None:
+        """Refuses a checkpoint with other fingerprints than this run. Older checkpoints may lack some of them."""
         saved = json.loads(saved_json or '{}')
         # Batches are not refused yet. Only after_load() knows whether they may differ.
         saved_batches = saved.pop('batches', None)
@@ -570,39 +571,53 @@ class SameData(Callback):
                 saved_batches.setdefault('loader.regroup_ranks', batches['loader.regroup_ranks'])
             if saved_batches != batches:
                 self._other_batches = f'{saved_batches} there, {batches} here'
+        differences = self._differences(saved)
+        if not differences:
+            return
+        self._refuse(
+            'a resumed run must have the data, order, processor, vocabulary, adapter and optimizer of its checkpoint, '
+            f'got: other {differences}'
+        )
+
+    def _differences(self, saved: Section) -> str:
+        """Returns text that shows which saved fingerprints this run does not have; empty if it has them all."""
         differing = {}
         for name, saved_value in saved.items():
             # Another release of torch may have saved settings of the optimizer that this release does not have.
             is_unknown_setting = name.startswith('optimizer.') and name not in self._fingerprints
-            is_compared = name in MEANING_OF_WEIGHTS or not (weights_only or is_unknown_setting)
             value = self._fingerprints.get(name)
-            if is_compared and saved_value != value:
+            if saved_value != value and not is_unknown_setting:
                 differing[name] = f'{name} {saved_value} there, {value} here'
         if not differing:
-            return
-        requirement = (
-            'a resumed run must have the data, order, processor, vocabulary, adapter and optimizer of its checkpoint'
-        )
-        if weights_only:
-            requirement = (
-                'a run that loads the weights of a checkpoint must have its vocabulary, and the scale and the base of '
-                'its adapter'
-            )
-        names = ' and '.join(differing)
+            return ''
         details = ', '.join(differing.values())
-        self._refuse(f'{requirement}, got: other {names} ({details})')
+        return f'{" and ".join(differing)} ({details})'
 
-    def _refuse(self, message: str) -> None:
+    def _compare_meaning(self, path: Path, saved_json: str) -> None:
+        """Refuses weights that mean something else in this run, see ``MEANING_OF_WEIGHTS``."""
+        saved = json.loads(saved_json or '{}')
+        meaning = {name: value for name, value in saved.items() if name in MEANING_OF_WEIGHTS}
+        differences = self._differences(meaning)
+        if differences:
+            self._refuse(
+                'a run that loads the weights of a checkpoint must have its vocabulary, and the scale and the base of '
+                f'its adapter, got: {path} with other {differences}',
+                remedy='Set it back. A run has the vocabulary of the weights if it starts from an export of the '
+                'checkpoint: model.pretrained=FOLDER',
+            )
+
+    def _refuse(
+        self,
+        message: str,
+        *,
+        remedy: str = 'Set it back, or for a new run give another trainer.run_name and trainer.save_folder, with '
+        'trainer.load_path and trainer.load_weights_only=true if it starts from these weights',
+    ) -> None:
         """Raises ConfigError with this message and the remedy. With ``on_other_data='warn'`` it only warns."""
         if self.on_other_data == 'warn':
             log.warning('%s; goes on because of `loader.on_other_data`.', message)
             return
-        raise ConfigError(
-            '',
-            f'{message}. Set it back, or for a new run give another trainer.run_name and trainer.save_folder; it may '
-            'start from the weights (trainer.load_path and trainer.load_weights_only=true), or from an export, which '
-            'has their tokenizer, too (model.pretrained=FOLDER). To go on: loader.on_other_data=warn',
-        )
+        raise ConfigError('', f'{message}. {remedy}; to go on: loader.on_other_data=warn')
 
 
 def _checkpoint_to_load(trainer: Section, run_name: str) -> Path | None:

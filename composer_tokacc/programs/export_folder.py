@@ -229,14 +229,9 @@ def _merged_model(
             # In the type of the run, because the files of the base may be in a type with fewer bits.
             model = auto_class(config).from_pretrained(base, dtype=config.dtype, trust_remote_code=False)
         # In a run with a base in 4 bits the fingerprint is of the rounded weights. Here the base is not rounded.
-        is_known = base_fingerprint is not None and getattr(config, 'quantization_config', None) is None
-        model.requires_grad_(False)  # as in the run, because only frozen weights are in the fingerprint
-        if is_known and identify_base(model) != base_fingerprint:
-            raise ConfigError(
-                '',
-                f'the base of the adapter must have the weights that it was trained on, got: others in {base}. Put '
-                'them back there, or export without merge=true and merge with the right base by peft',
-            )
+        is_rounded = getattr(config, 'quantization_config', None) is not None
+        if base_fingerprint is not None and not is_rounded:
+            _check_base(model, base_fingerprint, base)
     was_tied = has_tied_head(model)
     if was_tied:
         # Untie head and embeddings for the merge, because perhaps only one of them was trained.
@@ -246,6 +241,17 @@ def _merged_model(
     if was_tied:
         _tie_if_equal(merged)
     return merged
+
+
+def _check_base(model: Any, expected_fingerprint: str, base: object) -> None:
+    """Refuses another base than the one that the adapter was trained on. ``base`` names it in the error."""
+    model.requires_grad_(False)  # as in the run, because only frozen weights are in the fingerprint
+    if identify_base(model) != expected_fingerprint:
+        raise ConfigError(
+            '',
+            f'the base of the adapter must have the weights that it was trained on, got: others in {base}. Put them '
+            'back there, or export without merge=true and merge with the right base by peft',
+        )
 
 
 def _tie_if_equal(model: Any) -> None:

@@ -10,7 +10,7 @@ copies of whole modules (``modules_to_save``). Peft renames the parameters of th
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -145,13 +145,17 @@ def contains_base(weights: Collection[str]) -> bool:
 def _attach(model: Any, config: Any, base: str | None) -> Any:
     """Returns a model with an adapter of a ``LoraConfig``, and writes the name of the base into this config.
 
-    The name is empty if the base has random weights.
+    The name is None if the base has random weights.
     """
     import peft
 
     # Peft copies this name into the config, and warns if the config has another one.
     model.name_or_path = base or ''
-    return peft.get_peft_model(model, config)
+    model = peft.get_peft_model(model, config)
+    # For random weights peft has written ''. identify_adapter() expects None, and older releases of peft would look for
+    # '' on the hub when they save the adapter.
+    config.base_model_name_or_path = base
+    return model
 
 
 def refuse_partial(content: str, missing: Sequence[str], *, path: str = '') -> None:
@@ -169,7 +173,7 @@ def refuse_partial(content: str, missing: Sequence[str], *, path: str = '') -> N
 def load_weights(model: nn.Module, weights: Mapping[str, torch.Tensor], *, assign: bool) -> list[str]:
     """Loads the weights of a checkpoint into a model. Returns the names of the model's weights that it lacks.
 
-    Refuses weights that the model does not have.
+    Refuses weights that the model does not have. The caller decides which weights the checkpoint may lack.
 
     Args:
         model: The model.
@@ -273,22 +277,25 @@ def identify_adapter(model: nn.Module) -> dict[str, Any]:
     if config is None:
         return {}
     identity = {f'model.lora.{name}': getattr(config, PEFT_NAMES.get(name, name)) for name in NOT_IN_WEIGHTS}
-    if config.base_model_name_or_path:
+    if config.base_model_name_or_path is not None:
         identity['model.pretrained'] = identify_base(model)
     return identity
 
 
 def identify_base(model: nn.Module) -> str:
     """Returns a fingerprint of the frozen base of an adapter. It is the same with the adapter and without it."""
-    ends_of_matrices = []
+    return fingerprint(_ends_of_base(model))
+
+
+def _ends_of_base(model: nn.Module) -> Iterator[bytes]:
+    """Yields the name with the first and last values of each frozen matrix of the base."""
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1 and not parameter.requires_grad and not IN_ADAPTER.search(name):
             values = parameter.detach().flatten()
             ends = torch.cat([values[:NUM_END_VALUES], values[-NUM_END_VALUES:]])
             # Rounded, so that the same base has the same values in float32 and in bfloat16.
             ends = ends.to(torch.bfloat16).float()
-            ends_of_matrices.append(name_in_base(name).encode() + ends.cpu().numpy().tobytes())
-    return fingerprint(iter(ends_of_matrices))  # an iterator of bytes is hashed as it is
+            yield name_in_base(name).encode() + ends.cpu().numpy().tobytes()
 
 
 def name_in_base(name: str) -> str:

@@ -254,11 +254,30 @@ def class_by_name(kind: str, name: str) -> Any:
     return cls
 
 
+def token_accumulation_options(config: TrainConfig) -> Section:
+    """Returns the arguments of TokenAccumulation in a config; empty if the config does not name it.
+
+    Finds it under any spelling, and under the dotted name of a subclass.
+    """
+    name = _name_of_token_accumulation(config)
+    if name is None:
+        return {}
+    return config.algorithms[name] or {}
+
+
 def build_token_accumulation(config: TrainConfig) -> TokenAccumulation | None:
     """Builds the TokenAccumulation, or the subclass of it, that a config names. Returns None if it names neither."""
-    for name, arguments in config.algorithms.items():
+    name = _name_of_token_accumulation(config)
+    if name is None:
+        return None
+    return build_part('algorithms', f'algorithms.{name}', name, token_accumulation_options(config))
+
+
+def _name_of_token_accumulation(config: TrainConfig) -> str | None:
+    """Returns the key in the section ``algorithms`` that names TokenAccumulation or a subclass; None without it."""
+    for name in config.algorithms:
         if issubclass(class_by_name('algorithms', name), TokenAccumulation):
-            return build_part('algorithms', f'algorithms.{name}', name, arguments or {})
+            return name
     return None
 
 
@@ -269,7 +288,7 @@ def uses_composers_flag(config: TrainConfig) -> bool:
 
 def weights_tokens(config: TrainConfig) -> bool:
     """Returns whether a run weights its microbatches by their tokens, with TokenAccumulation or Composer's flag."""
-    return build_token_accumulation(config) is not None or uses_composers_flag(config)
+    return _name_of_token_accumulation(config) is not None or uses_composers_flag(config)
 
 
 def _classes_of(kind: str) -> dict[str, type]:

@@ -126,7 +126,11 @@ class RehearsalReport:
 
 @dataclass(eq=False)
 class Rehearsal(Callback):
-    """Calls :func:`rehearse` before the first step of a fit, after the first-batch check."""
+    """Calls :func:`rehearse` before the first step of a fit, after the first-batch check.
+
+    Give the run's :class:`.RegroupingBatchSampler` its ``loss_tokens``. Without them the rehearsal computes all logits,
+    even if the run computes them only at labels.
+    """
 
     memory: MemoryModel | None = None
     """Predicts the peak of a microbatch. Without it microbatches are compared only by their sizes."""
@@ -173,8 +177,7 @@ def rehearse(state: State, memory: MemoryModel | None = None) -> RehearsalReport
 
     These are at most five, the largest one by each size of :meth:`Candidate.sizes`. If one does not fit, they are cut
     again by half the microbatch size, until all of them fit. Then a run with the size ``auto`` goes on with the smaller
-    size, and any other run is refused. Weights do not change. Buffers and random numbers are restored, and gradients
-    are dropped.
+    size, and any other run is refused. Weights do not change; gradients, buffers and random numbers are restored.
 
     Args:
         state: Of a Trainer whose train loader is a :class:`.RegroupingDataLoader`, at ``Event.BATCH_START``.
@@ -195,7 +198,7 @@ def rehearse(state: State, memory: MemoryModel | None = None) -> RehearsalReport
     labels_per_sample = None
     if accumulation is not None and accumulation.selects_logits(state):
         labels_per_sample = sampler.rows.sizes.get('loss_tokens')
-        if labels_per_sample is not None and not labels_per_sample.any():  # the dataset has no labels to count
+        if labels_per_sample is not None and not labels_per_sample.any():  # labels that are not counted are zeros
             labels_per_sample = None
     run = PlannedRun(
         state=state,
@@ -424,17 +427,21 @@ def _microbatches_of(run: PlannedRun, candidate: Candidate, size: float) -> list
 
 @contextmanager
 def _leaving_no_trace(state: State) -> Iterator[None]:
-    """Restores outputs, state of the model and random numbers after the block.
+    """Restores gradients, outputs, state of the model and random numbers after the block.
 
-    The block begins without gradients, and leaves none. Composer would drop them at the start of the step.
+    The block begins without gradients. So does each step of the Trainer, except for gradients of parameters in no
+    optimizer.
     """
+    gradients = [(parameter, parameter.grad) for parameter in state.model.parameters()]
     outputs = getattr(state, 'outputs', ())  # Composer deletes them if memory runs out
-    state.model.zero_grad()
     try:
+        for parameter, _ in gradients:
+            parameter.grad = None
         with undisturbed(inner_model(state.model), watches_parameters=False):
             yield
     finally:
-        state.model.zero_grad()
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
         state.outputs = outputs
 
 

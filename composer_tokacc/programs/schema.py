@@ -298,7 +298,8 @@ def _check_parents(override: str, values: Values) -> None:
         value = value.get(name)
         if isinstance(value, dict):
             continue
-        if value in (None, '???') or '${' in str(value):  # a mapping may still take its place
+        # No value, a value that is still to be given (`???`), or a reference. A mapping may still take its place.
+        if value in (None, '???') or '${' in str(value):
             return
         parent = '.'.join(parents[:depth])
         raise ConfigError(

@@ -44,7 +44,7 @@ from composer_tokacc.planning import CostModel, token_budget
 from composer_tokacc.programs.errors import ConfigError, building, unknown_name
 from composer_tokacc.programs.host_types import Processor, Section
 from composer_tokacc.programs.models import is_encoder, read_config
-from composer_tokacc.programs.registry import build_token_accumulation, import_by_name, uses_composers_flag
+from composer_tokacc.programs.registry import import_by_name, token_accumulation_options, uses_composers_flag
 from composer_tokacc.programs.schema import (
     Hint,
     Sections,
@@ -309,11 +309,8 @@ class FileSource(Source):
         super().__init__(config)
         self.shares_by_weights = self.section.get('loss_shares_by') == 'weights'
         """Whether ``loss_share`` sets the weights of tokens, rather than how often samples are drawn."""
-        algorithm = build_token_accumulation(config)
-        self.token_weights = None
-        """The argument of :class:`.TokenAccumulation`. None without this algorithm."""
-        if algorithm is not None:
-            self.token_weights = algorithm.options.token_weights
+        self.token_weights = token_accumulation_options(config).get('token_weights')
+        """The argument of :class:`.TokenAccumulation`. None means its default."""
 
     def settings_of_batches(self) -> dict[str, Any]:
         """Returns the settings that decide which samples a batch holds, by their keys in the config."""
@@ -401,7 +398,8 @@ class FileSource(Source):
     def _datasets(self, *, is_eval: bool = False) -> dict[str, Values]:
         """Returns the settings of each training set, or of the eval set if there is one, by its key in the config.
 
-        Parts and eval set share the settings that stand next to them in the section, unless they have their own.
+        Parts and eval set share the settings that stand next to them in the section, unless they have their own. The
+        settings may include keys that are not for the class of the dataset: see :func:`_check_dataset`.
         """
         shared = without(self.section, *SECTION_KEYS)
         if is_eval:
@@ -410,6 +408,7 @@ class FileSource(Source):
                 return {}
             return {'dataset.eval': {**shared, **changes}}
         if not self.has_parts:
+            # The whole section, so that check() also refuses a key that is only for `parts`.
             return {'dataset': dict(self.section)}
         return {f'dataset.parts.{name}': {**shared, **changes} for name, changes in self.section['parts'].items()}
 
@@ -603,10 +602,10 @@ def _check_dataset(path: str, settings: Section) -> Values:
         path: The key of the dataset in the config.
         settings: Its complete settings.
     """
-    own_keys: dict[str, Hint] = {'name': Any}  # that are not arguments of the class
+    own_keys: dict[str, Hint] = {'name': Any}  # keys that are not arguments of the class
     if path == 'dataset':
         own_keys |= {'eval': Any, 'processor': Any, 'parts': None}  # `parts` can only be null here
-    elif path != 'dataset.eval':
+    elif path != 'dataset.eval':  # one of the parts
         own_keys |= SHARE_KEYS
     cls = _dataset_class(path, settings.get('name'))
     hints = DATASET_HINTS if _is_ours(cls) else None

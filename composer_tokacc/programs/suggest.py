@@ -198,7 +198,7 @@ def memory_of_run(
         samples = [dataset[index] for index in traced_samples]
         return calibrate_fake(
             build,
-            model_config,
+            _on_meta_device(build).config,
             samples,
             width=width,
             make_optimizer=partial(build_section, 'optimizer', config.optimizer),
@@ -212,9 +212,7 @@ def memory_of_run(
     memory = load_or_calibrate(cache_folder('memory'), key, calibrate)
     if sharding is None:
         return memory
-    with torch.device('meta'):
-        model = build()
-    num_weights = sum(parameter.numel() for parameter in model.parameters())
+    num_weights = sum(parameter.numel() for parameter in _on_meta_device(build).parameters())
     return _as_sharded(memory, sharding, num_weights)
 
 
@@ -354,8 +352,8 @@ def _flop_coefficients(
     build = _model_builder(config, processor, attn_implementation='eager', activation_checkpointing=False)
     try:
         samples = [dataset[index] for index in _probe_samples(table)]
-        model_config = read_config(config.model.pretrained, config.model.config, processor)
-        return count_flops(build, model_config, samples, width=int(table.lengths.max())).coefficients
+        flops = count_flops(build, _on_meta_device(build).config, samples, width=int(table.lengths.max()))
+        return flops.coefficients
     except Exception as error:  # a trace may fail in many ways, and the run works without MFU
         log.warning('MFU is not logged, as the model could not be traced: %s: %s', type(error).__name__, error)
         return None
@@ -371,6 +369,16 @@ def _model_builder(config: TrainConfig, processor: Processor | None, **changes: 
     """
     settings = {**without(asdict(config.model), 'train_metrics'), **changes}
     return partial(build_transformers_model, processor=processor, load_weights=False, **settings)
+
+
+def _on_meta_device(build: Callable[[], Any]) -> Any:
+    """Builds a model with shapes, but without values.
+
+    Its config may differ from the config that it was built from. For example, only the decoder of BART is built, and
+    the config of the decoder says that it has no encoder. So labels lie at the positions of the text.
+    """
+    with torch.device('meta'):
+        return build()
 
 
 def runs_on_gpu(config: TrainConfig) -> bool:
@@ -396,14 +404,14 @@ def _probe_samples(table: LengthTable) -> list[int]:
     These are the shortest sample without images, and of the samples with images those with the fewest and the most
     image tokens.
     """
-    by_image_tokens = np.argsort(table.image_tokens, kind='stable')
-    num_without_images = np.count_nonzero(table.image_tokens == 0)
     indices = []
-    if num_without_images:
-        without_images = by_image_tokens[:num_without_images]
-        shortest = table.lengths[without_images].argmin()
+    without_images = np.flatnonzero(table.image_tokens == 0)
+    if len(without_images):
+        shortest = np.argmin(table.lengths[without_images])
         indices.append(int(without_images[shortest]))
-    if num_without_images < len(by_image_tokens):
-        indices.append(int(by_image_tokens[num_without_images]))
+    with_images = np.flatnonzero(table.image_tokens)
+    if len(with_images):
+        by_image_tokens = with_images[np.argsort(table.image_tokens[with_images], kind='stable')]
+        indices.append(int(by_image_tokens[0]))
         indices.append(int(by_image_tokens[-1]))
     return indices

@@ -318,6 +318,14 @@ def test_short_rows_without_slot_tokens():
     assert not would_fail(spec, model, size)
 
 
+def test_gradients_are_restored():
+    """Composer drops only gradients of parameters in an optimizer. The others stay from one fit to the next."""
+    model = Limited(np.inf)
+    model.weight.grad = torch.tensor(3.0)
+    assert rehearse(state_of_trainer(spec_of(LengthDataset(60), size=4, batch=12), model)).lines
+    assert model.weight.grad == 3
+
+
 def test_fixed_size_too_large_is_refused():
     spec = spec_of(LengthDataset(60), size=4, batch=12)
     fits_two_rows = Limited(2 * LONGEST)

@@ -18,7 +18,7 @@ import torch
 from composer_tokacc.data import LengthTable
 from composer_tokacc.programs import ConfigError, load_config, suggest
 from composer_tokacc.programs.length_tables import StandIns
-from composer_tokacc.programs.schema import TrainConfig
+from composer_tokacc.programs.schema import ModelConfig, TrainConfig
 from composer_tokacc.programs.sources import source_of
 from composer_tokacc.sizing import BatchShape, MemoryModel
 from tests.sizing.test_suggestion import memory_model, sizes_of
@@ -111,6 +111,17 @@ def test_stand_ins_have_their_own_calibration(calibrations, monkeypatch):
 
     assert traces.call_count == 2
     assert len(list(calibrations.iterdir())) == 2
+
+
+def test_decoder_of_bart_is_traced(calibrations):
+    """Only the decoder of BART is built. The config of the whole BART says that labels are not at the text."""
+    sizes = {'d_model': 16, 'decoder_layers': 1, 'decoder_attention_heads': 2, 'decoder_ffn_dim': 16}
+    model = ModelConfig(config={'model_type': 'bart', 'vocab_size': 50, **sizes})
+    config = TrainConfig(model=model, algorithms={'token_accumulation': None}, trainer={'device': 'cpu'})
+    table = sizes_of([5, 20])
+    samples = StandIns(table, None, source_of(config).model_config(None))
+    assert suggest.memory_of_run(config, samples, None, table).peak(SHAPE) > 0
+    assert suggest._flop_coefficients(config, samples, None, table) is not None
 
 
 @pytest.mark.parametrize('precision', ['amp_bf16', 'AMP_BF16', 'amp_fp8'])
