@@ -34,6 +34,7 @@ from composer_tokacc.checks.probe import NOISE_FACTOR, AtLabels, Probe, ProbeRes
 from composer_tokacc.counting import loss_mask
 from composer_tokacc.labelled import LabelledPositions, LabelSelector
 from composer_tokacc.layout import BatchLayout, describe
+from composer_tokacc.layout.tensors import cat_padded
 from composer_tokacc.refusals import NotExactError
 from composer_tokacc.row_counts import RowCounts, attach_row_counts, num_rows
 
@@ -403,7 +404,12 @@ class RowComparison:
         """
         for row, row_media in media.items():
             single_row = self.layout.select(self.rows, [row])
-            result = self.probe.run(self.on_device({**single_row, **row_media}))
+            batch = dict(single_row)
+            for key, value in row_media.items():
+                entry = self.layout.entry_of(single_row, key)
+                # Media keep the padding of that microbatch. A mask of them for each token becomes as wide as the text.
+                batch[key] = cat_padded([value], entry, self._facts.width, self._facts.side)
+            result = self.probe.run(self.on_device(batch))
             self._check_gradients(result, [row], CutKind.OTHER_PADDING)
 
     def selection_failure(self, selector: LabelSelector) -> str | None:

@@ -809,11 +809,14 @@ def media_as_collated(
         microbatch, number = sources[row]
         row_batch = layout.select(without_row_counts(microbatch), [number])
         media = {}
+        has_other_size = False
         for key, entry in media_entries(layout, row_batch).items():
-            # An entry with `seq_dims` is a mask with a value for each token. It is padded as the text.
+            media[key] = row_batch[key]
+            # An entry with `seq_dims` is a mask with a value for each token. Its width is the one of the text, so it
+            # does not tell the size of the media.
             if not entry.seq_dims:
-                media[key] = row_batch[key]
-        if any(value.shape[1:] != batch[key].shape[1:] for key, value in media.items()):
+                has_other_size |= row_batch[key].shape[1:] != batch[key].shape[1:]
+        if has_other_size:
             collated[place] = media
     return collated
 
