@@ -440,9 +440,11 @@ class BatchLayout:
         shape = [1, 3, side, side]
         if 'video' in family.media:
             shape.insert(1, NUM_DUMMY_FRAMES)
-        instruction = torch.ones(1, 1, dtype=torch.long, device=device)
-        dummy = dict.fromkeys(family.entries, instruction)
-        dummy['pixel_values'] = torch.full(shape, 0.5, device=device)  # grey
+        grey = torch.full(shape, 0.5, device=device)
+        dummy: dict[str, torch.Tensor] = {'pixel_values': grey}
+        for key in family.entries:
+            if key != 'pixel_values':
+                dummy[key] = torch.ones(1, 1, dtype=torch.long, device=device)
         return {**batch, **dummy}
 
     # New batches from existing ones.
