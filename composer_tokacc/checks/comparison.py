@@ -545,12 +545,15 @@ class RowComparison:
 
         A packed row has the real positions of its rows, one row after the other.
         """
+        is_packed = self._facts.real
+        if self.rule == 'causal_attended':
+            # Labels on padding do not count, so pack_rows() drops them together with the padding.
+            is_packed = self._facts.attended
         row_gradients = torch.zeros(len(rows), self._width, gradient.shape[-1])
         start = 0
         for place, row in enumerate(rows):
-            is_real = self._facts.real[row]
-            end = start + int(is_real.sum())
-            row_gradients[place, is_real] = gradient[0, start:end]
+            end = start + int(is_packed[row].sum())
+            row_gradients[place, is_packed[row]] = gradient[0, start:end]
             start = end
         return row_gradients
 
