@@ -19,6 +19,7 @@ from composer_tokacc.checks.first_batch import chosen_rows, media_as_collated, r
 from composer_tokacc.data_spec.pieces import FAILED, CutRules
 from composer_tokacc.data_spec.split import split_of
 from composer_tokacc.layout import BatchLayout, PreSplitBatch
+from composer_tokacc.layout.tensors import Entry
 from tests.matrix.collator import join
 from tests.support.families import MEDIA
 from tests.support.small_batches import IMAGE, drawn_batch, numbered, square_mask, text_batch
@@ -364,6 +365,19 @@ def test_media_are_compared_if_padded_otherwise():
     # Only the place of row 1, which gets a second tile in the batch.
     assert collated.keys() == {2}
     assert collated[2]['pixel_values'].shape == (1, 1, 5)
+
+
+def test_mask_is_as_large_as_its_media():
+    """A mask along the text may also have a value for each tile. It must fit the tiles of its own microbatch."""
+    one_tile = text_batch([4, 3], num_images=[1, 1], pixel_values=torch.ones(2, 1, 5), mask=torch.ones(2, 4, 1))
+    two_tiles = text_batch([5], num_images=[1], pixel_values=torch.ones(1, 2, 5), mask=torch.ones(1, 5, 2))
+    batch = PreSplitBatch([one_tile, two_tiles], max_tokens=20)
+    layout = BatchLayout.infer(batch).with_entries(mask=Entry(unit='image', seq_dims=(1,)))
+
+    collated = media_as_collated(layout, batch, rows=[0])
+
+    assert collated[0]['pixel_values'].shape == (1, 1, 5)
+    assert collated[0]['mask'].shape == (1, 4, 1)
 
 
 @pytest.mark.parametrize(
