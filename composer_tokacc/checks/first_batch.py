@@ -254,7 +254,11 @@ class FirstBatchCheck(Generic[RulesT]):
             self._learn_readings(offers)
             rows_to_share = None
             if offers[get_global_rank()] is offer:
-                rows_to_share = self._rows_to_share(batch, offer.missing)
+                try:
+                    rows_to_share = self._rows_to_share(batch, offer.missing)
+                except RefusalError as refusal_of_rows:  # if only these rows do not tell whose media are whose
+                    refusal = refusal_of_rows
+            raise_on_all_ranks(refusal)
             shared = from_any_rank(rows_to_share)
             assert shared is not None
             are_new = bool(is_any_missing) or not self._proven.limits  # in the first check nothing is proven yet
@@ -495,6 +499,8 @@ class FirstBatchCheck(Generic[RulesT]):
         loader_batch = without_row_counts(batch)
         rows = self.layout.select(loader_batch, chosen)
         is_unlabelled = lacks_labels(rows)
+        # If packing fails in this check, no row of the fit is packed any more. So it does no harm that packed rows then
+        # lie within the proven ranges.
         largest_packed_row = self._largest_packed_row(describe_all(self.layout, batch))
         return SharedRows(
             rows=_with_labels(self.layout, rows),
