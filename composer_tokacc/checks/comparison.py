@@ -380,7 +380,8 @@ class RowComparison:
             return False
         # In some models (Mllama) a row without media has another loss if rows with media are in its batch. So the row
         # with labels has media if possible. If it has none, but an unlabelled row has media, only gradients are
-        # compared. A copy of an unlabelled row, with the labels that the check has given it, is the second choice.
+        # compared. Apart from that, a row outside of `unlabelled_rows` is better, because one of them would be in the
+        # microbatch twice, with and without its labels.
         num_media = self._facts.media
         labelled = max(self._rows_with_tokens, key=lambda row: (num_media[row] > 0, row not in unlabelled_rows))
         comparison = self._followed_by_unlabelled([labelled], unlabelled_rows)
@@ -771,17 +772,3 @@ def _relative_errors(gradients: Tensor, expected: Tensor, sizes: Tensor) -> Tens
     differences = (gradients - expected).flatten(1).norm(dim=1)
     errors = differences / sizes
     return errors.nan_to_num(nan=torch.inf)
-
-
-def documents_of(packed: Batch) -> Tensor:
-    """Returns the number of the document of each position of a packed row, from 0, ``(width,)``."""
-    mask = packed.get('attention_mask')
-    if mask is not None:
-        # The mask is (documents, width), and each position is in one document: argmax finds which.
-        return mask.int().argmax(dim=0)
-    # ``(1, width)``, or with M-RoPE ``(sections, 1, width)``. The positions of text come first.
-    positions = packed['position_ids'].flatten(0, -2)[0]
-    # Positions restart at 0, or at padding_idx + 1 (RoBERTa).
-    restarts = positions.diff() != 1
-    documents = restarts.cumsum(dim=0)
-    return torch.nn.functional.pad(documents, (1, 0))

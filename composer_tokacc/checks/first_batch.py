@@ -111,7 +111,7 @@ class SharedRows(NamedTuple):
     media: dict[int, BatchDict]  # media of some of the rows, see :func:`media_as_collated`
     largest_packed_row: int  # most tokens of a packed row in training; 0: rows are not packed
     unlabelled_rows: Sequence[int]  # places of the rows that had no label before the check gave them one
-    ranges: RowRanges  # of the rows, before the check gave them labels
+    ranges: RowRanges  # of the rows before the check gave them labels, because labels hide that a row had none
 
 
 @dataclass(frozen=True)
