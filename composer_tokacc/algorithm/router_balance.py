@@ -21,7 +21,6 @@ from torch import Tensor
 
 from composer_tokacc.algorithm.loss_terms import LossTerms, SplitLoss
 from composer_tokacc.batch import Batch, attended_positions, text_of, with_copied_tensors
-from composer_tokacc.checks.comparison import documents_of
 from composer_tokacc.checks.logits import entry_of, router_loss_of
 from composer_tokacc.checks.written_state import undisturbed
 from composer_tokacc.collectives import add_over_ranks, get_world_size
@@ -310,7 +309,7 @@ def _counted_in_packed_row(packed: Batch, rows: Sequence[RowCounts]) -> Tensor:
         packed: The packed row.
         rows: The counts of the rows that were packed, in their order.
     """
-    document_of_position = documents_of(packed)
+    document_of_position = _documents_of(packed)
     device = document_of_position.device
     real_tokens_of_documents = []
     for row in rows:
@@ -327,6 +326,20 @@ def _counted_in_packed_row(packed: Batch, rows: Sequence[RowCounts]) -> Tensor:
     positions = torch.arange(len(document_of_position), device=device)
     place_in_document = positions - starts
     return place_in_document < num_real
+
+
+def _documents_of(packed: Batch) -> Tensor:
+    """Returns the number of the document of each position of a packed row, from 0, ``(width,)``."""
+    mask = packed.get('attention_mask')
+    if mask is not None:
+        # The mask is (documents, width), and each position is in one document: argmax finds which.
+        return mask.int().argmax(dim=0)
+    # ``(1, width)``, or with M-RoPE ``(sections, 1, width)``. The positions of text come first.
+    positions = packed['position_ids'].flatten(0, -2)[0]
+    # Positions restart at 0, or at padding_idx + 1 (RoBERTa).
+    restarts = positions.diff() != 1
+    documents = restarts.cumsum(dim=0)
+    return torch.nn.functional.pad(documents, (1, 0))
 
 
 def _attended(batch: Batch) -> Tensor:

@@ -34,6 +34,7 @@ from composer_tokacc.checks.probe import NOISE_FACTOR, AtLabels, Probe, ProbeRes
 from composer_tokacc.counting import loss_mask
 from composer_tokacc.labelled import LabelledPositions, LabelSelector
 from composer_tokacc.layout import BatchLayout, describe
+from composer_tokacc.layout.tensors import cat_padded
 from composer_tokacc.refusals import NotExactError
 from composer_tokacc.row_counts import RowCounts, attach_row_counts, num_rows
 
@@ -379,7 +380,8 @@ class RowComparison:
             return False
         # In some models (Mllama) a row without media has another loss if rows with media are in its batch. So the row
         # with labels has media if possible. If it has none, but an unlabelled row has media, only gradients are
-        # compared. A copy of an unlabelled row, with the labels that the check has given it, is the second choice.
+        # compared. Apart from that, a row outside of `unlabelled_rows` is better, because one of them would be in the
+        # microbatch twice, with and without its labels.
         num_media = self._facts.media
         labelled = max(self._rows_with_tokens, key=lambda row: (num_media[row] > 0, row not in unlabelled_rows))
         comparison = self._followed_by_unlabelled([labelled], unlabelled_rows)
@@ -403,7 +405,12 @@ class RowComparison:
         """
         for row, row_media in media.items():
             single_row = self.layout.select(self.rows, [row])
-            result = self.probe.run(self.on_device({**single_row, **row_media}))
+            batch = dict(single_row)
+            for key, value in row_media.items():
+                entry = self.layout.entry_of(single_row, key)
+                # Media keep the padding of that microbatch. A mask of them for each token becomes as wide as the text.
+                batch[key] = cat_padded([value], entry, self._facts.width, self._facts.side)
+            result = self.probe.run(self.on_device(batch))
             self._check_gradients(result, [row], CutKind.OTHER_PADDING)
 
     def selection_failure(self, selector: LabelSelector) -> str | None:
@@ -539,12 +546,15 @@ class RowComparison:
 
         A packed row has the real positions of its rows, one row after the other.
         """
+        is_packed = self._facts.real
+        if self.rule == 'causal_attended':
+            # Labels on padding do not count, so pack_rows() drops them together with the padding.
+            is_packed = self._facts.attended
         row_gradients = torch.zeros(len(rows), self._width, gradient.shape[-1])
         start = 0
         for place, row in enumerate(rows):
-            is_real = self._facts.real[row]
-            end = start + int(is_real.sum())
-            row_gradients[place, is_real] = gradient[0, start:end]
+            end = start + int(is_packed[row].sum())
+            row_gradients[place, is_packed[row]] = gradient[0, start:end]
             start = end
         return row_gradients
 
@@ -762,17 +772,3 @@ def _relative_errors(gradients: Tensor, expected: Tensor, sizes: Tensor) -> Tens
     differences = (gradients - expected).flatten(1).norm(dim=1)
     errors = differences / sizes
     return errors.nan_to_num(nan=torch.inf)
-
-
-def documents_of(packed: Batch) -> Tensor:
-    """Returns the number of the document of each position of a packed row, from 0, ``(width,)``."""
-    mask = packed.get('attention_mask')
-    if mask is not None:
-        # The mask is (documents, width), and each position is in one document: argmax finds which.
-        return mask.int().argmax(dim=0)
-    # ``(1, width)``, or with M-RoPE ``(sections, 1, width)``. The positions of text come first.
-    positions = packed['position_ids'].flatten(0, -2)[0]
-    # Positions restart at 0, or at padding_idx + 1 (RoBERTa).
-    restarts = positions.diff() != 1
-    documents = restarts.cumsum(dim=0)
-    return torch.nn.functional.pad(documents, (1, 0))

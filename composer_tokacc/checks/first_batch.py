@@ -111,7 +111,7 @@ class SharedRows(NamedTuple):
     media: dict[int, BatchDict]  # media of some of the rows, see :func:`media_as_collated`
     largest_packed_row: int  # most tokens of a packed row in training; 0: rows are not packed
     unlabelled_rows: Sequence[int]  # places of the rows that had no label before the check gave them one
-    ranges: RowRanges  # of the rows, before the check gave them labels
+    ranges: RowRanges  # of the rows before the check gave them labels, because labels hide that a row had none
 
 
 @dataclass(frozen=True)
@@ -254,7 +254,11 @@ class FirstBatchCheck(Generic[RulesT]):
             self._learn_readings(offers)
             rows_to_share = None
             if offers[get_global_rank()] is offer:
-                rows_to_share = self._rows_to_share(batch, offer.missing)
+                try:
+                    rows_to_share = self._rows_to_share(batch, offer.missing)
+                except RefusalError as refusal_of_rows:  # if only these rows do not tell whose media are whose
+                    refusal = refusal_of_rows
+            raise_on_all_ranks(refusal)
             shared = from_any_rank(rows_to_share)
             assert shared is not None
             are_new = bool(is_any_missing) or not self._proven.limits  # in the first check nothing is proven yet
@@ -495,6 +499,8 @@ class FirstBatchCheck(Generic[RulesT]):
         loader_batch = without_row_counts(batch)
         rows = self.layout.select(loader_batch, chosen)
         is_unlabelled = lacks_labels(rows)
+        # If packing fails in this check, no row of the fit is packed any more. So it does no harm that packed rows then
+        # lie within the proven ranges.
         largest_packed_row = self._largest_packed_row(describe_all(self.layout, batch))
         return SharedRows(
             rows=_with_labels(self.layout, rows),
@@ -809,11 +815,14 @@ def media_as_collated(
         microbatch, number = sources[row]
         row_batch = layout.select(without_row_counts(microbatch), [number])
         media = {}
+        has_other_size = False
         for key, entry in media_entries(layout, row_batch).items():
-            # An entry with `seq_dims` is a mask with a value for each token. It is padded as the text.
+            media[key] = row_batch[key]
+            # An entry with `seq_dims` is a mask with a value for each token. Its width is the one of the text, so it
+            # does not tell the size of the media.
             if not entry.seq_dims:
-                media[key] = row_batch[key]
-        if any(value.shape[1:] != batch[key].shape[1:] for key, value in media.items()):
+                has_other_size |= row_batch[key].shape[1:] != batch[key].shape[1:]
+        if has_other_size:
             collated[place] = media
     return collated
 

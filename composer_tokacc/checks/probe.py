@@ -418,7 +418,7 @@ class Probe:
             self._judge(written, batch)
 
     def _names_on_ranks(self, names: Collection[str]) -> list[str]:
-        """Returns the names of all ranks."""
+        """Returns the names that any rank has, each once and sorted; a collective."""
         return sorted(set().union(*self.gather(list(names))))
 
     def _judge(self, states: Sequence[State], batch: Batch) -> None:

@@ -186,6 +186,7 @@ def perturb(states: Iterable[State]) -> None:
             with torch.inference_mode():
                 current.add_(PERTURBATION * sizes * noise)
         else:
+            # The snapshot was taken after that forward, so it puts the written value back, not the older one.
             StateSnapshot([state]).restore()
 
 

@@ -32,7 +32,10 @@ from composer_tokacc.refusals import InvalidInputError
 
 
 class Reading(Enum):
-    """A way in which a tensor can belong to rows. The value completes the sentence "this tensor holds ..."."""
+    """A way in which a tensor can belong to rows. The value completes the sentence "this tensor holds ...".
+
+    The order breaks ties, see :func:`agreed_readings`.
+    """
 
     TEXT = 'one value per token, (rows, width, ...)'
     ROWS = 'one entry per row, (rows, ...)'
@@ -134,9 +137,10 @@ def agreed_readings(earlier: Sequence[Reading], later: Sequence[Reading]) -> tup
 
     Both sequences begin with the most likely reading. If they give a reading different places, the worse place counts.
     There is a tie only if one batch finds media more likely than rows (or text), and another batch the reverse. Then
-    media comes second, as in ``Reading``. The batch that finds media less likely is the better evidence: it has the
-    tensor, but no items that the tensor fits.
+    media comes second. The batch that finds media less likely is the better evidence: it has the tensor, but no items
+    that the tensor fits.
     """
+    # Readings with equal places keep this order, in which media comes after text and rows.
     common = [reading for reading in Reading if reading in earlier and reading in later]
     return tuple(sorted(common, key=lambda reading: max(earlier.index(reading), later.index(reading))))
 
@@ -460,14 +464,14 @@ def sums_of_groups(values: Sequence[int], sizes: Sequence[int]) -> list[int]:
 
 
 def items_of_rows(tokens: Sequence[int], sizes: Sequence[int]) -> list[int] | None:
-    """Returns the number of items of each row; None if an item would lie in two rows.
+    """Returns the number of items of each row; None if the sizes do not fit, or if an item would lie in two rows.
 
     For example, rows of 20 and 10 tokens have 2 items and 1 item if all items have 10 tokens. No other answer is
     possible, because every item has tokens, and items are in the order of the rows.
 
     Args:
         tokens: Number of placeholders of each row.
-        sizes: Number of placeholders of each item.
+        sizes: Number of placeholders of each item. They fit if all are at least 1, and if they add up to the tokens.
     """
     if min(sizes, default=1) < 1 or sum(sizes) != sum(tokens):
         return None

@@ -440,9 +440,11 @@ class BatchLayout:
         shape = [1, 3, side, side]
         if 'video' in family.media:
             shape.insert(1, NUM_DUMMY_FRAMES)
-        instruction = torch.ones(1, 1, dtype=torch.long, device=device)
-        dummy = dict.fromkeys(family.entries, instruction)
-        dummy['pixel_values'] = torch.full(shape, 0.5, device=device)  # grey
+        grey = torch.full(shape, 0.5, device=device)
+        dummy: dict[str, torch.Tensor] = {'pixel_values': grey}
+        for key in family.entries:
+            if key != 'pixel_values':
+                dummy[key] = torch.ones(1, 1, dtype=torch.long, device=device)
         return {**batch, **dummy}
 
     # New batches from existing ones.
@@ -662,10 +664,12 @@ class BatchLayout:
         values = [batch[key] for batch in present]
         _check_are_tensors(key, values)
         entries = [self.entry_of(batch, key) for batch in present]
-        _check_same_form(key, present, entries)
+        _check_same_form(key, values, entries)
         entry = _joined_entry(entries)
         if entry.unit == 'shared':
             return _widest_shared(key, values, entry, side)
+        if entry.unit == 'video' and present[0][key].dim() == 5:  # clips: (videos, frames, channels, height, width)
+            _check_equal_clips(self.family.name, key, present)
         # A batch that lacks the key adds no entry to a tensor of media. To a tensor with an entry for each row it must
         # add its rows. If images are in slots, their tensor has an entry for each row, too.
         if not entry.is_media or entry.slot_dim is not None:
@@ -956,33 +960,24 @@ def _check_are_tensors(key: str, values: Sequence[object]) -> None:
 
 def _check_same_form(
     key: str,
-    batches: Sequence[Batch],
+    values: Sequence[torch.Tensor],
     entries: Sequence[Entry],
 ) -> None:
-    """Raises ValueError if tensors of one key cannot be joined. ``entries`` say how each belongs to rows.
+    """Raises ValueError if tensors of one key cannot be joined.
 
     They must have equally many dimensions, and the same padding value. The padding values of two masks differ if 0
     means "attend" in one of them, and "hide" in the other. If the rows of one batch share the tensor, no batch may have
-    an entry for each of several rows. All videos must have equally many frames. They are joined without a mask, so the
-    model would compute the frames that pad a shorter video.
+    an entry for each of several rows.
     """
-    forms: set[tuple[float, ...]] = set()
-    samples: dict[str, str] = {}  # one sample for each shape, for the message
-    has_rows = False
-    for batch, entry in zip(batches, entries, strict=True):
-        value: torch.Tensor = batch[key]
-        form = [value.dim(), entry.fill]
-        if entry.unit == 'video' and value.dim() == 5:  # clips: (videos, frames, channels, height, width)
-            form.append(value.shape[1])
-        forms.add(tuple(form))
-        has_rows |= value.shape[:1] > (1,)
-        samples[f'{value.dtype} of shape {tuple(value.shape)}'] = sample_name(batch, 0)
+    numbers_of_dims = {value.dim() for value in values}
+    fills = {entry.fill for entry in entries}
     is_shared = any(entry.unit == 'shared' for entry in entries)
-    if len(forms) > 1 or (is_shared and has_rows):
+    has_rows = any(value.shape[:1] > (1,) for value in values)
+    if len(numbers_of_dims) > 1 or len(fills) > 1 or (is_shared and has_rows):
+        forms = sorted({f'{value.dtype} of shape {tuple(value.shape)}' for value in values})
         raise InvalidInputError(
-            f'`{key}` must have the same form in all batches that are joined, got: {samples}. Give every sample the '
-            'same number of dimensions, masks of one dtype, every row an entry, or none, and every video the same '
-            'number of frames (`dataset.video.num_frames`).'
+            f'`{key}` must have the same form in all batches that are joined, got: {", ".join(forms)}. Give every '
+            'sample the same number of dimensions, masks of one dtype, and every row an entry, or none.'
         )
 
 
@@ -1074,3 +1069,20 @@ def _value_on_padding(key: str, batches: Sequence[Batch]) -> float | None:
     if not bool(is_first.all()):
         return None
     return first.item()
+
+
+def _check_equal_clips(family: str, key: str, batches: Sequence[Batch]) -> None:
+    """Raises ValueError if the videos of different batches have different numbers of frames.
+
+    They are joined to one tensor without a mask, so the model would compute the frames that pad a shorter video.
+    """
+    batch_by_frames = {batch[key].shape[1]: batch for batch in batches}
+    if len(batch_by_frames) > 1:
+        names = []
+        for num_frames in sorted(batch_by_frames):
+            first_sample = sample_name(batch_by_frames[num_frames], 0)
+            names.append(f'{num_frames} ({first_sample})')
+        raise InvalidInputError(
+            f'Videos of a batch must be of one number of frames for {family}, got: {", ".join(names)}. Take '
+            'the same number of frames from each video: `dataset.video.num_frames`.'
+        )

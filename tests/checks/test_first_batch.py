@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from composer.core import Callback
+from composer.models import HuggingFaceModel
 from transformers.modeling_outputs import CausalLMOutput
 
 from composer_tokacc import token_data_spec
@@ -19,6 +20,7 @@ from composer_tokacc.checks.first_batch import chosen_rows, media_as_collated, r
 from composer_tokacc.data_spec.pieces import FAILED, CutRules
 from composer_tokacc.data_spec.split import split_of
 from composer_tokacc.layout import BatchLayout, PreSplitBatch
+from composer_tokacc.layout.tensors import Entry
 from tests.matrix.collator import join
 from tests.support.families import MEDIA
 from tests.support.small_batches import IMAGE, drawn_batch, numbered, square_mask, text_batch
@@ -364,6 +366,47 @@ def test_media_are_compared_if_padded_otherwise():
     # Only the place of row 1, which gets a second tile in the batch.
     assert collated.keys() == {2}
     assert collated[2]['pixel_values'].shape == (1, 1, 5)
+
+
+class WithImageSizes(HuggingFaceModel):
+    """Its loss has a term of images, which only changes the gradient of an early layer."""
+
+    def loss(self, outputs, batch):
+        pixels = batch.get('pixel_values')
+        if pixels is None:
+            return outputs['loss']
+        num_labels = (batch['labels'][:, 1:] != -100).sum().clamp(min=1)
+        weight = next(self.model.parameters())
+        return outputs['loss'] + 0.01 * pixels.norm() * weight.norm() / num_labels
+
+
+def test_term_of_images_without_labels():
+    """Rows with labels have no image. Only the value of the loss shows a term in the others."""
+    case = MEDIA['llava_onevision']()
+    rows = []
+    for row, kind in zip(case.rows, case.kinds, strict=True):
+        if kind == 'none':
+            rows.append(row)
+        elif kind == 'image':
+            rows.append({**row, 'labels': torch.full_like(row['labels'], -100)})
+    batch = join(rows, side='right', slots=False)
+    model = WithImageSizes(case.model, shift_labels=True, use_logits=True)
+
+    with pytest.raises(RuntimeError, match='a term in rows without labels'):
+        fit(model, batch)
+
+
+def test_mask_is_as_large_as_its_media():
+    """A mask along the text may also have a value for each tile. It must fit the tiles of its own microbatch."""
+    one_tile = text_batch([4, 3], num_images=[1, 1], pixel_values=torch.ones(2, 1, 5), mask=torch.ones(2, 4, 1))
+    two_tiles = text_batch([5], num_images=[1], pixel_values=torch.ones(1, 2, 5), mask=torch.ones(1, 5, 2))
+    batch = PreSplitBatch([one_tile, two_tiles], max_tokens=20)
+    layout = BatchLayout.infer(batch).with_entries(mask=Entry(unit='image', seq_dims=(1,)))
+
+    collated = media_as_collated(layout, batch, rows=[0])
+
+    assert collated[0]['pixel_values'].shape == (1, 1, 5)
+    assert collated[0]['mask'].shape == (1, 4, 1)
 
 
 @pytest.mark.parametrize(

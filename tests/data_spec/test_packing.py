@@ -7,12 +7,21 @@ from __future__ import annotations
 
 import pytest
 import torch
+from composer.models import HuggingFaceModel
 from transformers import MptConfig, MptForCausalLM
 
 from composer_tokacc import BatchLayout, TokenMonitor, token_data_spec
 from composer_tokacc.data_spec.packing import pack_rows
 from composer_tokacc.row_counts import RowCounts, attach_row_counts, row_counts_of, with_counts
-from tests.support.text import ONE_UNLABELLED, VOCABULARY, one_layer_model, positions_of, ragged_batch, text_attention
+from tests.support.text import (
+    ONE_UNLABELLED,
+    VOCABULARY,
+    next_token_loss,
+    one_layer_model,
+    positions_of,
+    ragged_batch,
+    text_attention,
+)
 from tests.support.training import COMPOSERS_FLAG, assert_exact, fit, hugging_face, loader, relative_error
 
 
@@ -153,6 +162,32 @@ def test_labels_on_padding_that_do_not_count():
 
     for key in ('input_ids', 'labels', 'attention_mask', 'position_ids'):
         assert torch.equal(packed[key], without_labels_on_padding[key])
+
+
+class AttendedLoss(HuggingFaceModel):
+    """Does not count labels on padding. Packed rows have none, and their mask has a row for each document."""
+
+    def loss(self, outputs, batch):
+        labels = batch['labels']
+        mask = batch['attention_mask']
+        if mask.shape == labels.shape:
+            labels = labels.masked_fill(mask == 0, -100)
+        return next_token_loss(outputs['logits'], labels)
+
+
+@pytest.mark.parametrize('packing', [True, 'auto'])
+def test_check_of_labels_on_padding(packing):
+    """The first-batch check must compare each row with its document, which lacks the padding under such labels."""
+    batch = ragged_batch(ONE_UNLABELLED)
+    model = AttendedLoss(one_layer_model(), shift_labels=True, use_logits=True)
+    expected = fit(model, batch, packing=packing).steps[0]
+    for row, (length, _) in enumerate(ONE_UNLABELLED):
+        batch['labels'][row, length : length + 2] = 7
+    model = AttendedLoss(one_layer_model(), shift_labels=True, use_logits=True)
+
+    recorder = fit(model, batch, packing=packing)
+
+    assert relative_error(recorder.steps[0], expected) < 1e-6
 
 
 @pytest.mark.parametrize('side', ['left', 'right'])

@@ -111,9 +111,10 @@ def test_all_ranks_decide_alike():
 def test_all_ranks_name_a_bad_batch():
     """In the first step and in a later one."""
     results = launch_json('tests/ranks/bad_batch.py', ranks=2)
-    assert len(results) == 6
+    assert len(results) == 8
+    beginnings = ('`labels` must be', '`loss_weights` must be', "`batch['flags']` must be", '`layout` must tell')
     for first_message, second_message in results:
-        assert second_message.startswith(('`labels` must be', '`loss_weights` must be', "`batch['flags']` must be"))
+        assert second_message.startswith(beginnings)
         assert first_message == f'Another rank has refused its batch: {second_message}'
 
 
