@@ -326,7 +326,7 @@ class ConversationEncoder:
     def check_takes_media(self, record: Record) -> None:
         """Refuses a record if the processor or the chat template would drop its media or misread its text.
 
-        Text is misread if it has control tokens, see :meth:`.ControlTokenPolicy.check`.
+        Text is misread if it has control tokens, see ``ControlTokenPolicy.check``.
 
         Raises:
             BadSampleError: If the record is refused.
