@@ -1,0 +1,70 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Runs Python in a new process that has loaded torch and Transformers already, which takes five seconds otherwise.
+
+A server loads them once and is forked for each run. It has not loaded Composer or this package. So a run may check that
+they are not imported, and it imports the files of this package as they are.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+LOADED = ['torch', 'transformers.models.llama.modeling_llama', 'transformers.trainer', 'torchmetrics']
+
+
+def run_loaded(
+    arguments: Sequence[str], *, folder: Path, environment: Mapping[str, str], timeout: float = 540
+) -> subprocess.CompletedProcess:
+    """Runs ``python ARGUMENTS`` in a folder. Returns the output and the exit status, which the caller checks.
+
+    Args:
+        arguments: As Python takes them: ``FILE ...``, ``-m MODULE ...`` or ``-c CODE ...``.
+        folder: The current folder of the run.
+        environment: All variables of the run. Torch was loaded without them, so those that it reads when it is imported
+            have no effect.
+        timeout: Seconds after which the run is ended, and raises.
+    """
+    server = multiprocessing.get_context('forkserver')
+    server.set_forkserver_preload(LOADED)
+    with tempfile.TemporaryDirectory() as outputs:
+        process = server.Process(target=_run, args=(list(arguments), str(folder), dict(environment), outputs))
+        process.start()
+        process.join(timeout)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+            raise TimeoutError(f'python {arguments} took more than {timeout} s')
+        stdout, stderr = (Path(outputs, name).read_text() for name in ('stdout', 'stderr'))
+    return subprocess.CompletedProcess(arguments, process.exitcode, stdout, stderr)
+
+
+def _run(arguments: list[str], folder: str, environment: dict[str, str], outputs: str) -> None:
+    """Does in the forked process what Python does when it starts."""
+    for descriptor, name in ((1, 'stdout'), (2, 'stderr')):
+        file = os.open(f'{outputs}/{name}', os.O_WRONLY | os.O_CREAT)
+        os.dup2(file, descriptor)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    paths = [path for path in environment.get('PYTHONPATH', '').split(os.pathsep) if path]
+    sys.path[:0] = [folder, *paths]
+    option, *others = arguments
+    if option == '-m':
+        sys.argv = others
+        runpy.run_module(others[0], run_name='__main__', alter_sys=True)
+    elif option == '-c':
+        sys.argv = ['-c', *others[1:]]
+        exec(compile(others[0], '<string>', 'exec'), {'__name__': '__main__'})
+    else:
+        sys.argv = arguments
+        sys.path[0] = str(Path(option).resolve().parent)
+        runpy.run_path(option, run_name='__main__')
