@@ -4,19 +4,23 @@
 """Runs Python in a new process that has loaded torch and Transformers already, which takes five seconds otherwise.
 
 A server loads them once and is forked for each run. It has not loaded Composer or this package. So a run may check that
-they are not imported, and it imports the files of this package as they are.
+they are not imported, and it imports the files of this package as they are. The launcher of Composer runs in this way,
+too; the ranks that it starts are new processes of Python.
 """
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 LOADED = ['torch', 'transformers.models.llama.modeling_llama', 'transformers.trainer', 'torchmetrics']
 
@@ -33,25 +37,48 @@ def run_loaded(
             have no effect.
         timeout: Seconds after which the run is ended, and raises.
     """
+    with tempfile.TemporaryDirectory() as outputs:
+        stdout, stderr = Path(outputs, 'stdout'), Path(outputs, 'stderr')
+        process = start_loaded(arguments, folder=folder, environment=environment, stdout=stdout, stderr=stderr)
+        try:
+            process.join(timeout)
+            if process.exitcode is None:
+                raise TimeoutError(f'python {arguments} took more than {timeout} s')
+        finally:
+            kill_loaded(process)
+        return subprocess.CompletedProcess(arguments, process.exitcode, stdout.read_text(), stderr.read_text())
+
+
+def start_loaded(
+    arguments: Sequence[str], *, folder: Path, environment: Mapping[str, str], stdout: Path, stderr: Path
+) -> Any:
+    """Starts ``python ARGUMENTS`` in a session of its own, so that it can be killed together with its children.
+
+    See :func:`run_loaded`. Both outputs may be the same file. Returns a process of multiprocessing.
+    """
     server = multiprocessing.get_context('forkserver')
     server.set_forkserver_preload(LOADED)
-    with tempfile.TemporaryDirectory() as outputs:
-        process = server.Process(target=_run, args=(list(arguments), str(folder), dict(environment), outputs))
-        process.start()
-        process.join(timeout)
-        if process.exitcode is None:
-            process.kill()
-            process.join()
-            raise TimeoutError(f'python {arguments} took more than {timeout} s')
-        stdout, stderr = (Path(outputs, name).read_text() for name in ('stdout', 'stderr'))
-    return subprocess.CompletedProcess(arguments, process.exitcode, stdout, stderr)
+    files = (str(stdout), str(stderr))
+    process = server.Process(target=_run, args=(list(arguments), str(folder), dict(environment), files))
+    process.start()
+    return process
 
 
-def _run(arguments: list[str], folder: str, environment: dict[str, str], outputs: str) -> None:
+def kill_loaded(process: Any) -> None:
+    """Kills a process of :func:`start_loaded`, if it has not ended, and its children."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.join()
+
+
+def _run(arguments: list[str], folder: str, environment: dict[str, str], files: tuple[str, str]) -> None:
     """Does in the forked process what Python does when it starts."""
-    for descriptor, name in ((1, 'stdout'), (2, 'stderr')):
-        file = os.open(f'{outputs}/{name}', os.O_WRONLY | os.O_CREAT)
+    os.setsid()
+    for descriptor, path in zip((1, 2), files, strict=True):
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(file, descriptor)
+        os.close(file)
+    sys.stdout.reconfigure(line_buffering=True)
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
