@@ -13,7 +13,8 @@ import psutil
 import pytest
 import yaml
 
-from tests.support.launch import COMPOSER, ROOT, environment
+from benchmarks.machine import COMPOSER
+from tests.support.launch import ROOT, environment
 from tests.support.loaded import kill_loaded, start_loaded
 from tests.support.programs import DIGITS, TINY_DIGITS, UNCHECKED
 

@@ -11,17 +11,15 @@ import os
 import random
 import socket
 import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import environment_of_no_rank
+from benchmarks.machine import COMPOSER, environment_of_no_rank
 from tests.support.loaded import kill_loaded, run_loaded, start_loaded
 
 ROOT = Path(__file__).resolve().parents[2]
-COMPOSER = str(Path(sys.executable).with_name('composer'))
 MOST_WAITING_RANKS = 4
 """Most ranks that a worker of pytest keeps waiting. A rank needs up to 1.8 GiB."""
 
