@@ -13,7 +13,6 @@ import multiprocessing
 import os
 import re
 import runpy
-import subprocess
 import sys
 from dataclasses import dataclass
 from importlib import import_module
@@ -68,7 +67,7 @@ def run_on_two_ranks(example, *arguments, tmp_path):
     """Runs an example under its launcher. Returns its output."""
     env = environment_without_composer(tmp_path)
     command = example.command(*arguments, ranks=2, port=env['MASTER_PORT'])
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    done = run_loaded(command, folder=ROOT, environment=env)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
