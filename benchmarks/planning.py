@@ -32,7 +32,6 @@ from unittest import mock
 import numpy as np
 
 from benchmarks.length_sets import lognormal
-from benchmarks.machine import machine
 from benchmarks.record import RESULTS, parser_of, write
 from composer_tokacc.planning import plan_microbatches
 
@@ -96,6 +95,9 @@ def main() -> None:
     parser.add_argument('--rounds', type=int, default=5)
     arguments = parser.parse_args()
     seconds = measure(arguments.rounds)
+    # Imported here, because it loads torch, and the measured processes import this module without it.
+    from benchmarks.machine import machine
+
     print(json.dumps(seconds, indent=1))
     write(arguments.results, {'machine': machine(), **seconds})
 

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
-import subprocess
-import sys
+import os
 
 import pytest
 import torch
@@ -24,6 +23,7 @@ from composer_tokacc.train import main as train
 from examples.digits import DigitsDataset, build_digits_processor
 from tests.programs.test_models import LLAVA
 from tests.support.launch import launch_json
+from tests.support.loaded import run_loaded
 from tests.support.programs import DIGITS, TINY_DIGITS
 from tests.support.text import text_model
 from tests.support.training import fit, hugging_face, unchecked_rows
@@ -79,8 +79,7 @@ def digits_batch():
 
 def run_without_composer(code, *arguments, folder):
     """Runs code in a process that imports neither Composer nor this package."""
-    command = [sys.executable, '-c', code, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
+    done = run_loaded(['-c', code, *map(str, arguments)], folder=folder, environment=os.environ)
     assert done.returncode == 0, done.stderr[-3000:]
 
 

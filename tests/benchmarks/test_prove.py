@@ -8,7 +8,9 @@ from __future__ import annotations
 import pytest
 
 from benchmarks import prove
-from benchmarks.record import filled, read
+from benchmarks.machine import environment
+from benchmarks.record import ROOT, filled, read
+from tests.support.loaded import run_loaded
 
 LINES_OF_LICENSE = 3
 
@@ -30,7 +32,10 @@ def test_page_shows_output_of_programs():
 
 @pytest.mark.slow
 @pytest.mark.parametrize('program', prove.programs())
-def test_program_prints_its_row(program):
+def test_program_prints_its_row(program, monkeypatch):
+    monkeypatch.setattr(
+        prove, 'run_python', lambda path: run_loaded([str(path)], folder=ROOT, environment=environment())
+    )
     output = prove.run_program(program)
     if output is None:
         pytest.skip('the trainer is not installed')

@@ -23,6 +23,7 @@ import shlex
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from itertools import groupby
@@ -38,6 +39,7 @@ from composer_tokacc.programs import TrainConfig, load_config
 from composer_tokacc.programs.config_checks import check_config
 from tests.docs.dry_run import commands_of, dry_run
 from tests.support.launch import ROOT, environment, launch_program
+from tests.support.loaded import run_loaded
 
 __all__ = ['LANGUAGES', 'PAGES', 'REASONS', 'Block', 'blocks_of', 'check_as_in', 'check_lines', 'run_page']
 
@@ -65,7 +67,8 @@ _OURS = re.compile(
     r'(?:python|composer -n (?P<ranks>\d)) -m (?P<module>composer_tokacc\.[\w.]+)(?P<arguments>[^>|&;$]*)$'
 )
 _EXAMPLE = re.compile(r'composer -n (?P<ranks>\d) (?P<script>examples/\w+\.py)(?P<arguments>[^>|&;$]*)$')
-"""A script of the examples on several ranks. On one rank the line is run by bash."""
+"""A script of the examples on several ranks."""
+_PYTHON = re.compile(r'python (?P<arguments>[^>|&;$]+?)(?: > (?P<output>\S+))?$')
 _MARK = re.compile(r'<!-- (not run|dry run|as in|after|needs): ((?:(?!-->).)+) -->\s*\Z', re.DOTALL)
 
 
@@ -166,13 +169,13 @@ def _run_python(text: str, path: str, line: int, names: dict[str, Any]) -> None:
 def _run_bash(block: Block, page: str, folder: Path) -> None:
     """Runs lines with a program of this package in this process or by standing ranks, and the others by bash.
 
-    A fresh process would import for seconds.
+    Python is started with torch loaded, which a fresh process would import for seconds.
     """
     lines = block.text.replace('\\\n', ' ').splitlines()
-    for is_program, group in groupby(lines, key=_is_program):
-        if is_program:
+    for runner, group in groupby(lines, key=_runner_of):
+        if runner is not None:
             for line in group:
-                _run_program(line, folder)
+                runner(line, folder)
             continue
         path = f'{Path(sys.executable).parent}{os.pathsep}{os.environ["PATH"]}'
         done = subprocess.run(
@@ -186,8 +189,23 @@ def _run_bash(block: Block, page: str, folder: Path) -> None:
         assert done.returncode == 0, f'{page}, line {block.line}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}'
 
 
-def _is_program(line: str) -> bool:
-    return _OURS.match(line) is not None or _EXAMPLE.match(line) is not None
+def _runner_of(line: str) -> Callable[[str, Path], None] | None:
+    """Returns the function that runs a line in a folder. None: bash runs it."""
+    if _OURS.match(line) or _EXAMPLE.match(line):
+        return _run_program
+    if _PYTHON.match(line):
+        return _run_python_command
+    return None
+
+
+def _run_python_command(line: str, folder: Path) -> None:
+    command = _PYTHON.match(line)
+    assert command
+    arguments = shlex.split(command['arguments'], comments=True)
+    done = run_loaded(arguments, folder=folder, environment=environment())
+    assert done.returncode == 0, f'{line}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}'
+    if command['output']:
+        (folder / command['output']).write_text(done.stdout)
 
 
 def _run_program(line: str, folder: Path) -> None:

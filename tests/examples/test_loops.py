@@ -3,8 +3,8 @@
 
 """The engine outside of Composer's Trainer: each example ends with the weights of plain training on whole batches.
 
-Each example starts on two ranks, stops in the middle of an epoch, and is resumed on one rank. One row of the data has
-no loss token, and some steps have fewer samples than ranks.
+Each example starts on two ranks under its launcher, stops in the middle of an epoch, and is resumed on one rank. One
+row of the data has no loss token, and some steps have fewer samples than ranks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import multiprocessing
 import os
 import re
 import runpy
-import subprocess
 import sys
 from dataclasses import dataclass
 from importlib import import_module
@@ -24,6 +23,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support.launch import ROOT, environment
+from tests.support.loaded import run_loaded
 
 
 @dataclass(frozen=True)
@@ -55,14 +55,28 @@ def ragged(monkeypatch):
     return import_module('ragged')
 
 
-def run(example, *arguments, ranks, tmp_path):
-    """Runs an example in an environment without Composer, and returns its output."""
+def environment_without_composer(tmp_path):
     (tmp_path / 'composer.py').write_text("raise ImportError('not here')")
     env = environment()
     env['PYTHONPATH'] = f'{tmp_path}{os.pathsep}{env["PYTHONPATH"]}'
     env['ACCELERATE_CONFIG_FILE'] = ''
-    command = example.command(*arguments, ranks=ranks, port=env['MASTER_PORT'])
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    return env
+
+
+def run_on_two_ranks(example, *arguments, tmp_path):
+    """Runs an example under its launcher. Returns its output."""
+    env = environment_without_composer(tmp_path)
+    command = example.command(*arguments, ranks=2, port=env['MASTER_PORT'])
+    done = run_loaded(command, folder=ROOT, environment=env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def run_on_one_rank(example, *arguments, tmp_path):
+    """Runs an example without a launcher. Returns its output."""
+    env = environment_without_composer(tmp_path)
+    env['ACCELERATE_USE_CPU'] = 'true'
+    done = run_loaded([f'examples/{example.name}.py', *arguments], folder=ROOT, environment=env)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -114,8 +128,8 @@ def test_loop_ends_where_whole_batches_end(example, ragged, tmp_path):
     expected = model.state_dict()
     checkpoint = tmp_path / 'checkpoint'
 
-    printed = run(example, str(checkpoint), '--steps=5', ranks=2, tmp_path=tmp_path)
-    printed += run(example, str(checkpoint), ranks=1, tmp_path=tmp_path)
+    printed = run_on_two_ranks(example, str(checkpoint), '--steps=5', tmp_path=tmp_path)
+    printed += run_on_one_rank(example, str(checkpoint), tmp_path=tmp_path)
 
     weights = load_weights(example, checkpoint)
     error = squared_distance(weights, expected)

@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,9 @@ import psutil
 import pytest
 import yaml
 
+from benchmarks.machine import COMPOSER
 from tests.support.launch import ROOT, environment
+from tests.support.loaded import kill_loaded, start_loaded
 from tests.support.programs import DIGITS, TINY_DIGITS, UNCHECKED
 
 pytestmark = pytest.mark.slow
@@ -33,26 +34,29 @@ def screen(folder: Path, ending: str, *overrides: str, **arguments: Any) -> tupl
     config['callbacks'][f'tests.support.killer.{ending}'] = {'batch': 1, **arguments}
     path = folder / 'run.yaml'
     path.write_text(yaml.safe_dump(config))
-    launcher = str(Path(sys.executable).with_name('composer'))
     settings = [*TINY_DIGITS, UNCHECKED, 'dataset.eval=null', f'report.folder={folder}', *overrides]
-    process = subprocess.Popen(
-        [launcher, '-n', '2', '-m', 'composer_tokacc.train', str(path), *settings],
-        cwd=ROOT,
-        # Unbuffered, so that the launcher says at once that it waits.
-        env={**environment(), 'PYTHONUNBUFFERED': '1'},
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+    # A pipe, so that a line can be read as soon as it is written.
+    pipe = folder / 'screen'
+    os.mkfifo(pipe)
+    process = start_loaded(
+        [COMPOSER, '-n', '2', '-m', 'composer_tokacc.train', str(path), *settings],
+        folder=ROOT,
+        environment=environment(),
+        stdout=pipe,
+        stderr=pipe,
     )
-    assert process.stdout
     lines = []
-    for line in process.stdout:
-        if line.startswith('Waiting up to'):
-            kill_stopped_ranks(process.pid)
-        if line.strip():
-            lines.append(line.rstrip('\n'))
-    status = process.wait(timeout=60)
-    return status, lines
+    try:
+        with pipe.open() as output:
+            for line in output:
+                if line.startswith('Waiting up to'):
+                    kill_stopped_ranks(process.pid)
+                if line.strip():
+                    lines.append(line.rstrip('\n'))
+        process.join(60)
+    finally:
+        kill_loaded(process)
+    return process.exitcode, lines
 
 
 def kill_stopped_ranks(launcher: int) -> None:

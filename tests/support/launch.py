@@ -9,17 +9,15 @@ import contextlib
 import json
 import os
 import random
-import signal
 import socket
 import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import environment_of_no_rank
+from benchmarks.machine import COMPOSER, environment_of_no_rank
+from tests.support.loaded import kill_loaded, run_loaded, start_loaded
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST_WAITING_RANKS = 4
@@ -51,9 +49,8 @@ def free_port() -> int:
 
 def command(folder: str, arguments: Sequence[str], ranks: int) -> list[str]:
     """Returns ``composer -n RANKS arguments``. All ranks but the first write to files in the folder."""
-    composer = str(Path(sys.executable).with_name('composer'))
     files = ['--stdout', f'{folder}/rank{{rank}}.out', '--stderr', f'{folder}/rank{{rank}}.err']
-    return [composer, '-n', str(ranks), *files, *arguments]
+    return [COMPOSER, '-n', str(ranks), *files, *arguments]
 
 
 def launch(arguments: Sequence[str], *, ranks: int, timeout: float = 540) -> subprocess.CompletedProcess:
@@ -63,14 +60,7 @@ def launch(arguments: Sequence[str], *, ranks: int, timeout: float = 540) -> sub
         The output of all ranks, and the exit status, which the caller checks.
     """
     with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run(
-            command(folder, arguments, ranks),
-            cwd=ROOT,
-            env=environment(),
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-        )
+        done = run_loaded(command(folder, arguments, ranks), folder=ROOT, environment=environment(), timeout=timeout)
         for path in sorted(Path(folder).iterdir()):
             text = f'\n--- {path.name}\n{path.read_text()}'
             if path.suffix == '.out':
@@ -86,27 +76,28 @@ def launch_nodes(arguments: Sequence[str], *, nodes: int, ranks: int, timeout: f
     Returns:
         The output of each node. All of them must succeed.
     """
-    composer = Path(sys.executable).with_name('composer')
     options = f'-n {ranks} --world_size {nodes * ranks} --master_addr 127.0.0.1 --master_port {free_port()}'
-    started = []
-    for node in range(nodes):
-        process = subprocess.Popen(
-            [str(composer), *options.split(), '--node_rank', str(node), *arguments],
-            cwd=ROOT,
-            env=environment(),
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-        started.append(process)
-    try:
-        with ThreadPoolExecutor(nodes) as readers:  # a full pipe would stop its writer
-            screens = list(readers.map(lambda process: process.communicate(timeout=timeout)[0], started))
-    finally:
-        for process in started:
-            process.kill()
-    for process, screen in zip(started, screens, strict=True):
-        assert process.returncode == 0, screen[-6000:]
+    with tempfile.TemporaryDirectory() as folder:
+        started = []
+        for node in range(nodes):
+            screen = Path(folder) / f'node{node}'
+            process = start_loaded(
+                [COMPOSER, *options.split(), '--node_rank', str(node), *arguments],
+                folder=ROOT,
+                environment=environment(),
+                stdout=screen,
+                stderr=screen,
+            )
+            started.append((process, screen))
+        screens = []
+        try:
+            for process, screen in started:
+                process.join(timeout)
+                screens.append(screen.read_text())
+                assert process.exitcode == 0, screens[-1][-6000:]
+        finally:
+            for process, _ in started:
+                kill_loaded(process)
     return screens
 
 
@@ -148,22 +139,22 @@ class _Ranks:
     def __init__(self, num_ranks: int) -> None:
         self._folder = tempfile.TemporaryDirectory()
         folder = self._folder.name
-        with socket.socket(socket.AF_UNIX) as server, open(f'{folder}/launcher.out', 'w') as output:
+        output = Path(folder) / 'launcher.out'
+        with socket.socket(socket.AF_UNIX) as server:
             server.bind(f'{folder}/socket')
             server.listen(num_ranks)
             server.settimeout(300)
-            self._launcher = subprocess.Popen(
+            self._launcher = start_loaded(
                 command(folder, ['-m', 'tests.support.serve', f'{folder}/socket'], num_ranks),
-                cwd=ROOT,
-                env=environment(),
+                folder=ROOT,
+                environment=environment(),
                 stdout=output,
                 stderr=output,
-                start_new_session=True,
             )
             try:
                 self._connections = [server.accept()[0] for _ in range(num_ranks)]
             except BaseException:
-                os.killpg(self._launcher.pid, signal.SIGKILL)
+                kill_loaded(self._launcher)
                 raise
 
     def run(self, script: str, *arguments: str) -> Any:
@@ -178,8 +169,7 @@ class _Ranks:
         except (BrokenPipeError, ConnectionResetError):
             all_succeeded = False
         if not all_succeeded:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._launcher.wait(60)  # it prints which rank has crashed
+            self._launcher.join(60)  # it prints which rank has crashed
             files = [*result.parent.glob('*.out'), *result.parent.glob('*.err')]
             outputs = [path.read_text()[-6000:] for path in sorted(files)]
             raise AssertionError('\n'.join(outputs))
@@ -187,9 +177,7 @@ class _Ranks:
 
     def close(self) -> None:
         """Kills the ranks."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._launcher.pid, signal.SIGKILL)
-        self._launcher.wait()
+        kill_loaded(self._launcher)
         for connection in self._connections:
             connection.close()
         self._folder.cleanup()

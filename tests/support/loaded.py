@@ -1,0 +1,97 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Runs Python in a new process that has loaded torch and Transformers already, which takes five seconds otherwise.
+
+A server loads them once and is forked for each run. It has not loaded Composer or this package. So a run may check that
+they are not imported, and it imports the files of this package as they are. The launcher of Composer runs in this way,
+too; the ranks that it starts are new processes of Python.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+LOADED = ['torch', 'transformers.models.llama.modeling_llama', 'transformers.trainer', 'torchmetrics']
+
+
+def run_loaded(
+    arguments: Sequence[str], *, folder: Path, environment: Mapping[str, str], timeout: float = 540
+) -> subprocess.CompletedProcess:
+    """Runs ``python ARGUMENTS`` in a folder. Returns the output and the exit status, which the caller checks.
+
+    Args:
+        arguments: As Python takes them: ``FILE ...``, ``-m MODULE ...`` or ``-c CODE ...``.
+        folder: The current folder of the run.
+        environment: All variables of the run. Torch was loaded without them, so those that it reads when it is imported
+            have no effect.
+        timeout: Seconds after which the run is ended, and raises.
+    """
+    with tempfile.TemporaryDirectory() as outputs:
+        stdout, stderr = Path(outputs, 'stdout'), Path(outputs, 'stderr')
+        process = start_loaded(arguments, folder=folder, environment=environment, stdout=stdout, stderr=stderr)
+        try:
+            process.join(timeout)
+            if process.exitcode is None:
+                raise TimeoutError(f'python {arguments} took more than {timeout} s')
+        finally:
+            kill_loaded(process)
+        return subprocess.CompletedProcess(arguments, process.exitcode, stdout.read_text(), stderr.read_text())
+
+
+def start_loaded(
+    arguments: Sequence[str], *, folder: Path, environment: Mapping[str, str], stdout: Path, stderr: Path
+) -> Any:
+    """Starts ``python ARGUMENTS`` in a session of its own, so that it can be killed together with its children.
+
+    See :func:`run_loaded`. Both outputs may be the same file. Returns a process of multiprocessing.
+    """
+    server = multiprocessing.get_context('forkserver')
+    server.set_forkserver_preload(LOADED)
+    files = (str(stdout), str(stderr))
+    process = server.Process(target=_run, args=(list(arguments), str(folder), dict(environment), files))
+    process.start()
+    return process
+
+
+def kill_loaded(process: Any) -> None:
+    """Kills a process of :func:`start_loaded`, if it has not ended, and its children."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.join()
+
+
+def _run(arguments: list[str], folder: str, environment: dict[str, str], files: tuple[str, str]) -> None:
+    """Does in the forked process what Python does when it starts."""
+    os.setsid()
+    for descriptor, path in zip((1, 2), files, strict=True):
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(file, descriptor)
+        os.close(file)
+    sys.stdout.reconfigure(line_buffering=True)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    paths = [path for path in environment.get('PYTHONPATH', '').split(os.pathsep) if path]
+    sys.path[:0] = [folder, *paths]
+    option, *others = arguments
+    if option == '-m':
+        sys.argv = others
+        runpy.run_module(others[0], run_name='__main__', alter_sys=True)
+    elif option == '-c':
+        sys.argv = ['-c', *others[1:]]
+        exec(compile(others[0], '<string>', 'exec'), {'__name__': '__main__'})
+    else:
+        sys.argv = arguments
+        sys.path[0] = str(Path(option).resolve().parent)
+        runpy.run_path(option, run_name='__main__')
