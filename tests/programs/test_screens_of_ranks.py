@@ -88,7 +88,7 @@ def test_bug_on_another_rank(tmp_path):
 
 
 def test_hanging_rank_is_reported_after_timeout(tmp_path):
-    status, lines = screen(tmp_path, 'StopRank', 'trainer.dist_timeout=20', rank=1)
+    status, lines = screen(tmp_path, 'StopRank', 'trainer.dist_timeout=10', rank=1)
     assert status == 2
     (line,) = errors(lines)
     assert 'did not answer within `trainer.dist_timeout`' in line
