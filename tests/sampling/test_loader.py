@@ -8,16 +8,17 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 from composer import Trainer
-from composer.core import Event
+from composer.core import Event, Timestamp
 from torch.utils.data import DataLoader
 
 from composer_tokacc import token_data_spec
 from composer_tokacc.row_counts import num_samples, row_counts_of, with_counts
-from composer_tokacc.sampling import ExchangingDataLoader
+from composer_tokacc.sampling import ExchangingDataLoader, SkipReadBatches
 from composer_tokacc.sampling.loader import RegroupingDataLoader, SkippedBatch
 from tests.ranks.last_steps import CASES
 from tests.support.launch import launch_json
@@ -265,6 +266,15 @@ def test_skipped_batches_move_the_place(first):
     places = [loader.state_dict()['batch'] for _ in loader]
     assert places == [1, 2, 3, 4]
     assert loader.state_dict()['batch'] == 4
+
+
+def test_callback_skips_to_the_place_of_the_run():
+    loader = build()
+    place = Timestamp(epoch=0, batch_in_epoch=2)
+    state = SimpleNamespace(train_dataloader=loader, timestamp=place)
+    SkipReadBatches().fit_start(state, logger=None)
+    are_skipped = [isinstance(batch, SkippedBatch) for batch in loader]
+    assert are_skipped == [True, True, False, False]
 
 
 def test_epoch_set_while_skipping():
