@@ -95,8 +95,7 @@ def main() -> None:
     parser.add_argument('--rounds', type=int, default=5)
     arguments = parser.parse_args()
     seconds = measure(arguments.rounds)
-    # Imported here, because it loads torch, and the measured processes import this module without it.
-    from benchmarks.machine import machine
+    from benchmarks.machine import machine  # here, because it loads torch, and the measured processes need none
 
     print(json.dumps(seconds, indent=1))
     write(arguments.results, {'machine': machine(), **seconds})

@@ -14,7 +14,6 @@ import re
 import subprocess
 import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 from benchmarks.machine import environment, machine
 from benchmarks.record import RESULTS, ROOT, fill_page, parser_of, read, table, write
@@ -43,15 +42,15 @@ def run_program(program: str) -> str | None:
     packages = set(imported) - {'subject'}
     if not all(find_spec(package) for package in packages):
         return None
-    completed = run_python(path)
+    completed = subprocess.run(
+        [sys.executable, str(path)],
+        env=environment(),
+        capture_output=True,
+        text=True,
+    )
     if completed.returncode:
         raise SystemExit(f'{program} failed:\n{completed.stdout}{completed.stderr}')
     return completed.stdout
-
-
-def run_python(path: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(path)]
-    return subprocess.run(command, env=environment(), capture_output=True, text=True)
 
 
 def row_of(output: str) -> list[str]:

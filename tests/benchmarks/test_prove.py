@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from benchmarks import prove
-from benchmarks.machine import environment
 from benchmarks.record import ROOT, filled, read
 from tests.support.loaded import run_loaded
 
@@ -33,9 +34,10 @@ def test_page_shows_output_of_programs():
 @pytest.mark.slow
 @pytest.mark.parametrize('program', prove.programs())
 def test_program_prints_its_row(program, monkeypatch):
-    monkeypatch.setattr(
-        prove, 'run_python', lambda path: run_loaded([str(path)], folder=ROOT, environment=environment())
-    )
+    def run(command, *, env, **_):
+        return run_loaded(command[1:], folder=ROOT, environment=env)
+
+    monkeypatch.setattr(prove, 'subprocess', SimpleNamespace(run=run))
     output = prove.run_program(program)
     if output is None:
         pytest.skip('the trainer is not installed')
