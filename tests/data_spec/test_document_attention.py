@@ -254,6 +254,7 @@ def test_attention_is_restored_after_training(tmp_path):
     saved_config = (tmp_path / 'config.json').read_text()
     assert model.config._attn_implementation == 'sdpa'
     assert 'documents' not in saved_config
+    assert model.config.use_cache  # without it the saved model would generate slowly
 
 
 def test_evaluation_between_steps():
