@@ -8,6 +8,9 @@ HYPOTHESIS_PROFILE=random it draws new ones each time, to search for cases that 
 
 Ranks wait for the next test that needs them, because starting four of them takes 40 s of processor time. So one worker
 of pytest-xdist runs all tests with ranks, first those that need few. The other workers run the other tests.
+
+The main process of pytest-xdist runs no test, but loads this module before it starts the workers. So what loads torch
+or Composer, which takes six seconds, is imported in the fixtures.
 """
 
 from __future__ import annotations
@@ -16,14 +19,11 @@ import functools
 import gc
 import os
 import re
+import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
-from torch.utils.data import _utils
-
-from tests.support.launch import close_ranks
-from tests.support.lookups import shorten_lookups
 
 settings.register_profile('steady', derandomize=True)
 settings.register_profile('random', derandomize=False)
@@ -82,14 +82,20 @@ def pytest_xdist_make_scheduler(config, log):
 
 @pytest.fixture(scope='session', autouse=True)
 def _short_lookups():
+    from tests.support.lookups import shorten_lookups
+
     shorten_lookups()
 
 
 @pytest.fixture(scope='session', autouse=True)
 def _short_waits_of_workers():
     """Torch waits five seconds for each worker of a loader that only the garbage collector ends, and then kills it."""
+    from torch.utils.data import _utils
+
     _utils.MP_STATUS_CHECK_INTERVAL = 0.5
 
 
 def pytest_sessionfinish():
-    close_ranks()
+    launch = sys.modules.get('tests.support.launch')
+    if launch is not None:  # some test has imported it, and may have started ranks
+        launch.close_ranks()
