@@ -68,6 +68,7 @@ def kill_loaded(process: Any) -> None:
     """Kills a process of :func:`start_loaded`, if it has not ended, and its children."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
+    process.kill()  # it may not have begun its session yet. Then it has no children either
     process.join()
 
 
