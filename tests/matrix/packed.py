@@ -124,7 +124,8 @@ def tried() -> Iterator[dict[str, Any]]:
             try:
                 outcome = cell(name, kernel)
             except (ValueError, AttributeError, TypeError) as error:
-                outcome = {'kind': 'not there', 'reason': f'{type(error).__name__}: {error}'}
+                first_sentence, *_ = str(error).split('. ')  # the others of Transformers tell how to report it
+                outcome = {'kind': 'not there', 'reason': f'{type(error).__name__}: {first_sentence}'}
             yield {'family': name, 'column': f'{release} {kernel}', **outcome}
 
 
