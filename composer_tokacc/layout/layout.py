@@ -559,13 +559,10 @@ class BatchLayout:
         if width == self.width(batch):
             return narrowed_batch
         for key, entry in self._entries_of(batch).items():
-            value = batch[key]
-            narrowed = value
+            narrowed = batch[key]
             for dim in entry.seq_dims:
-                narrowed = narrowed.narrow(dim, start, width)
                 # Composer's LanguageCrossEntropy views labels flat, which torch refuses for a tensor with gaps.
-                # The copy without gaps is page-locked if the value is.
-                narrowed = compact(narrowed, like=value)
+                narrowed = compact(narrowed.narrow(dim, start, width))
             narrowed_batch[key] = narrowed
         return narrowed_batch
 
