@@ -59,7 +59,7 @@ ENTRY_BY_READING = {
 def inferred_family(config: Any) -> Family:
     """Returns the family of a model that is not in ``FAMILIES``, with the modalities that its config names.
 
-    A config names a modality by its placeholders, or by the config of its encoder. Videos use the encoder of images.
+    A config names a modality by its placeholders, or by the config of its encoder; videos only by their placeholders.
     """
     vision_config = getattr(config, 'vision_config', None)
     audio_config = getattr(config, 'audio_config', None)
