@@ -176,8 +176,8 @@ class RowFacts:
 
     @cached_property
     def decoder_width(self) -> int:
-        """Width of the decoder's text if the encoder has a text of its own, else 0. It is never trimmed."""
-        # If labels lie along the text, there is no such decoder.
+        """Width of the decoder's text if the encoder has another text, else 0. It is never trimmed."""
+        # Labels that lie along the text show that the batch has only one text.
         if not self.has_ids or labels_along_text(self.layout, self.batch) is not None:
             return 0
         widths = [0]
@@ -240,7 +240,7 @@ class RowFacts:
                 continue
             values = value.movedim(entry.row_dim, 0).long()
             if labels is not None and values.shape == labels.shape:
-                values = values.masked_fill(labels == IGNORE_INDEX, HIGHEST_CODE + 1)  # which is no code
+                values = values.masked_fill(labels == IGNORE_INDEX, HIGHEST_CODE + 1)  # not a code
             codes_by_key[key] = _codes_of_rows(values.reshape(len(values), -1))
         return codes_by_key
 
@@ -430,7 +430,7 @@ class RowRanges:
         return missing
 
     def joined(self, other: RowRanges) -> RowRanges:
-        """Returns the smallest ranges that cover both."""
+        """Returns the smallest ranges that cover both. Raises ValueError if a key means different things in them."""
         limits = dict(self.limits)
         for name, limit in other.limits.items():
             limits[name] = _larger(limits.get(name, limit), limit)
