@@ -531,8 +531,8 @@ class BatchLayout:
         """Returns the batch without the columns that no row needs; all columns if an audio lies along the text.
 
         Rounds the width up to ``width_multiple``, but not beyond the width of the batch. Trims even if
-        :meth:`width_matters`: dummy rows have no loss, and verification is to see what trimming changes. The split
-        trims rows with loss by :meth:`narrow`.
+        :meth:`width_matters`: dummy rows have no loss, and verification measures the effect. The split trims rows with
+        loss by :meth:`narrow`.
         """
         check_count('width_multiple', width_multiple)
         # The frames of such an audio would have to be trimmed with the text.
@@ -1031,7 +1031,7 @@ def _widest_shared(
 
 
 def _fill_of(key: str, batches: Sequence[Batch]) -> float:
-    """Returns the value with which an unregistered tensor is padded along the text.
+    """Returns the value that pads an unregistered tensor along the text.
 
     It is the value that the collator has written on its own padding. If there is none, or several, labels get -100, and
     all others get 0. Integers are taken for labels if some are -100, or if the key is a name of labels.
