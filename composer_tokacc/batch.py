@@ -16,7 +16,7 @@ from torch import Tensor
 from composer_tokacc.refusals import InvalidInputError
 
 Batch = Mapping[str, Any]
-"""The entries of a batch by name. It is not changed."""
+"""The values of a batch by key. A function that takes a ``Batch`` does not change it."""
 BatchDict = dict[str, Any]
 """A new batch, which may be changed."""
 IGNORE_INDEX = -100
@@ -42,7 +42,7 @@ def text_of(batch: Batch) -> Tensor:
 
 
 def has_text(batch: Batch) -> bool:
-    """Returns whether the batch has the text of its rows: ``input_ids``, or ``inputs_embeds``, a vector for each label.
+    """Returns whether the batch has the text of its rows: ids of any type, or ``inputs_embeds``, one for each label.
 
     If it has neither (Whisper), its labels are the text of a decoder, and its mask belongs to another input. Vectors in
     a batch with ``decoder_input_ids`` do not count, because its labels belong to the decoder.
@@ -76,7 +76,7 @@ def lacks_labels(batch: Batch) -> list[bool]:
 
 
 def labels_of(batch: object) -> Tensor:
-    """Returns the labels of a batch, integers ``(rows, width)``; raises ValueError if there are none."""
+    """Returns the labels of a batch. Raises ValueError unless they are a tensor of integers ``(rows, width)``."""
     labels = batch.get('labels') if isinstance(batch, Mapping) else None
     if not isinstance(labels, Tensor):
         raise InvalidInputError(
@@ -96,7 +96,7 @@ def _keys_or_type(batch: object) -> str:
 
 
 def check_dense(batch: Batch) -> None:
-    """Raises ValueError if a tensor is sparse, nested or the like, because its rows cannot be selected."""
+    """Raises ValueError if rows of a tensor cannot be selected: it is sparse, nested, ..., or requires a gradient."""
     for key, value in batch.items():
         if not isinstance(value, Tensor):
             continue
@@ -111,7 +111,7 @@ def check_dense(batch: Batch) -> None:
 
 
 def check_ids(batch: Batch) -> None:
-    """Raises ValueError unless ids are integers ``(rows, width)``, and mask and positions have the same width."""
+    """Raises ValueError unless ids are integers ``(rows, width)``, and the mask and the width of positions fit them."""
     ids = batch.get('input_ids')
     if not isinstance(ids, Tensor | None):
         return  # a custom model may have ids of another type. Then `labels` are the text, see text_of()
@@ -155,11 +155,11 @@ def _is_mask_of(mask: object, ids: Tensor | None) -> bool:
 
 
 def check_batch(batch: Batch, *, labels_are_at_ids: bool = False) -> None:
-    """Raises ValueError, which names a sample, if tokens of the batch cannot be counted.
+    """Raises ValueError if the batch has no tokens, or tokens that cannot be counted: wrong labels, ids or mask.
 
     Args:
         batch: A batch on the CPU.
-        labels_are_at_ids: Whether each id must have a label. False for an encoder-decoder model.
+        labels_are_at_ids: Whether labels must have the shape of the ids. False for an encoder-decoder model.
     """
     labels = labels_of(batch)
     check_dense(batch)
@@ -199,7 +199,7 @@ def check_vocabulary(
     size: int | None,
     further_ids: Callable[[], Iterable[int]] = tuple,
 ) -> None:
-    """Raises ValueError, which names the sample, if an id is out of the vocabulary. The error of a GPU names none.
+    """Raises ValueError, which names the sample, if an id is out of the vocabulary. The CUDA error would not name it.
 
     Args:
         batch: A batch on the CPU.
@@ -279,7 +279,7 @@ def outer_positions(real: Tensor) -> Tensor:
 
 
 def attended_positions(batch: Batch) -> Tensor:
-    """Returns the positions that the mask does not hide, bool ``(rows, width)``. Without a mask these are all.
+    """Returns the positions that the mask does not hide, bool ``(rows, width)``. Without a mask of the text, all.
 
     In a mask of four dimensions, a position is attended if any query attends to it.
     """
@@ -290,7 +290,7 @@ def attended_positions(batch: Batch) -> Tensor:
         return torch.ones_like(ids, dtype=torch.bool)
     if mask.dim() == 2:
         return mask != 0
-    # (rows, heads, queries, keys). For an attended key, a mask of floats is 0, and any other mask is not 0.
+    # (rows, heads, queries, keys). Floats are added to the scores, so 0 means attended. Otherwise 0 means hidden.
     is_attended = mask == 0 if mask.dtype.is_floating_point else mask.bool()
     is_attended_by_any = is_attended.flatten(1, -2).any(dim=1)
     return is_attended_by_any.expand_as(ids)
@@ -318,7 +318,7 @@ def padding_side(batch: Batch) -> str:
 def common_padding_side(batches: Iterable[Batch]) -> str:
     """Returns the padding side of several batches of one collator: left if any batch has its padding there.
 
-    All other batches may be without padding, or without text, and do not show the side.
+    One batch is enough, because batches without padding or without text do not show the side.
     """
     for batch in batches:
         # A custom model may have ids of another type, which has_text() takes for text.

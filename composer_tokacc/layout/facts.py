@@ -54,10 +54,10 @@ KEYS_WITHOUT_CODES = ('input_ids', 'attention_mask', 'labels', 'position_ids', *
 """Keys without :attr:`RowFacts.codes`. Their values leave no row or token out of a loss, or are described by other
 facts."""
 LOWEST_CODE = -128
-"""Lowest code, see :attr:`RowFacts.codes`. The usual ones are not below -100."""
+"""Lowest integer that counts as a code of a row, see :attr:`RowFacts.codes`. Usual codes are not below -100."""
 HIGHEST_CODE = 16
-"""Highest code. Higher numbers are usually ids or counts. If they were codes, the check would run in nearly every
-step. For the same reason codes above 0 count only if the entry has no higher number, see :func:`_keys_of_numbers`."""
+"""Highest code. Higher integers are usually ids or counts. If they were codes, the check would run in nearly every
+step. For the same reason codes above 0 count only if the tensor has no higher one, see :func:`_keys_of_numbers`."""
 
 
 @dataclass(frozen=True)
@@ -81,9 +81,9 @@ class RowFacts:
     real: torch.Tensor = field(repr=False)
 
     def describes(self, layout: BatchLayout, batch: Batch) -> bool:
-        """Returns whether these facts hold for a batch: it has the same layout, and no entry was changed since.
+        """Returns whether these facts hold for a batch: it has the same layout, and no value was changed since.
 
-        A callback or an algorithm may have replaced an entry, or may have written into it.
+        A callback or an algorithm may have replaced a value, or may have written into a tensor.
         """
         if layout is not self.layout or batch.keys() != self.batch.keys():
             return False
@@ -92,7 +92,7 @@ class RowFacts:
 
     @cached_property
     def _writes(self) -> dict[str, int]:
-        """How often each tensor was written into before the facts were found."""
+        """How often each tensor had been written into when :func:`describe`, which fills this, found the facts."""
         return _writes_into(self.batch)
 
     @cached_property
@@ -150,8 +150,7 @@ class RowFacts:
 
         The number stands for the size of the item. The largest item counts, because a model that pads items pads them
         to the largest one. Each item is expected to have one run of placeholders. If a row has another number of runs
-        than items, because images touch each other or a token ends each line, this is the mean over the items of the
-        row.
+        than items, because images touch each other or a token ends each line, the mean of its items is returned.
         """
         counts = self.counts.get(modality, [])
         if not any(counts):
@@ -177,8 +176,8 @@ class RowFacts:
 
     @cached_property
     def decoder_width(self) -> int:
-        """Width of the decoder's text if an encoder has another text, else 0. It is never trimmed."""
-        # Only the labels of a decoder do not lie along the text.
+        """Width of the decoder's text if the encoder has another text, else 0. It is never trimmed."""
+        # Labels that lie along the text show that the batch has only one text.
         if not self.has_ids or labels_along_text(self.layout, self.batch) is not None:
             return 0
         widths = [0]
@@ -222,12 +221,11 @@ class RowFacts:
 
     @cached_property
     def codes(self) -> dict[str, list[list[int]]]:
-        """The codes that each row has in further tensors of integers or bools, by key.
+        """The codes of each row, by key: ``LOWEST_CODE`` to ``HIGHEST_CODE`` in further tensors of integers or bools.
 
         Such a tensor may hold a flag, a mask, a category, or the labels of a second task, and a loss may leave out rows
-        or tokens by it. It has one value or several for each row, or one for each token. Larger tensors, such as boxes
-        of tokens or masks of pairs of tokens, would take time in each step. Values from ``LOWEST_CODE`` to
-        ``HIGHEST_CODE`` are codes. If there is a value for each token, only those at tokens with labels count.
+        or tokens by it. It has one value or several for each row, or one for each token. Then only values at tokens
+        with labels count. Tensors of more than two dimensions, such as boxes of tokens, are not read, to save time.
         """
         labels = labels_along_text(self.layout, self.batch)
         codes_by_key: dict[str, list[list[int]]] = {}
@@ -242,7 +240,7 @@ class RowFacts:
                 continue
             values = value.movedim(entry.row_dim, 0).long()
             if labels is not None and values.shape == labels.shape:
-                values = values.masked_fill(labels == IGNORE_INDEX, HIGHEST_CODE + 1)
+                values = values.masked_fill(labels == IGNORE_INDEX, HIGHEST_CODE + 1)  # not a code
             codes_by_key[key] = _codes_of_rows(values.reshape(len(values), -1))
         return codes_by_key
 
@@ -300,13 +298,13 @@ def _codes_of_rows(values: torch.Tensor) -> list[list[int]]:
 
 
 COLLATED_BY_LOADER = 'microbatches that a loader has collated'
-"""A ``kind`` of rows for :func:`check_first_labels`."""
+"""The ``kind`` of the rows of a pre-split batch, for :func:`check_first_labels`."""
 
 
 def check_first_labels(facts: RowFacts, loss_rule: str, kind: str) -> None:
     """Raises ValueError if padding on the left predicts a label.
 
-    Called for rows whose padding depends on the cut or on the loader, because whether such a label counts would, too.
+    Called for rows whose padding depends on the cut or on the loader. Such a label makes the loss depend on it, too.
 
     Args:
         facts: The facts about the rows.
@@ -432,14 +430,14 @@ class RowRanges:
         return missing
 
     def joined(self, other: RowRanges) -> RowRanges:
-        """Returns the smallest ranges that cover both."""
+        """Returns the smallest ranges that cover both. Raises ValueError if a key means different things in them."""
         limits = dict(self.limits)
         for name, limit in other.limits.items():
             limits[name] = _larger(limits.get(name, limit), limit)
         return RowRanges(limits=limits, readings=joined_readings(self.readings, other.readings))
 
     def without_padding(self) -> RowRanges:
-        """Returns the ranges without the limits of padded rows. If no row was trimmed, nothing is shown about them."""
+        """Returns the ranges without the limits of padded rows, for a check that has not trimmed any row."""
         limits = {name: limit for name, limit in self.limits.items() if not name.startswith(PADDED_ROWS)}
         return RowRanges(limits=limits, readings=self.readings)
 
@@ -510,9 +508,9 @@ def ranges_of(facts_of_batches: Sequence[RowFacts], largest_packed_row: int = 0)
 
 
 def _keys_of_numbers(facts_of_batches: Iterable[RowFacts]) -> set[str]:
-    """Returns the keys of entries that have a value above ``HIGHEST_CODE``, so that they hold ids or counts.
+    """Returns the keys of tensors that have a value above ``HIGHEST_CODE``, so that they hold ids or counts.
 
-    In such an entry every small number comes up sooner or later. Only 0 and negative values, such as -100, may have a
+    In such a tensor every small number comes up sooner or later. Only 0 and negative values, such as -100, may have a
     meaning of their own.
     """
     keys: set[str] = set()
@@ -546,16 +544,15 @@ def largest_positions(facts: RowFacts) -> list[int]:
 def is_beyond_rotary_limit(facts: RowFacts) -> bool:
     """Returns whether the rotary embedding depends on the width, or with ``position_ids`` on the largest position."""
     width_limit = facts.layout.width_limit
-    if width_limit is None or not facts.has_positions:
-        return facts.layout.width_matters(facts.batch)
-    return max(largest_positions(facts)) > width_limit
+    if width_limit is not None and facts.has_positions:
+        return max(largest_positions(facts)) > width_limit
+    return facts.layout.width_matters(facts.batch)
 
 
 def _rotary_limits(facts_of_batches: Iterable[RowFacts], suffix: str) -> dict[str, Limit]:
     """Returns the limit of all rows together if some of them are beyond the rotary limit, else an empty dict.
 
-    Each row has a largest position. The two values of the limit are the least of these, as its negative, and the
-    greatest of them.
+    Its two values are the smallest one of the :func:`largest_positions`, as its negative, and the largest one.
     """
     positions: list[int] = []
     is_beyond = False
@@ -578,8 +575,8 @@ def _padded_limits(facts_of_batches: Iterable[RowFacts], suffix: str) -> dict[st
     width = 0
     side = 'right'
     for facts in facts_of_batches:
-        for length, keeps_padding in zip(facts.lengths, facts.has_label_behind_padding, strict=True):
-            if not keeps_padding:  # such a row shows nothing about trimming
+        for length, needs_padding in zip(facts.lengths, facts.has_label_behind_padding, strict=True):
+            if not needs_padding:  # a row that cannot be trimmed shows nothing about trimming
                 lengths.append(length)
         width = max(width, facts.width)
         # Rows without padding have the side 'right', so one 'left' decides.

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from composer_tokacc.batch import IGNORE_INDEX, Batch, text_of
-from composer_tokacc.layout import placeholders
+from composer_tokacc.layout.placeholders import audio_tokens, has_any_id, query_tokens, replaced_ids
 from composer_tokacc.layout.tensors import Entry
 
 
@@ -34,9 +34,9 @@ class Media:
             wrong number: see ``query_tokens`` and ``audio_tokens`` of ``placeholders.py``. None: it is inferred, see
             ``found.py``.
         token_type: The value of ``mm_token_type_ids`` at the placeholders of this modality; 0: there is none.
-        frames: None if the modality has its own placeholder. In GLM-4V, images and frames of videos share one:
-            ``<image> ... <start of video> <image> <image> <end of video>``. Then True stands for the placeholders
-            between start and end, which belong to videos, and False for all others, which belong to images.
+        frames: None: the modality has its own placeholder. In GLM-4V, images and frames of videos share one:
+            ``<image> ... <start of video> <image> <image> <end of video>``. True: this modality (videos) has the
+            placeholders between start and end. False: this modality (images) has all others.
     """
 
     sizes: Callable[[Batch, Any, int, int], list[int]] | None = None
@@ -56,13 +56,13 @@ class Media:
         """
         ids = text_of(batch)
         name_in_config = unit if self.frames is None else 'image'
-        placeholder_ids = placeholders.replaced_ids(config, name_in_config)
+        placeholder_ids = replaced_ids(config, name_in_config)
         if not placeholder_ids:
             types = batch.get('mm_token_type_ids')
             if types is None or not self.token_type:
                 return None
             return types == self.token_type
-        is_placeholder = placeholders.has_any_id(ids, placeholder_ids)
+        is_placeholder = has_any_id(ids, placeholder_ids)
         if self.frames is None:
             return is_placeholder
         num_starts = (ids == config.video_start_token_id).cumsum(dim=1)
@@ -202,11 +202,10 @@ TEXT_FAMILY = Family(name='text', matches=_Format(lacks=('pixel_values',)))
 # The comment above each family says why the family is needed. To find out, each family was removed in turn, and tiny
 # models of its types were trained without it.
 #
-# Some are only needed if the model is not known. token_data_spec() knows it by `model=`, by `layout=` or by
-# TokenAccumulation, a collator and verify_invariance() know it by `layout=`. pre_split.py never knows it: it widens
-# microbatches, and joins a tensor when a callback reads it. Without the model only the keys of a batch tell its format,
-# and no config names the placeholders. The first family that matches is taken, so a special format stands before
-# the more general ones.
+# Some are only needed if the model is not known. token_data_spec() gets the model by `model=`, by `layout=` or from
+# TokenAccumulation. A collator and verify_invariance() get it only by `layout=`. pre_split.py never gets it, but pads
+# microbatches and joins their tensors. Without the model only the keys of a batch tell its format, and no config names
+# the placeholders. The first family that matches is taken, so a special format stands before the more general ones.
 FAMILIES: tuple[Family, ...] = (
     # Only needed if the model is not known.
     Family(
@@ -249,7 +248,7 @@ FAMILIES: tuple[Family, ...] = (
             'image': Media(token_type=1),
             'video': Media(token_type=2),
             # Qwen-Omni does not notice missing placeholders of an audio. It gives the next row the rest of the audio.
-            'audio': Media(sizes=placeholders.audio_tokens),
+            'audio': Media(sizes=audio_tokens),
         },
         matches=_is_qwen,
     ),
@@ -314,7 +313,7 @@ FAMILIES: tuple[Family, ...] = (
         model_types=('instructblip',),
         has_queries=True,
         entries=_instructed(_IMAGE),
-        media={'image': Media(sizes=placeholders.query_tokens)},
+        media={'image': Media(sizes=query_tokens)},
         matches=_Format({'qformer_input_ids': None, 'pixel_values': 4}),
     ),
     # Without it the forward raises: only the family tells that instructions belong to videos.
@@ -323,7 +322,7 @@ FAMILIES: tuple[Family, ...] = (
         model_types=('instructblipvideo',),
         has_queries=True,
         entries=_instructed(_VIDEO),
-        media={'video': Media(sizes=placeholders.query_tokens)},
+        media={'video': Media(sizes=query_tokens)},
         matches=_Format({'qformer_input_ids': None, 'pixel_values': 5}),
     ),
     # Without it the forward raises if a batch has no image. With it such a batch gets a dummy image by `has_queries`.
@@ -332,7 +331,7 @@ FAMILIES: tuple[Family, ...] = (
         model_types=('blip-2',),
         has_queries=True,
         entries={'pixel_values': _IMAGE},
-        media={'image': Media(sizes=placeholders.query_tokens)},
+        media={'image': Media(sizes=query_tokens)},
     ),
     # LLaVA-OneVision needs it: without it batches with several images in a row are refused, because `batch_num_images`
     # would be read as a tensor with an entry for each image. The others need it only if the model is not known.

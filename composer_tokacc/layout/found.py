@@ -59,7 +59,7 @@ ENTRY_BY_READING = {
 def inferred_family(config: Any) -> Family:
     """Returns the family of a model that is not in ``FAMILIES``, with the modalities that its config names.
 
-    A config names a modality by its placeholders, or by the config of its encoder. Videos use the encoder of images.
+    A config names a modality by its placeholders, or by the config of its encoder; videos only by their placeholders.
     """
     vision_config = getattr(config, 'vision_config', None)
     audio_config = getattr(config, 'audio_config', None)
@@ -135,10 +135,10 @@ def _readings_by_shape(
 def agreed_readings(earlier: Sequence[Reading], later: Sequence[Reading]) -> tuple[Reading, ...]:
     """Returns the readings that two batches both allow, the most likely one first.
 
-    Both sequences begin with the most likely reading. If they give a reading different places, the worse place counts.
-    There is a tie only if one batch finds media more likely than rows (or text), and another batch the reverse. Then
-    media comes second. The batch that finds media less likely is the better evidence: it has the tensor, but no items
-    that the tensor fits.
+    Both sequences begin with the most likely reading. If a reading has different places in them, the worse one counts.
+    Two readings have the same place only if one batch finds media more likely than rows (or text), and the other batch
+    less likely. Then media comes second. The other batch is the better evidence: it has the tensor, but no items that
+    the tensor fits.
     """
     # Readings with equal places keep this order, in which media comes after text and rows.
     common = [reading for reading in Reading if reading in earlier and reading in later]
@@ -279,7 +279,10 @@ def has_audio_along_text(batch: Batch, config: Any) -> bool:
 
 
 def carried_counts(batch: Batch, modality: str) -> list[int] | None:
-    """Returns ``num_images`` (or ``num_videos``, ...), one number per row; None if the batch has no such key."""
+    """Returns ``num_images`` (or ``num_videos``, ...) as a list; None if the batch has no such key.
+
+    Raises ValueError unless they are integers from 0. Does not check that there is one for each row.
+    """
     carried = batch.get(f'num_{modality}s')
     if carried is None:
         return None
@@ -386,8 +389,8 @@ def _entries_by_rows(
     """Returns the numbers in ``value`` if they can be the numbers of entries of the rows, otherwise None.
 
     There must be one for each row, their sum must be ``num_entries``, and exactly the rows with placeholders must have
-    entries. The numbers have another meaning if the processor got all images in one list: then it writes a 1 for each
-    image, and not a number for each row.
+    entries. A processor that got all images in one list writes a 1 for each image, not a number for each row. Such ones
+    do not pass, unless each row has one image.
     """
     entries: list[int] = value.tolist()
     if sum(entries) != num_entries or len(entries) != len(placeholders.tokens):
@@ -421,11 +424,11 @@ def _entries_by_sizes(
     if items_per_row is None:
         return None
     if num_entries % num_patches == 0:
-        # An entry is a patch, or each patch has the same number of entries.
+        # An entry is a patch, or if sizes are numbers of tiles, one of equally many parts of a tile.
         entries_per_patch = num_entries // num_patches
         patches_per_row = sums_of_groups(patches, items_per_row)
         return [entries_per_patch * count for count in patches_per_row]
-    if num_entries == len(patches):  # an entry is an item. Its size may also be in pixels
+    if num_entries == len(patches):  # an entry is an item. The sizes may be in pixels
         return items_per_row
     return None
 

@@ -162,7 +162,7 @@ class BatchLayout:
         return self.is_placeholder(batch).sum(dim=1).tolist()
 
     def is_placeholder(self, batch: Batch) -> torch.Tensor:
-        """Returns the positions of all placeholders of images, videos and audios, ``(rows, width)`` bool."""
+        """Returns the positions of all placeholders, ``(rows, width)`` bool; none if the layout has no config."""
         ids: list[int] = []
         for modality in MODALITIES:
             ids += replaced_ids(self.config, modality)
@@ -319,7 +319,7 @@ class BatchLayout:
         """Returns how many of a unit (``'image'``, ``'video'``, ``'audio'``, ``'patch'``, ...) each row has.
 
         The number of patches follows from the items of the row and their grids. An item is an image, a video or an
-        audio. The first of these rules that applies tells the number of items:
+        audio. The first of these rules that applies tells the number of items, or of entries of an inferred unit:
 
         1. If images are in slots (see ``Family.slots``), the slots of the row up to its last image.
         2. If no tensor has the items, the numbers ``num_<unit>s`` of the batch. Without them each row has 0.
@@ -354,7 +354,7 @@ class BatchLayout:
         return sums_of_groups(parts_per_item, items_per_row)
 
     def _needed_slots_per_row(self, batch: Batch, is_occupied: torch.Tensor) -> list[int]:
-        """Returns for each row how many of its first slots hold all its images.
+        """Returns the number of slots of each row up to its last image. An empty slot before that image counts.
 
         ``is_occupied`` says which slots hold an image, ``(rows, slots)`` bool.
         """
@@ -364,15 +364,16 @@ class BatchLayout:
                 f'`pixel_values` must have a row of slots for each of {num_rows} rows, got: {len(is_occupied)}. Put '
                 'all images, or frames of videos, of a row into its slots.'
             )
-        # The slots of a row reach to its last image. An empty slot before that image counts.
         return Reach.of(is_occupied).from_first
 
     def _items_per_row(self, batch: Batch, unit: str) -> list[int]:
-        """Returns the number of items of each row, by the rules 2 to 6 of :meth:`units_per_row`."""
+        """Returns the number of items of each row, by the rules 2 to 6 of :meth:`units_per_row`.
+
+        If ``unit`` is inferred, such as ``'image/12'``, "items" are its entries: tiles, patches or images.
+        """
         num_rows = self.num_rows(batch)
         entries = media_entries(self, batch)
         item_unit = _unit_of_items(entries, unit)
-        # The argument `unit` may be an inferred unit as well, such as 'image/12', so `modality` is not always `unit`.
         modality, _ = parse_unit(item_unit)
         carried = carried_counts(batch, modality)
         # If there is not one number for each row, the numbers are ignored, because they are optional. The placeholders
@@ -453,7 +454,7 @@ class BatchLayout:
         """Returns a batch of some rows, in the given order, with exactly their images. The width stays.
 
         Raises:
-            ValueError: If the layout does not know an entry or its rows, or if a row does not exist.
+            ValueError: If nothing tells the rows of a tensor or a list, or if a row does not exist.
         """
         (selected,) = self.split(batch, [rows])
         return selected
@@ -466,7 +467,7 @@ class BatchLayout:
         """
         num_rows = self.num_rows(batch)
         for key, value in batch.items():
-            self._check_entry(key, value, num_rows)
+            self._check_value(key, value, num_rows)
         entries = self._entries_of(batch)
         all_rows = list(range(num_rows))
         offsets: dict[str, list[int]] | None = None
@@ -496,7 +497,7 @@ class BatchLayout:
             offsets[unit] = [0, *accumulate(self.units_per_row(batch, unit))]
         return offsets
 
-    def _check_entry(
+    def _check_value(
         self,
         key: str,
         value: object,
@@ -527,14 +528,14 @@ class BatchLayout:
         *,
         width_multiple: int = 1,
     ) -> dict[str, Any]:
-        """Returns the batch without the columns that no row needs.
+        """Returns the batch without the columns that no row needs; all columns if an audio lies along the text.
 
         Rounds the width up to ``width_multiple``, but not beyond the width of the batch. Trims even if
-        :meth:`width_matters`. So the split trims microbatches by :meth:`narrow`, and only dummy rows, which have no
-        loss, by this method. Verification calls it as well, to see what trimming changes.
+        :meth:`width_matters`: dummy rows have no loss, and verification measures the effect. The split trims rows with
+        loss by :meth:`narrow`.
         """
         check_count('width_multiple', width_multiple)
-        # Frames of an audio that lies along the text would have to be trimmed with it, so nothing is trimmed.
+        # The frames of such an audio would have to be trimmed with the text.
         if has_audio_along_text(batch, self.config):
             return dict(batch)
         reach = Reach.of(real_positions_of(self, batch))
@@ -559,13 +560,10 @@ class BatchLayout:
         if width == self.width(batch):
             return narrowed_batch
         for key, entry in self._entries_of(batch).items():
-            value = batch[key]
-            narrowed = value
+            narrowed = batch[key]
             for dim in entry.seq_dims:
-                narrowed = narrowed.narrow(dim, start, width)
                 # Composer's LanguageCrossEntropy views labels flat, which torch refuses for a tensor with gaps.
-                # The copy without gaps is page-locked if the value is.
-                narrowed = compact(narrowed, like=value)
+                narrowed = compact(narrowed.narrow(dim, start, width))
             narrowed_batch[key] = narrowed
         return narrowed_batch
 
@@ -578,9 +576,8 @@ class BatchLayout:
     ) -> dict[str, Any]:
         """Returns one batch of all rows, with text padded to the widest row, and the images of all rows in their order.
 
-        Plain values that differ become a list with one entry per row, see ``values_of_rows``. If all batches with
-        the key have the same value, all rows get it. Arrays of numpy always become a list, and so do values under a
-        key of rows, such as ``loss_weights``.
+        A plain value stays one value if all batches with the key have the same. Otherwise it becomes a list with one
+        value per row, see ``values_of_rows``. So do numpy arrays, and values under a key of rows, as ``loss_weights``.
 
         Args:
             batches: Batches, or one-row samples; those without images may lack the image entries. If rows are padded
@@ -589,9 +586,8 @@ class BatchLayout:
             pad_token_id: Id to pad ``input_ids`` with. It must not be an image placeholder.
 
         Raises:
-            ValueError: If the layout does not know an entry. Or if only some batches have a list or a tensor. A batch
-                may lack a tensor of media, one that all rows share, and one with a value for rows without it
-                (``Entry.absent``).
+            ValueError: If the layout does not know a tensor, or if tensors do not fit together. Or if only some batches
+                have a list or a tensor, except a tensor of media, a shared one, or one with ``Entry.absent``.
         """
         check_choice('padding_side', padding_side, ('left', 'right'))
         if not batches:
@@ -695,9 +691,10 @@ class BatchLayout:
         batches: Sequence[Batch],
         entry: Entry,
     ) -> list[torch.Tensor]:
-        """Returns one tensor for each batch, to be joined. Batches that lack the key get a new tensor.
+        """Returns one tensor for each batch, to be joined. ``present`` are the batches that have the key.
 
-        The new tensor has 0 slots, or is filled with ``entry.absent``. ``present`` are the batches that have the key.
+        The others get a new tensor with 0 slots, or filled with ``entry.absent``. Raises ValueError if neither is
+        possible.
         """
         if entry.slot_dim is None and entry.absent is None:
             _check_present(key, present, batches)
@@ -747,11 +744,12 @@ def _entry_by_shape(
     num_rows: int,
     width: int,
 ) -> Entry:
-    """Returns ``entry``, or another one if the tensor is a mask of more than 2 dimensions, or positions of one row.
+    """Returns ``entry``, which is registered for the key, unless it does not fit the shape of a mask or of positions.
 
-    ``entry`` is registered for the key. ``num_rows`` and ``width`` describe the text.
+    A mask may have several dimensions. A mask or positions with one row may be shared by all rows of the text, whose
+    shape is ``(num_rows, width)``.
     """
-    is_shared = num_rows > 1 and value.shape[:1] == (1,)  # one row for all rows of the text
+    is_shared = num_rows > 1 and value.shape[:1] == (1,)
     unit = 'shared' if is_shared else 'row'
     if key == 'attention_mask' and value.dim() > 2:
         # (rows, width, width) and (rows, heads, width, width) have the width twice. In an additive mask 0 means
@@ -846,8 +844,7 @@ def with_masks(batches: Sequence[Batch]) -> Sequence[Batch]:
 def _may_be_packed(batch: Batch) -> bool:
     """Returns whether positions of the batch may begin again within a row: one is not larger than the one before it.
 
-    Multimodal positions have several axes, ``(axes, rows, width)``. Some axis rises with each token of an image, but
-    none where a document begins.
+    True if they are not a tensor, because they are not read then.
     """
     positions = batch.get('position_ids')
     if positions is None:
@@ -855,7 +852,7 @@ def _may_be_packed(batch: Batch) -> bool:
     if not isinstance(positions, torch.Tensor):
         return True
     begins_again = positions[..., 1:] <= positions[..., :-1]
-    if begins_again.dim() == 3:
+    if begins_again.dim() == 3:  # (axes, rows, width). Within an image, at least one axis rises with each token
         begins_again = begins_again.all(dim=0)
     return bool(begins_again.any())
 
@@ -939,7 +936,7 @@ def _items_by_placeholders(
 
 
 def _check_rows(rows: Sequence[int], num_rows: int) -> None:
-    """Raises ValueError unless these are numbers of rows. Refuses a bool, which python would take for row 0 or 1."""
+    """Raises ValueError unless these are indices of rows. Refuses a bool, which Python would take for row 0 or 1."""
     for row in rows:
         if isinstance(row, bool) or not 0 <= row < num_rows:
             raise InvalidInputError(
@@ -1034,7 +1031,7 @@ def _widest_shared(
 
 
 def _fill_of(key: str, batches: Sequence[Batch]) -> float:
-    """Returns the value to pad an unregistered tensor with, which may have a value for each token.
+    """Returns the value that pads an unregistered tensor along the text.
 
     It is the value that the collator has written on its own padding. If there is none, or several, labels get -100, and
     all others get 0. Integers are taken for labels if some are -100, or if the key is a name of labels.

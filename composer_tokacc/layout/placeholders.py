@@ -4,10 +4,10 @@
 """Ids of placeholder tokens, and how many of them each item has if the model does not notice a wrong number.
 
 The text has placeholders at the positions at which the model puts the embeddings of an image, video or audio (an item).
-The config of a model in ``families.py`` names one id of each modality, ``image_token_id``, and perhaps others that the
-model does not replace: configs of Qwen2-VL have ``vision_token_id``. :func:`replaced_ids` returns only the first. For
-other models nothing tells which ids are replaced, and there may be several: Higgs Audio also replaces
-``audio_delay_token_id``. So ``found.py`` takes all ids, :func:`placeholder_ids`.
+The models of ``families.py`` replace one id of each modality, such as ``image_token_id``: :func:`replaced_ids`. Their
+configs may name others that they do not replace, such as ``vision_token_id`` of Qwen2-VL. For other models nothing
+tells which ids are replaced, and there may be several: Higgs Audio also replaces ``audio_delay_token_id``. So
+``found.py`` takes all ids: :func:`placeholder_ids`.
 """
 
 from __future__ import annotations
@@ -64,8 +64,7 @@ def placeholder_ids(config: Any, modality: str) -> tuple[int, ...]:
             if not is_integer or not is_id:
                 continue
             # Kimi-VL names the placeholder of images `media_placeholder_token_id`.
-            name_of_image = name.replace('media', 'image')
-            if modality_of(name_of_image) == modality:
+            if modality_of(name.replace('media', 'image')) == modality:
                 # An encoder's config may repeat the name, perhaps with a default. The first value is the model's own.
                 ids.setdefault(name, value)
     return tuple(dict.fromkeys(ids.values()))

@@ -67,8 +67,8 @@ class PreSplitBatch(Mapping[str, Any]):
 
     Args:
         microbatches: Mappings of tensors and of lists with one entry per row.
-        max_tokens: Token budget (rows x padded width) within which the loader planned each microbatch. The split of
-            ``token_data_spec`` takes it as its own token budget, unless it has ``slot_tokens``.
+        max_tokens: Token budget (rows x padded width) within which the loader planned each microbatch.
+            ``token_data_spec`` splits by the same budget, unless it is given ``slot_tokens``.
         indices: Index in the dataset of each row of each microbatch, for messages; None: not known.
     """
 
@@ -86,8 +86,8 @@ class PreSplitBatch(Mapping[str, Any]):
         self.plan: PlanRecord | None = None
         """This rank's record of the plan of the global batch. Ranks compare their records. None: no plan."""
         self.loss_tokens: Sequence[int] | None = None
-        """Loss tokens of each row by the table from which the sampler has computed the weights of tokens. None: the
-        sampler gives no weights."""
+        """Number of loss tokens of each row, as the sampler's ``loss_shares`` say. The weights of tokens depend on it,
+        so it is compared with the labels. None: the sampler gives no weights."""
         self._joined: dict[str, Any] = {}  # the joined entries that were already read, by key
 
     def __repr__(self) -> str:
@@ -145,14 +145,14 @@ class PreSplitBatch(Mapping[str, Any]):
             return values_of_rows(key, self.microbatches)
         return value
 
-    def _joined_tensor(self, key: str, with_key: Batch) -> torch.Tensor:
+    def _joined_tensor(self, key: str, example: Batch) -> torch.Tensor:
         """Returns the tensor for all rows. Joins no other tensors, except those that are needed for it.
 
-        ``with_key`` is a microbatch that has the key. All its keys together tell the model family. They may also tell
+        ``example`` is a microbatch that has the key. All its keys together tell the model family. They may also tell
         the ``Entry`` of the tensor: sizes of images show whether images lie side by side.
         """
-        layout = BatchLayout.infer(with_key)
-        entry = layout.entry_of(with_key, key)
+        layout = BatchLayout.infer(example)
+        entry = layout.entry_of(example, key)
         if entry.is_media:
             # Without the other keys, which are left out below, the `Entry` could be inferred wrongly.
             layout = layout.with_entries(**{key: entry})
@@ -168,7 +168,7 @@ class PreSplitBatch(Mapping[str, Any]):
     # A worker process pickles the batch to send it.
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns the attributes for pickle, with all tensors in one piece of shared memory.
+        """Returns the attributes for pickle, with all plain CPU tensors in one piece of shared memory.
 
         Torch would open a file for each tensor that it sends, and the open files of a process are limited.
         """
@@ -206,12 +206,11 @@ def widened(
 ) -> Batch:
     """Returns the batch with its text padded to a multiple of ``width_multiple``, but to no more than ``limit``.
 
-    The new padding is on ``side``; by default on the side of the old one. A batch without a mask must get one before,
+    The new padding is on ``side``; by default on the side of the old one. The caller must give the batch a mask before,
     see ``with_masks``, because the new columns must be hidden. A batch without ``input_ids`` is returned as it is.
 
-    Nothing is padded if the batch has an unregistered tensor that may lie along the text. If it really does, it would
-    have to be padded too. Only the model's config tells, and the loader, which calls this function, does not know the
-    model.
+    So is a batch with an unregistered tensor that may lie along the text. If it does, it would have to be padded too.
+    Only the model's config tells whether it does, and the loader, which calls this function, does not know the model.
     """
     if width_multiple == 1 or batch.get('input_ids') is None:
         return batch
@@ -256,15 +255,15 @@ def id_for_padding(layout: BatchLayout, batches: Iterable[Batch]) -> int:
         ids = batch.get('input_ids')
         if ids is None:
             continue
-        is_text = ~layout.is_placeholder(batch)
+        is_allowed = ~layout.is_placeholder(batch)
         mask = batch.get('attention_mask')
         if mask is not None and mask.shape == ids.shape:
-            is_hidden = is_text & (mask == 0)
+            is_hidden = is_allowed & (mask == 0)
             hidden_ids = ids.T[is_hidden.T]  # column by column
             if len(hidden_ids) > 0:
                 outermost = 0 if padding_side(batch) == 'left' else -1
                 return int(hidden_ids[outermost])
-        text_ids = ids[is_text]
+        text_ids = ids[is_allowed]
         if len(text_ids) > 0:
             id_of_text = int(text_ids[-1])
     return id_of_text

@@ -35,8 +35,8 @@ class PartUnit(NamedTuple):
 
     modality: str
     grid_key: str
-    """Key of a tensor ``(images or videos, 3)``: frames, height and width of each in parts. Their product is the number
-    of its parts."""
+    """Key of the tensor that holds the grid of each image or video, ``(items, 3)``: the number of parts in time, height
+    and width. The product is the number of its parts."""
 
 
 PART_UNITS = {
@@ -66,9 +66,9 @@ class Entry:
         unit: An entry stands for one of these. ``'row'``: a row. ``'image'``, ``'patch'``, ``'video'``,
             ``'video_patch'``, ``'audio'``: an image, a patch, ..., in the order of the rows; a row has any number of
             them. ``'shared'``: all rows use the whole tensor. Any other name is allowed if the batch carries
-            ``num_<name>s``, one number per row. Such entries go with their rows, but this package makes no dummy rows
-            with them. Tensors that are not registered get an inferred unit, see ``inferred_unit()``. Its entries may
-            be whole images, tiles or patches.
+            ``num_<name>s``, one number per row. No dummy row is made to provide such entries. Tensors that are
+            not registered get an inferred unit, see ``inferred_unit()``. Its entries may be whole images, tiles or
+            patches.
         row_dim: The dimension along which the entries lie.
         seq_dims: Dimensions along the text of a row. They are padded and trimmed together with it.
         slot_dim: The dimension along which a row has slots for its images (Idefics3). All rows have as many slots as
@@ -136,11 +136,11 @@ def take(
     return torch.index_select(value, dim, positions, out=selected)
 
 
-def compact(view: torch.Tensor, *, like: torch.Tensor) -> torch.Tensor:
-    """Returns the view if it has no gaps in memory. Otherwise returns a copy, page-locked if ``like`` is."""
+def compact(view: torch.Tensor) -> torch.Tensor:
+    """Returns the view if it has no gaps in memory. Otherwise returns a copy, page-locked if the view is."""
     if view.is_contiguous():
         return view
-    return _empty(view.shape, like).copy_(view)
+    return _empty(view.shape, view).copy_(view)
 
 
 def cat_padded(
@@ -193,7 +193,7 @@ def select_rows(
     offsets: RowOffsets,
     rows: Sequence[int],
 ) -> dict[str, Any]:
-    """Returns a batch of these rows, in this order.
+    """Returns a batch of these rows, in this order. If they have no entry of a media tensor, it lacks the tensor.
 
     Args:
         batch: The batch.
@@ -212,11 +212,11 @@ def select_rows(
             continue
         chosen = _select_entries(key, value, entry, offsets, rows)
         if entry.points_into is not None:
-            # The pixel tensor is (images, patches of an image, ...).
-            patches_per_item = batch[entry.points_into].shape[1]
-            item_offsets = offsets[entries[entry.points_into].unit]
-            chosen = _renumber_patches(chosen, offsets[entry.unit], item_offsets, patches_per_item, rows)
-        # Rows without images get no image tensors at all. Models do not take empty ones.
+            # The pixel tensor is (entries, patches of an entry, ...).
+            patches_per_entry = batch[entry.points_into].shape[1]
+            pixel_offsets = offsets[entries[entry.points_into].unit]
+            chosen = _renumber_patches(chosen, offsets[entry.unit], pixel_offsets, patches_per_entry, rows)
+        # Models do not take empty tensors of images.
         if not entry.is_media or chosen.numel() > 0:
             selected[key] = chosen
     return selected
@@ -225,8 +225,8 @@ def select_rows(
 def _renumber_patches(
     pointers: torch.Tensor,
     pointer_offsets: Sequence[int],
-    item_offsets: Sequence[int],
-    patches_per_item: int,
+    pixel_offsets: Sequence[int],
+    patches_per_entry: int,
     rows: Sequence[int],
 ) -> torch.Tensor:
     """Turns indices of patches of the whole batch into indices of the same patches in a batch of the chosen rows.
@@ -234,19 +234,19 @@ def _renumber_patches(
     Args:
         pointers: The indices that the chosen rows hold, still counted over the whole batch.
         pointer_offsets: Offsets of the pointers of all rows of the batch, as in :data:`RowOffsets`.
-        item_offsets: Offsets of the images or videos of all rows of the batch.
-        patches_per_item: Number of patches of an image or video. All have equally many.
+        pixel_offsets: Offsets of the entries of the pixel tensor, which may be tiles (Molmo 2).
+        patches_per_entry: Number of patches of an entry of the pixel tensor. All have equally many.
         rows: Indices of the chosen rows.
     """
     num_pointers = [pointer_offsets[row + 1] - pointer_offsets[row] for row in rows]
     pointers_of_rows = [pointers[:0]]  # torch.cat() needs a tensor, even if there is no row
     new_first_patch = 0
     for row, old_pointers in zip(rows, pointers.split(num_pointers), strict=True):
-        old_first_patch = patches_per_item * item_offsets[row]
+        old_first_patch = patches_per_entry * pixel_offsets[row]
         new_pointers = renumbered(old_pointers, new_first_patch - old_first_patch)
         pointers_of_rows.append(new_pointers)
-        num_items = item_offsets[row + 1] - item_offsets[row]
-        new_first_patch += patches_per_item * num_items
+        num_pixel_entries = pixel_offsets[row + 1] - pixel_offsets[row]
+        new_first_patch += patches_per_entry * num_pixel_entries
     return torch.cat(pointers_of_rows)
 
 
@@ -257,7 +257,10 @@ def _select_entries(
     offsets: RowOffsets,
     rows: Sequence[int],
 ) -> torch.Tensor:
-    """Returns the entries of some rows of ``batch[key]``, in this order. Drops image slots that no row needs."""
+    """Returns the entries of some rows of ``batch[key]``, in this order, or the whole tensor if all rows share it.
+
+    Drops image slots that no row needs. Raises ValueError if the tensor has another number of entries than ``offsets``.
+    """
     if entry.unit == 'shared':
         return value
     unit_offsets = offsets[entry.unit]
@@ -278,10 +281,10 @@ def _select_entries(
     most_images = 0
     for row in rows:
         most_images = max(most_images, image_offsets[row + 1] - image_offsets[row])
-    num_slots = min(most_images, chosen.shape[entry.slot_dim])
+    num_slots = min(most_images, chosen.shape[entry.slot_dim])  # a tensor may have fewer slots than `pixel_values`
     narrowed = chosen.narrow(entry.slot_dim, 0, num_slots)
     # The models view rows and slots as one dimension, which torch refuses for a tensor with gaps.
-    return compact(narrowed, like=value)
+    return compact(narrowed)
 
 
 def renumbered(pointers: torch.Tensor, shift: int) -> torch.Tensor:
