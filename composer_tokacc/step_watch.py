@@ -244,8 +244,12 @@ class StepWatch:
             return
         self._has_repeated = True
         difference, written = _difference_of_forwards(module, args, kwargs)
-        # Not written with `>`: the difference may be NaN.
-        if not difference <= tolerance_of(logits.dtype):
+        if math.isnan(difference):
+            self.faults.append(
+                'The logits of two forwards of the same rows cannot be compared: a logit is NaN or infinite, or their '
+                'shapes differ.'
+            )
+        elif difference > tolerance_of(logits.dtype):
             names = listed(written) if written else 'state that is no tensor or number of a module'
             self.faults.append(
                 f'A forward writes {names}, and the next one depends on it: the logits of the same rows differ by '
@@ -279,7 +283,7 @@ def _difference_of_forwards(
 def relative_difference(first: torch.Tensor | None, second: torch.Tensor | None) -> float:
     """Returns the norm of the difference of two tensors of logits over the norm of the first.
 
-    NaN if a tensor is missing, if the shapes differ, or if a logit is NaN.
+    NaN if a tensor is missing, if the shapes differ, or if a logit is NaN or infinite, except for masked ones.
     """
     if first is None or second is None or first.shape != second.shape:
         return float('nan')
