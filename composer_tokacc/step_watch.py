@@ -151,7 +151,7 @@ class StepWatch:
         parameters: Mapping[str, tuple[Checksum, bool]],
         gradients: Mapping[str, Checksum],
     ) -> None:
-        """Adds a fault for what has changed since the previous backward, now that the next one starts."""
+        """Adds the faults that happened between the previous backward and the one that starts now."""
         between = f'between backward {self._num_backwards - 1} and {self._num_backwards}'
         if self._has_stepped_since_backward:
             # The step explains all other changes.

@@ -729,7 +729,7 @@ class TokenAccumulation(Algorithm):
         microbatch.edges_of_loss = _edges_of(state.loss)
 
     def _watch_other_terms(self, state: State, microbatch: CurrentMicrobatch) -> None:
-        """Has the step refused if a term that is not a mean over tokens would have a wrong gradient.
+        """Makes sure that the step is refused if a term that is not a mean over tokens would have a wrong gradient.
 
         There are two cases:
 

@@ -369,7 +369,7 @@ def _forward_by_document(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Calls a layer once for each document of a packed mask. It needs no mask, because a document has no padding."""
+    """Calls a layer once for each document of a packed mask, without a mask, because a document has no padding."""
     signature = inspect.signature(plain_forward)
     call = signature.bind(*args, **kwargs)
     mask = call.arguments.get('attention_mask')

@@ -132,7 +132,7 @@ def _padding_name(facts: RowFacts) -> str:
 def _left_padding_name(facts: RowFacts) -> str:
     """Returns the field for rows that are padded on the left."""
     # Positions in the batch are cut together with the tokens. Positions that the model counts itself may change. So
-    # trimming is proven for the two kinds apart.
+    # trimming has to be proven for each kind.
     return 'left_with_positions' if facts.has_positions else 'left'
 
 
@@ -267,7 +267,7 @@ class Piece:
     """Some rows of a batch that go through the model together.
 
     Args:
-        facts: Facts of the batch. ``decoder_width`` is the width of the decoder's text, 0 without an encoder-decoder.
+        facts: Facts of the batch. ``decoder_width`` is the width of a decoder's text, 0 if there is none.
         rules: How rows of the batch may be cut.
         options: The caps of a microbatch, and how to cut under them.
         rows: The rows of this piece, by their numbers in the batch.
