@@ -5,7 +5,7 @@
 
 A batch is counted once, on the CPU: :func:`with_counts` adds one list, with a :class:`RowCounts` for each row. Code
 that selects, packs or adds rows later does the same with the list. In a :class:`.PreSplitBatch`, which is a mapping as
-well, each microbatch has its own list.
+well, each microbatch has its own list, and the entry of the whole batch is all of them joined.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from composer_tokacc.refusals import InvalidInputError
 from composer_tokacc.weights import LOSS_WEIGHTS, token_weights_of
 
 ROWS_KEY = 'composer_tokacc.rows'
-"""Key of the counts in a batch. This package adds no other key.
+"""Key of the counts in a batch. With token weights, :func:`with_counts` adds ``loss_weights`` as well.
 
 The value is a list, because Composer cuts lists with the rows, and does not touch them when it moves a batch to the
 device. So reading the counts never waits for the device. ``HuggingFaceModel.forward`` drops the key.
@@ -45,8 +45,9 @@ class RowCounts:
         source: Source of the data, if the batch names it.
         has_new_label: Whether a token id counts as a label in this row for the first time in the run. The algorithm
             marks such rows after it has counted them. It measures the token weights of their microbatches, because a
-            loss may treat some labels in another way.
-        documents: The counts of the rows that were packed or summed; empty: this is one row.
+            loss may treat some labels differently from others.
+        documents: The counts of the rows that were packed or summed, each perhaps with its own documents; empty: this
+            is one row.
     """
 
     samples: int = 1
@@ -64,7 +65,10 @@ class RowCounts:
 
 
 def summed(rows: Sequence[RowCounts]) -> RowCounts:
-    """Returns the sums of the counts of several rows, at least one. The rows become the ``documents``."""
+    """Returns the sums of the counts of several rows, at least one. The rows become the ``documents``.
+
+    All rows have the same loss rule. The sum has no source, because they may have several.
+    """
     samples = 0
     num_real = 0
     num_loss = 0
@@ -112,7 +116,7 @@ def with_counts(batch: Batch, loss_tokens: str = 'causal', token_weights: str = 
     return attach_row_counts(batch, count_rows(batch, loss_tokens, weights))
 
 
-def check_loss_shares(batch: object, token_weights: str, loss_tokens: str, tokens_of_rows: Sequence[int] = ()) -> None:
+def check_loss_shares(batch: object, token_weights: str, rule: str, tokens_of_rows: Sequence[int] = ()) -> None:
     """Refuses a batch whose ``loss_shares`` are not applied, or were computed from wrong numbers of loss tokens.
 
     The sampler takes the numbers from a table, which may be out of date. With a wrong number the datasets would not
@@ -121,7 +125,7 @@ def check_loss_shares(batch: object, token_weights: str, loss_tokens: str, token
     Args:
         batch: A batch. Only one of a :class:`.RegroupingDataLoader` can have planned numbers.
         token_weights: The weights that tokens get. Only ``'column'`` applies those of the batch.
-        loss_tokens: The loss rule by which the tokens were counted.
+        rule: The loss rule by which the tokens were counted.
         tokens_of_rows: The loss tokens of each row. Not needed if ``token_weights`` is not ``'column'``.
 
     Raises:
@@ -141,7 +145,7 @@ def check_loss_shares(batch: object, token_weights: str, loss_tokens: str, token
             continue
         raise InvalidInputError(
             f'`loss_shares` must know the loss tokens of each sample, got: {planned} for {sample_name(batch, number)}, '
-            f'which has {counted} by the loss rule {loss_tokens!r}. The weights of its dataset would be wrong. Count '
+            f'which has {counted} by the loss rule {rule!r}. The weights of its dataset would be wrong. Count '
             'the samples again (remove the length table, or give the dataset a `fingerprint()` that changes with its '
             "labels). A length table counts by the rule 'causal'; if the model has another one, give `LossShares` "
             'numbers of your own. Samples whose labels are random cannot have `loss_shares`.'
@@ -237,7 +241,7 @@ def row_counts_of(batch: Batch) -> list[RowCounts]:
 
 
 def is_counted(batch: object) -> bool:
-    """Returns whether the tokens of all rows were counted. A :class:`RowCounts` may also only mark a dummy row."""
+    """Returns whether the tokens of all rows were counted. Counts without a ``rule`` only mark dummy rows."""
     rows = batch.get(ROWS_KEY) if isinstance(batch, Mapping) else None
     return bool(rows) and all(row.rule for row in rows)
 

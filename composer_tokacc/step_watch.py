@@ -5,7 +5,7 @@
 
 :func:`.measure_token_weights` measures the weight of each token at the logits. It does not see what happens to the
 gradient afterwards. A loop that calls ``zero_grad`` after each microbatch has equal weights at the logits, and loses
-all microbatches except the last one. :class:`StepWatch` sees that.
+all microbatches except the last one. :class:`StepWatch` sees that. The fixture ``token_exact`` uses both.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from composer_tokacc.random_state import same_random_numbers
 
 SAME_GRADIENT = 1e-3
 """If a gradient was averaged, its sizes (:class:`Checksum`) on two ranks differ relatively by at most this, which is
-round-off of short types. Gradients of different rows differ by far more."""
+round-off of float16 and bfloat16. Gradients of different rows differ by far more."""
 MASKED_LOGIT = -1e4
 """Logits at or below this value count as masked, and as equal. Some models mask the logits of ids that no text
 has, with -inf or with the smallest number of the type, which is -65504 in float16."""
@@ -50,8 +50,7 @@ class StepWatch:
     """Lists faults of the gradient of one optimizer step; a context around the step.
 
     Hooks in the graph of autograd show when a backward starts. Then the weights must be the same as at the start of the
-    backward before, and the gradients the same as at its end. In this class, the last backward is the last one that has
-    started. At the start of a backward it is still the one before.
+    previous backward, and the gradients the same as at its end.
 
     The first forward is repeated twice, to see whether a forward writes state that changes the next one.
 
@@ -63,7 +62,8 @@ class StepWatch:
         """A sentence for each fault that was found on this rank. The list is complete when the context ends."""
         self.gradients_at_step: dict[str, Checksum] = {}
         """Checksums of the gradients that an optimizer used in its last step. If no optimizer of the parameters made a
-        step, those of the finite gradients at the end of the context. Sharded parameters are left out."""
+        step, those of the finite gradients at the end of the context. Sharded parameters are left out. Empty with
+        FSDP1, or if optimizers step within the backward."""
         self._model = inner_model(model)
         parameters = self._model.named_parameters()
         trained = {name: parameter for name, parameter in parameters if parameter.requires_grad}
@@ -76,12 +76,12 @@ class StepWatch:
         self._gradient_nodes: list[torch.autograd.graph.Node] = []
         self._num_backwards = 0
         self._in_backward = False
-        self._parameters_at_start: dict[str, tuple[Checksum, bool]] = {}
-        """At the start of the last backward: the checksum of each parameter, and whether it requires a gradient."""
-        self._gradients_at_end: dict[str, Checksum] = {}
-        """Gradients at the end of the last backward. Empty: there was none."""
+        self._parameters_at_last_start: dict[str, tuple[Checksum, bool]] = {}
+        """When a backward last started: the checksum of each parameter, and whether it requires a gradient."""
+        self._gradients_at_last_end: dict[str, Checksum] = {}
+        """Checksums of the gradients when a backward last ended. Empty: none has ended."""
         self._has_stepped_since_backward = False
-        """Whether an optimizer has made a step since the start of the last backward."""
+        """Whether an optimizer has made a step since a backward last started."""
         self._has_ever_stepped = False
         """Whether an optimizer has made any step in the context."""
         self._inputs: list[tuple[Any, Any]] = []
@@ -104,7 +104,10 @@ class StepWatch:
             self._hooks.enter_context(node.register_prehook(self._on_backward_start))
         handles = [
             register_optimizer_step_pre_hook(self._on_optimizer_step),
+            # The first hook, because a later one may keep only some of the labels, for logits only at labels. The
+            # repeated forwards need all: they select labels again, or compute all logits.
             self._model.register_forward_pre_hook(self._keep_inputs, prepend=True, with_kwargs=True),
+            # Called even if the forward raises, to drop its inputs.
             self._model.register_forward_hook(self._after_forward, always_call=True),
         ]
         for handle in handles:
@@ -120,7 +123,7 @@ class StepWatch:
             self._keep_gradients({name: sums for name, sums in gradients.items() if math.isfinite(sums.size)})
 
     def _on_backward_start(self, gradients: object) -> None:
-        """Compares weights and gradients with those of the last backward, before this one adds to a gradient."""
+        """Compares weights and gradients with those of the previous backward, before this one adds to a gradient."""
         # A backward reaches several nodes with this hook. Only the first one counts.
         if self._in_backward:
             return
@@ -140,8 +143,7 @@ class StepWatch:
                 )
         else:
             self._list_changes(parameters, gradient_checksums)
-        # From here on this is the last backward.
-        self._parameters_at_start = parameters
+        self._parameters_at_last_start = parameters
         self._has_stepped_since_backward = False
 
     def _list_changes(
@@ -149,16 +151,16 @@ class StepWatch:
         parameters: Mapping[str, tuple[Checksum, bool]],
         gradients: Mapping[str, Checksum],
     ) -> None:
-        """Lists what has changed since the last backward, at the start of the next one."""
+        """Adds the faults that happened between the previous backward and the one that starts now."""
         between = f'between backward {self._num_backwards - 1} and {self._num_backwards}'
         if self._has_stepped_since_backward:
             # The step explains all other changes.
             self.faults.append(f'An optimizer made a step {between}. Call its `step` after the last microbatch.')
             return
-        names = _changed_names(self._parameters_at_start, parameters)
+        names = _changed_names(self._parameters_at_last_start, parameters)
         if names:
             self.faults.append(f'Parameters changed, or were frozen or unfrozen, {between}: {listed(names)}.')
-        names = _changed_names(self._gradients_at_end, gradients)
+        names = _changed_names(self._gradients_at_last_end, gradients)
         if names:
             self.faults.append(
                 f'Gradients changed {between}: {listed(names)}. Call `zero_grad`, clip and unscale once a step, not '
@@ -167,7 +169,7 @@ class StepWatch:
 
     def _on_backward_end(self) -> None:
         """Keeps the gradients, to compare them when the next backward starts."""
-        self._gradients_at_end = self._gradient_checksums()
+        self._gradients_at_last_end = self._gradient_checksums()
         self._in_backward = False
 
     def _on_optimizer_step(
@@ -176,7 +178,10 @@ class StepWatch:
         args: object,
         kwargs: object,
     ) -> None:
-        """Records that an optimizer makes a step. It is a fault if gradients of its parameters were set to 0 before."""
+        """Records a step of an optimizer of these parameters, and the gradients that it uses.
+
+        It is a fault if gradients of its parameters were set to 0 before.
+        """
         stepped_ids: set[int] = set()
         for group in optimizer.param_groups:
             stepped_ids |= {id(parameter) for parameter in group['params']}
@@ -185,7 +190,7 @@ class StepWatch:
         self._has_stepped_since_backward = True
         self._has_ever_stepped = True
         # Within a backward, an optimizer may make its step as soon as one gradient is complete.
-        if self._in_backward or not self._gradients_at_end:
+        if self._in_backward or not self._gradients_at_last_end:
             return
         lost_names = []
         gradients = {}
@@ -193,7 +198,7 @@ class StepWatch:
             if id(self._parameters[name]) not in stepped_ids:
                 continue
             gradients[name] = gradient
-            if gradient == ZERO and self._gradients_at_end[name] != ZERO:
+            if gradient == ZERO and self._gradients_at_last_end[name] != ZERO:
                 lost_names.append(name)
         self._keep_gradients(gradients)
         if lost_names:
@@ -204,7 +209,7 @@ class StepWatch:
             )
 
     def _keep_gradients(self, gradients: Mapping[str, Checksum]) -> None:
-        """Keeps gradients for :attr:`gradients_at_step`."""
+        """Keeps checksums of gradients in :attr:`gradients_at_step`."""
         for name, gradient in gradients.items():
             if not isinstance(self._parameters[name], DTensor):
                 self.gradients_at_step[name] = gradient
@@ -214,20 +219,18 @@ class StepWatch:
 
     def _keep_inputs(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         """Keeps the arguments of a forward until it ends, to repeat it."""
-        # For logits only at labels, a later hook keeps only some of the labels. The repeated forwards select labels
-        # again, or compute all logits. In both cases they need all labels.
-        if module is self._model:
+        if module is self._model:  # copies of the model have its hooks
             self._inputs.append((args, kwargs))
 
     def _after_forward(self, module: torch.nn.Module, inputs: object, outputs: Any) -> None:
         """Adds a hook that sees the backward. Repeats the first forward twice, and compares the two sets of logits."""
-        if module is not self._model:  # copies of the model have its hooks
+        if module is not self._model:
             return
         if self._in_backward and not is_in_backward():
             # The last backward raised, perhaps because memory ran out. The loop must compute the whole step again.
             self._in_backward = False
             self._num_backwards = 0
-            self._gradients_at_end = {}
+            self._gradients_at_last_end = {}
         args, kwargs = self._inputs.pop()
         logits = logits_of(outputs)
         if logits is None or logits.grad_fn is None:
@@ -241,8 +244,12 @@ class StepWatch:
             return
         self._has_repeated = True
         difference, written = _difference_of_forwards(module, args, kwargs)
-        # Not written with `>`: the difference may be NaN.
-        if not difference <= tolerance_of(logits.dtype):
+        if math.isnan(difference):
+            self.faults.append(
+                'The logits of two forwards of the same rows cannot be compared: a logit is NaN or infinite, or their '
+                'shapes differ.'
+            )
+        elif difference > tolerance_of(logits.dtype):
             names = listed(written) if written else 'state that is no tensor or number of a module'
             self.faults.append(
                 f'A forward writes {names}, and the next one depends on it: the logits of the same rows differ by '
@@ -257,7 +264,8 @@ def _difference_of_forwards(
 ) -> tuple[float, list[str]]:
     """Runs a forward twice. Returns the relative difference of the logits, and the names of the state that it writes.
 
-    Leaves the module as it is.
+    Both have the same random numbers, unlike the training forward. Leaves the module as it is. The hooks of StepWatch
+    run again, and return early, because these logits have no graph.
     """
     logits = []
     with torch.no_grad(), undisturbed(module) as snapshot:
@@ -275,12 +283,12 @@ def _difference_of_forwards(
 def relative_difference(first: torch.Tensor | None, second: torch.Tensor | None) -> float:
     """Returns the norm of the difference of two tensors of logits over the norm of the first.
 
-    NaN if a tensor is missing, if the shapes differ, or if a logit is NaN.
+    NaN if a tensor is missing, if the shapes differ, or if a logit is NaN or infinite, except for masked ones.
     """
     if first is None or second is None or first.shape != second.shape:
         return float('nan')
-    # A masked logit would make the difference NaN, or the norm so large that no difference shows. It is clamped,
-    # and not left out, so that a large logit does not differ by all its size if round-off moves it across the limit.
+    # A masked logit would make the difference NaN, or the norm so large that no difference shows. It is clamped, not
+    # left out: if round-off moves a logit across the limit in one tensor, it must not differ by its whole size.
     is_masked = (first <= MASKED_LOGIT) & (second <= MASKED_LOGIT)
     first = first.detach().clamp(min=MASKED_LOGIT)
     second = second.detach().clamp(min=MASKED_LOGIT)
@@ -328,7 +336,7 @@ def unequal_on_ranks(gradients_by_rank: Sequence[Mapping[str, Checksum]]) -> lis
     unequal = []
     for name in sorted(set(names_of_ranks[0]).intersection(*names_of_ranks)):
         sizes = [gradients[name].size for gradients in gradients_by_rank]
-        if max(sizes) == 0:  # equal on all ranks, but also without averaging
+        if max(sizes) == 0:  # shows nothing, because it is 0 without averaging, too
             continue
         # A loop may add up the gradients in another order on each rank.
         if math.isclose(min(sizes), max(sizes), rel_tol=SAME_GRADIENT):

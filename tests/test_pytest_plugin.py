@@ -469,6 +469,15 @@ def test_state_that_forwards_write(make_layer, written):
         assert message == ''
 
 
+def test_logits_that_are_nan():
+    """They do not show that a forward writes state."""
+    model = with_layers(torch.nn.Dropout(0.5))
+    torch.nn.init.constant_(model.lm_head.weight, torch.nan)
+    message = faults_of_two_rows(model)
+    assert 'a logit is NaN' in message
+    assert 'writes' not in message
+
+
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float16])
 def test_logits_beside_the_limit_of_masks(dtype):
     """Round-off of a logit is small wherever it is. A logit that is masked in one forward only is a difference."""

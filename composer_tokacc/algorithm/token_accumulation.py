@@ -16,8 +16,9 @@ Three words:
 - Rows are *new* if the first-batch check has seen no such rows, for example longer ones, or the first with an image.
   They are checked before they are cut.
 - A token is *measured* if a hook on the logits reads its weight off the gradient.
-- A *bypass* is a part of a mean over tokens that is made neither of the logits nor of the router's loss. The measured
-  weights say nothing about it. A term that ``loss_units`` gives another unit is not a bypass.
+- A *bypass* is a part of the model's loss that depends on parameters neither through the logits nor through the
+  router's loss, such as a penalty on weights. The measured weights say nothing about it. A term that ``loss_units``
+  gives another unit is not a bypass.
 """
 
 from __future__ import annotations
@@ -174,9 +175,10 @@ class TokenAccumulation(Algorithm):
             logits=logits,
             check_loss=check_loss,
         )
-        self.num_empty_steps = 0
+        self.num_empty_steps = 0  # steps without loss-generating tokens, of all fits
         self._num_batches_read = 0  # from the start of the loader's epoch, even if the run was resumed within it
-        self._end_of_some_ranks: int | None = None  # number of batches after which only some ranks end the epoch
+        # The number of batches after which only some ranks end the epoch. None: all end it together.
+        self._num_batches_of_shortest_rank: int | None = None
         # Whether DDP has reduced gradients only in the last microbatch of earlier steps. Then the split may give ranks
         # unequal numbers of microbatches.
         self._reduces_once = False
@@ -262,7 +264,7 @@ class TokenAccumulation(Algorithm):
         # Metrics of training read all logits. They may be set at any time.
         if self._context is None or state.train_metrics:
             return None
-        return self._context.check.selector  # prove() of the context drops it if it changes the loss
+        return self._context.check.selector  # prove() sets it to None if logits at labels would change the loss
 
     # A method for an event has the name of the event with an underscore in front, such as `_batch_start`. It may return
     # metrics to log. Methods of Composer's callbacks have the same names without the underscore.
@@ -292,26 +294,29 @@ class TokenAccumulation(Algorithm):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores the values that make a resumed run give the same bits and metrics. It finds the rule again."""
-        check_state(state, {'num_empty_steps'}, counts=('num_empty_steps',))
+        check_state(state, keys={'num_empty_steps'}, counts=('num_empty_steps',))
         self.num_empty_steps = state['num_empty_steps']
         self._reduces_once = state.get('reduces_once', False)
 
     def _fit_start(self, state: State) -> None:
-        """Forgets an earlier fit, which may have had another model."""
+        """Forgets an earlier fit, and compares the lengths of the ranks' loaders (a collective).
+
+        Refuses a second TokenAccumulation.
+        """
         self._fit_end(state)  # because FIT_END does not come after an error
         self._context = None
         self._token_choice = TokenChoice()
         # Not 0 if a RegroupingBatchSampler resumes within an epoch.
         self._num_batches_read = first_batch_of(state.train_dataloader)
-        self._end_of_some_ranks = _end_of_some_ranks(state)
+        self._num_batches_of_shortest_rank = _compare_lengths(state)
         if sum(isinstance(algorithm, TokenAccumulation) for algorithm in state.algorithms) > 1:
             raise InvalidInputError(
                 '`algorithms` must hold TokenAccumulation only once, because each of them would scale the loss.'
             )
 
     def _epoch_start(self, state: State) -> None:
-        """Compares the lengths of the loaders again, because a callback may have changed the loader."""
-        self._end_of_some_ranks = _end_of_some_ranks(state)
+        """Compares the lengths of the loaders again, because a callback may have changed the loader; a collective."""
+        self._num_batches_of_shortest_rank = _compare_lengths(state)
 
     def _before_dataloader(self, state: State) -> None:
         """Counts the batches that are read, also those that Composer discards in a resumed run.
@@ -323,7 +328,7 @@ class TokenAccumulation(Algorithm):
         Raises RuntimeError if only some ranks are at the end of the epoch, because the others would wait for them. All
         ranks raise it, because Composer runs this event on all of them before it sees the end.
         """
-        if self._num_batches_read == self._end_of_some_ranks:
+        if self._num_batches_read == self._num_batches_of_shortest_rank:
             raise NotExactError(
                 f'`len(dataset)` must give all ranks equally many batches, but some ranks end the epoch after '
                 f'{self._num_batches_read} batches, and the others would wait for them. Return the largest number of '
@@ -373,7 +378,7 @@ class TokenAccumulation(Algorithm):
         """Removes our hooks from the model, and makes the split forget it."""
         self._microbatch = None
         if self._context is not None:
-            self._context.end()
+            self._context.end()  # it is kept, because `rule` is read after a fit
 
     # Before the step.
 
@@ -387,14 +392,14 @@ class TokenAccumulation(Algorithm):
             raise_on_all_ranks(refusal)  # before the collectives of the first-batch check
             self._set_up(state)
         elif refusal is not None:
-            self._refuse(state, refusal)
+            self._refuse(state, refusal)  # tells the other ranks by the all-reduce below
         run = self._run
         batch_index = self._num_batches_read - 1
         # How the loader has assigned the samples of the global batch to the ranks. All ranks must have the same plan
         # and the same learning rates.
         plan = plan_record_of(state.batch, state.dataloader, batch_index) or PlanRecord()
         plan = replace(plan, learning_rates=learning_rates_of(state.optimizers))
-        run.read_microbatch_size(state)
+        run.read_microbatch_size(state)  # a callback, or too little memory, may have changed it
         try:
             step = self._count_batch(state, batch_index)
             # Facts about rows are found when they are first read, so these may refuse the batch, too.
@@ -404,12 +409,14 @@ class TokenAccumulation(Algorithm):
             self._refuse(state, refusal_of_counts)
         # One all-reduce for everything that ranks must know of each other before the batch is cut.
         composers_samples = run.samples_for_composer(step.counts)
+        # In the order of StepTotals.
         counts = [step.counts.loss_tokens, step.counts.samples, step.counts.loss_weight, composers_samples]
         flags = [has_new_rows, self._reduces_once]
-        lists = [counts, flags, width.numbers(), numbers_to_sum(plan), [0]]
+        refusals = [0]  # a rank that refuses its batch sends 1, see _refuse()
+        lists = [counts, flags, width.numbers(), numbers_to_sum(plan), refusals]
         totals, sums_of_flags, sums_of_widths, sums_of_plans, (num_refusals,) = self._sums_over_ranks(state, lists)
         if num_refusals:
-            raise_on_all_ranks(None)
+            raise_on_all_ranks(None)  # raises the refusal of the other rank
         num_ranks_with_new_rows, num_ranks_reducing_once = sums_of_flags
         step.totals = StepTotals(*totals)
         # If one rank has seen that DDP reduces once, it holds for all. A rank that makes only one microbatch cannot see
@@ -442,7 +449,8 @@ class TokenAccumulation(Algorithm):
         try:
             check_labels_and_ids(state.model, microbatches_of(state.batch), vocabulary)
             if self._context is None and self.options.token_weights == 'column':
-                # The first-batch check will read these weights. It is a collective.
+                # Only to see whether it refuses the weights. In the first-batch check, which is a collective, a refusal
+                # of one rank would leave the others waiting.
                 with_weights_of_positions(state.batch)
         except RefusalError as refusal:
             return refusal
@@ -507,7 +515,8 @@ class TokenAccumulation(Algorithm):
         if self._run.world_size == 1:
             return lists
         in_one_list = list(chain.from_iterable(lists))
-        # Without token weights all numbers are integers, because each token weighs 1.
+        # Without token weights all numbers are integers, because each token weighs 1. With them, checksums are still
+        # exact, see CHECKSUM_BITS.
         dtype = torch.float64 if self.is_weighted else torch.int64
         on_device = state.device.tensor_to_device(torch.tensor(in_one_list, dtype=dtype))
         sums_in_order = iter(sum_over_ranks(on_device))
@@ -534,7 +543,8 @@ class TokenAccumulation(Algorithm):
         if state.precision == Precision.AMP_FP16 and state.scaler is not None:
             step.gradient_scale = state.scaler.get_scale()
         if run.balance is not None:
-            # One more forward of each microbatch, to count how often each expert is chosen in the step.
+            # One more forward of each microbatch that the split has made (`step.planned`), to count how often each
+            # expert is chosen in the step.
             run.balance.count(step.planned, hides_weights=step.is_weighted)
 
     # A microbatch.
@@ -583,7 +593,7 @@ class TokenAccumulation(Algorithm):
         zero = attached_zero(state.outputs, state.loss)
         has_samples = self._current.record.counts.samples > 0
 
-        def without_tokens(term: Term) -> torch.Tensor:
+        def value_without_tokens(term: Term) -> torch.Tensor:
             if term.unit in empty_units:
                 return zero
             # If there are no samples, no row has labels. A term that averages over the rows with labels is then NaN.
@@ -592,7 +602,7 @@ class TokenAccumulation(Algorithm):
                 return zero
             return term.value
 
-        state.loss = terms.changed(state.loss, without_tokens)
+        state.loss = terms.changed(state.loss, value_without_tokens)
 
     def _split_router_loss(self, state: State) -> None:
         """Splits the loss of a mixture of experts into the mean over tokens and the load-balancing loss."""
@@ -637,9 +647,11 @@ class TokenAccumulation(Algorithm):
         """Makes the backward possible if the loss has no gradient: adds a zero, whose gradient is 0.
 
         A microbatch may have such a loss if other microbatches train. For example, only an encoder of images is
-        trained, and it has no image. Or only some experts are trained, and its tokens chose others. If the first
-        microbatch of a model without media has such a loss, probably all have one, and that is refused. With media, or
-        without a layout that finds media, the loss is left as it is, and the backward raises.
+        trained, and it has no image. Or only some experts are trained, and its tokens chose others. If the microbatch
+        has media, or no layout finds media, the loss is left as it is, and the backward raises.
+
+        If the first microbatch of a fit has such a loss, probably all have one. Then a model that takes no media is
+        refused. One that takes media only gets a warning.
         """
         if any(term.requires_grad for term in tensors_in(state.loss)):
             return
@@ -677,8 +689,8 @@ class TokenAccumulation(Algorithm):
         record.batch = _checked_entries(state.batch)
         if not self.options.loss_units:  # with units a term may be added, because its unit tells its factor
             self._check_no_added_term(state)
-        # LossTerms.changed() drops the total of a dict loss, and with it a term that an algorithm has added only to
-        # the total. Then check_step() refuses the step.
+        # scaled() drops the entry 'total' of a dict loss. If an algorithm has added a term only there, it would be lost
+        # without a word. So check_step() refuses a total that is not the sum of the terms.
         record.total_error = run.terms.total_error(state.loss)
         record.num_microbatches = self._num_microbatches_with_samples(state)
         totals = run.step.totals
@@ -700,7 +712,7 @@ class TokenAccumulation(Algorithm):
             totals.loss_weight,
             world_size=run.world_size,
         )
-        self._check_other_terms(state, microbatch)
+        self._watch_other_terms(state, microbatch)
         self._weigh_and_measure_tokens(state, microbatch, weight_of_mean)
         microbatch.raw_loss = state.loss
         if isinstance(state.loss, SplitLoss):  # callbacks get one number again, as the model returned it
@@ -711,18 +723,21 @@ class TokenAccumulation(Algorithm):
             state.loss = run.balance.with_part_of_step(state.loss, microbatch.outputs, num_microbatches)
         microbatch.outputs = None  # the backward needs the memory
         scales = _scales_of(record, weight_of_mean, weight_of_samples)
-        # The backward tells the record which weight Composer has applied.
+        # The backward tells the record which weight Composer has applied. FSDP2 on CPUs makes the reduced gradient too
+        # large by a factor, `excess`, and scaled() divides by it.
         state.loss = run.terms.scaled(state.loss, scales, observe=record.observe, excess=run.excess_of_reduction)
         microbatch.edges_of_loss = _edges_of(state.loss)
 
-    def _check_other_terms(self, state: State, microbatch: CurrentMicrobatch) -> None:
-        """Raises RuntimeError if a term that is not a mean over tokens would have a wrong gradient.
+    def _watch_other_terms(self, state: State, microbatch: CurrentMicrobatch) -> None:
+        """Makes sure that the step is refused if a term that is not a mean over tokens would have a wrong gradient.
 
         There are two cases:
 
+        - Tokens have weights, and such a term has a gradient at the logits. The weights would change it, too. This
+          raises RuntimeError.
         - Such a term has a gradient in added rows, which are dummy rows and repeated samples. They should not count.
-          Means over tokens leave them out, because they have no labels.
-        - Tokens have weights, and such a term has a gradient at the logits. The weights would change it, too.
+          Means over tokens leave them out, because they have no labels. If it cannot be told now, the backward shows
+          it: hooks on the outputs note such a gradient, and check_step() refuses it.
         """
         run = self._run
         record = microbatch.record
@@ -837,7 +852,7 @@ class TokenAccumulation(Algorithm):
         if scale is None or units_of_terms not in ([], ['tokens']):
             return None
         weight = scale * weight_of_mean * run.step.gradient_scale / num_tokens
-        # FSDP2 on CPUs makes the reduced gradient too large by this factor, so LossTerms.scaled() divides by it.
+        # LossTerms.scaled() divides the gradient by this factor.
         return weight / run.excess_of_reduction
 
     def _weigh_mean(
@@ -901,7 +916,7 @@ class TokenAccumulation(Algorithm):
     # After the step.
 
     def _after_train_batch(self, state: State) -> dict[str, float]:
-        """Checks the step before the optimizer moves, and returns its metrics."""
+        """Checks the step before the optimizer moves, drops the gradients of an empty step, and returns the metrics."""
         run = self._run
         step = run.step
         run.reductions.check_gradients()
@@ -921,6 +936,7 @@ class TokenAccumulation(Algorithm):
             # optimizer neither decays weights nor moves by its momentum.
             for optimizer in state.optimizers:
                 optimizer.zero_grad(set_to_none=True)
+        # From here on the optimizer may move, see _check_is_not_repeated().
         step.completed_size = state.device_train_microbatch_size
         return self._metrics(state, step)
 
@@ -935,10 +951,10 @@ class TokenAccumulation(Algorithm):
     def _metrics(self, state: State, step: Step) -> dict[str, float]:
         """Returns the metrics of a step. A collective if tokens have weights."""
         tokens = int(step.totals.loss_tokens)
-        num_empty = sum(record.is_empty for record in step.microbatches)
+        num_empty_on_rank = sum(record.is_empty for record in step.microbatches)
         metrics: dict[str, float] = {
             'token_accumulation/loss_generating_tokens': tokens,
-            'token_accumulation/empty_microbatches': num_empty,
+            'token_accumulation/empty_microbatches': num_empty_on_rank,
             'token_accumulation/empty_steps': self.num_empty_steps,
         }
         if step.is_weighted:
@@ -1005,8 +1021,8 @@ class CurrentMicrobatch:
         # The model may have taken the labels out of its batch.
         complete = {'labels': self._batch.get('labels'), **batch}
         for key, value in self._batch.items():
-            # An entry that is still the one that the model got is replaced by the original. An entry that was hidden
-            # from the model is in neither dict, so get() returns None for both, and it comes back, too.
+            # The original replaces an entry that is still the one that the model got. Hidden entries come back as well:
+            # they are in neither of the two dicts, so both get() return None.
             if complete.get(key) is self.entries.get(key):
                 complete[key] = value
         return complete
@@ -1024,14 +1040,14 @@ def _name_trained(model: torch.nn.Module) -> str:
     return f'{names[0]!r} and {len(names) - 1} more'
 
 
-def _end_of_some_ranks(state: State) -> int | None:
+def _compare_lengths(state: State) -> int | None:
     """Returns the number of batches after which some ranks end the epoch, and others would wait for them; a collective.
 
     None: all ranks end it together, or their loaders do not wait for other ranks. A run that ends earlier is not
     refused, so the caller raises an error only before the next batch is read.
     """
-    # No limit if the loader does not wait for other ranks, or if its length is not known. In the second case the rank
-    # reads on until no rank has samples.
+    # No limit if the loader does not wait for other ranks. Nor if its length is not known: such a loader gives batches
+    # until no rank has samples.
     num_batches = sys.maxsize
     if getattr(state.dataloader, 'waits_for_ranks', False) and state.dataloader_len is not None:
         num_batches = int(state.dataloader_len)
@@ -1058,8 +1074,8 @@ def _check_is_not_repeated(step: Step, microbatch_size: float | None) -> None:
     """Raises RuntimeError if Composer computes a step again, but the optimizer may have moved weights already.
 
     With automatic microbatching Composer halves the microbatch size and repeats the batch if memory runs out, even in
-    the optimizer. It also does so after two complete steps that were short of memory. An optimizer that evaluates the
-    step several times (LBFGS, SAM) is not refused, because it does so with one microbatch size.
+    the optimizer. It also does so if the memory allocator had to retry in two steps in a row. An optimizer that
+    evaluates the step several times (LBFGS, SAM) is not refused, because it does so with one microbatch size.
     """
     if step.completed_size not in (None, microbatch_size):
         raise NotExactError(
@@ -1090,7 +1106,10 @@ def _edges_of(value: Any) -> set[Edge]:
 
 
 def _outputs_to_watch(outputs: Any, terms: Sequence[Term], num_rows: int) -> list[torch.Tensor]:
-    """Returns the outputs of the model whose gradient shows which rows the terms see: those that a term uses itself."""
+    """Returns the outputs of the model whose gradient shows which rows the terms see.
+
+    They are those that a term is made of, down to the first output ``(rows, width, ...)``, which is one of them.
+    """
     outputs_of_rows = []
     for output in tensors_in(outputs):
         if output.requires_grad and output.dim() in (2, 3) and len(output) == num_rows:
@@ -1132,6 +1151,7 @@ def _scales_of(record: MicrobatchRecord, weight_of_mean: float, weight_of_sample
         # The model divides a mean over samples by all rows of the microbatch. Dummy rows and repeated samples add 0 to
         # the sum, so the mean must be over the other rows only.
         'samples': scale_of_samples * len(record.rows) / num_with_samples,
-        'coupled_samples': scale_of_samples,
+        'coupled_samples': scale_of_samples,  # such a term must leave out dummy rows and repeated samples itself
+        # The mean over the microbatches of this rank. The reduction averages it over the ranks.
         'microbatches': 1.0 / (num_microbatches * record.composers_weight),
     }

@@ -22,19 +22,19 @@ class Rules(Protocol):
 
     @property
     def packing(self) -> str:
-        """How a microbatch's rows become one packed row: ``'documents'`` or ``'positions'``. ``''``: not at all."""
+        """How a microbatch's rows become one packed row, see ``CutRules.packing``. ``''``: rows are not packed."""
         ...
 
     def with_earlier_width(self: RulesT, earlier: RulesT, side: str) -> RulesT:
         """Returns these rules, but trims padding on ``side``, ``'left'`` or ``'right'``, only up to the earlier width.
 
-        The check calls it if it has trimmed no row, so that it has shown nothing about a new width. If these rules keep
+        The check calls it if it has trimmed no row. Then it has shown nothing about a new width. If these rules keep
         such padding, they stay as they are.
         """
         ...
 
     def cuts_like(self: RulesT, other: RulesT) -> bool:
-        """Returns whether both cut rows in the same way, even if they are proven up to different widths."""
+        """Returns whether both trim, pack and add dummy rows in the same way. Ignores the widths that were proven."""
         ...
 
 
@@ -58,7 +58,7 @@ class Cutter(Protocol[RulesT]):
     def largest_packed_row(self, facts_of_batches: Sequence[RowFacts], microbatch_size: float) -> int:
         """Returns the most tokens that a packed row of these batches can have. 0: rows are not packed.
 
-        ``microbatch_size`` is a number of rows of full width.
+        ``microbatch_size`` is Composer's ``device_train_microbatch_size``, see :func:`.token_budget`.
         """
         ...
 

@@ -26,12 +26,12 @@ from composer_tokacc.random_state import kept_random_state
 LARGEST_COPY = 2**22
 """Plain attributes and buffers of integers are not copied if they have more entries, because they may be weights. FSDP1
 keeps whole weights in plain attributes, GPTQ and AWQ keep theirs in buffers of integers."""
-MOST_OF_PARAMETER = 2**14
+MAX_SAMPLED_ENTRIES = 2**14
 """Most entries of a parameter that are copied. Copies of all weights would take too much memory."""
 PERTURBATION = 0.1
-"""Relative size of the noise that :func:`perturb` adds to a state."""
-SMALLEST_STATE = 1e-2
-"""Entries of a state near 0 get noise as if they were of this size."""
+"""Size of the noise that :func:`perturb` adds to an entry, relative to the size of the entry plus the mean size."""
+ADDED_SIZE = 1e-2
+"""Added to the size of each entry before the noise is computed, so that a state of zeros gets noise, too."""
 
 Namespace: TypeAlias = MutableMapping[str, Any]
 """The buffers, parameters or attributes of a module, by name."""
@@ -63,7 +63,7 @@ class State:
         """Returns the state as it is now.
 
         If ``is_sampled``, it copies some entries of a tensor; otherwise, if ``copies``, all of them. If it copies
-        nothing, only the number of writes tells whether a forward has written the tensor.
+        nothing, a write is noticed only if it replaces the tensor, or adds to the number of writes.
         """
         value = container[key]
         content = value
@@ -82,10 +82,10 @@ class State:
         current = self.container.get(self.key)
         is_replaced = current is not self.value
         if not isinstance(current, Tensor) or not isinstance(self.value, Tensor):
-            # The state is or was a number. A number that was not replaced is not compared, because it may be NaN, which
-            # is not equal to itself.
-            is_equal = type(current) is type(self.value) and bool(current == self.value)
-            return is_replaced and not is_equal
+            # The state is or was a number.
+            if not is_replaced:
+                return False  # not compared, because NaN is not equal to itself
+            return type(current) is not type(self.value) or bool(current != self.value)
         was_written_into = not is_replaced and num_writes(current) != self.version
         if not isinstance(self.content, Tensor):
             # The tensor was too large for a copy.
@@ -119,7 +119,10 @@ class StateSnapshot:
 
     @classmethod
     def of_model(cls, model: Module, *, watches_parameters: bool = True) -> StateSnapshot:
-        """Takes a snapshot of everything that a forward may write. Of parameters only some entries are copied."""
+        """Takes a snapshot of the state of a model. Of parameters only some entries are copied.
+
+        Leaves out tensors that :func:`_can_be_compared` refuses. Without ``watches_parameters`` leaves out parameters.
+        """
         return cls(list(_states_of(model, watches_parameters=watches_parameters)))
 
     def written(self) -> list[State]:
@@ -142,12 +145,12 @@ class StateSnapshot:
                 continue
             # An equal tensor is not written, because some cannot be, such as an expanded one.
             if not _are_equal(state.value, state.content):
-                # A tensor that a forward has made in inference mode can be written only in this mode.
+                # Tensors that a forward has made in this mode can be written only in it. Others can be, too.
                 with torch.inference_mode():
                     state.value.copy_(state.content)
 
     def lend_copies(self) -> None:
-        """Lets the model use copies in the place of the tensors, until :meth:`restore` puts the tensors back.
+        """Lets the model use copies in the place of all tensors that were copied in full, until :meth:`restore`.
 
         Extra forwards between a training forward and its backward, see :mod:`.step_watch`, then write into the copies.
         If they wrote into a tensor that the graph needs, the backward would raise, even if the old content came back.
@@ -180,13 +183,13 @@ def perturb(states: Iterable[State]) -> None:
                 current = current.clone()
                 state.container[state.key] = current
             # With the mean and the constant, entries of 0 change, too.
-            sizes = current.abs() + current.abs().mean() + SMALLEST_STATE
+            sizes = current.abs() + current.abs().mean() + ADDED_SIZE
             noise = torch.randn(current.shape, generator=generator).to(current)
             # Written, not replaced, because the forward may read the tensor from elsewhere. For the mode see restore().
             with torch.inference_mode():
                 current.add_(PERTURBATION * sizes * noise)
         else:
-            # The snapshot was taken after that forward, so it puts the written value back, not the older one.
+            # `state` was recorded after the forward that wrote it, so this puts the written value back.
             StateSnapshot([state]).restore()
 
 
@@ -197,7 +200,7 @@ def undisturbed(
     keeps_state: bool = False,
     watches_parameters: bool = True,
 ) -> Iterator[StateSnapshot]:
-    """Puts random numbers and the state of the model back at the end, so that forwards in between leave no trace.
+    """Puts back random numbers at the end, and the state of the model as far as :meth:`StateSnapshot.restore` can.
 
     Args:
         model: The model that makes the forwards.
@@ -232,7 +235,7 @@ def _can_be_compared(tensor: Tensor) -> bool:
 def _sample_of(parameter: Tensor) -> Tensor:
     """Returns a copy of some entries of a parameter, evenly spread."""
     entries = parameter.detach().flatten()
-    stride = max(-(-len(entries) // MOST_OF_PARAMETER), 1)
+    stride = max(-(-len(entries) // MAX_SAMPLED_ENTRIES), 1)
     return entries[::stride].clone()
 
 
@@ -244,14 +247,15 @@ def _are_equal(first: Tensor, second: Tensor) -> bool:
 
 
 def _states_of(model: Module, *, watches_parameters: bool) -> Iterator[State]:
-    """Yields each tensor, number and flag that a forward of the model may write. Parameters are copied in part."""
+    """Yields the states of a model, see :meth:`StateSnapshot.of_model`."""
     for module_name, module in model.named_modules():
         prefix = f'{module_name}.' if module_name else ''
         parameters, buffers = own_tensors(module)
         attributes = vars(module)
         containers = [parameters, buffers, attributes]
         if isinstance(module, torch.jit.ScriptModule):
-            # Its attributes cannot be read. Its buffers are written, but never replaced.
+            # Its attributes cannot be read. Its buffers are never replaced, so a copy of their dict is enough. Only
+            # lend_copies() has no effect on it.
             containers = [dict(module.named_buffers(recurse=False))]
         for container in containers:
             is_parameter = container is parameters
@@ -264,6 +268,6 @@ def _states_of(model: Module, *, watches_parameters: bool) -> Iterator[State]:
                         continue
                     may_be_weight = container is attributes or not value.is_floating_point()
                     is_too_large = may_be_weight and value.numel() > LARGEST_COPY
-                elif not isinstance(value, (int, float)):  # or a flag, such as one that says that a table is filled
+                elif not isinstance(value, (int, float)):  # a bool is an int, so flags are states, too
                     continue
                 yield State.now(prefix + key, container, key, copies=not is_too_large, is_sampled=is_parameter)

@@ -67,8 +67,8 @@ def write_shards(
 ) -> Written:
     """Writes every record of a file with the bytes of its media, in the order of the file.
 
-    Media are decoded once as a check, and written as they are. No processor is needed, so the lengths of the samples
-    are not known here.
+    Media are decoded once as a check, and written as they are. No lengths of samples are written, because they depend
+    on the processor, which is not needed here.
 
     Args:
         path: File of conversations, in any format that :class:`.LlavaDataset` reads.
@@ -111,7 +111,8 @@ def write_shards(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the program and returns its exit status.
 
-    It is 2 after a bad sample, a wrong argument, an error of the file system or a missing package, else 0.
+    It is 2 after a bad sample that is not skipped, a wrong value, an error of the file system or a missing package.
+    Otherwise it is 0. If argparse refuses an option, it raises SystemExit.
     """
     parser = argparse.ArgumentParser(prog='python -m composer_tokacc.data.to_mds', description=__doc__)
     parser.add_argument(
@@ -210,6 +211,7 @@ def _read_row(record: Record | BadSampleError) -> ShardRow | BadSampleError:
     except BadSampleError as error:
         return error
     contents = []
+    # Opened again, because decoding may have read an open file to its end.
     for file in open_files(record):  # a path, or the open content of a file that is embedded in the data file
         content = file.read_bytes() if isinstance(file, Path) else file.read()
         contents.append(content)
@@ -239,7 +241,7 @@ def _to_row(record: Record, contents: Sequence[bytes]) -> ShardRow:
 
 
 def from_row(row: JsonObject) -> tuple[Record, list[bytes]]:
-    """Returns the record of a row of a shard, and the contents of its files."""
+    """Returns the record of a row of a shard, and the contents of its files. The inverse of :func:`_to_row`."""
     if row.keys() != SHARD_COLUMNS.keys():
         raise InvalidInputError(
             f'shards must have the columns {sorted(SHARD_COLUMNS)}, got: {sorted(row)}. Write them with '

@@ -48,15 +48,15 @@ PREFIX = 'documents_'
 LARGEST_HEAD = 256
 """Largest head size of the kernel for half precision, see :func:`_half_kernel`. It also needs a multiple of 8."""
 UNKNOWN_TO_KERNELS = ('position_bias', 'softcap')
-"""Arguments that :func:`_attend_at_once` lacks, and that the SDPA attention of Transformers does not ignore. SDPA adds
-``position_bias`` to the scores, and refuses ``softcap``. Other arguments, such as ``sliding_window``, are ignored by
-SDPA too, because the mask says the same."""
+"""Arguments that :func:`_attend_at_once` cannot take, so that it is not used with them. The SDPA attention of
+Transformers adds ``position_bias`` to the scores, and refuses ``softcap``. It ignores other arguments, such as
+``sliding_window``, because the mask says the same."""
 SPLIT_ARGUMENTS = {
     'hidden_states': ('hidden_states',),
     'input_ids': ('input_ids', 'position_ids', 'token_type_ids'),
 }
 """The arguments of a layer that are split into documents if it is called once for each document. The keys tell the two
-types of layers apart, by the argument with the states of the tokens: layers with a state or a convolution take
+types of layers apart, by the argument that holds the tokens: layers with a state or a convolution take
 ``hidden_states``, embeddings take ``input_ids``."""
 
 HostFunction: TypeAlias = Callable[..., Any]
@@ -66,7 +66,7 @@ HostMask: TypeAlias = Any
 
 
 class DocumentAttention:
-    """Makes the text layers of a transformers model attend document by document, until :meth:`undo`.
+    """Makes the text layers of a transformers model attend document by document, without a cache, until :meth:`undo`.
 
     Batches that are not packed are computed by the plain attention. The class also counts positions as the model does,
     because a packed row must bring them along.
@@ -74,9 +74,9 @@ class DocumentAttention:
     Args:
         model: The model, or a module that contains it.
         packing: See ``CutRules.packing``. With ``'documents'``, our attention replaces SDPA and eager attention; flash
-            and flex attention are kept. With ``'positions'`` every attention is kept. An attention that is kept finds
-            documents by ``position_ids`` that restart. For this, SDPA and eager attention make a mask of
-            ``(width, width)`` for a packed row.
+            and flex attention are kept. With ``'positions'`` every attention is kept, and only the cache is switched
+            off. An attention that is kept finds documents by ``position_ids`` that restart. For this, SDPA and eager
+            attention make a mask of ``(width, width)`` for a packed row.
 
     Raises:
         RuntimeError: If the model is not one of Transformers, if its text attention does not go through
@@ -87,6 +87,7 @@ class DocumentAttention:
         from transformers import PreTrainedModel
 
         # A multimodal model contains several models of Transformers. Only the text models attend document by document.
+        # The outermost model comes first, and its config holds the text config.
         submodels = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
         if not submodels:
             raise NotExactError(f'The model must be a model of Transformers, got: {type(model).__name__}.')
@@ -116,7 +117,7 @@ class DocumentAttention:
                 self._register()
                 # undo() does not undo these two. They act only on packed masks, and copies of the model share them.
                 _call_layers_by_document(model)
-                _balance_routers_without_mask(submodels)
+                _drop_packed_mask_in_router_losses(submodels)
             self._switch_off_cache()
             self._check_convolutions()
         except Exception:
@@ -253,11 +254,10 @@ class _Documents:
 def _lengths_of(packed_mask: Tensor) -> list[int]:
     """Returns the length of each document of a packed mask. Waits for the GPU only once, not once for each layer."""
     # The tensor keeps its lengths as an attribute, because all layers receive the same tensor.
-    lengths: list[int] | None = getattr(packed_mask, 'lengths_of_documents', None)
-    if lengths is None:
-        lengths = packed_mask.sum(dim=1).tolist()
-        vars(packed_mask)['lengths_of_documents'] = lengths
-    return lengths
+    attributes = vars(packed_mask)
+    if 'lengths_of_documents' not in attributes:
+        attributes['lengths_of_documents'] = packed_mask.sum(dim=1).tolist()
+    return attributes['lengths_of_documents']
 
 
 def _masks(plain_name: str, **arguments: Any) -> HostMask:
@@ -298,13 +298,13 @@ def _masks(plain_name: str, **arguments: Any) -> HostMask:
 
 def _call_layers_by_document(model: nn.Module) -> None:
     """Changes the forward of layers that would mix documents, so that it runs once for each document."""
-    for states_name in SPLIT_ARGUMENTS:
+    for tokens_name in SPLIT_ARGUMENTS:
         # The forward of their class is changed, not of single modules, so that copies of a model work too.
-        layer_classes = {type(layer) for layer in _layers_that_mix(model, states_name)}
+        layer_classes = {type(layer) for layer in _layers_that_mix(model, tokens_name)}
         for layer_class in layer_classes:
             plain_forward = layer_class.forward
             if not _is_replacement(plain_forward):  # another model may have changed the class before
-                by_document = partial(_forward_by_document, plain_forward, states_name)
+                by_document = partial(_forward_by_document, plain_forward, tokens_name)
                 layer_class.forward = _marked(_in_plain_python(by_document), plain_forward)
 
 
@@ -319,13 +319,13 @@ def _is_replacement(function: HostFunction) -> bool:
     return hasattr(function, 'replaces_plain')
 
 
-def _layers_that_mix(model: nn.Module, states_name: str) -> Iterator[nn.Module]:
-    """Yields layers that would mix documents: the innermost modules that take a mask and ``states_name``.
+def _layers_that_mix(model: nn.Module, tokens_name: str) -> Iterator[nn.Module]:
+    """Yields layers that would mix documents: the innermost modules that take a mask and ``tokens_name``.
 
     They have a state or a convolution, or are embeddings that look at the mask. Left out are:
 
-    - attention modules (``is_causal``). They receive :class:`_Documents`, and tell documents apart. A call for each
-      document would also hide them from ``torch.compile``;
+    - attention modules, which have an attribute ``is_causal``. They receive :class:`_Documents`, and tell documents
+      apart. Our forward would only hide them from ``torch.compile``;
     - decoder layers, which hold an attention module that takes a mask;
     - models, and wrappers of models such as PEFT's, which take ids and a mask, too.
     """
@@ -333,7 +333,7 @@ def _layers_that_mix(model: nn.Module, states_name: str) -> Iterator[nn.Module]:
 
     def takes_mask(module: nn.Module) -> bool:
         signature = inspect.signature(type(module).forward)
-        if states_name not in signature.parameters or 'attention_mask' not in signature.parameters:
+        if tokens_name not in signature.parameters or 'attention_mask' not in signature.parameters:
             return False
         return not any(isinstance(part, PreTrainedModel) for part in module.modules())
 
@@ -365,24 +365,24 @@ def _convolved_layers(module: nn.Module, *, by_document: bool) -> Iterator[nn.Mo
 
 def _forward_by_document(
     plain_forward: HostFunction,
-    states_name: str,
+    tokens_name: str,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Calls a layer once for each document of a packed mask, with the tokens of that document and without a mask."""
+    """Calls a layer once for each document of a packed mask, without a mask, because a document has no padding."""
     signature = inspect.signature(plain_forward)
     call = signature.bind(*args, **kwargs)
     mask = call.arguments.get('attention_mask')
-    states = call.arguments.get(states_name)
-    if not isinstance(mask, Tensor) or not isinstance(states, Tensor):
+    tokens = call.arguments.get(tokens_name)
+    if not isinstance(mask, Tensor) or not isinstance(tokens, Tensor):
         return plain_forward(*args, **kwargs)
     # A packed mask has a row for each document. Any other mask of two dimensions has a row for each row of the batch.
-    is_packed = mask.dim() == 2 and len(mask) != len(states)
+    is_packed = mask.dim() == 2 and len(mask) != len(tokens)
     if not is_packed:
         return plain_forward(*args, **kwargs)
     lengths = _lengths_of(mask)
     parts_by_name = {}
-    for name in SPLIT_ARGUMENTS[states_name]:
+    for name in SPLIT_ARGUMENTS[tokens_name]:
         value = call.arguments.get(name)
         if isinstance(value, Tensor):
             parts_by_name[name] = value.split(lengths, dim=1)
@@ -403,8 +403,8 @@ def _forward_by_document(
     return joined, *further_results
 
 
-def _balance_routers_without_mask(submodels: Sequence[nn.Module]) -> None:
-    """Changes the load-balancing loss of routers, so that it accepts a packed mask."""
+def _drop_packed_mask_in_router_losses(submodels: Sequence[nn.Module]) -> None:
+    """Changes the load-balancing loss of routers to :func:`_balancing_loss`."""
     for submodel in submodels:
         # Each file of Transformers that defines a model with experts has its own function.
         file = sys.modules[type(submodel).__module__]
@@ -448,11 +448,11 @@ def _attend(
     value: Tensor,
     attention_mask: HostMask,
     **kwargs: Any,
-) -> tuple[Tensor, None]:
+) -> tuple[Tensor, Tensor | None]:
     """Attends document by document. Transformers calls it in place of the plain attention function.
 
     For packed rows, query, key and value are ``(1, heads, tokens, size)``, and the result is
-    ``(1, tokens, heads, size)``. The None stands for attention weights, which no one needs.
+    ``(1, tokens, heads, size)``, with None for the attention weights, which no one needs.
 
     There are three ways. On a GPU one call of a kernel computes all documents, if it can. Otherwise documents of equal
     length are one batch for the plain attention function, and other documents are given to it one after the other.
@@ -467,6 +467,7 @@ def _attend(
     if fits_kernels and _on_gpu(query):
         attended = _attend_at_once(documents, module, query, key, value, **kwargs)
         return attended, None
+    # From here on, the plain function raises if it reads an argument as wide as the row, such as `position_bias`.
     are_equally_long = len(set(documents.lengths)) == 1
     if are_equally_long and not have_masks:
         # The states of a batch of documents are views, so neither they nor the result are copied.

@@ -84,8 +84,8 @@ class CutRules:
 
     def widths(self, facts: RowFacts) -> list[int]:
         """Returns the number of columns that each row keeps."""
-        # A row that is packed keeps only its own tokens. Without ids or vectors (Whisper) each length is the full
-        # width, because every position counts as a token.
+        # A row that is packed keeps only its own tokens. Without ids and vectors of a text (Whisper) each length is the
+        # full width, because every position counts as a token.
         if self.packing or not facts.has_ids:
             return facts.lengths
         if not self.trims(facts):
@@ -131,7 +131,8 @@ def _padding_name(facts: RowFacts) -> str:
 
 def _left_padding_name(facts: RowFacts) -> str:
     """Returns the field for rows that are padded on the left."""
-    # Positions in the batch are cut together with the tokens. Positions that the model counts itself may change.
+    # Positions in the batch are cut together with the tokens. Positions that the model counts itself may change. So
+    # trimming has to be proven for each kind.
     return 'left_with_positions' if facts.has_positions else 'left'
 
 
@@ -179,7 +180,7 @@ DummyRows: TypeAlias = Mapping[str, RowFacts]
 
 def missing_dummies(dummies: DummyRows, facts: RowFacts, rows: Sequence[int]) -> list[RowFacts]:
     """Returns a dummy row for each modality that none of these rows of a batch has."""
-    has_media = any(facts.media[row] for row in rows)
+    has_media = any(facts.media[row] for row in rows)  # of any modality
     if has_media and facts.layout.family.one_kind:
         # In a forward, this model takes media of only one modality.
         return []
@@ -192,7 +193,7 @@ def missing_dummies(dummies: DummyRows, facts: RowFacts, rows: Sequence[int]) ->
 
 
 def zero_weight(batch: Batch) -> BatchDict:
-    """Returns a copy of the batch in which all labels are masked and no row counts as a sample."""
+    """Returns the batch with all labels masked, and with counts by which no row is a sample."""
     labels = torch.full_like(batch['labels'], IGNORE_INDEX)
     without_labels = {**batch, 'labels': labels}
     counts = [RowCounts(samples=0, rule=row.rule) for row in row_counts_of(batch)]
@@ -200,7 +201,7 @@ def zero_weight(batch: Batch) -> BatchDict:
 
 
 def smallest_row(facts_of_batches: Sequence[RowFacts], modality: str) -> BatchDict | None:
-    """Returns a copy of the smallest row that has the modality, without weight; None if no row has it.
+    """Returns the smallest row that has the modality, trimmed and without weight; None if no row has it.
 
     The smallest row is the one with the fewest items of the modality, for example images. Among rows with equally many
     items it is the shortest.
@@ -244,7 +245,10 @@ def add_rows(
 
 
 def _with_lists_of(microbatch: Batch, row: Batch) -> BatchDict:
-    """Returns a dummy row with the same lists as the microbatch. ``concat`` refuses one that only some batches have."""
+    """Returns a dummy row with the same lists as the microbatch. ``concat`` refuses one that only some batches have.
+
+    If the dummy row has no value for a list, it gets None or 0, see :func:`.values_of_rows`.
+    """
     dummy = dict(row)
     for key, value in row.items():
         if isinstance(value, (list, tuple)):
@@ -263,7 +267,7 @@ class Piece:
     """Some rows of a batch that go through the model together.
 
     Args:
-        facts: Facts of the batch.
+        facts: Facts of the batch. ``decoder_width`` is the width of a decoder's text, 0 if there is none.
         rules: How rows of the batch may be cut.
         options: The caps of a microbatch, and how to cut under them.
         rows: The rows of this piece, by their numbers in the batch.
@@ -294,7 +298,7 @@ class Piece:
         return cls(facts, rules, options, rows, rules.widths(facts), sizes)
 
     def take(self, places: Iterable[int]) -> Piece:
-        """Returns a piece of some of these rows, given by their places in this piece."""
+        """Returns a piece of some of these rows, given by their places in this piece, with the same dummy rows."""
         chosen = list(places)
         rows = [self.rows[place] for place in chosen]
         widths = [self.widths[place] for place in chosen]
@@ -305,7 +309,7 @@ class Piece:
 
     @property
     def width(self) -> int:
-        """Width of the widest row, rounded up to ``width_multiple``. Dummy rows do not count."""
+        """Width of the microbatch without its dummy rows, see :meth:`_padded_widths`."""
         return int(self._padded_widths().max())
 
     def _padded_widths(self) -> np.ndarray:
@@ -317,7 +321,7 @@ class Piece:
 
     @property
     def fits(self) -> bool:
-        """Whether the rows and their dummy rows together are within the caps."""
+        """Whether the rows and their dummy rows together are within the caps. Even a single row may not be."""
         if self._num_tokens > self.options.max_tokens:
             return False
         for size, cap in self.options.caps.items():
@@ -345,10 +349,13 @@ class Piece:
         return num_rows * (widest + widest_decoder)
 
     def cut(self) -> list[Piece]:
-        """Returns the rows in pieces under the caps, so that the total cost is least."""
+        """Cuts the rows into pieces of least total cost, see :func:`.cut_rows`.
+
+        A piece may not fit: dummy rows are not counted, and a row over a cap is a piece by itself.
+        """
         # In the options, packing may still be 'auto'. The rules hold the decision.
         if self.rules.packing:
-            widths = self.widths
+            widths = self.widths  # without decoder_width, because pack_rows() refuses the text of a decoder
             options = replace(self.options, packing=True)
         else:
             widths = self._padded_widths() + self.facts.decoder_width
@@ -365,9 +372,9 @@ class Piece:
     def check_caps(self, indices: Sequence[int] | None) -> None:
         """Raises ValueError if a row by itself is over a cap. With ``on_oversize='warn'`` it logs a warning.
 
-        Call it on the piece of all rows, before some of them are taken. The message names a row by its entry in
-        ``sample_ids``. If the batch has none, it names the row by its index in the dataset, which ``indices`` holds for
-        each row. With None it has only the number of the row in the batch.
+        Call it on the piece of all rows, because it takes the place of a row for its number in the batch. The message
+        names a row by its entry in ``sample_ids``. If the batch has none, it names the row by its index in the dataset,
+        which ``indices`` holds for each row. With None it has only the number of the row in the batch.
         """
         sizes = {'tokens': [width + self.facts.decoder_width for width in self.widths], **self.sizes}
         caps = {'tokens': self.options.max_tokens, **self.options.caps}
@@ -380,10 +387,12 @@ class Piece:
             if indices is not None and 'sample_ids' not in self.facts.batch:
                 name = f'sample number {indices[row]} of the dataset'
             unit = size.replace('_', ' ')
-            setting = CAPPED_SIZES.get(size, 'device_train_microbatch_size` x `slot_tokens')
+            setting = '`device_train_microbatch_size` x `slot_tokens`'
+            if size in CAPPED_SIZES:
+                setting = f'`{CAPPED_SIZES[size]}`'
             message = (
                 f'A row must fit into a microbatch, got: {name} of {largest} {unit}, over the cap of {cap} '
-                f'(`{setting}`). Raise it, shorten the sample, or measure the lengths again if a table of '
+                f'({setting}). Raise it, shorten the sample, or measure the lengths again if a table of '
                 'lengths promised less'
             )
             if self.options.on_oversize == 'raise':

@@ -63,7 +63,7 @@ def building(path: str) -> Iterator[None]:
         yield
     except ConfigError:
         raise
-    except RefusalError as error:
+    except RefusalError as error:  # its message is complete without its class
         raise ConfigError(path, f'cannot be used: {error}') from error
     except Exception as error:
         if fault_of_machine(error):
@@ -120,7 +120,7 @@ def unknown_name(kind: str, name: str, known_names: Iterable[str]) -> str:
 
 def one_line(error: BaseException | str) -> str:
     """Returns the line that is printed for a mistake, at most about ``LONGEST_LINE`` characters long."""
-    message = _CLASS_BEFORE_MESSAGE.split(str(error))[-1]
+    message = _CLASS_BEFORE_MESSAGE.split(str(error))[-1]  # without the traceback of a loader process
     return f'error: {shorten(message)}'
 
 
@@ -137,14 +137,16 @@ def shorten(text: object, limit: int = LONGEST_LINE) -> str:
 
 
 def refuse(error: BaseException, message: str = '', *, on_all_ranks: bool = False) -> int:
-    """Prints a mistake in one line and returns the exit status, 2. At the log level debug, prints its traceback first.
+    """Prints a mistake in one line. Returns the exit status: 2, or 0 on a rank that leaves the mistake to another one.
+
+    At the log level debug, prints the traceback first.
 
     Args:
         error: The mistake.
         message: The message to print. Default: the error's own message.
         on_all_ranks: Whether all ranks raise the same mistake, such as a wrong key of the config. Then only the first
-            rank of each node prints it and returns 2. The others return 0: Composer's launcher ends all ranks as soon
-            as one fails, and that might be before the first rank has printed the line.
+            rank of each node prints it and returns 2. The others return 0: if one of them failed first, Composer's
+            launcher could end the first rank before it has printed the line.
     """
     local_rank = os.environ.get('LOCAL_RANK', '0')  # perhaps not a number: the mistake may be this variable itself
     if on_all_ranks and local_rank.isdecimal() and local_rank != '0':

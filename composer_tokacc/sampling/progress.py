@@ -30,9 +30,10 @@ class Progress:
 
     The place is an epoch, and the number of the batch that the run reads next. A run trains on the batches of one
     iterator. But ``next(iter(loader))`` makes a second iterator, to look at a batch, and must not change the place. So
-    the iterator that has read most batches of the epoch holds the place. Once an iterator has read a whole epoch, the
-    others are forgotten. If a :class:`.RegroupingDataLoader` is iterated, the iterator of the loader is noted, and not
-    the one of the sampler, because the workers read ahead.
+    the iterator that is furthest in the epoch holds the place. (Before the first step, a look moves the place by one
+    batch.) Once an iterator has reached the end of the epoch, the others are forgotten. If a
+    :class:`.RegroupingDataLoader` is iterated, the iterator of the loader is noted, and not the one of the sampler,
+    because the workers read ahead.
     """
 
     def __init__(self) -> None:
@@ -41,7 +42,7 @@ class Progress:
 
     @property
     def num_reading(self) -> int:
-        """Number of iterators that have begun, and have neither ended nor were closed."""
+        """Number of iterators that are being read. If there are several, each needs its own worker processes."""
         return sum(iterator.is_reading for iterator in self._iterators)
 
     def follow(
@@ -53,7 +54,7 @@ class Progress:
         """Yields the batches of an epoch from batch `first` on, and notes how many were taken."""
         for iterator in self._iterators:
             if iterator.has_ended and iterator.epoch == epoch:
-                # The run reads the epoch again. The place must not stay at its end.
+                # The run reads the epoch again. This iterator stood at the end, and must no longer be the furthest.
                 iterator.next_batch = 0
         current = _ReadingIterator(epoch, first)
         self._iterators.append(current)
@@ -74,7 +75,7 @@ class Progress:
             current.is_reading = False
 
     def forget(self) -> None:
-        """Forgets all iterators, so that none of them overrides a place that the caller sets."""
+        """Forgets all iterators, so that the place that the caller sets holds until one of them is read on."""
         self._iterators = []
 
     def place(
@@ -84,7 +85,7 @@ class Progress:
     ) -> tuple[int, int]:
         """Returns the epoch of the run, and the number of the batch that it reads next.
 
-        While an iterator is reading, its epoch counts, even if the trainer has already set the next epoch.
+        While an iterator is reading, its epoch counts, even if ``set_epoch`` has already set the next one.
 
         Args:
             next_epoch: The epoch if no iterator is reading.
@@ -94,6 +95,6 @@ class Progress:
         for iterator in self._iterators:
             if iterator.is_reading:
                 epoch = iterator.epoch  # of several, the last one counts
-        # Iterators of other epochs do not count. They looked at a batch, or were given up before the end.
+        # Iterators of other epochs do not count. They have ended, looked at a batch, or were given up.
         batches = [iterator.next_batch for iterator in self._iterators if iterator.epoch == epoch]
         return epoch, max(batches, default=next_batch)
