@@ -305,6 +305,10 @@ class RunContext:
         self.read_router_coefficient()
         try:
             rules = self.check.prove(batch)
+            failure = self.check.selection_failure
+            if failure is not None and self.check.selector is not None:
+                self._remove_selector()
+                self._log_all_logits(failure)
         except BaseException:
             # FIT_END does not come after an error, so the hooks are removed here.
             self.end()
@@ -313,10 +317,6 @@ class RunContext:
             assert rules is not None  # a split always has rules
             self.split.layout = self.check.layout
             self.split.adopt(rules, has_loss_in_dummies=self.check.has_loss_in_dummies)
-        failure = self.check.selection_failure
-        if failure is not None and self.check.selector is not None:
-            self._remove_selector()
-            self._log_all_logits(failure)
 
     def end(self) -> None:
         """Removes the hooks from the model and the optimizer, and makes the split forget the model."""
