@@ -62,7 +62,7 @@ def check_rule(loss_tokens: str, *, allow_auto: bool = False) -> str:
 
 
 def document_starts(batch: Mapping[str, Any]) -> torch.Tensor | None:
-    """Marks where a second or later document of a packed row begins, bool ``(rows, width)``; None: no row is packed.
+    """Marks the first token of each document except the first of a row, bool ``(rows, width)``; None: no row is packed.
 
     Waits for the device. A packed row has ``position_ids`` that restart at 0 after its first attended token, and are
     above 0 somewhere. Each row is read by itself, so the marks do not depend on the other rows.
