@@ -34,8 +34,8 @@ MIN_LOSS_WEIGHT, MAX_LOSS_WEIGHT = 1e-30, 1e30
 def with_weights_of_positions(batch: Batch) -> Batch:
     """Returns the batch with a weight for each position of its labels. The loader may have given one weight per row.
 
-    The first-batch check needs this, also before it has found the loss rule. So every label that is not -100 keeps its
-    weight, as under ``'unshifted'``, whatever the rule is. Bad weights are refused, see :func:`token_weights_of`.
+    The first-batch check needs this, also before it has found the loss rule. So every label other than -100 keeps its
+    weight, as under ``'unshifted'``. Bad weights are refused, see :func:`token_weights_of`.
     """
     if isinstance(batch, PreSplitBatch):
         return batch.map(with_weights_of_positions)
@@ -71,7 +71,7 @@ def weights_at(batch: Batch, token_weights: str, counted: Tensor) -> Tensor:
         counted: Which labels carry loss, bool ``(rows, width)``.
 
     Raises:
-        ValueError: If there is no such scheme, or if a weight is bad, see :func:`token_weights_of`.
+        ValueError: If the scheme is unknown, or a weight is bad, see :func:`token_weights_of`.
     """
     check_choice('token_weights', token_weights, tuple(TOKEN_WEIGHTS))
     power = TOKEN_WEIGHTS[token_weights]
