@@ -277,7 +277,7 @@ class LabelSelector:
         return (positions.select(hidden_states), *args[1:])
 
     def _positions_of_earlier(self, hidden_states: torch.Tensor) -> LabelledPositions | None:
-        """Returns where the forward that a backward computes again had its logits; None: at every position.
+        """Returns the positions of an earlier forward, whose output embedding is computed again; None: all positions.
 
         It need not be the last forward, because a loss may be the sum of the losses of several forwards. A checkpoint
         keeps the tensor that it got, which tells the forward. If the checkpoint begins before the hidden states (a norm
@@ -297,7 +297,7 @@ class LabelSelector:
         return self._last_positions
 
     def _end_forward(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        """Hook after the model: notes what the check before training and a later backward need to know of this forward.
+        """Hook after the model: ends a forward. Notes its positions for a later backward, and how often it called the head.
 
         Raises RuntimeError if labels were selected, but the output embedding was not called exactly once.
         """
