@@ -297,7 +297,7 @@ class LabelSelector:
         return self._last_positions
 
     def _end_forward(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        """Hook after the model: ends a forward. Notes its positions for a later backward, and how often it called the head.
+        """Hook after the model: ends a forward. Notes its positions for a later backward, and its calls of the head.
 
         Raises RuntimeError if labels were selected, but the output embedding was not called exactly once.
         """
