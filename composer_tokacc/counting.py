@@ -62,10 +62,10 @@ def check_rule(loss_tokens: str, *, allow_auto: bool = False) -> str:
 
 
 def document_starts(batch: Mapping[str, Any]) -> torch.Tensor | None:
-    """Marks the first token of each further document of packed rows, bool ``(rows, width)``; None if no row is packed.
+    """Marks the first token of each document except the first of a row, bool ``(rows, width)``; None: no row is packed.
 
-    A packed row has ``position_ids`` that restart at 0 after its first attended token, and are above 0 somewhere. Each
-    row is looked at by itself, so the marks do not depend on the other rows.
+    Waits for the device. A packed row has ``position_ids`` that restart at 0 after its first attended token, and are
+    above 0 somewhere. Each row is read by itself, so the marks do not depend on the other rows.
     """
     positions = batch.get('position_ids')
     if not isinstance(positions, torch.Tensor):
@@ -74,7 +74,7 @@ def document_starts(batch: Mapping[str, Any]) -> torch.Tensor | None:
     if positions.shape != labels.shape:  # (3, rows, width) of Qwen-VL, which are not read
         return None
     attended = attended_positions(batch)
-    if attended.shape != labels.shape:  # the mask of another input
+    if attended.shape != labels.shape:  # labels of a decoder, ids and mask of its encoder
         return None
     is_behind_first_token = attended & (attended.cumsum(dim=1) > 1)
     # If all positions of a row are 0, they say nothing about documents.
@@ -108,7 +108,7 @@ def loss_mask(batch: Mapping[str, Any], loss_tokens: str = 'causal') -> torch.Te
     """Returns which labels carry loss, bool ``(rows, width)``, on the labels' device and without waiting for it.
 
     Args:
-        batch: A batch with ``labels``, and for ``'causal_attended'`` a 2-D ``attention_mask``.
+        batch: A batch with ``labels``. Only ``'causal_attended'`` reads ``attention_mask``, if it has the same shape.
         loss_tokens: ``'causal'``: each position predicts the label of the next one, so a label in column 0 never counts
             (most decoders). ``'causal_attended'``: in addition, only labels at attended positions count (LLaVA up to
             transformers 4.51, Gemma3 up to 4.57). ``'unshifted'``: every label counts (encoder-decoder, pre-shifted
@@ -170,14 +170,15 @@ def count_tokens(batch: Mapping[str, Any], loss_tokens: str = 'causal') -> Token
     return TokenCounts(
         loss_generating=tuple(counted.sum(dim=1).tolist()),
         real=tuple(real),
-        padded=tuple(width - row for row in real),
+        padded=tuple(width - num_real for num_real in real),
     )
 
 
 def real_tokens(batch: Mapping[str, Any]) -> list[int]:
     """Returns the number of attended positions of each row. Without a mask of the text, all positions are attended."""
     mask = batch.get('attention_mask')
-    # Without ids or vectors, attended_positions() reads no mask. Here a mask counts if it has the shape of the labels.
+    # If the batch has neither ids nor embeddings, text_of() returns its labels, and attended_positions() ignores the
+    # mask. Here a mask counts if it has the shape of the labels, as in loss_mask().
     if mask is not None and mask.shape == text_of(batch).shape:
         is_attended = mask != 0
     else:
@@ -202,8 +203,7 @@ def with_one_label(batch: Mapping[str, Any]) -> dict[str, Any]:
         is_attended = mask != 0
     counts_by_every_rule = is_attended[:, 1:]
     is_predicted_by_token = counts_by_every_rule & is_attended[:, :-1]
-    # 2 and 3: every rule counts a label here; 1: all but 'causal_attended' do; 0, in the first column: only 'unshifted'
-    # does.
+    # 0 (first column): only 'unshifted' counts a label here; 1: 'causal' does, too; 2 and 3: every rule does.
     preference = torch.zeros_like(labels)
     preference[:, 1:] = 1 + counts_by_every_rule.int() + is_predicted_by_token.int()
     best_place = preference.flatten().argmax()  # the first of equals

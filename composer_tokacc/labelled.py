@@ -140,7 +140,7 @@ def places_of(running_count: torch.Tensor, ordinals: range) -> torch.Tensor:
 
     Args:
         running_count: Number of Trues up to each entry of the mask, int64 ``(n,)``.
-        ordinals: The values of k. The first True has the number 1.
+        ordinals: The values of k, such as every tenth. The first True has the number 1.
     """
     ks = torch.arange(ordinals.start, ordinals.stop, ordinals.step, device=running_count.device)
     places = torch.searchsorted(running_count, ks)  # the first index at which the running count reaches k
@@ -180,7 +180,7 @@ class LabelSelector:
         # For a backward that computes the output embedding again, because a checkpoint is around it.
         self._positions_at = WeakTensorKeyDictionary()  # the positions of a forward, by its hidden states
         self._last_positions: LabelledPositions | None = None  # the positions of the last forward with gradients
-        self._num_open_forwards = 0  # forwards with gradients since the last such backward
+        self._num_open_forwards = 0  # forwards with gradients since a backward has last computed it again
         self.num_head_calls = 0
         """Calls of the output embedding in the last forward that computed all logits.
 
@@ -192,7 +192,7 @@ class LabelSelector:
         self._handles = [
             model.register_forward_pre_hook(uncompiled(self._select_labels), with_kwargs=True),
             head.register_forward_pre_hook(uncompiled(self._select_hidden_states)),
-            model.register_forward_hook(uncompiled(self._check_selected)),
+            model.register_forward_hook(uncompiled(self._end_forward)),
         ]
 
     def arm(self, rule: str, num_labels: int) -> None:
@@ -221,11 +221,11 @@ class LabelSelector:
             handle.remove()
 
     def _select_labels(self, module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Hook before the model: if armed, keeps only the labels that count.
+        """Hook before the model: begins a forward, and disarms. If it was armed, keeps only the labels that count.
 
-        It does nothing if the labels are not a named argument.
+        Labels that are not a named argument stay as they are.
         """
-        # The last forward may have raised before _check_selected(), which resets the positions.
+        # The last forward may have raised before _end_forward(), which resets the positions.
         self._positions = None
         self._is_recomputed = is_in_backward()
         self._has_graph = torch.is_grad_enabled()
@@ -250,7 +250,10 @@ class LabelSelector:
         return args, kwargs
 
     def _select_hidden_states(self, head: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """Hook before the output embedding: keeps only the hidden states that predict a label."""
+        """Hook before the output embedding: keeps only the hidden states that predict a label, if labels were selected.
+
+        Raises RuntimeError if there are hidden states at other positions than labels.
+        """
         self._num_calls += 1
         if not args:
             # They are given by name, so nothing is selected. If labels were selected, the model's loss raises an error,
@@ -274,11 +277,12 @@ class LabelSelector:
         return (positions.select(hidden_states), *args[1:])
 
     def _positions_of_earlier(self, hidden_states: torch.Tensor) -> LabelledPositions | None:
-        """Returns where an earlier forward computed logits; None: at every position.
+        """Returns the positions of an earlier forward, whose output embedding is computed again; None: all positions.
 
         It need not be the last forward, because a loss may be the sum of the losses of several forwards. A checkpoint
         keeps the tensor that it got, which tells the forward. If the checkpoint begins before the hidden states (a norm
-        is in it), they are another tensor. Then it must be the last forward.
+        is in it), they are another tensor. Then it must be the last forward. Raises RuntimeError if there were several
+        since the last call.
         """
         num_forwards = self._num_open_forwards
         self._num_open_forwards = 0
@@ -292,8 +296,8 @@ class LabelSelector:
             )
         return self._last_positions
 
-    def _check_selected(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        """Hook after the model: ends a forward.
+    def _end_forward(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        """Hook after the model: ends a forward. Notes its positions for a later backward, and its calls of the head.
 
         Raises RuntimeError if labels were selected, but the output embedding was not called exactly once.
         """

@@ -34,8 +34,8 @@ MIN_LOSS_WEIGHT, MAX_LOSS_WEIGHT = 1e-30, 1e30
 def with_weights_of_positions(batch: Batch) -> Batch:
     """Returns the batch with a weight for each position of its labels. The loader may have given one weight per row.
 
-    The first-batch check needs this before it has found the loss rule. As long as the rule is not known, every label
-    that is not -100 keeps its weight, as under ``'unshifted'``.
+    The first-batch check needs this, also before it has found the loss rule. So every label other than -100 keeps its
+    weight, as under ``'unshifted'``. Bad weights are refused, see :func:`token_weights_of`.
     """
     if isinstance(batch, PreSplitBatch):
         return batch.map(with_weights_of_positions)
@@ -69,6 +69,9 @@ def weights_at(batch: Batch, token_weights: str, counted: Tensor) -> Tensor:
         batch: A batch with ``labels``.
         token_weights: The scheme, a key of :data:`TOKEN_WEIGHTS`.
         counted: Which labels carry loss, bool ``(rows, width)``.
+
+    Raises:
+        ValueError: If the scheme is unknown, or a weight is bad, see :func:`token_weights_of`.
     """
     check_choice('token_weights', token_weights, tuple(TOKEN_WEIGHTS))
     power = TOKEN_WEIGHTS[token_weights]
@@ -76,7 +79,7 @@ def weights_at(batch: Batch, token_weights: str, counted: Tensor) -> Tensor:
         return _weights_in(batch, counted).masked_fill(~counted, 0)
     documents = _documents(batch, counted)
     # There are at most as many documents as positions. Without `minlength`, `bincount` would leave out the last
-    # documents if they have no counted token, and its length would depend on values on the GPU.
+    # documents if they have no counted token.
     tokens_per_document = torch.bincount(documents[counted], minlength=documents.numel())
     # No token reads the weight of a document without counted tokens, but 0 to a negative power would be infinite.
     weight_per_document = tokens_per_document.clamp(min=1).double().pow(-power)
@@ -129,14 +132,14 @@ def _weights_in(batch: Batch, counted: Tensor) -> Tensor:
             f'`{LOSS_WEIGHTS}` must be a real tensor of shape ({rows},) or {rows, width}, as the labels, or a list of '
             f'floats, got: {type(column).__name__} of shape {shape}, beginning with {sample_name(batch, 0)}.'
         )
-    column = column.view(rows, -1).expand(rows, width)
-    weights = column.float()
+    unrounded = column.view(rows, -1).expand(rows, width)
+    weights = unrounded.float()
     is_in_range = (weights >= MIN_LOSS_WEIGHT) & (weights <= MAX_LOSS_WEIGHT)
-    # Zeros are read from `column`, and so is the weight in the error. In float32 a weight may become 0 or inf.
-    is_bad = counted & ~((column == 0) | is_in_range)
+    # Rounded to float32, a tiny weight would pass for a 0, and the error would show a huge one as inf.
+    is_bad = counted & ~((unrounded == 0) | is_in_range)
     if bool(is_bad.any()):
         row, place = is_bad.nonzero()[0].tolist()
-        first_bad = column[row, place].item()
+        first_bad = unrounded[row, place].item()
         raise InvalidInputError(
             f'`{LOSS_WEIGHTS}` must be 0, or from {MIN_LOSS_WEIGHT} to {MAX_LOSS_WEIGHT}, got: {first_bad} for '
             f'{sample_name(batch, row)} (nan: the sample has no weight). Correct it (0 instead of a smaller weight), '
@@ -149,7 +152,8 @@ def check_weights_are_used(dataloader: Any, batch: Batch, token_weights: str) ->
     """Warns if weights of the batch are not used. Raises ValueError if ``loss_shares`` of the sampler are not used.
 
     Args:
-        dataloader: The loader of the batch, perhaps with a :class:`.RegroupingBatchSampler`.
+        dataloader: The loader of the batch. The ``loss_shares`` of its sampler, if any, give each dataset its share of
+            the loss.
         batch: A batch of the loader.
         token_weights: The scheme of the run.
     """

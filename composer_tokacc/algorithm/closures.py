@@ -3,10 +3,12 @@
 
 """Gives optimizers that evaluate a step themselves (LBFGS, Composer's SAM) the loss of the step over all ranks.
 
-Such an optimizer calls a closure, which computes loss and gradient of the step, and decides by the result: LBFGS how
-far to go, SAM whether to go at all. The gradient is the same on all ranks, but Composer's closure returns only the part
-of this rank. So ranks would decide differently, and their weights would differ. A second call would also add its loss
-to the loss of the first one, and SAM asks for a first gradient that is not reduced.
+Such an optimizer calls a closure, which computes loss and gradient of the step, and decides by the loss: LBFGS how far
+to go, SAM whether to go at all. Composer's closure is replaced for three reasons:
+
+- It returns only this rank's part of the loss. So ranks would decide differently, and their weights would differ.
+- If it is called several times in a step, Composer logs the sum of the losses.
+- SAM asks it for a first gradient that is not reduced over the ranks.
 """
 
 from __future__ import annotations
@@ -42,12 +44,12 @@ def give_loss_of_step(state: State) -> list[RemovableHandle]:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if callable(options.get('closure')):  # as Composer passes it
             return arguments, {**options, 'closure': _over_all_ranks(options['closure'], to_device)}
-        # A subclass may pass the closure on to its base class by position. torch then runs this hook again, which does
-        # no harm, because the mean over the ranks of equal losses is the same loss.
+        # A subclass may pass the closure on to its base class by position, behind the optimizer itself. torch then runs
+        # this hook again, which does no harm, because the mean over the ranks of equal losses is the same loss.
         if len(arguments) > 1 and callable(arguments[1]):
             same_optimizer, closure, *further_arguments = arguments
             return (same_optimizer, _over_all_ranks(closure, to_device), *further_arguments), options
-        return None  # without a closure the step only moves the weights, or initializes the optimizer's state
+        return None  # a subclass has called the closure itself, or torch's checkpoints initialize the optimizer's state
 
     return [optimizer.register_step_pre_hook(replace_closure) for optimizer in _optimizers_with_closure(state)]
 
@@ -77,7 +79,7 @@ def _over_all_ranks(
     closure: Callable[..., Any],
     to_device: Callable[[torch.Tensor], torch.Tensor],
 ) -> Callable[..., float | None]:
-    """Returns a closure that computes the gradient as Composer's closure does, and the loss over all ranks."""
+    """Returns a closure that has Composer's closure compute the gradient, and returns the loss over all ranks."""
     num_calls = 0
 
     def evaluate(*, ddp_sync: bool = True, **options: Any) -> float | None:

@@ -21,7 +21,7 @@ from composer_tokacc.plan_agreement import check_plans, numbers_to_sum
 from composer_tokacc.planning import check_count
 from composer_tokacc.refusals import InvalidInputError, NotExactError
 from composer_tokacc.row_counts import check_loss_shares, row_counts_of, with_counts, without_row_counts
-from composer_tokacc.weights import weights_at
+from composer_tokacc.weights import MIN_LOSS_WEIGHT, weights_at
 
 
 def token_weight(num_tokens: float, step_tokens: float, *, world_size: int = 1) -> float:
@@ -70,8 +70,8 @@ def step_loss_weights(
     """Returns the factor of each microbatch's mean loss in one optimizer step; a collective over the ranks.
 
     The labels that ``loss_tokens`` names count, as in the model's own loss. In packed rows they include the label of
-    the first token of each document, which the model predicts from the last token of the previous document. Mask these
-    labels in the collator, or use :func:`weighted_microbatches`, which masks them in the batches that it yields.
+    the first token of each further document. Mask these labels in the collator, or use :func:`weighted_microbatches`,
+    which masks them in the batches that it yields.
 
     A microbatch without loss-generating tokens has factor 0. Do not compute such a microbatch, because most models
     return NaN for it. If DDP waits for its backward, give it a label, as :func:`weighted_microbatches` does.
@@ -84,6 +84,11 @@ def step_loss_weights(
             :func:`.apply_token_weights`.
         device: The device on which the process group reduces.
 
+    Raises:
+        TypeError: If ``microbatches`` is not a list.
+        ValueError: If labels or ``loss_weights`` are missing or bad, or if a batch has ``num_items_in_batch``.
+        RuntimeError: If all weights of the step are 0, or if the ranks have planned different batches.
+
     Example:
         .. code-block:: python
 
@@ -95,8 +100,9 @@ def step_loss_weights(
     for microbatch in _as_list(microbatches, loss_tokens):
         has_loss = loss_mask(microbatch, loss_tokens)
         # A row of 0 samples repeats a sample, so that this rank has as many rows as the others. It must not count.
-        samples = [row.samples > 0 for row in row_counts_of(microbatch)]
-        is_sample = torch.tensor(samples, dtype=torch.bool, device=has_loss.device)  # there may be no row
+        are_samples = [row.samples > 0 for row in row_counts_of(microbatch)]
+        # An empty list would become floats without `dtype`.
+        is_sample = torch.tensor(are_samples, dtype=torch.bool, device=has_loss.device)
         counted = has_loss & is_sample[:, None]
         weights = weights_at(microbatch, token_weights, counted)
         weight_sums.append(float(weights.sum(dtype=torch.float64)))
@@ -114,8 +120,8 @@ def weighted_microbatches(
 ) -> Iterator[tuple[BatchDict, float]]:
     """Yields each microbatch in the form that a model accepts, and the factor of its mean loss; a collective.
 
-    Ranks communicate when the first microbatch is requested. For the arguments see :func:`.step_loss_weights`. Every
-    token has the same weight. In packed rows the label of the first token of each document after the first is masked.
+    Ranks communicate when the first microbatch is requested. For arguments and errors see :func:`.step_loss_weights`.
+    Every token has the same weight. In packed rows the label of the first token of each further document is masked.
 
     A microbatch without loss-generating tokens is yielded with factor 0, because DDP on other ranks may wait for its
     backward. It gets one label, because the mean over no labels is NaN. A microbatch of repeated samples, which only
@@ -151,7 +157,8 @@ def _as_list(microbatches: Sequence[Batch] | PreSplitBatch, loss_tokens: str) ->
     if isinstance(microbatches, PreSplitBatch):
         microbatches = microbatches.microbatches
         if loss_tokens != 'unshifted':
-            # The loader pads each microbatch by itself, so a row has other padding than in one batch.
+            # The loader pads each microbatch by itself. So the cut decides whether a row has a pad on the left, which
+            # would predict its first label.
             for microbatch in microbatches:
                 facts = describe(BatchLayout.infer(microbatch), microbatch)
                 check_first_labels(facts, loss_tokens, COLLATED_BY_LOADER)
@@ -163,8 +170,6 @@ def _as_list(microbatches: Sequence[Batch] | PreSplitBatch, loss_tokens: str) ->
         )
     microbatches = list(microbatches)
     for microbatch in microbatches:
-        if not isinstance(microbatch, Mapping):
-            continue  # labels_of() will refuse it
         labels_of(microbatch)  # refuses a batch without labels
         # The model may ignore such a label, but here it would count.
         check_vocabulary(microbatch, 'labels', size=None)
@@ -234,9 +239,9 @@ def apply_token_weights(
         RuntimeError: In the backward, if the loss is not made of these logits, so that the weights would not apply.
     """
     has_loss = loss_mask(batch, loss_tokens)
-    weights = weights_at(batch, token_weights, has_loss)
+    weights = weights_at(batch, token_weights, has_loss)  # refuses an unknown scheme
     if token_weights == 'token':
-        return  # all weigh the same, so losses that no hook on the logits reaches are exact, too
+        return  # nothing has to change, so the loss need not be made of these logits
     shape = tuple(getattr(logits, 'shape', ()))
     if shape[:-1] != weights.shape or not logits.requires_grad:
         raise InvalidInputError(
@@ -245,7 +250,7 @@ def apply_token_weights(
             'compute them at all positions.'
         )
     # Without labels, or with weights of 0 only, the sum is 0. The minimum prevents 0 / 0.
-    sum_of_weights = weights.sum(dtype=torch.float64).clamp(min=1e-30)
+    sum_of_weights = weights.sum(dtype=torch.float64).clamp(min=MIN_LOSS_WEIGHT)
     # The loss divides by the number of tokens. The weighted mean divides by the sum of the weights.
     factor = (has_loss.sum() / sum_of_weights).float()
     weigh_tokens(logits, at_predictions(weights * factor, loss_tokens))

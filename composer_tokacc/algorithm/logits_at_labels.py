@@ -42,11 +42,11 @@ class LogitsAtLabels:
     row, and so on. If the model shifts labels, it drops the logits of the last position, so one more position follows
     at the end.
 
-    The first such forward computes its batch with and without all logits, and compares loss and gradient. If no two of
-    its rows have unequal numbers of labels, a copy of a row with another number is added, so that the check shows how
-    the loss joins rows. If the model cannot compute this row (memory, kernels for one row), the check leaves it out,
-    except with FSDP. This takes about five more forwards, whose gradients are not kept. With FSDP all ranks must make
-    this forward at the same time.
+    The first such forward computes its batch with all logits and with logits at labels, and compares loss and gradient.
+    Unless a row has twice as many labels as another, a copy of a row with another number of labels is added, so that
+    the check shows how the loss joins rows. If the model cannot compute this row (memory, kernels for one row), the
+    check leaves it out, except with FSDP. The check takes about five more forwards, whose gradients are not kept. With
+    FSDP all ranks must make this forward at the same time.
 
     Args:
         model: A Hugging Face model that computes its own loss; it may be wrapped by Composer, DDP or accelerate.
@@ -54,7 +54,8 @@ class LogitsAtLabels:
             finds out.
 
     Raises:
-        ValueError: If the model has no output embedding.
+        ValueError: If the model has no output embedding; in a forward, if arguments come by position, or if the mask is
+            not a tensor.
         RuntimeError: At the first forward, if loss or gradient would change.
 
     Example:
@@ -80,8 +81,8 @@ class LogitsAtLabels:
         # row, so batches with labels in several rows compute all logits.
         self._is_proven_for_rows = False
         self._is_probing = False  # whether the check of the first forward is calling the model
-        # Set between __enter__ and __exit__.
-        self._handle: Any = None  # of the hook _begin_forward()
+        # Set by __enter__().
+        self._handle: Any = None  # of the hook _begin_forward(); None again after __exit__()
         self._selector: LabelSelector | None = None  # has further hooks
 
     def __enter__(self) -> LogitsAtLabels:
@@ -90,8 +91,8 @@ class LogitsAtLabels:
             raise InvalidInputError(
                 'This LogitsAtLabels is entered already. Use it in one `with` block at a time, around the whole loop.'
             )
-        # `_begin_forward` must run before the hooks of the selector. It also must run before the hook of FSDP2, which
-        # gathers weights: the forwards of the check end with their weights sharded again. So it comes first.
+        # `_begin_forward` must run before the hooks of the selector, because it arms them. It must also run before the
+        # hook of FSDP2, which gathers weights, because the forwards of the check would shard them again.
         begin_forward = torch.compiler.disable(self._begin_forward)
         self._handle = self._model.register_forward_pre_hook(begin_forward, prepend=True, with_kwargs=True)
         self._selector = LabelSelector(self._model)
@@ -124,7 +125,7 @@ class LogitsAtLabels:
         assert self._selector is not None
         mask = kwargs.get('attention_mask')
         if not isinstance(mask, torch.Tensor | None):
-            # It would have to be read, because a label without attention may not count.
+            # Such as a dict of masks. It would have to be read, because a label without attention may not count.
             raise InvalidInputError(
                 f'With LogitsAtLabels `attention_mask` must be a tensor, got: {type(mask).__name__}. Give the mask of '
                 'padding, (rows, width), or train without LogitsAtLabels.'
@@ -167,21 +168,25 @@ class LogitsAtLabels:
         return rule
 
     def _new_probe(self) -> Probe:
-        # The model gets every entry of the batch, because a forward may take some of them by `**kwargs`.
+        """Returns a probe that gives the model all entries of a batch, because it may take some by ``**kwargs``."""
         return Probe(lambda entries: self._model(**without_row_counts(entries)), _loss_in, self._model)
 
     def _failure(self, probe: Probe, rule: str, batch: BatchDict) -> str | None:
-        """Returns why logits at labels change the loss or its gradient; None: they do not."""
+        """Returns why logits at labels change the loss or its gradient; None: they do not.
+
+        Notes whether this holds for batches with labels in several rows.
+        """
         assert self._selector is not None
         if not bool(loss_mask(batch, rule).any()):
             batch = with_one_label(batch)  # without labels nothing would show
         layout = BatchLayout.for_model(self._model)
         rows = _with_unequal_row(layout, batch, rule)
+        has_added_row = len(rows['labels']) > len(batch['labels'])
         try:
             comparison = RowComparison(probe, layout, _unchanged, rule, rows, check_loss=True)
         except Exception:
             # With FSDP all ranks must run the same forwards, and perhaps only this rank has an error.
-            if len(rows['labels']) == len(batch['labels']) or fsdp_units(self._model):
+            if not has_added_row or fsdp_units(self._model):
                 raise
             comparison = None
         if comparison is None:

@@ -159,14 +159,14 @@ class LossTerms:
         """
 
         def times_scale(term: Term) -> Tensor:
-            return term.value.float() * scales[term.unit]  # never the model's tensor: Composer writes into a `total`
+            return term.value.float() * scales[term.unit]  # a new tensor, because Composer scales a `total` in place
 
         scaled = self.changed(loss, times_scale)
         if self.units:
             scaled = self._with_all_terms(scaled)
         with_gradient = [value for value in tensors_in(scaled) if value.requires_grad]
-        for value in with_gradient[:1]:
-            value.register_hook(observe)  # first, so it sees the gradient before the division
+        if with_gradient:
+            with_gradient[0].register_hook(observe)  # first, so it sees the gradient before the division
         if excess != 1.0:
             for value in with_gradient:
                 value.register_hook(lambda gradient: gradient / excess)
@@ -183,10 +183,10 @@ class LossTerms:
     ) -> Any:
         """Returns the loss with the value that each mean over tokens has if its tokens are weighted.
 
-        Gradients stay the same, because only numbers are added: the change of the mean of the cross-entropies, times a
-        factor, because a term may be a multiple of this mean. If there are several terms, the factor of each is its
-        value divided by the mean. The gradient by the logits would also show the factor. But it would run the hooks of
-        FSDP, which communicate, and only on ranks whose microbatch has tokens.
+        Gradients stay the same, because only a number is added to each mean: what the weights add to the mean of the
+        cross-entropies, times a factor. A single mean over tokens has the given factor. If there are several, the
+        factor of each is its value divided by the mean of the cross-entropies. It is not taken from gradients by the
+        logits, because such a backward would run hooks of FSDP, which communicate, and not on all ranks.
 
         Args:
             loss: The loss of a microbatch, in which all tokens weigh the same.
@@ -194,8 +194,8 @@ class LossTerms:
             targets: As returned by :func:`.targets_of`.
             weights: The weight of each token, relative to their mean, at the position that predicts it,
                 ``(rows, width)``.
-            factor: The sum of all means over tokens, divided by the mean of the cross-entropies. None: it is not known,
-                and taken as 1.
+            factor: The sum of all means over tokens, divided by the mean of the cross-entropies, as the first-batch
+                check has found it. None: it is not known, and taken as 1.
         """
         positions = torch.arange(targets.numel(), device=logits.device)
         losses = token_losses_at(logits, positions, targets.flatten())  # 0 at positions without a target
@@ -211,7 +211,7 @@ class LossTerms:
                 if mean.value.requires_grad:  # not a constant, such as an accuracy
                     added[mean.name] = mean.value.detach().float() * relative_change
         elif means:
-            # If there are several, but no gradient, nothing tells which are constants. The first gets the whole change.
+            # There is only one, or no graph tells which of them are constants. The first gets the whole change.
             added[means[0].name] = change_of_mean * (1.0 if factor is None else factor)
         return self.changed(loss, lambda term: term.value + added.get(term.name, 0.0))
 
@@ -282,7 +282,8 @@ class LossTerms:
 
         ``'tokens'`` is the sum of all terms that are means over tokens, and ``'samples'`` of all that are means over
         samples. A unit without terms is left out. So are terms that couple rows, because a cut may change them. If
-        nothing remains, ``'tokens'`` is the sum of all terms, because the check needs a loss.
+        nothing remains, ``'tokens'`` is the sum of all terms, because the check needs a loss. Raises RuntimeError if
+        the loss has a total that is not the sum of its terms.
         """
         loss = self.split(loss, outputs)
         total_error = self.total_error(loss)
@@ -306,8 +307,8 @@ class LossTerms:
         """
         if not isinstance(loss, Mapping) or 'total' not in loss:
             return None
-        values = [term.value.detach() for term in self.terms_of(loss)]  # first: it refuses a total that is no tensor
-        total = loss['total'].detach()
+        values = [term.value.detach() for term in self.terms_of(loss)]
+        total = loss['total'].detach()  # terms_of() has refused a total that is no tensor
         terms = torch.stack([value.float().mean() for value in values])
         # Terms or total may be rounded. A total in bfloat16 is rounded after each addition. The round-off is relative
         # to the sizes of the terms, because terms may nearly cancel each other.
@@ -349,25 +350,25 @@ def attached_zero(outputs: Any, loss: Any) -> Tensor:
     2. All outputs with a gradient.
     3. The loss itself. This comes last, because the gradient in its graph may be NaN: the mean divides by 0.
     """
-    losses = [value for value in tensors_in(loss) if value.requires_grad]
-    nodes = set(nodes_of(losses))
+    losses_with_graph = [value for value in tensors_in(loss) if value.requires_grad]
+    nodes = set(nodes_of(losses_with_graph))
     logits = logits_of(outputs)
-    with_gradient = []
-    of_loss = []
+    outputs_with_graph = []
+    outputs_of_loss = []
     for output in tensors_in(outputs):
         # The outputs of a Hugging Face model contain its loss, and other losses, which are scalars.
-        is_loss = output.dim() == 0 or any(output is value for value in losses)
+        is_loss = output.dim() == 0 or any(output is value for value in losses_with_graph)
         if is_loss or not output.requires_grad:
             continue
-        with_gradient.append(output)
+        outputs_with_graph.append(output)
         # The logits always count, because a loss may leave them out if there is no label. If the loss has no graph, it
         # is not known which outputs it is made of, so all of them count.
         node, _ = edge_of(output)
-        if not losses or output is logits or node in nodes:
-            of_loss.append(output)
+        if not losses_with_graph or output is logits or node in nodes:
+            outputs_of_loss.append(output)
     first_loss = tensors_in(loss)[0]
     zero = first_loss.new_zeros((), dtype=torch.float32)
-    for source in of_loss or with_gradient or losses:
+    for source in outputs_of_loss or outputs_with_graph or losses_with_graph:
         zero = zero + empty_sum(source).to(zero)
     return zero
 

@@ -54,7 +54,7 @@ class ReductionWatch:
 
     Args:
         state: The trainer's state.
-        may_gather: Whether the forward or the loss may gather rows of other ranks.
+        may_gather: Whether ranks may also wait for each other in the forward or the loss, to gather rows or statistics.
     """
 
     def __init__(self, state: State, *, may_gather: bool) -> None:
@@ -75,16 +75,16 @@ class ReductionWatch:
         ]
         self._is_unfinished = False  # whether an attempt has begun, and has not come to its end
         self._forget_microbatches()
-        # With automatic microbatching Composer asks all ranks after every forward whether memory ran out.
+        # With automatic microbatching ranks wait after every forward, because Composer asks all whether memory ran out.
         self.waits_only_to_reduce = self._ddp is not None and not state.auto_microbatching and not may_gather
         """Whether ranks wait for each other only when DDP reduces gradients. If so, and if DDP reduces only in the last
         microbatch of a step, ranks may have unequal numbers of microbatches."""
 
     def start_attempt(self) -> None:
-        """Forgets an earlier attempt of this step, which may have failed half-way.
+        """Forgets an earlier attempt of this step. Sets DDP back to its state before the step, if the attempt failed.
 
-        If memory has run out on one rank only, other ranks may have done one more forward. A forward sets whether DDP
-        broadcasts buffers before the next one, and may prepare a reduction. So ranks could disagree and wait forever.
+        If memory has run out on one rank only, other ranks may have done one more forward. It may have prepared a
+        reduction, or a broadcast of buffers in the next forward. So ranks could disagree and wait forever.
         """
         if self._ddp is not None and self._is_unfinished:
             reset_reduction(self._ddp)
@@ -101,11 +101,11 @@ class ReductionWatch:
         self._reached_checksum = 0
 
     def begin_microbatch(self, num_microbatches: int, *, must_reduce_once: bool) -> None:
-        """Notes the states of the gradients that the next backward should write.
+        """Notes whether DDP reduces in the next backward, and the states of the gradients that it should write.
 
         Args:
-            num_microbatches: The number of microbatches of this rank in the step. 0: it is not known, and an early
-                reduction is not refused.
+            num_microbatches: The number of microbatches of this rank in the step. 0: it is not known, and neither an
+                early reduction nor a missing last one is refused here.
             must_reduce_once: Whether only the last microbatch may reduce, because ranks may have different numbers of
                 microbatches.
 

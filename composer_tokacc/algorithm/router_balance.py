@@ -33,8 +33,8 @@ from composer_tokacc.weights import LOSS_WEIGHTS
 ROUTER_BALANCES = ('microbatch', 'step')
 LOSS_TOLERANCE = 1e-4
 """Largest relative difference between the model's own load-balancing loss of a microbatch and the one computed here,
-if the logits are float32; see `_compare_losses` for other types. With another number of experts per position, the loss
-would differ by more than 0.01."""
+if the logits are float32; see `_compare_losses` for other types. With another number of experts per position, the
+relative difference would be more than 0.01."""
 CHOICE_TOLERANCE = 1e-3
 """Largest share of the choices that may differ between the count and the forward in training. A few choices change if
 two experts are equally probable and a kernel does not sum in a fixed order."""
@@ -118,15 +118,18 @@ class StepBalance:
         self._terms = terms
         self._to_device = to_device
         self._precision = precision
-        # Number of experts chosen for a position. 0: not known, because no position was attended yet.
+        # Number of experts chosen for a position. 0: not known yet; the first comparison of losses will find it.
         self._top_k = 0
 
     def count(self, microbatches: Sequence[Batch], *, hides_weights: bool) -> None:
-        """Counts how often each expert is chosen in the microbatches of a step; a collective.
+        """Computes each microbatch without a graph, and counts how often each expert is chosen; a collective.
 
         Args:
-            microbatches: The microbatches of this rank.
-            hides_weights: Whether the model does not get the weights of tokens, see :class:`.CurrentMicrobatch`.
+            microbatches: The microbatches of this rank in the step.
+            hides_weights: Whether to take out the weights of tokens, see :class:`.CurrentMicrobatch`.
+
+        Raises:
+            RuntimeError: If the model has no load-balancing loss, or another one at the first comparison.
         """
         self._counted = deque()
         self._loss_deviation = torch.zeros(())
@@ -184,14 +187,13 @@ class StepBalance:
     ) -> None:
         """Notes how far the model's own load-balancing loss is from the one that is computed from the router's logits.
 
-        The first comparison also finds the number of experts that are chosen for a position, because configs use many
-        names for it. It computes the loss for every number up to all experts. The loss grows with the number, so only
-        the right number gives the model's own loss.
+        The first comparison raises RuntimeError if it is too far. It also finds the number of experts that are chosen
+        for a position, because configs use many names for it. It computes the loss for every number up to all experts.
+        The loss grows with the number, so only the right number gives the model's own loss.
         """
         is_first = self._top_k == 0
-        most_choices = self._top_k
-        if is_first:
-            most_choices = logits[0].shape[-1]  # the number of experts
+        num_experts = logits[0].shape[-1]
+        most_choices = num_experts if is_first else self._top_k
         choices, probabilities = _sums_over_positions(logits, attended, most_choices)
         num_positions = len(logits) * attended.sum()
         # One loss for each number of experts from 1 to `most_choices`.
@@ -204,7 +206,7 @@ class StepBalance:
         tolerance = max(LOSS_TOLERANCE, 4 * torch.finfo(logits[0].dtype).eps)
         loss = losses[self._top_k - 1]
         deviation = (loss / models_loss - 1).abs() / tolerance
-        # NaN means that the microbatch has no positions. It is not a deviation.
+        # NaN: the microbatch has no positions, or training has diverged. Neither is a deviation.
         deviation = deviation.detach().nan_to_num(nan=0.0)
         self._loss_deviation = torch.maximum(self._loss_deviation, deviation)
         # The first comparison is checked at once. The others are checked together at the end of the step.
@@ -219,14 +221,14 @@ class StepBalance:
     ) -> SplitLoss:
         """Replaces the load-balancing loss of a microbatch by its part of the load-balancing loss of the step.
 
-        Called once for each microbatch, in the order of :meth:`count`. The part is multiplied by the number of
-        microbatches and of ranks, because later code divides by both.
+        Called once for each microbatch, in the order of :meth:`count`. Also notes how many choices differ from the
+        counted ones.
 
         Args:
             loss: The loss of the microbatch, as its two terms.
             outputs: The outputs of the model.
             num_microbatches: The number of microbatches of this rank in the step that have samples, and not only dummy
-                rows. At least 1.
+                rows. At least 1. The algorithm will divide by it.
         """
         counted = self._counted.popleft()
         with self._precision():
@@ -241,10 +243,10 @@ class StepBalance:
         num_positions = self._num_positions.clamp(min=1).double()
         num_experts = len(self._choices_of_experts)
         # The formula of the class, with the probabilities of this microbatch only: E / n^2 * sum of c_e * p_e.
-        weights = num_experts * self._choices_of_experts / num_positions.square()
-        part_of_step = (weights.to(probabilities) * probabilities).sum()
+        weights_of_experts = num_experts * self._choices_of_experts / num_positions.square()
+        part_of_step = (weights_of_experts.to(probabilities) * probabilities).sum()
         # The parts must be summed over microbatches and ranks. But the algorithm divides this term by the number of
-        # microbatches, and DDP or FSDP divide its gradient by the number of ranks. This undoes both divisions.
+        # microbatches, and DDP or FSDP divide its gradient by the number of ranks. The product undoes both divisions.
         later_divisor = num_microbatches * get_world_size()
         coefficient = self._terms.router_coefficient
         assert coefficient is not None  # otherwise the loss would not have been split

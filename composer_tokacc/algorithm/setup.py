@@ -143,14 +143,16 @@ class AlgorithmOptions:
 class RunContext:
     """The parts that the algorithm needs during a fit, set up at its first batch.
 
-    Building it is a collective: the ranks may have to agree on the layout, and on whether packing costs less.
+    Building it is a collective, for example to agree on the layout. It starts the split, and adds hooks to the model,
+    and to optimizers that take a closure. :meth:`end` removes them.
 
     Args:
         state: The trainer's state, which holds the first batch.
         options: The arguments of the algorithm.
 
     Raises:
-        RuntimeError: If the run cannot be exact.
+        ValueError: If weights of the data or ``equal_counts`` do not fit the run.
+        RuntimeError: If the run cannot be exact, or cannot have ``logits='labels'``.
     """
 
     step: Step
@@ -158,16 +160,16 @@ class RunContext:
 
     def __init__(self, state: State, options: AlgorithmOptions) -> None:
         check_weights_are_used(state.dataloader, state.batch, options.token_weights)
-        _warn_of_surprises(state)
+        _warn_of_inexactness(state)
         self._options = options
         model: Any = inner_model(state.model)
+        self._model: Any = model
         check_trains_something(model)
         shard_again(state.model)  # an earlier evaluation may have left weights gathered
         self._unsharded = unsharded_parameters(state.model)
         self.check_sharding()
         check_clipping(state)
         check_sees_gradients(state)
-        self._model: Any = model
         self._parameters = list(model.parameters())
         self._hook_numbers: list[int] | None = None  # of the hooks that were checked
         self.check_gradient_hooks()
@@ -185,9 +187,9 @@ class RunContext:
         may_gather = bool(self.terms.coupled) or not options.check_loss
         self.reductions = ReductionWatch(state, may_gather=may_gather)
         self.has_bypass: bool | None = None
-        """Whether the loss had a bypass (see ``token_accumulation.py``) in the first step in which this rank had tokens
-        of a weight above 0. If it had none, and the loss is checked, a later step with a bypass is refused. None: there
-        was no such step yet."""
+        """Whether a part of a mean over tokens bypassed logits and router in the first step in which this rank had
+        tokens of a weight above 0. If not, and if the loss is checked, a later step with a bypass is refused. None:
+        there was no such step yet."""
         self.split = split_of(state.dataloader)
         layout = layout_of(state, self.split)  # None: there is no split, and rows cannot be told apart
         if self.split is not None:
@@ -211,7 +213,7 @@ class RunContext:
         to_device: Callable[[Batch], Any],
         precision: Callable[[], AbstractContextManager[object]],
     ) -> FirstBatchCheck[CutRules]:
-        """Returns the first-batch check, which has compared no rows yet."""
+        """Returns the first-batch check, which has compared no rows yet, with a new selector."""
         probe = Probe(
             forward=self._model,
             loss=self._model.loss,
@@ -233,7 +235,7 @@ class RunContext:
         )
 
     def _new_selector(self, state: State, layout: BatchLayout | None) -> LabelSelector | None:
-        """Adds the hooks for logits at labels to the model. Returns None if the run needs all logits."""
+        """Adds the hooks for logits at labels to the model. If the run needs all logits, returns None, or raises."""
         why_all_logits = _why_all_logits(state, layout, self._options, self._model)
         if why_all_logits is not None:
             self._log_all_logits(why_all_logits)
@@ -246,7 +248,7 @@ class RunContext:
             self.terms.router_coefficient = router_coefficient(self._model)
 
     def begin_step(self, step: Step) -> None:
-        """Begins a step. The split gets its record, because it will note the microbatches of the step there."""
+        """Begins a step. The split gets the record of the step, too, because it will note the microbatches there."""
         self.step = step
         if self.split is not None:
             self.split.step = step
@@ -281,7 +283,7 @@ class RunContext:
         return self.step.totals.loss_tokens == 0 and has_token_terms
 
     def width_of(self, step: Step) -> RankWidth:
-        """Returns the width of the rows of this rank. The width of a single rank is 0, because nothing is compared."""
+        """Returns the width of this rank's rows, which is compared over the ranks. The width of a single rank is 0."""
         if self.world_size == 1:
             return RankWidth.of((), None, None)
         rules = None  # without a split no row is trimmed
@@ -294,7 +296,7 @@ class RunContext:
 
         If no rows are new, but a check is due, it checks some known rows. Afterwards the split cuts by the rules that
         the check has found. It also takes the layout of the check, which learns from each batch how tensors belong to
-        rows.
+        rows. If logits at labels fail the check, the model computes all logits from now on.
         """
         if self._options.token_weights == 'column':
             # The data may have one weight for each row. In training, batches have a weight for each position, so the
@@ -303,6 +305,10 @@ class RunContext:
         self.read_router_coefficient()
         try:
             rules = self.check.prove(batch)
+            failure = self.check.selection_failure
+            if failure is not None and self.check.selector is not None:
+                self._remove_selector()
+                self._log_all_logits(failure)
         except BaseException:
             # FIT_END does not come after an error, so the hooks are removed here.
             self.end()
@@ -311,10 +317,6 @@ class RunContext:
             assert rules is not None  # a split always has rules
             self.split.layout = self.check.layout
             self.split.adopt(rules, has_loss_in_dummies=self.check.has_loss_in_dummies)
-        failure = self.check.selection_failure
-        if failure is not None and self.check.selector is not None:
-            self._remove_selector()
-            self._log_all_logits(failure)
 
     def end(self) -> None:
         """Removes the hooks from the model and the optimizer, and makes the split forget the model."""
@@ -428,7 +430,7 @@ def _why_all_logits(
 
 
 def _forward_arguments(model: torch.nn.Module) -> set[str] | None:
-    """Returns the keys that Composer passes on to the model. The first-batch check refuses media that it drops.
+    """Returns the keys that Composer passes on to the model. The first-batch check refuses media under other keys.
 
     Returns None if the user's own forward or loss gets the whole batch.
     """
@@ -459,7 +461,7 @@ def _to_device(state: State, split: MicrobatchSplit | None, batch: Batch) -> Any
     return on_device if split is None else split.for_model(on_device)
 
 
-def _warn_of_surprises(state: State) -> None:
+def _warn_of_inexactness(state: State) -> None:
     """Warns of noise that depends on the cut, and of samples that count twice. No check refuses such runs."""
     warn_of_unknown_copies(state.dataloader)
     if any(getattr(module, 'neftune_noise_alpha', None) for module in state.model.modules()):

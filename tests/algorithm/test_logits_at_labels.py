@@ -423,6 +423,17 @@ def test_model_that_does_not_call_head(caplog):
         fit(model, batch_of(), logits='labels')
 
 
+def test_refused_model_stays_as_it_was():
+    """The check has found that rows may be packed, before the run is refused."""
+    model = hugging_face(FusedLoss(one_layer_model().config))
+    attention = model.model.config._attn_implementation
+    optimizer = torch.optim.LBFGS(model.parameters())
+    with pytest.raises(RuntimeError, match='logits-at-labels'):
+        fit(model, batch_of(), logits='labels', packing=True, optimizer=optimizer)
+    assert model.model.config._attn_implementation == attention
+    assert not optimizer._optimizer_step_pre_hooks
+
+
 def changed_value(loss):
     """Returns a loss with twice the value and the same gradient."""
     return loss + loss.detach()
