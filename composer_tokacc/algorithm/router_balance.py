@@ -309,14 +309,14 @@ def _counted_in_packed_row(packed: Batch, rows: Sequence[RowCounts]) -> Tensor:
 
     Args:
         packed: The packed row.
-        rows: The counts of the rows that were packed, in their order.
+        rows: The ``documents`` in the counts of the packed row.
     """
     document_of_position = _documents_of(packed)
     device = document_of_position.device
     real_tokens_of_documents = []
     for row in rows:
-        # A row without tokens is not a document. Dummy rows and repeated samples (0 samples) have tokens, but their
-        # `real_tokens` is 0, because they do not count.
+        # A sample without tokens is not a document. A dummy row or a repeated sample (0 samples) is one, but its
+        # `real_tokens` is 0, because its tokens do not count.
         if row.real_tokens > 0 or row.samples == 0:
             real_tokens_of_documents.append(row.real_tokens)
     # If all rows are empty, the packed row is one position of padding, with the document number 0. It needs an entry.

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from composer_tokacc.batch import (
 from composer_tokacc.data_spec.document_attention import DocumentAttention
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.refusals import InvalidInputError
-from composer_tokacc.row_counts import ROWS_KEY, row_counts_of, summed
+from composer_tokacc.row_counts import ROWS_KEY, RowCounts, row_counts_of, summed
 
 
 def pack_rows(
@@ -72,7 +73,7 @@ def pack_rows(
     packed: BatchDict = {}
     for key, value in batch.items():
         if key == ROWS_KEY:
-            packed[key] = [summed(value)]
+            packed[key] = [summed(_documents_among(value, real))]
         elif isinstance(value, Tensor):
             if key != 'attention_mask':  # the packed mask is written below
                 packed[key] = _pack_tensor(layout, batch, key, real)
@@ -90,6 +91,18 @@ def pack_rows(
         packed['attention_mask'] = document_of_token == documents[:, None]
     packed['position_ids'] = _pack_positions(batch, real, attention)
     return packed
+
+
+def _documents_among(rows: Sequence[RowCounts], real: Tensor) -> list[RowCounts]:
+    """Returns the counts of rows without those of dummy rows and repeated samples that have no real positions.
+
+    Such a row leaves nothing in the packed row. An empty row of a sample stays, because the sample counts.
+    """
+    documents = []
+    for row, has_positions in zip(rows, real.any(dim=1).tolist(), strict=True):
+        if row.samples > 0 or has_positions:
+            documents.append(row)
+    return documents
 
 
 def _check_rows(

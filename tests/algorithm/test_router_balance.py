@@ -23,6 +23,7 @@ from composer_tokacc import BatchLayout, token_data_spec
 from composer_tokacc.algorithm import router_balance
 from composer_tokacc.algorithm.loss_terms import LossTerms, SplitLoss
 from composer_tokacc.algorithm.router_balance import StepBalance, counted_positions
+from composer_tokacc.batch import IGNORE_INDEX
 from composer_tokacc.data_spec.packing import pack_rows
 from composer_tokacc.row_counts import RowCounts, attach_row_counts, row_counts_of, with_counts
 from tests.algorithm.test_token_accumulation import without_waiting
@@ -218,6 +219,17 @@ def test_dummy_row_and_padding_are_not_counted():
     assert counted_positions(packed).tolist() == [expected]
     del packed['attention_mask']
     assert counted_positions(packed).tolist() == [expected], 'documents are told by positions'
+
+
+def test_empty_repeated_sample_is_no_document():
+    """A packed row of 4 and 5 tokens. A repeated sample between them has no token."""
+    batch = ragged_batch([(4, 3), (2, 1), (5, 2)])
+    batch['attention_mask'][1] = 0
+    batch['labels'][1] = IGNORE_INDEX
+    repeated = RowCounts(samples=0)
+    batch = with_counts(attach_row_counts(batch, [RowCounts(), repeated, RowCounts()]))
+    packed = pack_rows(BatchLayout.for_model(one_layer_model()), batch, text_attention())
+    assert counted_positions(packed).tolist() == [[True] * 9]
 
 
 def balance_of(model):
