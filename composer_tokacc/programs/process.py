@@ -29,7 +29,6 @@ HARMLESS_WARNINGS = (
     'No device id is provided via `init_process_group`',  # torch's barrier() chooses a device; each rank has only one
     'using the device under current context',  # the same warning in newer releases
     '`is_gradient_checkpointing` is deprecated',  # peft with Transformers 5
-    'resource_tracker: There appear to be',  # shared memory of loader processes, freed with the process
 )
 """Words in warnings that Composer, torch and other hosts give in a healthy run. The user can do nothing about them."""
 
