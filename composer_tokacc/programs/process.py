@@ -58,10 +58,11 @@ def command_line(description: str | None) -> argparse.ArgumentParser:
     """Returns a parser whose ``parse_known_args()`` returns the YAML file as ``config``, and the overrides as the rest.
 
     Args:
-        description: The program's docstring. Its line with the command is the usage.
+        description: The program's docstring. Its line with the command is the usage. None (``python -OO``): argparse
+            writes the usage.
     """
     lines = (description or '').splitlines()
-    usage = next(line.strip() for line in lines if '-m composer_tokacc.' in line)
+    usage = next((line.strip() for line in lines if '-m composer_tokacc.' in line), None)
     parser = argparse.ArgumentParser(
         usage=usage, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
