@@ -155,7 +155,7 @@ def _signs_in_key(key: str, value: object) -> Iterator[MediaSign]:
     match = _ANNOUNCING_KEY.fullmatch(key.lower())
     if match is None:
         return
-    # The path of a media file may have spaces, too. It has a sign of its own, see `_signs_in_text`.
+    # A path may have spaces, too. If it is that of a media file, `_signs_in_text` yields a sign.
     is_sentence_or_space = isinstance(value, str) and len(value.split()) != 1
     is_count = isinstance(value, int) and not _ID_KEY.fullmatch(key.lower())
     is_flag_or_fraction = isinstance(value, bool | float)

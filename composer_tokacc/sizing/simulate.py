@@ -30,7 +30,7 @@ ranks."""
 
 @dataclass(frozen=True, kw_only=True)
 class StepFigures:
-    """Means over the simulated steps, except ``padding_ratio``, which is that of all of them together."""
+    """Means over the simulated steps. Only ``padding_ratio`` is one ratio for all steps together."""
 
     cost: float
     """Time of the step in units of :class:`.CostModel`: the cost of the slowest rank. Under FSDP ranks wait for each

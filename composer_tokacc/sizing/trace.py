@@ -254,7 +254,7 @@ class StepTracer:
                 outputs = self.model(**inputs)
             del last_logits
             # Not `loss.backward()`, because torch turns CudaAutocast off while it handles a call on a tensor: here for
-            # the whole backward pass. An edge of the graph is no tensor.
+            # the whole backward pass. A call on an edge of the graph leaves it on.
             if outputs.loss.requires_grad:
                 root = torch.autograd.graph.get_gradient_edge(outputs.loss)
                 gradient_of_loss = torch.ones_like(outputs.loss)
