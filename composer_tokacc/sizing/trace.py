@@ -233,7 +233,7 @@ class StepTracer:
     def _step(self, batch: Batch, counter: FlopCounterMode | None = None) -> bool:
         """Runs forward and backward as the Trainer does, and keeps the gradients. Returns whether the loss needs any.
 
-        Notes the type of the logits for the next call, which makes logits of this type before its forward.
+        Notes the type of the logits for the next call, which holds logits of this type during its forward.
         """
         batch_with_media = self.layout.with_media(batch)  # some models need an image in every batch
         inputs = {key: value for key, value in batch_with_media.items() if key in self._forward_parameters}
