@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Computes how large a run's microbatches may be and how much faster it gets. It needs no GPU.
+"""Computes how large a run's microbatches may be, and how much faster than stock Composer it gets. Needs no GPU.
 
     python -m composer_tokacc.size yamls/digits.yaml [num_ranks=8] [device_memory_gib=80] [key=value ...]
 
@@ -11,10 +11,12 @@ own model without allocating its memory. Prints a table, YAML lines to paste, an
 
     lengths=table.csv       instead of the data: a line for each sample, with a column `tokens` and perhaps
                             `image_tokens`, `loss_tokens` and `vision_patches`
-    lengths.mean=150        instead of a table: lognormal lengths of the text, with `lengths.variation=0.7` (deviation
-                            over mean), and `lengths.image_tokens=576` for a share `lengths.with_images=0.8` of samples
+    lengths.mean=150        instead of a table: lognormal lengths of the text with this mean
+    lengths.variation=0.7   their deviation over their mean (default: 0.7)
+    lengths.image_tokens=64 tokens of the images of a sample that has images (default: 0)
+    lengths.with_images=0.8 share of the samples that have images (default: 1)
     num_ranks=8             ranks of the run (default: 1)
-    device_memory_gib=80    memory of a device (default: that of this machine)
+    device_memory_gib=80    memory of a device (default: that of this machine; must be given if it has no GPU)
     safety=0.92             share of this memory that the plan may use (default: 0.92)
     time_steps=true         times a few real steps on this machine. Then the report has seconds, and its YAML lines have
                             the cost of a microbatch on this machine (`microbatching.cost`)
@@ -71,7 +73,7 @@ microbatch."""
 
 @dataclass(kw_only=True)
 class SizeOptions:
-    """The program's own keys; see the module's docstring."""
+    """The program's own keys; see the module's docstring. For ``device_memory_gib`` see ``main``."""
 
     num_ranks: Count = 1
     safety: Annotated[float, Field(gt=0, le=1)] = 0.92
@@ -92,13 +94,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     overrides = [re.sub(r'^device_memory_gib\b', 'microbatching.device_memory_gib', text) for text in overrides]
     try:
         options, config_overrides = read_options(SizeOptions, overrides)
-        # `lengths=` without a value reads as None, as if it were absent. Then the program would measure the data.
+        # The argument `lengths=`, without a value, reads as None. Then the program would measure the data.
         if options.lengths is None and 'lengths=' in overrides:
             raise ConfigError('lengths', 'must be a CSV file, or figures such as lengths.mean=150, got: nothing')
     except ConfigError as error:
         return refuse(error)
     if options.lengths is not None:
-        # The config requires a path, although the data are not read. A path that the user gives replaces this one.
+        # The config requires a path, although the data are not read. This one replaces that of the file, which may be
+        # still to be given. A path on the command line comes later, and so replaces this one.
         config_overrides.insert(0, 'dataset.path=lengths')
     return run_program(partial(_report, options), parsed.config, config_overrides, num_ranks=options.num_ranks)
 
@@ -179,8 +182,8 @@ def time_steps(
         size: Size of a microbatch, in rows of ``slot_tokens``.
         slot_tokens: Width of such a row in tokens.
         num_steps: Steps to train.
-        width_multiple: Widths are rounded up to a multiple of this number. With ``slot_tokens`` every row gets the full
-            width. None: the number of the config.
+        width_multiple: Widths are rounded up to a multiple of this number. If it is equal to ``slot_tokens``, every row
+            gets the full width. None: the number of the config.
     """
     microbatching = replace(
         config.microbatching,

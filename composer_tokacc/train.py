@@ -74,12 +74,12 @@ def run(config: TrainConfig) -> None:
 
 
 def _folders_of_run(config: TrainConfig) -> dict[str, Path | None]:
-    """Returns the folders that a run writes into, by their keys in the config."""
+    """Returns the folders that a run writes into, by their keys in the config. None: nothing to lock."""
     run_name = run_name_of(config.trainer)
     report_folder = None
-    # Without a name Composer will generate one, so that no other run has the same folder.
+    # If the folder has the name of the run in it, but the run has none yet, Composer will generate a unique one.
     if run_name is not None or '{run_name}' not in config.report['folder']:
-        report_folder = result_folder(config, str(run_name))
+        report_folder = result_folder(config, run_name or '')
     return {'trainer.save_folder': checkpoint_folder(config.trainer), 'report.folder': report_folder}
 
 
@@ -88,7 +88,7 @@ class _DryRunEnd(Exception):
 
 
 class _StopBeforeStep(Callback):
-    """Ends a dry run right before the first step, after the first-batch check and the rehearsal (``BATCH_START``)."""
+    """Ends a dry run before the first step. First-batch check and rehearsal come earlier, in ``BATCH_START``."""
 
     def before_train_batch(self, state: State, logger: Logger) -> None:
         raise _DryRunEnd
@@ -96,7 +96,7 @@ class _StopBeforeStep(Callback):
 
 def _dry_run(config: TrainConfig) -> None:
     """Does everything but training, and writes only caches. Rehearses even if the config switches that off."""
-    # So the Trainer writes neither checkpoints nor logs.
+    # Without these keys the Trainer writes neither checkpoints nor logs.
     trainer_arguments = without(config.trainer, 'save_folder', 'autoresume', 'loggers')
     microbatching = replace(config.microbatching, rehearse='heaviest')
     config = replace(config, trainer=trainer_arguments, microbatching=microbatching)
@@ -125,7 +125,7 @@ def _train(config: TrainConfig) -> None:
     answers = answers_of(config, parts)
     if answers is not None:
         trainer.state.callbacks.append(answers)
-    # Above 0 if the run was resumed. The result has it as `first_step`.
+    # Above 0 if the run was resumed. `first_step` in the result counts from 0, so it is the same number.
     finished_steps = int(trainer.state.timestamp.batch.value)
     started = time.monotonic()
     if not _has_ended(trainer):
@@ -145,7 +145,7 @@ def _train(config: TrainConfig) -> None:
         last_answers = []
         if answers is not None:
             last_answers = answers.last
-        # The export and the function under `report.name` see the weights that were evaluated.
+        # The export and the user's function (`report.name`) see the weights that were evaluated.
         with ExitStack() as stack:
             if not config.is_sharded:  # rank 0 cannot use a sharded model alone
                 stack.enter_context(evaluated_weights(trainer.state, trainer.logger))
@@ -174,7 +174,7 @@ def _build(
 
 
 def _has_ended(trainer: Trainer) -> bool:
-    """Returns whether no step of a resumed run is left. Composer's ``fit`` would raise an error."""
+    """Returns whether no step of a resumed run is left. Then Composer's ``fit`` would raise an error."""
     duration = trainer.state.max_duration
     elapsed = trainer.state.timestamp
     return duration is not None and elapsed.get(duration.unit) >= duration

@@ -16,7 +16,7 @@ from torch.utils.data import ConcatDataset, Dataset
 
 from composer_tokacc import look
 from composer_tokacc.look import choose_samples, described, main
-from composer_tokacc.programs.process import prepare
+from composer_tokacc.programs.process import command_line, prepare
 from examples.digits import DigitsDataset, build_digits_processor
 from tests.support.programs import DIGITS
 
@@ -87,6 +87,13 @@ def test_unprintable_letters_are_escaped(monkeypatch, tmp_path):
         gc.enable()
         print('ä → \udce9')
     assert path.read_bytes() == b'\xe4 \\u2192 \\udce9\n'
+
+
+def test_command_line_without_docstring():
+    """``python -OO`` drops the docstring of the program."""
+    parsed, overrides = command_line(None).parse_known_args(['run.yaml', 'seed=1'])
+    assert parsed.config == 'run.yaml'
+    assert overrides == ['seed=1']
 
 
 class SamplesWithMedia(Dataset):

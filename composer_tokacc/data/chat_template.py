@@ -32,10 +32,9 @@ MARKER = '\ue000{}\ue001'
 characters around them are private-use ones of Unicode. Texts do not use them, and templates do not strip them."""
 
 PRINTED_PART = re.compile(r"""['"]text['"]: ['"]q""")
-"""Finds the printed text part of :func:`example_conversation`, such as ``'text': 'q'``.
+"""Finds the text part of the question in :func:`example_conversation`, printed as Python or JSON does: ``'text': 'q'``.
 
-A template that expects a string may print a list of parts as Python or JSON does, instead of writing only the text.
-``q`` is the text of the example's question.
+A template that expects a string may print a list of parts like this, instead of writing only the text.
 """
 
 log = logging.getLogger(__name__)
@@ -53,7 +52,7 @@ class Rendered(NamedTuple):
 
     text: str
     """The text that the template writes, plus the ending tokens that :class:`ChatTemplate` adds to answers without
-    one."""
+    one. White space after such answers may be left out."""
     answers: list[AnswerSpan]
     """The answers that carry loss."""
 
@@ -110,7 +109,7 @@ class ChatTemplate:
         """The texts that may end an answer, see `_find_endings`."""
         self.end_token = self._endings[0]
         """The ending token: it is added to answers that the template leaves open. Several tokens in Aya Vision."""
-        # Only the first token, because the tokens after it begin the answer's turn.
+        # Of the text after a question only the first token, which may end the question. The next ones begin a turn.
         after_questions = _first_tokens(example.after_question, added_tokens)[:1]
         control_tokens = [*after_questions, *_first_tokens(example.before, added_tokens)]
         for ending in self._endings:
@@ -118,14 +117,14 @@ class ChatTemplate:
             control_tokens += _first_tokens(ending, added_tokens) or [ending]
         self.control_tokens = set(control_tokens)
         """The tokens that end answers, end questions and begin a conversation. `ControlTokenPolicy` looks for them in
-        the texts of a dataset. By itself it finds only special tokens, and these tokens may not be special."""
+        the texts of a dataset, also if they are no special tokens."""
         has_ending = example.after_answer.lstrip().startswith(self._endings)
         last_has_ending = example.after_last.lstrip().startswith(self._endings)
         if add_end_token and not (has_ending and last_has_ending):
             _warn_of_added_token(self.end_token)
 
     def render(self, messages: Sequence[Message]) -> Rendered:
-        """Renders a conversation and finds the answers that carry loss.
+        """Renders a conversation and finds the answers that carry loss. Each answer must have a text part.
 
         Nearly all templates write answers as they are. Some change them: templates of reasoning models drop the
         thoughts of earlier answers. So three ways are tried in this order:
@@ -155,11 +154,11 @@ class ChatTemplate:
         answer_indices = _indices_of_answers(messages)
         learned_indices = [index for index in answer_indices if _carries_loss(messages[index])]
         rendered = self._render_around_markers(messages, answer_indices, text)
-        # An answer without loss may be changed by the template, because the model only reads it.
+        # Way 2. An answer without loss may be changed by the template, because the model only reads it.
         if rendered is None and learned_indices != answer_indices:
             rendered = self._render_around_markers(messages, learned_indices, text)
-        # Templates of reasoning models write an empty thought before a marker, because a marker has none. The real
-        # answer brings its own thought, so it does not fit between the texts around the marker.
+        # Way 3. Templates of reasoning models write an empty thought before a marker, because a marker has none. The
+        # real answer brings its own thought, so it does not fit between the texts around the marker.
         last_index = len(messages) - 1
         if rendered is None and last_index in learned_indices:
             earlier = self._render_around_markers(messages, learned_indices[:-1], text)
@@ -330,8 +329,7 @@ class ChatTemplate:
             text_after = text_after_prompt.removeprefix(reply)  # the white space that `rstrip` has removed
         elif self._adds_end_token:
             reply += self.end_token
-        # In `earlier.text`, the part before the reply may have more ending tokens than `prompt`. The part after it is
-        # the same.
+        # Before the reply, `earlier.text` may have more ending tokens than `text`. From the reply on it is the same.
         prompt_with_endings = earlier.text.removesuffix(text_after_prompt)
         start = len(prompt_with_endings)
         span = AnswerSpan(start, start + len(reply))
@@ -340,8 +338,8 @@ class ChatTemplate:
     def _check_all_written(self, messages: Sequence[Message], text: str) -> None:
         """Raises ValueError if a turn is left out. Templates silently drop turns of roles that they do not know."""
         for message in messages:
-            # Answers are not checked here. `render` has compared those that carry loss, and the template may change the
-            # others.
+            # Not answers: `render` has compared those that carry loss, and the template may change the others. The
+            # markers below show that none is left out.
             if message['role'] != 'assistant':
                 _check_written(message, text)
         # This is not enough, because the text of a dropped turn may also stand in another turn. A marker cannot. So the
@@ -444,7 +442,7 @@ def _find_endings(example: _TextsOfExample, tokenizer: Any, tokens: set[str]) ->
 
     Each is a token, or several without space between them (Aya Vision). Most templates have one ending. gpt-oss has
     two: it ends the last answer with ``<|return|>``, and earlier answers and questions with ``<|end|>``. If the
-    template ends no answer, the ending is the tokenizer's ``eos_token``.
+    template does not end the last answer, the only ending is the tokenizer's ``eos_token``.
 
     The endings are found by comparing the texts after answers with each other, and with the texts before and after a
     question. An example with a template that writes a generation prompt after every conversation::
@@ -466,10 +464,10 @@ def _find_endings(example: _TextsOfExample, tokenizer: Any, tokens: set[str]) ->
     tokens_after_answer = _first_tokens(example.after_answer, tokens)
     after_questions = _first_tokens(example.after_question, tokens)[:1]
     before_questions = _first_tokens(example.before, tokens)
-    # Some templates write a generation prompt after every conversation, even if none is asked for (the first one of
-    # Llama 3). The same prompt stands after a question. An ending may stand before it: that of the answer in
-    # `after_last`, that of the question in `after_question`. So if one of the two texts ends with the other, the
-    # shorter one is taken as the prompt. It includes the ending if both have the same.
+    # Some templates write a generation prompt after every conversation, even if none is asked for (Llama 3's first
+    # template). Then `after_last` and `after_question` both end with the prompt, and either may have an ending before
+    # it. So if one of them ends with the other, the shorter one is taken as the prompt. It includes the ending if both
+    # have the same.
     texts = [example.after_last.rstrip(), example.after_question.rstrip()]
     shorter_text, longer_text = sorted(texts, key=len)
     begins_prompt = []
@@ -481,10 +479,9 @@ def _find_endings(example: _TextsOfExample, tokenizer: Any, tokens: set[str]) ->
     for token_after_last, token_after_answer in zip(tokens_after_last, tokens_after_answer, strict=False):
         if token_after_last != token_after_answer:
             break
-        # But if there is a prompt, both texts may also have a token that begins every turn: in one it begins the
-        # prompt, and in the other the next question. It comes after the ending, or first if answers have no ending.
-        # Otherwise a first token is an ending, even if it also stands before the first question (after the empty system
-        # turn of EXAONE 4).
+        # A token that also stands before a question begins the next turn, if it comes after an ending or begins the
+        # prompt. Otherwise it is an ending: EXAONE 4 writes an empty system turn, with an ending, before the first
+        # question.
         if token_after_last in before_questions and (shared or token_after_last in begins_prompt):
             break
         shared.append(token_after_last)
@@ -494,7 +491,7 @@ def _find_endings(example: _TextsOfExample, tokenizer: Any, tokens: set[str]) ->
         # The last answer has its own ending. The first token after an earlier answer may end this answer, or begin the
         # next question. It is an ending if it also ends questions, and does not begin them.
         endings = tokens_after_last[:1]
-        for token in tokens_after_answer[:1]:
+        for token in tokens_after_answer[:1]:  # one or none
             if token in after_questions and token not in before_questions:
                 endings.append(token)
         return tuple(endings)
@@ -585,7 +582,7 @@ def _check_written(message: Message, text: str) -> None:
     for part in message['content']:
         if part['type'] != 'text':
             continue
-        part_text = part['text'].strip()
+        part_text = part['text'].strip()  # as some templates do
         # Llama 3.1 and gpt-oss write the results of tools as JSON strings.
         part_text_in_json = json.dumps(part_text, ensure_ascii=False)[1:-1]
         if part_text not in text and part_text_in_json not in text:

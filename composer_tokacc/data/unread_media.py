@@ -5,7 +5,8 @@
 
 A medium is an image, a video or an audio. A key is refused if its value looks like one: a path or URL with the ending
 of a media file, a ``data:`` URI, base64 of such a file, bytes, or lists and objects of those. A key whose name says
-"image", "video", "audio" or "media" is refused as well. :func:`check_unread_keys` names two exceptions.
+"image", "video", "audio" or "media" is refused as well, unless its value is a sentence, a count, a flag or empty.
+:func:`check_unread_keys` names two exceptions for both.
 """
 
 from __future__ import annotations
@@ -58,11 +59,11 @@ _ANNOUNCING_KEY = re.compile(
 )
 """Names of keys that announce a medium, such as ``img_paths_2``: a word for a medium, which may have a suffix, an ``s``
 and a number."""
-_ID_KEY = re.compile(r'.*ids?')
-"""Keys whose number is the id of a medium, such as ``image_id``. Under other keys a number is a count."""
+_ID_KEY = re.compile(r'.*ids?(?:_?\d+)?')
+"""Keys whose number is the id of a medium, such as ``image_id_2``. Under other keys a number is a count."""
 NO_COLUMN = ' (named by no column)'
-"""The end of a key. :class:`.DatasetEntry` adds it to a key whose name announces a medium, if the entry names no
-column of media. The longer name announces nothing, so the key is refused only if its value looks like a medium."""
+"""A suffix. :class:`.DatasetEntry` adds it to a key whose name announces a medium, if it has no column of media. With
+the suffix a name announces nothing, so the key is refused only if its value looks like a medium."""
 
 
 class MediaSign(NamedTuple):
@@ -73,7 +74,7 @@ class MediaSign(NamedTuple):
     file_name: str = ''
     """Name of the file without folders. '' if the sign has no file name: it matches no medium that is read."""
     may_be_source: bool = False
-    """Whether the key perhaps only tells where a medium came from that is read under another key. That may be so if the
+    """Whether the key may only tell where a medium came from, while another key holds the medium. That may be so if the
     value is a URL of a network, or if only the name of the key is a sign."""
 
 
@@ -154,6 +155,7 @@ def _signs_in_key(key: str, value: object) -> Iterator[MediaSign]:
     match = _ANNOUNCING_KEY.fullmatch(key.lower())
     if match is None:
         return
+    # A path may have spaces, too. If it is that of a media file, `_signs_in_text` yields a sign.
     is_sentence_or_space = isinstance(value, str) and len(value.split()) != 1
     is_count = isinstance(value, int) and not _ID_KEY.fullmatch(key.lower())
     is_flag_or_fraction = isinstance(value, bool | float)
@@ -175,6 +177,7 @@ def _refusal(key: str, value: object, modality: str) -> str:
         f'`{key[:60]}` looks like an image, a video or an audio, but this key is not read, got: {short_repr(value)}'
     )
     if key.endswith(NO_COLUMN):
+        # An entry that names any column has no default columns, so it must name all.
         return (
             f'{problem}. Name it in `columns` of `dataset_info.json` as `{key_to_use}`, beside all other columns that '
             f'are read, or write `"{key_to_use}": null` there, which ignores such keys'

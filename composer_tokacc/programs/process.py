@@ -3,7 +3,8 @@
 
 """Settings of a program's process: garbage collection, signals, limits, warnings, stdout. No other module changes them.
 
-Imports torch and other heavy packages inside the functions that need them, so that ``--help`` appears at once.
+Also parses the command line and prints progress lines. Imports torch and other heavy packages inside the functions
+that need them, so that ``--help`` appears at once.
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ HARMLESS_WARNINGS = (
     'No device id is provided via `init_process_group`',  # torch's barrier() chooses a device; each rank has only one
     'using the device under current context',  # the same warning in newer releases
     '`is_gradient_checkpointing` is deprecated',  # peft with Transformers 5
-    'resource_tracker: There appear to be',  # shared memory of loader processes, freed with the process
 )
 """Words in warnings that Composer, torch and other hosts give in a healthy run. The user can do nothing about them."""
 
@@ -59,10 +59,11 @@ def command_line(description: str | None) -> argparse.ArgumentParser:
     """Returns a parser whose ``parse_known_args()`` returns the YAML file as ``config``, and the overrides as the rest.
 
     Args:
-        description: The program's docstring. Its line with the command is the usage.
+        description: The program's docstring. Its line with the command is the usage. None (``python -OO``): argparse
+            writes the usage.
     """
     lines = (description or '').splitlines()
-    usage = next(line.strip() for line in lines if '-m composer_tokacc.' in line)
+    usage = next((line.strip() for line in lines if '-m composer_tokacc.' in line), None)
     parser = argparse.ArgumentParser(
         usage=usage, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -88,18 +89,18 @@ def while_somebody_reads() -> Iterator[None]:
 
 
 def keep_what_is_loaded() -> None:
-    """Switches garbage collection on again. From now on it skips all objects that exist already.
+    """Switches garbage collection on again if prepare() has switched it off. It then skips all present objects.
 
     They belong to modules, which are never garbage. At exit nothing is collected at all, because Python would look
     through all objects of Composer and Transformers several times. This takes 8 seconds, with nothing on the screen.
     """
-    if not gc.isenabled():  # prepare() has switched it off
+    if not gc.isenabled():
         gc.freeze()  # collections skip all present objects from now on
         gc.enable()
     atexit.register(gc.freeze)
 
 
-def let_children_die() -> None:
+def ignore_dead_children() -> None:
     """Removes torch's handler of SIGCHLD, so that the error of a killed loader process can be reported.
 
     The handler raises an error whenever a loader process dies, at any line of this process: also while the first error
@@ -115,7 +116,7 @@ def allow_open_files() -> None:
 
 
 def share_cores(num_processes: int) -> None:
-    """Limits torch's threads to this process's share of the cores.
+    """Limits torch's threads to this process's share of the cores, unless the user has set ``OMP_NUM_THREADS``.
 
     By default each rank would start a thread on every core of the node.
 

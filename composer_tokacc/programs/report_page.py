@@ -20,8 +20,8 @@ from composer_tokacc.programs.answers import Answer
 from composer_tokacc.programs.metrics_file import Series, finite_part, select
 
 MOST_POINTS = 400
-"""Most points of a curve. The steps are divided into at most half as many ranges. The lowest and the highest value of
-each range are drawn, so no spike is lost. The first and the last value are drawn, too."""
+"""Most points of a curve. Its values are divided into ranges, and the lowest and the highest of each range are drawn,
+so no spike is lost. The first and the last value are drawn, too."""
 
 PANELS = (
     ('Loss', ('loss/train/total', 'token_accumulation/token_mean_loss')),
@@ -36,7 +36,7 @@ PANELS = (
     ('Peak memory, GiB', ('token_monitor/peak_memory_gib',)),
     ('Evaluation', ('metrics/eval/*',)),
 )
-"""Title of each chart, and the metrics in it."""
+"""Title of each chart, and the metrics in it. `*` stands for any name."""
 
 
 # A chart is 640 x 200 pixels. Its curves keep 46 pixels to the left and to the right, 10 above and 20 below. At most 12
@@ -55,7 +55,7 @@ figure { display: inline-block; margin: .6em 0 } figcaption { font-weight: bold 
 </style>
 <h1>{{ title }}</h1>
 <table>
-{% for name, figure in lines %}<tr><th>{{ name }}</th><td>{{ figure }}</td></tr>
+{% for name, value in lines %}<tr><th>{{ name }}</th><td>{{ value }}</td></tr>
 {% endfor %}</table>
 {% set colors = ['#2a78b5', '#c0392b', '#1f9d6b', '#8e5ea2', '#d98c1f', '#5f6b7a'] %}
 {% for chart in charts %}
@@ -107,13 +107,14 @@ def write_page(
     metrics: Mapping[str, Series],
     answers: Sequence[Answer] = (),
 ) -> None:
-    """Writes the page: the summary, a chart for each of ``PANELS`` that was logged, ``result.png`` and the answers.
+    """Writes the page: the summary, a chart for each of ``PANELS`` with a finite value, ``result.png`` and the answers.
 
     Args:
-        path: The file of the page. The function under ``report.name`` may have put a ``result.png`` next to it.
+        path: The file of the page. The user's function, which ``report.name`` names, may have put a ``result.png`` next
+            to it.
         title: The name of the run.
-        lines: The summary, as pairs of a description and a figure.
-        metrics: Everything that was logged.
+        lines: The summary, as pairs of a description and a value.
+        metrics: Everything that was logged: the steps and the values of each metric.
         answers: The model's answers in the last evaluation.
     """
     charts = []
@@ -121,7 +122,8 @@ def write_page(
         curves: dict[str, Series] = {}
         for pattern in patterns:
             for name, series in select(metrics, pattern).items():
-                if any(map(math.isfinite, series[1])):
+                _, values = series
+                if any(map(math.isfinite, values)):
                     curves[name] = series
         if curves:
             charts.append(_chart(caption, curves))
@@ -151,7 +153,8 @@ def _as_png(image: Image.Image) -> str:
 def _chart(title: str, curves: Mapping[str, Series]) -> dict[str, Any]:
     """Returns a chart for the template: its axes, and the points of its curves, whose coordinates are in [0, 1].
 
-    Values that were not finite are not drawn. Each curve must have at least one finite value.
+    Values that were not finite are not drawn, but the axis includes their steps. Each curve must have at least one
+    finite value.
     """
     all_steps = np.concatenate([steps for steps, _ in curves.values()])
     all_values = np.concatenate([finite_part(series)[1] for series in curves.values()])
@@ -168,8 +171,9 @@ def _chart(title: str, curves: Mapping[str, Series]) -> dict[str, Any]:
             across = (steps[place] - first_step) / max(last_step - first_step, 1)
             up = (values[place] - low) / ((high - low) or 1)
             points.append((across, up))
-        # The figure below the chart is NaN if the last value was not finite.
-        drawn_curves.append({'name': name, 'points': points, 'last': series[1][-1]})
+        # The number below the chart is NaN if the last value was not finite, see `Series`.
+        _, logged_values = series
+        drawn_curves.append({'name': name, 'points': points, 'last': logged_values[-1]})
     return {
         'title': title,
         'curves': drawn_curves,
@@ -181,12 +185,12 @@ def _chart(title: str, curves: Mapping[str, Series]) -> dict[str, Any]:
 
 
 def _drawn_places(curve: Sequence[float]) -> list[int]:
-    """Returns the places of the lowest and the highest value of each range of steps, and the first and the last place.
+    """Returns the places of the lowest and the highest value of each range of values, and the first and the last place.
 
     So a long curve has few points, and no spike is lost.
     """
     values = np.asarray(curve)
-    num_ranges = min(len(values), MOST_POINTS // 2 - 1)
+    num_ranges = min(len(values), MOST_POINTS // 2 - 1)  # two points for each range, and the first and the last value
     drawn = {0, len(values) - 1}
     for places in np.array_split(np.arange(len(values)), num_ranges):
         values_of_range = values[places]

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from composer_tokacc.programs.config_checks import check_config, check_folders
 from composer_tokacc.programs.errors import ConfigError, building, is_of_host, refuse
 from composer_tokacc.programs.machine_faults import fault_of_machine, has_lost_rank
-from composer_tokacc.programs.process import keep_what_is_loaded, let_children_die
+from composer_tokacc.programs.process import ignore_dead_children, keep_what_is_loaded
 from composer_tokacc.programs.schema import TrainConfig, load_config
 from composer_tokacc.refusals import RefusalError
 
@@ -33,9 +33,9 @@ def run_program(
     """Runs a program on a YAML file and returns its exit status.
 
     After a mistake of the user, a fault of the machine or an error of a host (Composer, torch, see ``errors.HOSTS``),
-    it prints one line and returns 2. If all ranks raise the same mistake, only the first rank of each node prints the
-    line and returns 2, and the others return 0. A bug of this package and an error of the user's own code are raised.
-    At the log level debug the traceback of every error is printed.
+    it prints one line and returns 2. If the mistake is found before the program begins, and so on all ranks, only the
+    first rank of each node does so, and the others return 0, see :func:`.refuse`. A bug of this package and an error of
+    the user's own code are raised. At the log level debug the traceback of every error is printed.
 
     Args:
         program: Takes the config and returns the status, None for 0.
@@ -58,7 +58,7 @@ def run_program(
         is_checked = True
         return program(config) or 0
     except (Exception, CheckpointException) as error:  # CheckpointException is not an Exception
-        let_children_die()  # removes torch's handler of SIGCHLD, which could raise in the lines below
+        ignore_dead_children()  # removes torch's handler of SIGCHLD, which could raise in the lines below
         message = _message_of(error)
         if not message:
             raise
@@ -73,14 +73,14 @@ def run_program(
 
 def _message_of(error: BaseException) -> str:
     """Returns the message for the user; empty for an error that needs its traceback."""
-    # Asked before fault_of_machine(), which would count a refusal as a fault if an OSError is its cause.
+    # Also a ConfigError. Before fault_of_machine(), which would count it as a fault if an OSError is its cause.
     if isinstance(error, RefusalError):
         return str(error)
     fault = fault_of_machine(error)
     if fault:
         return fault
     if isinstance(error, CheckpointException):
-        failure, _ = next(iter(error.failures.values()))  # the error of one rank; the text has whole tracebacks
+        failure, _ = next(iter(error.failures.values()))  # of one rank, because str(error) has the tracebacks of all
         return (
             f'a sharded checkpoint must be written and read as a whole, got: {type(failure).__name__}: {failure}. If '
             'it was read, name another one in `trainer.load_path`; if it was written, look at the disk of '

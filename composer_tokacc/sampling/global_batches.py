@@ -27,7 +27,7 @@ Stages = Sequence[tuple[int | str, int]]
 """Start and size of each stage of a schedule. A start is a step, or a text: ``'1000ba'`` or ``'5000000tok'``."""
 
 _START = re.compile(r'(\d+(?:_\d+)*)(ba|tok)?')
-"""A start as text: its number and its unit. Without a unit it is a step."""
+"""A start as text: its number, such as ``5000`` or ``5_000``, and its unit. Without a unit it is a step."""
 
 
 @dataclass(frozen=True)
@@ -39,15 +39,15 @@ class BatchSchedule:
     """
 
     unit: str
-    """The unit of `starts`: optimizer steps ('ba') or trained tokens ('tok')."""
+    """The unit of `starts`: optimizer steps ('ba') or trained tokens ('tok'). All tokens count, also without loss."""
     starts: list[int]
     """Where each stage starts: 0 for the first one, and rising."""
     sizes: list[int]
-    """Samples of a global batch in each stage."""
+    """Number of samples of a global batch in each stage."""
 
     @classmethod
     def from_stages(cls, stages: int | Stages) -> BatchSchedule:
-        """Returns the schedule of a size, or of a list of (start, size). Raises ValueError if the list is malformed."""
+        """Returns the schedule of a size, or of a list of (start, size). Raises ValueError if these are malformed."""
         if not isinstance(stages, Sequence):
             stages = [(0, stages)]
         starts: list[int] = []
@@ -86,7 +86,7 @@ class BatchSchedule:
         """Cuts an epoch into global batches. Returns them, and ``trained`` after the epoch.
 
         Args:
-            order: Samples of the epoch.
+            order: Indices of the samples, in the order of the epoch.
             lengths: Tokens of each sample of the dataset.
             trained: Steps or tokens that the run has trained before the epoch.
             drop_last: Whether samples that do not fill the last global batch are left out.
@@ -129,17 +129,17 @@ class GlobalBatches:
 
     Args:
         lengths: Tokens of each sample, int64 (n,).
-        samples: Samples of a global batch, or their schedule.
-        tokens: Instead of `samples`, tokens of a global batch; see :func:`cut_by_tokens`.
+        samples: Number of samples of a global batch, or its schedule.
+        tokens: Instead of `samples`, number of tokens of a global batch; see :func:`cut_by_tokens`.
         seed: Seed of the order. None: samples keep the order of the dataset.
         drop_last: Whether samples that do not fill the last global batch of an epoch are left out. With a mixture and
-            one size of the global batch they begin the next epoch.
+            one size of the global batch they begin the next epoch, which is as long as the others.
         mixture: Shares of several datasets, whose sizes add up to `n`. The sampler checks that.
-        media: Modality of each sample, int64 (n,), for global batches of one modality each. Only used with a mixture.
+        media: Modality of each sample, int64 (n,), for global batches of one modality each. Only given with a mixture.
 
     Raises:
-        ValueError: If the first epoch cannot fill a global batch with `drop_last`, a sample has more than `tokens`
-            tokens, or two arguments exclude each other.
+        ValueError: If `samples` is malformed, the first epoch cannot fill a global batch with `drop_last`, a sample has
+            more than `tokens` tokens, or two arguments exclude each other.
     """
 
     def __init__(
@@ -162,11 +162,11 @@ class GlobalBatches:
         self._seed = seed
         self._drop_last = drop_last
         self._mixture = mixture
-        self.media = media
+        self.media = media  # the sampler reads it
         self._tokens = 0
-        """Tokens of a global batch. Only used without a schedule."""
+        """Number of tokens of a global batch. 0: it is cut by samples."""
         self._schedule: BatchSchedule | None = None
-        """Samples of a global batch. None: it is cut by tokens."""
+        """Number of samples of a global batch. None: it is cut by tokens."""
         if samples is not None:
             self._schedule = BatchSchedule.from_stages(samples)
         if tokens is not None:
@@ -174,7 +174,7 @@ class GlobalBatches:
             self._tokens = int(tokens)
             # A longer sample could leave a global batch without samples, see `cut_by_tokens`.
             check_cap('global_batch_tokens', self._tokens, lengths)
-        # The order of each modality is cut by itself, but a schedule counts the steps of all modalities.
+        # The order of each modality is cut by itself, but the stages of a schedule count the steps of all modalities.
         if media is not None and len(self.sizes) > 1:
             raise InvalidInputError(
                 "`global_batch_size` must be one number with modality='per_step', got: a schedule. Leave one of them "
@@ -185,13 +185,13 @@ class GlobalBatches:
         self._kept_batches: list[np.ndarray] = []
         """Global batches of that epoch. Each is a view of the order of the epoch."""
         self._trained_before_epochs = [0]
-        """With a schedule: the steps or tokens trained before each epoch. Epochs are added when they are needed."""
+        """The steps or tokens trained before each epoch, see `_trained_before`. Epochs are added when needed."""
         if drop_last:
             self._check_epoch_fills_a_batch()
 
     @property
     def sizes(self) -> list[int]:
-        """Samples of a global batch in each stage of the run; with `tokens` the mean number, rounded up."""
+        """Number of samples of a global batch in each stage of the run; with `tokens` the mean, rounded up."""
         if self._schedule is not None:
             return self._schedule.sizes
         return [mean_samples(self._lengths, self._tokens)]
@@ -230,8 +230,8 @@ class GlobalBatches:
                 stages.append([f'{start}{schedule.unit}', size])
             identity['global_batch_size'] = stages
         if schedule is None or schedule.unit == 'tok':
-            # The lengths decide where a global batch, or a stage, ends. This is not `extended_checksum`, which is
-            # shorter, because saved states hold the full CRC-32.
+            # The lengths decide where a global batch, or a stage, ends. Unlike `checksum_of_media`, which came later,
+            # this is the full CRC-32, because saved states hold it.
             identity['checksum_of_lengths'] = zlib.crc32(self._lengths.tobytes())
         return identity
 
@@ -255,7 +255,7 @@ class GlobalBatches:
         """Returns the order of the samples of an epoch, or one order for each modality."""
         if self._mixture is not None:
             # With `drop_last` and one size, the samples that do not fill the last global batch begin the next epoch.
-            # With a schedule or by tokens they are dropped, because their number is only known after the cut.
+            # With several sizes or by tokens they are dropped, because their number is only known after the cut.
             full_batch_size = None
             if self._drop_last and self._schedule is not None and len(self.sizes) == 1:
                 full_batch_size = self.sizes[0]
@@ -363,9 +363,9 @@ def cut_by_tokens(
     up, and the number of global batches depends on the order.
 
     Args:
-        order: Samples of the epoch, each with at most `tokens` tokens.
+        order: Indices of the samples in the order of the epoch, each with at most `tokens` tokens.
         lengths: Tokens of each sample of the dataset.
-        tokens: Tokens of a global batch.
+        tokens: Number of tokens of a global batch.
         drop_last: Whether samples that do not fill the last global batch are left out.
     """
     tokens_so_far = np.cumsum(lengths[order])

@@ -30,11 +30,11 @@ ranks."""
 
 @dataclass(frozen=True, kw_only=True)
 class StepFigures:
-    """Figures of a step, as means over the simulated steps."""
+    """Means over the simulated steps. Only ``padding_ratio`` is one ratio for all steps together."""
 
     cost: float
-    """Time of the step in units of the cost model: the cost of the slowest rank. Under FSDP ranks wait for each other
-    in every step slot (what all ranks compute at the same time), so it is a sum over the slots, see
+    """Time of the step in units of :class:`.CostModel`: the cost of the slowest rank. Under FSDP ranks wait for each
+    other in every step slot (the k-th microbatch of each rank), so it is a sum over the slots, see
     ``_time_in_slots``."""
     padding_ratio: float
     """Share of the computed positions that hold no token of the batch: padding and dummy rows."""
@@ -89,9 +89,9 @@ def simulate_steps(
         method: ``'stock'``, ``'split'`` or ``'planned'``.
         num_ranks: Number of ranks. Rank r has samples r, r + num_ranks, ... of a batch, unless batches are planned.
         microbatch_rows: Rows of a microbatch of stock Composer. Only for ``'stock'``.
-        options: How the run cuts, its ``max_tokens`` included. ``packing`` is True or False.
-        price: Cost model that gives the cost of a microbatch in the result. The run cuts by ``options.cost``, which may
-            be another one.
+        options: How the run cuts, its ``max_tokens`` included. Its ``packing`` must be True or False, not ``'auto'``.
+        price: Cost model that gives the cost of a microbatch in the result, perhaps a measured one. The run cuts by
+            ``options.cost``.
     """
     vision_costs = price.vision(table.image_tokens, table.vision_patches)
     step_costs = []
@@ -103,12 +103,13 @@ def simulate_steps(
         num_tokens += int(table.tokens[batch].sum())
         ranks = _microbatches_of_ranks(table, batch, method, num_ranks, microbatch_rows, options)
         costs_of_ranks = []
+        loads = []
         for microbatches in ranks:
             costs_of_rank = []
             for samples, width in microbatches:
                 if width is None:
                     widths = table.tokens[samples]
-                    text_cost = price.packed(widths.tolist())
+                    text_cost = price.packed(widths.tolist())  # includes `launch`
                 else:
                     widths = np.full(len(samples), width)
                     text_cost = float(price.rows(widths).sum()) + price.launch
@@ -116,7 +117,7 @@ def simulate_steps(
                 costs_of_rank.append((vision_cost, text_cost))
                 num_positions += int(widths.sum())
             costs_of_ranks.append(costs_of_rank)
-        loads = [sum(map(sum, costs_of_rank)) for costs_of_rank in costs_of_ranks]
+            loads.append(sum(vision_cost + text_cost for vision_cost, text_cost in costs_of_rank))
         step_cost = max(loads)
         if options.objective == 'fsdp':
             step_cost = _time_in_slots(costs_of_ranks)
@@ -178,12 +179,14 @@ def _planned_microbatches(
     planned: Sequence[Microbatch],
     options: CutOptions,
 ) -> list[_ComputedMicrobatch]:
-    """Returns the microbatches of one rank by its part of a plan."""
+    """Returns the microbatches of one rank by its part of a plan.
+
+    In the plan a dummy takes the place of a missing microbatch. If rows are packed, only a rank without samples has it.
+    """
     if options.packing is True:
         # The plan only decides which samples the rank reads. Then the rank packs them itself.
-        assignment = RankAssignment.from_plan(planned, batch)
-        return _cut_by_split(table, np.array(list(assignment)), options)
-    # These include dummies, which the plan gives to ranks without samples. _add_dummy_rows() may add more.
+        samples_read = list(RankAssignment.from_plan(planned, batch))
+        return _cut_by_split(table, np.array(samples_read), options)
     microbatches = []
     for microbatch in planned:
         samples = batch[list(microbatch.indices)]
@@ -227,7 +230,7 @@ def _cut_by_split(
 ) -> list[_ComputedMicrobatch]:
     """Returns the microbatches that the split makes of the samples of one rank."""
     lengths = table.tokens[samples]
-    widest = int(lengths.max())  # the width of the device batch. A microbatch is never rounded up beyond it
+    widest = int(lengths.max())  # the width of the device batch
     groups = cut_rows(
         lengths,
         options,
@@ -235,6 +238,7 @@ def _cut_by_split(
         loss_tokens=table.loss_tokens_of(samples),
         max_width=widest,
     )
+    # As in cut_rows(), a width is rounded up neither beyond the device batch nor beyond the token budget.
     padded_lengths = padded_widths(lengths, options.width_multiple, min(widest, options.max_tokens))
     microbatches = []
     for rows in groups:
@@ -251,15 +255,15 @@ def _add_dummy_rows(
     ranks: list[list[_ComputedMicrobatch]],
     options: CutOptions,
 ) -> None:
-    """Adds microbatches of one dummy row to ranks that have fewer than others, if all must have equally many."""
+    """Adds microbatches of one dummy row to those of `ranks` that have fewer than others, if counts must be equal."""
     if options.equal_counts is False or (options.equal_counts == 'auto' and options.objective == 'ddp'):
         return
     # A dummy row is as long as the shortest sample with an image, so that every rank uses the vision encoder. If no
     # sample has one, it is as long as the shortest sample.
     has_no_image = table.image_tokens[batch] == 0
     images_first_then_shortest = np.lexsort((table.tokens[batch], has_no_image))
-    shortest = batch[images_first_then_shortest[:1]]
-    dummy = _ComputedMicrobatch(shortest, int(table.tokens[shortest].max()))
+    shortest = batch[images_first_then_shortest[0]]
+    dummy = _ComputedMicrobatch(np.array([shortest]), int(table.tokens[shortest]))
     most_microbatches = max(map(len, ranks))
     for rank in ranks:
         num_missing = most_microbatches - len(rank)

@@ -63,8 +63,8 @@ TRACED_LOGITS = ('all', 'labels', 'auto')
 """Where logits are computed: see `calibrate_fake`."""
 LABEL_SPACINGS = (4, 16, 1, 32, 2, 8)
 """For logits at labels, each traced microbatch has a label at every n-th position, with another n for each. So the
-number of labels does not grow in proportion to the number of positions. A run may have a label at every position, so
-1 is among the first four: without images only four microbatches are traced."""
+number of labels is not in proportion to the number of positions, and the fit can tell their bytes apart. A run may have
+a label at every position, so 1 is among the first four: without images only four microbatches are traced."""
 
 PHASES = ('forward', 'loss', 'head', 'blocks', 'embedding')
 """The phases of a traced step. They follow each other, and each has a peak:
@@ -82,7 +82,10 @@ MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 class MicrobatchPeaks(NamedTuple):
-    """Bytes that one microbatch takes on top of parameters, gradients, optimizer states and inputs."""
+    """Bytes that one microbatch takes on top of parameters, gradients, optimizer states and inputs.
+
+    The logits of the microbatch before it are included, see ``StepTracer._step``.
+    """
 
     shape: BatchShape
     phases: Mapping[str, Mapping[str, int]]
@@ -117,7 +120,7 @@ class StepTracer:
         # Real inputs are allowed, because a model may compute with a tensor that exists already, such as a constant of
         # its module.
         self._mode = SharedFakeMode(allow_non_fake_inputs=True)
-        with self._mode, let_fake_weights_be_swapped():  # `build` may cast weights
+        with self._mode, let_fake_weights_be_swapped():  # a cast in `build` swaps weights
             self.model: Any = transformers_model(build())
         self.layout = BatchLayout.for_model(self.model)
         self.strategy = strategy
@@ -131,7 +134,8 @@ class StepTracer:
         if logits == 'labels':
             self._selector = LabelSelector(self.model)
         self._tracker = MemoryTracker(self.model, self.vocab_size)
-        # The next microbatch begins with gradients and logits in memory, like all but the first of a run.
+        # The next microbatch is like all of a run except the first: gradients are in memory, and `_step` knows the type
+        # of the logits of the microbatch before it.
         self._step(first_batch)
         self.static = self._count_static(make_optimizer)
         if strategy == 'fsdp' and self._autocast_dtype is not None:
@@ -145,8 +149,8 @@ class StepTracer:
     def measure(self, batch: Batch) -> MicrobatchPeaks | None:
         """Returns the peaks of one microbatch. Gradients were in memory before, so they do not count.
 
-        Returns None if the loss needs no gradient, for example the loss of text if only the projector is trained. Such
-        a microbatch has no backward pass, so nothing can be fitted to it.
+        Returns None if the loss needs no gradient, for example without images if only the projector is trained. Such a
+        microbatch has no backward pass, so nothing can be fitted to it.
         """
         bytes_before = dict(self._tracker.current)
         phases: dict[str, dict[str, int]] = {}
@@ -163,7 +167,8 @@ class StepTracer:
         handles = self._hook_ends_of_phases(end_phase)
         self._tracker.restart_peak()
         has_gradient = self._step(batch)
-        # `embedding`, and phases whose end was not seen: no gradient came, or the model does not name an embedding.
+        # `embedding`, and phases whose end was not seen: no gradient came, or the model does not name an embedding. In
+        # the last case another phase has their peak, and the highest peak is the same.
         for name in PHASES:
             end_phase(name)
         for handle in handles:
@@ -214,7 +219,7 @@ class StepTracer:
         if self._selector is None:
             return batch['input_ids'].numel()
         num_labels = int(loss_mask(batch, 'causal').sum())
-        return num_labels + 1  # one position is added for models that shift labels, see LabelledPositions
+        return num_labels + 1  # LabelSelector adds a position, because causal models shift labels
 
     def count_flops(self, batch: Batch) -> int | None:
         """Returns the floating point operations of a microbatch's matrix products, forward and backward.
@@ -226,7 +231,10 @@ class StepTracer:
         return counter.get_total_flops() if has_gradient else None
 
     def _step(self, batch: Batch, counter: FlopCounterMode | None = None) -> bool:
-        """Runs forward and backward as the Trainer does. Returns whether the loss needs a gradient."""
+        """Runs forward and backward as the Trainer does, and keeps the gradients. Returns whether the loss needs any.
+
+        Notes the type of the logits for the next call, which holds logits of this type during its forward.
+        """
         batch_with_media = self.layout.with_media(batch)  # some models need an image in every batch
         inputs = {key: value for key, value in batch_with_media.items() if key in self._forward_parameters}
         num_logits = self._num_logits(batch)  # before the modes, so that the memory of this count is not tracked
@@ -245,8 +253,8 @@ class StepTracer:
             with torch.autocast('cpu', self._autocast_dtype, enabled=self._autocast_dtype is not None):
                 outputs = self.model(**inputs)
             del last_logits
-            # Not `loss.backward()`. Torch turns CudaAutocast off while it handles a call on a tensor, which here would
-            # be the whole backward pass. A call on an edge of the graph does not pass through CudaAutocast.
+            # Not `loss.backward()`, because torch turns CudaAutocast off while it handles a call on a tensor: here for
+            # the whole backward pass. A call on an edge of the graph leaves it on.
             if outputs.loss.requires_grad:
                 root = torch.autograd.graph.get_gradient_edge(outputs.loss)
                 gradient_of_loss = torch.ones_like(outputs.loss)
@@ -260,7 +268,7 @@ class StepTracer:
     def _tracked(self) -> Iterator[None]:
         """Counts the tensors of the code inside, which computes with fake weights and a real batch.
 
-        Raises ValueError if this code, of the model or of the optimizer, cannot run with fake tensors.
+        Raises ValueError if the code raises a RuntimeError: most likely it cannot run with fake tensors.
         """
         try:
             with RealInputs(self._mode), self._tracker:
@@ -279,12 +287,12 @@ class StepTracer:
         optimizer = make_optimizer(trained)
         for group in optimizer.param_groups:
             # None: torch decides. It takes foreach on GPUs. An optimizer without the option has no such key.
-            torch_decides = group.get('foreach', True) is None
+            torch_decides = 'foreach' in group and group['foreach'] is None
             if self._on_gpu and torch_decides and not group.get('fused'):
                 group['foreach'] = True
         bytes_before = sum(self._tracker.current.values())
         self._tracker.restart_peak()
-        with self._tracked(), OnesForValues():
+        with self._tracked(), OnesForValues():  # an optimizer may read values
             optimizer.step()
         state_bytes = bytes_of_states(optimizer)
         # The peak holds the new states, too.
@@ -293,7 +301,7 @@ class StepTracer:
         return StaticBytes.from_model(
             self.model,
             optimizer=state_bytes,
-            optimizer_step=max(step_bytes, 0),
+            optimizer_step=max(step_bytes, 0),  # below 0 if the states existed before the step
             compute_bytes=compute_dtype.itemsize,
         )
 
@@ -316,7 +324,7 @@ def calibrate_fake(
     Args:
         build: Makes the model on the CPU, in training mode: ``lambda: LlamaForCausalLM(config)``. A Composer
             ``HuggingFaceModel`` is unwrapped.
-        config: The model's Transformers config.
+        config: The model's Transformers config. The microbatches are laid out by it, before there is a model.
         samples: Samples as the processor returns them; see ``probe_batches``.
         width: Tokens of a row in the widest microbatch: about the longest sample of the dataset.
         make_optimizer: Makes the optimizer of the parameters that are trained.
@@ -336,7 +344,7 @@ def calibrate_fake(
     """
     check_choice('logits', logits, TRACED_LOGITS)
     batches = probe_batches(BatchLayout.for_model(config), samples, width)
-    make_step = partial(
+    make_tracer = partial(
         StepTracer,
         build,
         make_optimizer=make_optimizer,
@@ -346,16 +354,16 @@ def calibrate_fake(
     )
     if logits == 'auto':
         try:
-            return _traced_memory(make_step, batches, 'labels', has_mask=has_mask)
+            return _traced_memory(make_tracer, batches, 'labels', has_mask=has_mask)
         # A model that needs all logits fails with one of these errors. The first-batch check catches the same ones.
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
             log.info('Memory is counted with logits of all positions: %s', error)
             logits = 'all'
-    return _traced_memory(make_step, batches, logits, has_mask=has_mask)
+    return _traced_memory(make_tracer, batches, logits, has_mask=has_mask)
 
 
 def _traced_memory(
-    make_step: Callable[..., StepTracer],
+    make_tracer: Callable[..., StepTracer],
     batches: Sequence[Batch],
     logits: str,
     *,
@@ -365,18 +373,18 @@ def _traced_memory(
     if logits == 'labels':
         pairs = zip(batches, LABEL_SPACINGS, strict=False)  # there may be fewer batches than spacings
         batches = [with_spaced_labels(batch, spacing) for batch, spacing in pairs]
-    step = make_step(batches[0], logits=logits)
+    tracer = make_tracer(batches[0], logits=logits)
     measured = []
     for batch in batches:
         if not has_mask:
             # Attention builds no mask if no position is padding.
             batch = {**batch, 'attention_mask': torch.ones_like(batch['attention_mask'])}
-        peaks = step.measure(batch)
+        peaks = tracer.measure(batch)
         if peaks is not None:
             measured.append(peaks)
     _check_any_gradient(measured)
-    # When attention holds a matrix of rows x width^2, see ActivationFit.
-    if attention_of(step.model.config) == 'eager':
+    # Whether attention holds a matrix of rows x width^2 always, only with padding, or never; see ActivationFit.
+    if attention_of(tracer.model.config) == 'eager':
         area = 'always'
     elif has_mask:
         area = 'padded'
@@ -385,9 +393,9 @@ def _traced_memory(
     shapes = [peaks.shape for peaks in measured]
     pixel_ratios = [shape.pixel_bytes / shape.image_tokens for shape in shapes if shape.image_tokens > 0]
     return MemoryModel(
-        static=step.static,
+        static=tracer.static,
         phases=_fit_phases(measured, area),
-        strategy=step.strategy,
+        strategy=tracer.strategy,
         logits=logits,
         pixel_bytes_per_image_token=max(pixel_ratios, default=0.0),
     )
@@ -405,7 +413,7 @@ def _fit_phases(measured: Sequence[MicrobatchPeaks], area: str) -> dict[str, Act
     The residual of a phase is relative to the highest phase of the microbatch, because only the highest one counts.
     """
     shapes = [peaks.shape for peaks in measured]
-    # For each phase, the bytes of each microbatch: by part, and their sums.
+    # For each phase, the bytes of each microbatch: by part, and of all activations.
     bytes_of_phases = {}
     totals_of_phases = {}
     for name in measured[0].phases:
@@ -439,7 +447,7 @@ class FlopModel:
         return self._sum(BatchShape(rows=rows, width=width), TEXT_TERMS)
 
     def media(self, batch: Batch) -> float:
-        """Returns the operations of encoders and of the layers behind them."""
+        """Returns the operations of encoders and projectors."""
         return self._sum(BatchShape.from_batch(batch, self.layout), MEDIA_TERMS)
 
     def logits(self, positions: int) -> float:
@@ -464,13 +472,13 @@ def count_flops(
     :func:`.calibrate_fake`.
     """
     batches = probe_batches(BatchLayout.for_model(config), samples, width)
-    step = StepTracer(build, batches[0], on_gpu=False)  # the types on a GPU change no product
+    tracer = StepTracer(build, batches[0], on_gpu=False)  # the types on a GPU change no product
     table = []
     flops = []
     for batch in batches:
-        flops_of_batch = step.count_flops(batch)
+        flops_of_batch = tracer.count_flops(batch)
         if flops_of_batch is not None:
-            shape = BatchShape.from_batch(batch, step.layout)
+            shape = BatchShape.from_batch(batch, tracer.layout)
             table.append([getattr(shape, name) for name in FLOP_TERMS])
             flops.append(flops_of_batch)
     _check_any_gradient(flops)
@@ -479,10 +487,10 @@ def count_flops(
     solution = relative_fit(sizes, counted)
     relative_errors = sizes @ solution / counted - 1
     coefficients: dict[str, float] = dict(zip(FLOP_TERMS, solution.tolist(), strict=True))
-    coefficients['logits'] = _flops_of_logits(step.model)
+    coefficients['logits'] = _flops_of_logits(tracer.model)
     return FlopModel(
         coefficients=coefficients,
-        layout=step.layout,
+        layout=tracer.layout,
         residual=float(np.abs(relative_errors).max()),
     )
 

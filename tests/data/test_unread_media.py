@@ -39,6 +39,7 @@ UNREAD = {
         {'screenshot': f'data:binary/octet-stream;base64,{BASE64}'},
         {'screenshot': 'data:image/svg+xml,%3Csvg%3E'},
         {'image_id': 139},  # COCO
+        {'image_id_2': 139},
         {'image': 'a.png', 'image2': 'b.png'},
         {'image': 'a.png', 'mask': 'masks/b.png'},
         {'meta': {'files': {'left': 'a.HEIC'}}},
