@@ -99,11 +99,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ConfigError('lengths', 'must be a CSV file, or figures such as lengths.mean=150, got: nothing')
     except ConfigError as error:
         return refuse(error)
-    if options.lengths is not None:
-        # The config requires a path, although the data are not read. This one replaces that of the file, which may be
-        # still to be given. A path on the command line comes later, and so replaces this one.
-        config_overrides.insert(0, 'dataset.path=lengths')
-    return run_program(partial(_report, options), parsed.config, config_overrides, num_ranks=options.num_ranks)
+    return run_program(
+        partial(_report, options),
+        parsed.config,
+        config_overrides,
+        num_ranks=options.num_ranks,
+        reads_data=options.lengths is None,
+    )
 
 
 def _report(options: SizeOptions, config: TrainConfig) -> None:

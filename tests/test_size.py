@@ -179,6 +179,16 @@ def test_sizes_without_data(tmp_path, capsys):
         assert f'{relative_cost:.2f}' in table
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize('name', ['digits.yaml', 'llava_mixture.yaml'])
+def test_sizes_of_any_dataset_without_data(name, tmp_path):
+    """The first has a dataset without a `path`. The second has several paths that are still to be given."""
+    yaml = str(Path(YAML).with_name(name))
+    assert size.main([yaml, 'lengths.mean=150', 'device_memory_gib=16', f'folder={tmp_path}']) == 0
+    figures = json.loads((tmp_path / 'size.json').read_text())
+    assert figures['profile']['mean'] == pytest.approx(150, rel=0.05)
+
+
 def test_drawn_lengths_fit_the_figures():
     table = lengths_of({'mean': 200, 'variation': 0.5, 'samples': 50_000}, longest=None, seed=0)
     assert table.lengths.mean() == pytest.approx(200, rel=0.01)

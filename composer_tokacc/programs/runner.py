@@ -29,6 +29,7 @@ def run_program(
     *,
     num_ranks: int | None = None,
     trains: bool = False,
+    reads_data: bool = True,
 ) -> int:
     """Runs a program on a YAML file and returns its exit status.
 
@@ -43,11 +44,12 @@ def run_program(
         overrides: ``key=value`` each.
         num_ranks: Ranks that the run is planned for. Default: all ranks of this launch.
         trains: Whether the program trains on this machine and writes the folders of the config.
+        reads_data: See :func:`.load_config`.
     """
     keep_what_is_loaded()  # switches garbage collection on again, but not for objects that exist already
     is_checked = False
     try:
-        config = load_config(path, overrides)
+        config = load_config(path, overrides, reads_data=reads_data)
         level = config.trainer.get('python_log_level')
         if level is not None:
             with building('trainer.python_log_level'):

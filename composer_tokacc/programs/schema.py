@@ -243,15 +243,23 @@ class TrainConfig:
         return parallelism.get('fsdp') is not None
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
+def load_config(path: str | Path, overrides: Sequence[str] = (), *, reads_data: bool = True) -> TrainConfig:
     """Reads a YAML file, changes it by ``key=value`` overrides, and checks each value.
 
     ``check_config`` later checks whether the sections go together.
+
+    Args:
+        path: The YAML file.
+        overrides: ``key=value`` each.
+        reads_data: Whether the program reads the data. If not, the section ``dataset`` may have values that are still
+            to be given (``???``).
 
     Raises:
         ConfigError: For an unreadable file, an unknown key (it names the nearest), a wrong type or range.
     """
     values_of_file = _read_file(path)
+    if not reads_data:
+        values_of_file['dataset'] = _without_missing(values_of_file.get('dataset', {}))
     values_of_overrides = read_overrides(overrides)
     # This loop only checks: each override must fit the file as the overrides before it have changed it.
     values_so_far: Any = values_of_file
@@ -262,6 +270,13 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     _spell_out_size(values_of_file)
     _spell_out_size(values_of_overrides)
     return merge(TrainConfig, values_of_file, values_of_overrides)
+
+
+def _without_missing(values: object) -> object:
+    """Returns nested values with a text in the place of each ``???``."""
+    if isinstance(values, dict):
+        return {key: _without_missing(value) for key, value in values.items()}
+    return 'not given' if values == '???' else values
 
 
 def read_overrides(overrides: Sequence[str]) -> Values:
