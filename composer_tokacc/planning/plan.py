@@ -296,17 +296,17 @@ class _CutSearch:
         self._num_ranks = num_ranks
         self._fixed_cost = cost.launch
         self._in_slots = in_slots
-        self._costs_to_equalize = [(rows.row_costs, rows.vision)]
+        self._costs_to_equalize = [(rows.row_costs, rows.vision_before)]
         """For each cut of equal cost: the two parts of this cost, which :func:`.equal_cost_cut` adds up."""
-        total_vision = rows.vision[-1]
+        total_vision = rows.vision_before[-1]
         if in_slots and total_vision > 0.0:
             # Each of these two cuts counts one part only.
-            without_vision = (rows.row_costs, np.zeros_like(rows.vision))
-            only_vision = (np.zeros_like(rows.row_costs), rows.vision)
+            without_vision = (rows.row_costs, np.zeros_like(rows.vision_before))
+            only_vision = (np.zeros_like(rows.row_costs), rows.vision_before)
             self._costs_to_equalize = [without_vision, only_vision]
         self._least_padded = least_padded_cuts(rows)  # from the most microbatches to the fewest
         self._cost_without_padding = float(rows.row_costs.sum() + total_vision)
-        self._cheapest = int(np.argmin(rows.row_costs + np.diff(rows.vision)))
+        self._cheapest = int(np.argmin(rows.row_costs + np.diff(rows.vision_before)))
         """Place of the cheapest row among the sorted rows. Dummies copy it."""
 
     def microbatches_of_ranks(self, cut: _Cut) -> list[list[Microbatch]]:
@@ -397,9 +397,9 @@ class _CutSearch:
         place_of_dummies = np.full(num_dummies, self._cheapest)
         starts = np.append(bounds[:-1], place_of_dummies)
         ends = np.append(bounds[1:], place_of_dummies + 1)
-        costs = microbatch_costs(rows.row_costs, rows.vision, starts, ends, self._fixed_cost)
+        costs = microbatch_costs(rows.row_costs, rows.vision_before, starts, ends, self._fixed_cost)
         if self._in_slots:
-            vision = rows.vision[ends] - rows.vision[starts]
+            vision = rows.vision_before[ends] - rows.vision_before[starts]
             order_by, time = best_slot_order(costs - vision, vision, self._num_ranks)
             rank_of_microbatch = None
         else:

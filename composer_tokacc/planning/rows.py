@@ -35,7 +35,7 @@ class OrderedRows:
     """Width of a microbatch in which the row is the widest, int64 (n,)."""
     row_costs: np.ndarray
     """Cost of one row of that width, without vision, float64 (n,)."""
-    vision: np.ndarray
+    vision_before: np.ndarray
     """Running sum: the cost in the vision encoder of all rows before each row, float64 (n + 1,). Never decreases."""
     reach: np.ndarray
     """Latest end of a microbatch that starts at the row, int64 (n,): the index after its last row. Never decreases."""
@@ -133,7 +133,7 @@ class Rows:
             order=order,
             widths=widths,
             row_costs=options.cost.rows(widths),
-            vision=np.concatenate([[0.0], running_vision]),
+            vision_before=np.concatenate([[0.0], running_vision]),
             reach=_reach(widths, running_sums, caps),
         )
 
