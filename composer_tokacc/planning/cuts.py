@@ -170,9 +170,9 @@ def least_padded_cut(
             earliest += 1
         # Now `earliest` is the first start that the caps allow, but not all starts from there on are tried. So far
         # `best_start` is the best start for the previous end. Starts before it were no better, and their microbatches
-        # are as wide or wider. If the new row is no wider than the row before it, each microbatch grows by the cost of
-        # its widest row. So wider ones are worse now, and are not tried. Those of the same width are tried, because
-        # rounding may make them better.
+        # are as wide or wider. If the new row is no wider than the row before it, the cost of each microbatch grows by
+        # that of its widest row. So wider microbatches are worse now, and are not tried. Equally wide ones are tried,
+        # because rounding may make them better.
         first_tried = earliest
         if end > 1 and row_costs[end - 1] <= row_costs[end - 2]:
             first_tried = max(earliest, best_start)

@@ -190,8 +190,8 @@ class CutOptions:
             every microbatch, as FSDP does.
         packing: Whether the rows of a microbatch become one packed row; ``'auto'``: if that is possible and costs less.
         objective: ``'ddp'``: ranks wait for each other once a step; ``'fsdp'``: at every microbatch.
-        on_oversize: What the split does with a row that is over a cap by itself: ``'raise'`` an error, or ``'warn'``
-            and place it alone.
+        on_oversize: How the split handles a row that is over a cap by itself: ``'raise'`` an error, or ``'warn'`` and
+            place it alone.
 
     Raises:
         ValueError: If an argument is out of range.

@@ -354,7 +354,7 @@ class _CutSearch:
         """Yields numbers of microbatches, from the fewest to about one a row, each about ``GROWTH`` times the last.
 
         With few microbatches there is much padding, with many there are many fixed costs. The best number is between.
-        With step slots only whole slots are tried, so the last number may be greater than that of the rows.
+        With step slots only whole slots are tried, so the last number may be above the number of rows.
         """
         # Slots are counted here. Without step slots each microbatch counts as one.
         slot_size = self._num_ranks if self._in_slots else 1

@@ -297,9 +297,9 @@ def mixed_orders(
 ) -> list[np.ndarray]:
     """Returns the samples of one epoch in their order, or with `media` one order for each modality.
 
-    The epochs of the run are stretches of the merged sequence, one after the other. For n datasets every stretch, also
-    that of a global batch, has each dataset's share to within ``1 + share * (n - 2)`` samples. That is less than two if
-    the shares are equal, but more if one dataset of many has a large share.
+    The epochs of the run are stretches of the merged sequence, one after the other. For n datasets every stretch has
+    each dataset's share to within ``1 + share * (n - 2)`` samples, also the short stretch of a global batch. That is
+    less than two if the shares are equal, but more if one dataset of many has a large share.
 
     Args:
         mixture: Shares of the datasets.
