@@ -27,7 +27,7 @@ def assign_longest_first(
     """
     ranks = np.zeros(len(costs), dtype=np.int64)
     loads = np.zeros(num_ranks)
-    for k in np.argsort(-costs, kind='mergesort'):
+    for k in np.argsort(-costs, kind='mergesort'):  # 'stable', by a name that older numba knows
         # So far: all costlier microbatches have a rank.
         least_loaded = np.argmin(loads)  # ties go to the lower rank
         ranks[k] = least_loaded
@@ -41,12 +41,12 @@ def rebalance(
     ranks: np.ndarray,
     num_ranks: int,
 ) -> tuple[np.ndarray, float]:
-    """Moves microbatches away from the rank with the greatest load, as long as that lowers the greatest load.
+    """Lowers the load of the slowest rank, round after round, by an exchange with another rank.
 
-    In each round the rank with the greatest load exchanges a microbatch for a cheaper one of another rank, or gives one
-    away. Of all possible exchanges it takes the one after which the greater load of the two ranks is least. To limit
-    the time of a plan, there are at most four times as many rounds as ranks. No rank loses its only microbatch, because
-    the other rank would then have the greatest load.
+    The slowest rank is the one with the greatest load. It exchanges a microbatch for a cheaper one, or gives one away.
+    Of all possible exchanges it takes the one after which the greater load of the two ranks is least. The rounds end if
+    that load would not be lower than before. To limit the time of a plan, there are at most four times as many rounds
+    as ranks. No rank loses its only microbatch, because the other rank would then be as slow.
 
     Returns:
         The new ranks, and the greatest load.
@@ -92,10 +92,10 @@ def best_slot_order(
     the slowest in all layers of the vision encoder, and one, perhaps another, in all layers after it. So a slot takes
     the time of its slowest encoder plus the time of its slowest remainder.
 
-    Without images, sorting by cost is optimal, for this reason. Take any slots, the slowest first. The first k of them
-    hold k * num_ranks microbatches. So one of the k * num_ranks + 1 costliest microbatches is in a later slot, and slot
-    k + 1 takes at least as long as the cheapest of these. If microbatches are sorted by cost, this cheapest one is the
-    first of slot k + 1, which takes just its time.
+    Without images, sorting by cost is optimal. Let m be the first microbatch of slot k + 1 if they are sorted by cost.
+    Take any other slots, the slowest first. The first k of them have no room for both m and all that are sorted before
+    m. So one of these is in a later slot, and slot k + 1 takes at least as long as m. If microbatches are sorted, it
+    takes exactly as long as m.
 
     With images three orders are tried: by text, by vision and by their sum. The order by text is best if all images are
     equal, and the order by vision if all texts are equal.
@@ -105,15 +105,15 @@ def best_slot_order(
         vision: Cost of each microbatch in the vision encoder, float64 (K,).
         num_ranks: Number of ranks, which is the size of a slot.
     """
-    best = text
-    least = _time_of_slots(text, text, vision, num_ranks)
+    best_order_by = text
+    least_time = _time_of_slots(text, text, vision, num_ranks)
     if vision.max() > 0.0:
         for order_by in (text + vision, vision):
             time = _time_of_slots(order_by, text, vision, num_ranks)
-            if time < least:
-                least = time
-                best = order_by
-    return best, least
+            if time < least_time:
+                least_time = time
+                best_order_by = order_by
+    return best_order_by, least_time
 
 
 def _time_of_slots(
@@ -136,8 +136,8 @@ def assign_slots(costs: np.ndarray, num_ranks: int) -> np.ndarray:
     """Returns the rank of each microbatch, so that microbatches of similar cost share a step slot.
 
     The costliest ``num_ranks`` microbatches are the first slot, the next ones the second, and so on. K is a multiple of
-    ``num_ranks``. Ranks take them in snake order (0, 1, 2, 2, 1, 0, 0, ...): the rank with the costliest microbatch of
-    one slot gets the cheapest of the next, so that the loads of the ranks stay close.
+    ``num_ranks``. The time of a slot does not depend on which rank gets which. The snake order (0, 1, 2, 2, 1, 0, 0,
+    ...) also keeps the loads close: the rank with the costliest of one slot gets the cheapest of the next.
     """
     slot, place = np.divmod(np.arange(len(costs)), num_ranks)
     snake = np.where(slot % 2 == 0, place, num_ranks - 1 - place)

@@ -41,7 +41,7 @@ def compiled(function: Function) -> Function:
 
 
 def _none_on_error(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that calls the method, and returns None if that raises an error."""
+    """Returns a function that calls the method, but returns None on any error. Numba reads it as: not in the cache."""
 
     def call(*arguments: Any) -> Any:
         with suppress(Exception):  # unpickling a damaged file may raise anything

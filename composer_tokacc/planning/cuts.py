@@ -10,10 +10,10 @@ The functions share these arrays of n rows in their order. All but ``bounds`` ar
 - ``reach``, int64 (n,), stands for the caps. A microbatch that starts at row ``i`` must end at ``reach[i]`` or before.
   ``reach[i]`` is at least ``i + 1``, so that a row over a cap is placed alone. It never falls from one row to the next.
 - ``row_costs``, float64 (n,), is the cost of each row at its width, without the vision encoder.
-- ``vision``, float64 (n + 1,), is a running sum: the cost in the vision encoder of all rows before each row.
+- ``vision_before``, float64 (n + 1,), is a running sum: the cost in the vision encoder of all rows before each row.
 
 A microbatch of rows ``start`` to ``end - 1`` costs ``(end - start) * row_costs[widest row]``, its *padded cost*, plus
-``vision[end] - vision[start]``, plus a fixed cost.
+``vision_before[end] - vision_before[start]``, plus a fixed cost.
 
 *Sorted rows* are sorted from the longest to the shortest, so the widest row of a microbatch is its first.
 """
@@ -51,11 +51,12 @@ def cut_rows(
     alone.
 
     With ``packing=True`` rows are packed as by :func:`.pack_lengths`, and ``regroup`` does not matter. ``'auto'``
-    counts as False here: the split has replaced it by True or False before it cuts.
+    counts as False here: the split has replaced it before it cuts.
 
     Returns:
-        Row indices of each microbatch, ascending. The costliest microbatch comes first; without ``regroup`` they keep
-        the order of the rows. If rows are packed, see :func:`.pack_lengths`.
+        Row indices of each microbatch, ascending. The costliest microbatch comes first, so that FSDP ranks compute
+        similar ones at the same time. Without ``regroup`` they keep the order of the rows. If rows are packed, see
+        :func:`.pack_lengths`.
 
     Example:
         >>> cut_rows([7, 2, 8, 2, 2], CutOptions(max_tokens=16))
@@ -78,7 +79,7 @@ def cut_rows(
         microbatches.append(sorted(rows.order[start:end].tolist()))
     if not options.regroup:
         return microbatches
-    costs = microbatch_costs(rows.row_costs, rows.vision, bounds[:-1], bounds[1:], fixed_cost)
+    costs = microbatch_costs(rows.row_costs, rows.vision_before, bounds[:-1], bounds[1:], fixed_cost)
     costliest_first = np.argsort(-costs, kind='stable')
     return [microbatches[k] for k in costliest_first.tolist()]
 
@@ -114,7 +115,7 @@ def _pack(rows: Rows) -> list[list[int]]:
     sizes = rows.capped_sizes.T
     groups: list[list[int]] = []
     # How much each group may still take under each cap, (n, number of caps). There can be as many groups as rows. Only
-    # the first `len(groups)` lines belong to groups that have rows.
+    # the first `len(groups)` lines are in use. A row over a cap makes its line negative, so no other row joins it.
     room = np.tile(rows.caps, (len(sizes), 1))
     longest_first = np.argsort(-rows.lengths, kind='stable').tolist()
     for row in longest_first:
@@ -133,14 +134,14 @@ def _pack(rows: Rows) -> list[list[int]]:
 @compiled
 def microbatch_costs(
     row_costs: np.ndarray,
-    vision: np.ndarray,
+    vision_before: np.ndarray,
     starts: np.ndarray,
     ends: np.ndarray,
     fixed_cost: float,
 ) -> np.ndarray:
     """Returns the cost of each microbatch of sorted rows ``starts[k]`` to ``ends[k] - 1``, float64 (K,)."""
     padded = (ends - starts) * row_costs[starts]
-    return padded + (vision[ends] - vision[starts]) + fixed_cost
+    return padded + (vision_before[ends] - vision_before[starts]) + fixed_cost
 
 
 @compiled
@@ -154,7 +155,7 @@ def least_padded_cut(
     The higher the price, the fewer microbatches there are.
 
     Plain dynamic programming over the ends of microbatches, in O(n * rows that a microbatch can hold). On sorted rows
-    O(n log n) is possible, with three times the code. With it, a plan of up to 1,024 rows took as long (measured).
+    O(n log n) is possible, with three times the code. It was not faster for plans of up to 1,024 rows (measured).
     """
     n = len(row_costs)
     # For each `end`: the least total of a cut of the rows before it, and where the last microbatch of that cut starts.
@@ -162,23 +163,24 @@ def least_padded_cut(
     last_starts = np.zeros(n + 1, dtype=np.int64)
     earliest = 0
     best_start = 0
-    widest_of_best = row_costs[0]
+    cost_of_widest_in_best = row_costs[0]
     for end in range(1, n + 1):
         # So far: both arrays are filled for all smaller ends.
         while reach[earliest] < end:
             earliest += 1
-        # Now `earliest` is the first start that the caps allow. If the new row is no wider than the row before it,
-        # each microbatch becomes costlier by the cost of its own widest row. A start before the best one of the
-        # previous end was no better there, and its microbatch is as wide or wider. If it is wider, it is worse now, and
-        # is not tried. If it is as wide, rounding may make it better, so it is tried.
+        # Now `earliest` is the first start that the caps allow, but not all starts from there on are tried. So far
+        # `best_start` is the best start for the previous end. Starts before it were no better, and their microbatches
+        # are as wide or wider. If the new row is no wider than the row before it, the cost of each microbatch grows by
+        # that of its widest row. So wider microbatches are worse now, and are not tried. Equally wide ones are tried,
+        # because rounding may make them better.
         first_tried = earliest
         if end > 1 and row_costs[end - 1] <= row_costs[end - 2]:
             first_tried = max(earliest, best_start)
-            while first_tried > earliest and row_costs[first_tried - 1] <= widest_of_best:
+            while first_tried > earliest and row_costs[first_tried - 1] <= cost_of_widest_in_best:
                 first_tried -= 1
         best_start = end - 1
         cost_of_widest = row_costs[best_start]
-        widest_of_best = cost_of_widest
+        cost_of_widest_in_best = cost_of_widest
         least = least_totals[best_start] + cost_of_widest
         for start in range(end - 2, first_tried - 1, -1):
             cost_of_widest = max(cost_of_widest, row_costs[start])
@@ -186,7 +188,7 @@ def least_padded_cut(
             if total < least:
                 least = total
                 best_start = start
-                widest_of_best = cost_of_widest
+                cost_of_widest_in_best = cost_of_widest
         least_totals[end] = least + price
         last_starts[end] = best_start
     # Walk back from the last end.
@@ -210,7 +212,7 @@ def least_padded_cuts(rows: OrderedRows) -> list[np.ndarray]:
     # Halves are exact, so all CPUs find the same cuts. Powers (`np.geomspace`) are rounded differently with AVX512.
     while prices[-1] / 2 > 1e-3 * greatest_cost:
         prices.append(prices[-1] / 2)
-    bounds_of_fewest = fill(rows.row_costs, rows.vision, rows.reach, math.inf)
+    bounds_of_fewest = fill(rows.row_costs, rows.vision_before, rows.reach, math.inf)
     cuts = []
     for price in reversed(prices):
         bounds = least_padded_cut(rows.row_costs, rows.reach, price)
@@ -223,7 +225,7 @@ def least_padded_cuts(rows: OrderedRows) -> list[np.ndarray]:
 @compiled
 def fill(
     row_costs: np.ndarray,
-    vision: np.ndarray,
+    vision_before: np.ndarray,
     reach: np.ndarray,
     limit: float,
 ) -> np.ndarray:
@@ -239,7 +241,7 @@ def fill(
         end = start + 1
         while end < reach[start]:
             padded = (end + 1 - start) * row_costs[start]
-            if padded + (vision[end + 1] - vision[start]) > limit:
+            if padded + (vision_before[end + 1] - vision_before[start]) > limit:
                 break
             end += 1
         bounds.append(end)
@@ -249,31 +251,30 @@ def fill(
 @compiled
 def equal_cost_cut(
     row_costs: np.ndarray,
-    vision: np.ndarray,
+    vision_before: np.ndarray,
     reach: np.ndarray,
     count: int,
 ) -> np.ndarray:
-    """Cuts sorted rows into at most ``count`` microbatches whose costliest one is as cheap as possible.
+    """Cuts sorted rows into at most ``count`` microbatches, whose costliest one is as cheap as ``PRECISION`` allows.
 
     ``count`` is at least the number of microbatches that the caps demand.
     """
-    # `low` is the cost of the costliest row alone, and `high` is the cost of all rows in one microbatch.
-    cost_of_each_row = row_costs + (vision[1:] - vision[:-1])
-    low = cost_of_each_row.max()
-    high = len(row_costs) * row_costs[0] + vision[-1]
     # No limit below the cost of the costliest row does better, because that row is in some microbatch.
-    bounds = fill(row_costs, vision, reach, low)
+    cost_of_each_row = row_costs + (vision_before[1:] - vision_before[:-1])
+    low = cost_of_each_row.max()
+    bounds = fill(row_costs, vision_before, reach, low)
     if len(bounds) - 1 <= count:
         return bounds
-    # Bisection. The limit `low` needs more than `count` microbatches. The limit `high` does not, because no microbatch
-    # costs more.
+    # Bisection. The limit `low` needs more than `count` microbatches. The limit `high`, the cost of all rows in one
+    # microbatch, does not, because no microbatch costs more.
+    high = len(row_costs) * row_costs[0] + vision_before[-1]
     while high - low > PRECISION * high:
         middle = 0.5 * (low + high)
-        if len(fill(row_costs, vision, reach, middle)) - 1 <= count:
+        if len(fill(row_costs, vision_before, reach, middle)) - 1 <= count:
             high = middle
         else:
             low = middle
-    return fill(row_costs, vision, reach, high)
+    return fill(row_costs, vision_before, reach, high)
 
 
 @compiled

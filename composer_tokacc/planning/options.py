@@ -29,7 +29,7 @@ class CostModel:
     :meth:`packed` has the cost of a packed row.
 
     The unit is the time of one token position in the dense layers. So a short row costs about its width. The defaults
-    are rough values for a model of hidden size 4096. ``sizing.timing.fit_cost`` fits the prices to measured times.
+    are rough values for a model of hidden size 4096. ``sizing.timing.fit_cost`` fits them to measured times.
 
     Args:
         quadratic: Width at which attention costs as much as the dense layers: six times the hidden size for a standard
@@ -82,8 +82,8 @@ class CostModel:
 
         Args:
             image_tokens: Image tokens of each sample, (n,).
-            patches: Patches that the encoder computes for each sample, (n,); None if unknown. If a sample has several
-                images, all its patches count as one image.
+            patches: Patches that the encoder computes for each sample, (n,). If a sample has several images, all its
+                patches count as one image. None: only image tokens cost anything.
 
         Example:
             >>> CostModel(vision_per_image=5.0, vision_per_patch=0.1).vision(np.array([64, 0]), np.array([256, 0]))
@@ -105,8 +105,9 @@ class CostModel:
 def token_budget(microbatch_size: float, slot_tokens: int) -> int:
     """Returns ``max_tokens``, the most positions of a microbatch. Splitting, planning and sizing use the same number.
 
-    It is in proportion to the size: the split adds the budget of a decoder's text to it, and the rehearsal halves the
-    size to halve it. It is never rounded up, because it is a hard cap. ``docs/architecture.md`` has all its users.
+    It must stay in proportion to both arguments: if memory runs out, the size is halved to halve it, and the split adds
+    a second one for the text of a decoder. It is never rounded up, because it is a hard cap. ``docs/architecture.md``
+    has all its users.
 
     Args:
         microbatch_size: Composer's ``device_train_microbatch_size``, a number of rows. It may be a fraction.
@@ -155,7 +156,7 @@ def check_choice(
 
 
 def check_state(state: Any, keys: set[str], *, counts: Sequence[str] = ()) -> None:
-    """Raises ValueError unless a state to load has these keys, with integers from 0 under those in ``counts``."""
+    """Raises ValueError unless a state to load has all ``keys``, with integers of at least 0 under ``counts``."""
     is_good = isinstance(state, Mapping) and keys <= state.keys()
     for name in counts:
         is_good = is_good and _is_integer(state[name]) and state[name] >= 0
@@ -172,13 +173,13 @@ class CutOptions:
     """How rows are cut into microbatches. The split, the samplers, the planner and sizing share this class.
 
     Args:
-        max_tokens: Token budget of a microbatch, padding included. Samplers, planner and sizing pass it. Only the split
-            replaces it for each batch: by the microbatch size times ``slot_tokens``. (With an encoder-decoder model a
-            slot also has room for the decoder's text.)
+        max_tokens: Token budget of a microbatch, padding included. Samplers, planner and sizing pass it. The split
+            computes it for each batch: the microbatch size times ``slot_tokens``. (With an encoder-decoder model a slot
+            also has room for the decoder's text.)
         slot_tokens: Tokens that the split counts for one row of the microbatch size, see :func:`token_budget`. (It has
-            nothing to do with step slots.) None: the width of each device batch, so that a single row always fits. If a
-            loader has already split the batch, None stands for its token budget divided by the microbatch size of the
-            first batch.
+            nothing to do with step slots.) None: the width of each device batch, so that a single row always fits. With
+            pre-split batches None stands for the token budget of their loader, divided by the microbatch size that the
+            Trainer has at the first batch.
         max_image_tokens: Most image tokens of a microbatch: placeholders of images, videos and audios. None: no cap.
         max_loss_tokens: Most loss tokens of a microbatch. It limits the memory of logits that are computed only at
             labels. None: no cap.
@@ -189,8 +190,8 @@ class CutOptions:
             every microbatch, as FSDP does.
         packing: Whether the rows of a microbatch become one packed row; ``'auto'``: if that is possible and costs less.
         objective: ``'ddp'``: ranks wait for each other once a step; ``'fsdp'``: at every microbatch.
-        on_oversize: Handling of a row that is over a cap by itself, by the split: ``'raise'`` an error, or ``'warn'``
-            and place it alone.
+        on_oversize: How the split handles a row that is over a cap by itself: ``'raise'`` an error, or ``'warn'`` and
+            place it alone.
 
     Raises:
         ValueError: If an argument is out of range.

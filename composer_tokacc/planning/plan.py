@@ -140,7 +140,7 @@ def plan_microbatches(
     Every sample is in exactly one microbatch. Rows times width of a microbatch never exceeds ``max_tokens``, its image
     tokens never exceed ``max_image_tokens``, and its loss tokens never exceed ``max_loss_tokens``. A sample that breaks
     a cap by itself is placed alone and listed in ``stats.oversize``. Every rank has at least one microbatch. If there
-    are too few samples, it is a dummy, marked ``filled``. The plan only depends on the arguments.
+    are too few samples, some are dummies, marked ``filled``. The plan only depends on the arguments.
 
     Args:
         lengths: Real length of each sample in tokens, image placeholders included, (n,).
@@ -273,13 +273,13 @@ class _CutSearch:
     It tries several numbers of microbatches. For each number it tries two kinds of cuts, and both are needed:
 
     - The cut of least padded cost saves computation. With this one only, a step takes up to 1.7 times as long under
-      ``'ddp'`` and 1.3 times under ``'fsdp'``: if a rank has few rows, or if images cost much, the other ranks wait for
-      a microbatch of a few long rows.
+      ``'ddp'`` and 1.3 times under ``'fsdp'``. If ranks have few rows, or if images cost much, one microbatch of a few
+      long rows keeps all other ranks waiting.
     - A cut of most equal cost saves waiting. With this one only, a step takes up to 1.1 times as long.
 
     In step slots ranks wait for each other twice in every microbatch: after the vision encoder, and at the end. So two
     cuts of the second kind are tried: of equal cost in the encoder, and of equal cost outside of it. With
-    :func:`.best_slot_order` that makes a step up to 22 % shorter, most if images take few tokens of the text or none.
+    :func:`.best_slot_order` that makes a step up to 22 % shorter, most if images have few image tokens, or none.
 
     Tried and left out: other mixtures of the two costs (1 % shorter), swaps of microbatches between slots (0 to 2 %),
     and simulated annealing of all rows (0 to 1 %, for half a minute a plan).
@@ -296,17 +296,17 @@ class _CutSearch:
         self._num_ranks = num_ranks
         self._fixed_cost = cost.launch
         self._in_slots = in_slots
-        self._costs_to_equalize = [(rows.row_costs, rows.vision)]
+        self._costs_to_equalize = [(rows.row_costs, rows.vision_before)]
         """For each cut of equal cost: the two parts of this cost, which :func:`.equal_cost_cut` adds up."""
-        total_vision = rows.vision[-1]
+        total_vision = rows.vision_before[-1]
         if in_slots and total_vision > 0.0:
             # Each of these two cuts counts one part only.
-            without_vision = (rows.row_costs, np.zeros_like(rows.vision))
-            only_vision = (np.zeros_like(rows.row_costs), rows.vision)
+            without_vision = (rows.row_costs, np.zeros_like(rows.vision_before))
+            only_vision = (np.zeros_like(rows.row_costs), rows.vision_before)
             self._costs_to_equalize = [without_vision, only_vision]
         self._least_padded = least_padded_cuts(rows)  # from the most microbatches to the fewest
         self._cost_without_padding = float(rows.row_costs.sum() + total_vision)
-        self._cheapest = int(np.argmin(rows.row_costs + np.diff(rows.vision)))
+        self._cheapest = int(np.argmin(rows.row_costs + np.diff(rows.vision_before)))
         """Place of the cheapest row among the sorted rows. Dummies copy it."""
 
     def microbatches_of_ranks(self, cut: _Cut) -> list[list[Microbatch]]:
@@ -330,7 +330,7 @@ class _CutSearch:
         return ranks
 
     def best(self) -> _Cut:
-        """Finds the cut of least modelled time."""
+        """Tries cuts, and returns the one of least modelled time. Without step slots it is rebalanced."""
         num_promising = 1 if self._in_slots else PROMISING
         cuts: list[_Cut] = []  # the promising ones, best first
         for count in self._counts_to_try():
@@ -351,10 +351,10 @@ class _CutSearch:
         return min(cuts, key=_TIME)
 
     def _counts_to_try(self) -> Iterator[int]:
-        """Yields numbers of microbatches, from the fewest up to one for each row, each about ``GROWTH`` times the last.
+        """Yields numbers of microbatches, from the fewest to about one a row, each about ``GROWTH`` times the last.
 
         With few microbatches there is much padding, with many there are many fixed costs. The best number is between.
-        With step slots only whole slots are tried.
+        With step slots only whole slots are tried, so the last number may be above the number of rows.
         """
         # Slots are counted here. Without step slots each microbatch counts as one.
         slot_size = self._num_ranks if self._in_slots else 1
@@ -377,6 +377,7 @@ class _CutSearch:
         if there are fewer rows than ``count``.
         """
         rows = self._rows
+        # Of the cuts with at most `count` microbatches, the one with the most. It comes first.
         least_padded = next(bounds for bounds in self._least_padded if len(bounds) - 1 <= count)
         cuts = [least_padded]
         for row_costs, vision in self._costs_to_equalize:
@@ -397,9 +398,9 @@ class _CutSearch:
         place_of_dummies = np.full(num_dummies, self._cheapest)
         starts = np.append(bounds[:-1], place_of_dummies)
         ends = np.append(bounds[1:], place_of_dummies + 1)
-        costs = microbatch_costs(rows.row_costs, rows.vision, starts, ends, self._fixed_cost)
+        costs = microbatch_costs(rows.row_costs, rows.vision_before, starts, ends, self._fixed_cost)
         if self._in_slots:
-            vision = rows.vision[ends] - rows.vision[starts]
+            vision = rows.vision_before[ends] - rows.vision_before[starts]
             order_by, time = best_slot_order(costs - vision, vision, self._num_ranks)
             rank_of_microbatch = None
         else:

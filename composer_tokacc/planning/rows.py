@@ -35,7 +35,7 @@ class OrderedRows:
     """Width of a microbatch in which the row is the widest, int64 (n,)."""
     row_costs: np.ndarray
     """Cost of one row of that width, without vision, float64 (n,)."""
-    vision: np.ndarray
+    vision_before: np.ndarray
     """Running sum: the cost in the vision encoder of all rows before each row, float64 (n + 1,). Never decreases."""
     reach: np.ndarray
     """Latest end of a microbatch that starts at the row, int64 (n,): the index after its last row. Never decreases."""
@@ -63,7 +63,7 @@ class Rows:
     ) -> None:
         self.options = options
         self._max_width = max_width
-        """Width of the collated batch, which no microbatch exceeds by rounding; None: not collated yet."""
+        """Width of the collated batch. Widths are not rounded up beyond it. None: not collated yet."""
         self.lengths = checked_table('lengths', lengths, least=1)
         num_rows = len(self.lengths)
         self.sizes = checked_sizes({'image_tokens': image_tokens, 'loss_tokens': loss_tokens}, options, num_rows)
@@ -96,9 +96,9 @@ class Rows:
 
     @property
     def capped_sizes(self) -> np.ndarray:
-        """The size of each row that each of the :attr:`caps` limits, int64 (number of caps, n). Lengths are the first.
+        """The sizes of each row that have a cap, in the order of :attr:`caps`, int64 (number of caps, n).
 
-        The first cap limits the lengths with padding, or their sum if rows are packed.
+        Lengths come first. Their cap limits them with padding, or their sum if rows are packed.
         """
         tables = [self.lengths]
         for size in self.options.caps:
@@ -119,7 +119,7 @@ class Rows:
         return self.in_order(members[longest_first])
 
     def in_order(self, order: np.ndarray) -> OrderedRows:
-        """Returns the rows in the given order."""
+        """Returns the rows with the indices ``order``, in this order, with their widths, costs and reach."""
         options = self.options
         # Widths are not rounded up beyond the token budget, nor beyond the collated width.
         limit = min(options.max_tokens, self._max_width or options.max_tokens)
@@ -133,7 +133,7 @@ class Rows:
             order=order,
             widths=widths,
             row_costs=options.cost.rows(widths),
-            vision=np.concatenate([[0.0], running_vision]),
+            vision_before=np.concatenate([[0.0], running_vision]),
             reach=_reach(widths, running_sums, caps),
         )
 

@@ -79,7 +79,7 @@ class ExchangingDataLoader(DataLoader):
     """
 
     marks_added_rows = True
-    """Tells ``num_repeated`` that this loader itself gives weight 0 to copies for ranks without a sample."""
+    """Tells ``repeated_samples.num_repeated`` that copies for ranks without a sample have weight 0 here."""
     waits_for_ranks = True
     """Tells TokenAccumulation that a rank can read a batch only if all ranks read one."""
 
@@ -99,13 +99,13 @@ class ExchangingDataLoader(DataLoader):
         pin_memory: bool = False,
         **kwargs: Any,
     ) -> None:
-        # A separate generator, because torch draws the seed of the workers from it, and that must not change the random
-        # numbers of the run. Each rank has another seed.
+        # Torch draws the seed of the workers from this generator, so the random numbers of the run do not change. Each
+        # rank has another seed, so that its workers draw other numbers.
         generator = torch.Generator()
         generator.manual_seed(torch.initial_seed() + get_global_rank())
         kwargs.setdefault('generator', generator)
-        # Torch opens a file for each tensor that a worker sends, and the number of open files is limited. So a worker
-        # sends all samples as one tensor.
+        # Samples are collated only after the exchange. A worker sends them as one tensor, because torch opens a file
+        # for each tensor that is sent, and the number of open files is limited.
         pack: Callable[[list[Any]], Any] = list
         if kwargs.get('num_workers'):
             pack = to_bytes
@@ -140,9 +140,7 @@ class ExchangingDataLoader(DataLoader):
         """Yields this rank's part of each global batch, until no rank has samples left."""
         # A streamed dataset begins its next epoch with every iterator. So only the samples of the newest one count.
         self._num_samples = 0
-        # There is no plan yet, so the ranks compare only their arguments. This loader never uses the default process
-        # group: if a thread reads ahead, its collectives could be matched with collectives of the training on another
-        # rank.
+        # There is no plan yet, so the ranks compare only their arguments.
         facts = {**reading_facts(self), **asdict(self._options), 'image_token_ids': self._image_token_ids.tolist()}
         compare_plans(PlanRecord(facts=facts), self._exchange.gather)
         reading = super().__iter__()
@@ -254,7 +252,11 @@ class SampleExchange:
 
     @cached_property
     def _gloo(self) -> Any:
-        """The process group for tensors on the CPU, made on first use."""
+        """The process group for tensors on the CPU, made on first use.
+
+        Not the default group: if a thread reads ahead, a collective of the loader could be matched with one of the
+        training on another rank.
+        """
         return torch.distributed.new_group(backend='gloo')
 
     def gather(self, value: Value) -> list[Value]:

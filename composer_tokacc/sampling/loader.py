@@ -33,10 +33,11 @@ class RegroupingDataLoader(DataLoader):
     """A DataLoader over a :class:`RegroupingBatchSampler`.
 
     - Batches are pre-split (:class:`.PreSplitBatch`): each planned microbatch is collated by itself, in the worker that
-      read it, at its own width. With ``pin_memory=True`` it is page-locked. ``token_data_spec`` passes them on.
-    - ``batch_size`` is ``global_batch_size / num_replicas``. Composer derives its first microbatch size from it. It
-      does not change in a run. If the sampler has a schedule of sizes, it is computed from the largest one; with
-      ``global_batch_tokens``, from the mean number of samples.
+      read it, at its own width. With ``pin_memory=True`` it is page-locked. ``token_data_spec`` keeps the
+      microbatches as they are, unless it packs rows or one is over a cap.
+    - ``batch_size`` is the number of samples of a rank in a step: in the largest step if the sampler has a schedule of
+      sizes, and on average with ``global_batch_tokens``. It does not change in a run. If the Trainer has no number for
+      the microbatch size, Composer begins with this one.
     - If a global batch has fewer samples than ranks, a rank without a sample gets a copy of one, which does not count.
     - The seeds of workers only depend on the seed of the sampler, the epoch, the rank and the first batch that is read,
       unless you give a ``generator``. Iterating draws no random numbers of the run.
@@ -56,7 +57,7 @@ class RegroupingDataLoader(DataLoader):
     """
 
     marks_added_rows = True
-    """Tells ``num_repeated`` that this loader itself gives weight 0 to copies for ranks without a sample."""
+    """Tells ``repeated_samples.num_repeated`` that copies for ranks without a sample have weight 0 here."""
 
     def __init__(
         self,
@@ -98,7 +99,7 @@ class RegroupingDataLoader(DataLoader):
 
     @batch_size.setter
     def batch_size(self, value: int | None) -> None:
-        """Ignores None, which DataLoader sets with any batch sampler."""
+        """Does nothing. DataLoader sets None if it has a batch sampler."""
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch of the next iteration. Some trainers call this method of a loader."""
@@ -135,7 +136,7 @@ class RegroupingDataLoader(DataLoader):
     ) -> Iterator[PreSplitBatch | SkippedBatch]:
         """Yields the batches of the epoch from `first` on. The first `num_skipped` of them are skipped."""
         sampler = self._sampler
-        # Asked before anything is yielded. Afterwards the trainer may set another epoch, and the number may change.
+        # Read before the first `yield`, after which the trainer may set another epoch, with another number.
         num_batches = sampler.num_batches
         for _ in range(num_skipped):
             yield SkippedBatch()
@@ -155,7 +156,7 @@ class RegroupingDataLoader(DataLoader):
             yield batch
 
     def _num_to_skip(self, epoch: int) -> int:
-        """Returns how many batches of an epoch to skip. In the epoch of :meth:`skip_to`, forgets the place."""
+        """Returns how many batches of an epoch to skip. From the epoch of :meth:`skip_to` on, later calls return 0."""
         resume_epoch, resume_batch = self._resume_at
         num_batches = self._sampler.num_batches
         if epoch < resume_epoch:
@@ -170,7 +171,7 @@ class RegroupingDataLoader(DataLoader):
         epoch: int,
         first: int,
     ) -> Iterator[PreSplitBatch | _BatchToPin]:
-        """Returns torch's iterator over the batches of the epoch from `first` on."""
+        """Seeds the workers. Returns torch's iterator over the batches of the epoch from `first` on."""
         sampler = self._sampler
         # The seed for the workers differs between ranks, between epochs, and after a resumption.
         entropy = [sampler.seed % 2**32, epoch, sampler.rank, first]

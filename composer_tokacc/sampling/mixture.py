@@ -10,8 +10,9 @@ of it. For example, dataset A has two samples, B has four, and an epoch reads ea
 If each step has one modality, the samples of a dataset that have the same modality are a sequence. All sequences of one
 modality are a *group*. Each group is merged and cut into global batches by itself, then these are merged evenly.
 
-A dataset can have a share of the loss tokens instead, in two ways. :meth:`Mixture.from_loss_shares` draws its samples
-more or less often. :class:`LossShares` leaves the order of a mixture as it is, and weights the tokens of each dataset.
+A dataset can have a share of the loss tokens, not of the samples, in two ways. :meth:`Mixture.from_loss_shares` draws
+its samples more or less often. :class:`LossShares` leaves the order of a mixture as it is, and weights the tokens of
+each dataset.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ class Mixture:
 
     @property
     def quotas(self) -> list[Fraction]:
-        """Samples of each dataset in an epoch, as exact fractions: the mean over many epochs."""
+        """Mean number of samples of each dataset in an epoch, as exact fractions."""
         if self.weights is not None:
             weights = [Fraction(float(weight)) for weight in self.weights]
             num_samples = Fraction(sum(self.sizes))
@@ -204,8 +205,8 @@ def check_sizes_of_datasets(name: str, sizes: Sequence[int], dataset: object, nu
     """Raises ValueError unless the sizes of a mixture, or of loss shares, can be those of the datasets in `dataset`.
 
     They must add up to its length. And they must not be the sizes of the parts of a ConcatDataset in another order,
-    because then each share would apply to the samples of another dataset. All other sizes are accepted. A dataset of
-    the mixture may be several parts, or a piece of a part, which may itself join several datasets.
+    because then each share would apply to the samples of another dataset. All other sizes are accepted, because a
+    dataset of the mixture may be several parts, or a piece of a part that joins several datasets by itself.
 
     Args:
         name: Name of the argument with the sizes.
@@ -234,7 +235,7 @@ def check_sizes_of_datasets(name: str, sizes: Sequence[int], dataset: object, nu
 
 
 def _sizes_of_nested_parts(dataset: ConcatDataset) -> list[int]:
-    """Returns the number of samples of each part. ``a + b + c`` is a ConcatDataset within a ConcatDataset."""
+    """Returns the number of samples of a, b and c in ``a + b + c``, which is a ConcatDataset within a ConcatDataset."""
     sizes: list[int] = []
     for part in dataset.datasets:
         if isinstance(part, ConcatDataset):
@@ -258,7 +259,7 @@ class _Sequence:
     samples: np.ndarray
     """The samples of a pass, in the order of the dataset, int64 (n,)."""
     quota: Fraction
-    """Mean number of items of this sequence in an epoch."""
+    """Mean number of samples of this sequence in an epoch."""
 
     def read(
         self,
@@ -277,8 +278,8 @@ class _Sequence:
         passes = range(positions[0] // size, positions[-1] // size + 1)
         orders = []
         for number_of_pass in passes:
-            # Every pass of every sequence has another seed. The first sample identifies the sequence. The remainder of
-            # the seed is taken because SeedSequence refuses negative numbers.
+            # Every pass of every sequence has another seed. Each sample is in one sequence, so the first identifies it.
+            # The remainder of the seed is taken because SeedSequence refuses negative numbers.
             entropy = [seed % 2**32, int(self.samples[0]), number_of_pass]
             (seed_of_pass,) = np.random.SeedSequence(entropy).generate_state(1).tolist()
             orders.append(permutation(size, seed_of_pass))
@@ -297,8 +298,8 @@ def mixed_orders(
     """Returns the samples of one epoch in their order, or with `media` one order for each modality.
 
     The epochs of the run are stretches of the merged sequence, one after the other. For n datasets every stretch has
-    each dataset's share to within ``1 + share * (n - 2)`` samples, also if the dataset is smaller than a global batch.
-    That is less than two if the shares are equal, but more if one dataset of many has a large share.
+    each dataset's share to within ``1 + share * (n - 2)`` samples, also the short stretch of a global batch. That is
+    less than two if the shares are equal, but more if one dataset of many has a large share.
 
     Args:
         mixture: Shares of the datasets.
@@ -397,9 +398,10 @@ def _merged(
 # The even merge of endless sequences (Sainte-Laguë's divisor method). Item j of a sequence with quota q has the mark
 # (j + 1/2) / q. The items of all sequences are sorted by mark. If marks are equal, the earlier sequence comes first.
 #
-# Up to any mark t each sequence has had q * t items, to within 1/2. So after any number of items each of n sequences
-# has had its share, to within (1 + share * (n - 2)) / 2 items, and in any stretch, which has two ends, to within twice
-# as many. The share is q divided by the sum of all quotas.
+# The share of a sequence is its quota divided by the sum of all quotas. Up to any mark t each of n sequences has had
+# q * t items, to within 1/2. So after any number of items it is off its share of them by at most (1 - share) / 2 for
+# its own error, and share / 2 for the error of each other sequence: (1 + share * (n - 2)) / 2 together. A stretch has
+# two ends, so it is off by at most twice as many.
 
 
 def counts_of_first(num_items: int, quotas: Sequence[Fraction]) -> list[int]:

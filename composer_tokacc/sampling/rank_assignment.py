@@ -42,14 +42,14 @@ class RankAssignment:
     """
 
     microbatches: list[list[int]]
-    """Samples of each microbatch."""
+    """Samples of each microbatch, by index in the dataset; for ExchangingDataLoader by their number in the step."""
     is_copy: bool = False
     """Whether its only sample is such a copy, which must have no weight in the loss."""
     weights: list[list[float]] | None = None
     """For each sample of each microbatch the weight of its tokens; None if all tokens of the step weigh the same."""
     loss_tokens: list[int] | None = None
     """For each sample, microbatch by microbatch, the loss tokens from which its weight was computed; None: no weights.
-    A step whose labels have other numbers is refused."""
+    A step is refused if its labels have other numbers of loss tokens."""
     plan_checksum: int = 0
     """Checksum of the plan of all ranks. If it differs between ranks, the step is refused."""
     witnesses: tuple[int, ...] = field(default=(), compare=False)  # not a part of the plan
@@ -106,7 +106,11 @@ def collate(
     assignment: RankAssignment,
     options: CutOptions,
 ) -> PreSplitBatch:
-    """Collates each microbatch of an assignment by itself. The samples must be in the order of the assignment."""
+    """Returns the batch of an assignment: each microbatch is collated by itself, and widened to ``width_multiple``.
+
+    It has the weights of the assignment, and a copy is marked as 0 samples. The samples must be in the order of the
+    assignment. Raises ValueError if `collate_fn` returns no mapping or another number of rows, or if both give weights.
+    """
     budget = options.max_tokens
     collated: list[Batch] = []
     remaining = iter(samples)
@@ -117,13 +121,13 @@ def collate(
         collated.append(batch)
     if options.width_multiple > 1:
         side = common_padding_side(collated)
-        # The new padding needs a mask. All microbatches get one, or none does, because they may be joined later.
+        # Microbatches are padded to the width in the plan: a multiple of `width_multiple`, but not above the budget.
+        # New padding needs a mask. All microbatches get one, or none does, because they may be joined later.
         masked = with_masks(collated)
-        # Padded to the width in the plan: a multiple of `width_multiple`, but not above the budget.
-        wider = [widened(batch, options.width_multiple, budget, side=side) for batch in masked]
-        is_any_wider = any(batch is not narrow for batch, narrow in zip(wider, masked, strict=True))
-        if is_any_wider:  # else no mask is needed
-            collated = wider
+        padded = [widened(batch, options.width_multiple, budget, side=side) for batch in masked]
+        has_new_padding = any(after is not before for after, before in zip(padded, masked, strict=True))
+        if has_new_padding:  # else they stay without masks
+            collated = padded
     microbatches: list[Batch] = []
     for number, batch in enumerate(collated):
         if assignment.weights is not None:
@@ -154,7 +158,7 @@ def _check_rows(batch: Batch, num_samples: int) -> None:
 
 
 def _without_weight(batch: Batch) -> BatchDict:
-    """Marks the only row of a batch as 0 samples. Masks its labels, because metrics of an evaluation read them, too."""
+    """Returns the batch with its only row marked as 0 samples, and its labels masked, because metrics read them."""
     labels = batch.get('labels')
     if isinstance(labels, torch.Tensor):
         batch = {**batch, 'labels': torch.full_like(labels, IGNORE_INDEX)}

@@ -69,7 +69,7 @@ class RestoreRandomState(Callback):
         self,
         state: dict[str, Any],
     ) -> None:
-        """Keeps the saved generators until the first batch."""
+        """Keeps the saved states. :meth:`before_dataloader` restores them."""
         saved = json.loads(state['generators'])
         self._saved = [_restored(entries) for entries in saved]
 
@@ -78,7 +78,7 @@ class RestoreRandomState(Callback):
         state: State,
         logger: Logger,
     ) -> None:
-        """Restores the saved generators, before the first batch is read."""
+        """Restores the saved states before the first batch is read, and does nothing before later ones."""
         if self._saved is not None:
             reproducibility.load_rng_state(self._saved)
             self._saved = None
@@ -87,10 +87,10 @@ class RestoreRandomState(Callback):
 def _restored(plain: dict[str, Any]) -> dict[str, Any]:
     """Returns the states of the generators of one rank, with the types that Composer's function takes."""
     version, numbers, gauss = plain['python']
-    name, keys, *position = plain['numpy']
+    name, keys, *position_and_gauss = plain['numpy']
     restored: dict[str, Any] = {
         'python': (version, tuple(numbers), gauss),
-        'numpy': (name, np.array(keys, dtype=np.uint32), *position),
+        'numpy': (name, np.array(keys, dtype=np.uint32), *position_and_gauss),
     }
     for key in ('torch', 'cuda'):
         if key in plain:

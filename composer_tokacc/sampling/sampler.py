@@ -4,7 +4,7 @@
 """A distributed batch sampler that assigns each global batch to the ranks by length.
 
 The samples of a global batch, in the order of the epoch, are its *window*. The assignment of a rank lists the samples
-that it computes, by microbatch. The *place* of a run is the epoch, and the number in it of the next global batch.
+that it computes, by microbatch. The *place* of a run is the epoch, and the number of the next global batch in it.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class RegroupingBatchSampler(DistributedSampler):
         media: Table | None = None,
         loss_shares: LossShares | None = None,
     ) -> None:
-        # Ranks and the order of an epoch, whose arguments torch's class keeps as attributes.
+        # Ranks, and arguments for the order of an epoch. Torch's class keeps them as attributes.
         if num_replicas is None:
             num_replicas = get_world_size()
         if rank is None:
@@ -156,8 +156,8 @@ class RegroupingBatchSampler(DistributedSampler):
         check_choice('drop_last', drop_last, (True, False))
         _check_integer('seed', seed, -_GREATEST_SEED, _GREATEST_SEED)
         super().__init__(dataset, num_replicas, rank, shuffle, int(seed), drop_last)
-        # Torch's class sets this to the number of samples with the repeated ones. Composer's evaluation takes the
-        # excess over the dataset for repeated samples, and drops that many at the end. Here no sample is repeated.
+        # Torch's class counts repeated samples, too, but here none is repeated. If this number is greater than the size
+        # of the dataset, Composer's evaluation drops the difference at the end.
         self.total_size = num_samples
         # Sizes of the samples, and caps of a microbatch. Bad tables are refused now, and not in the first epoch.
         options = CutOptions(
@@ -222,10 +222,10 @@ class RegroupingBatchSampler(DistributedSampler):
         """
         self.progress = Progress()
         self._epoch_of_witnesses: int | None = None
-        """The first epoch that is iterated. Its first assignment has *witnesses*, two samples that every rank reads.
+        """The first epoch that is iterated. In it each iterator's first assignment has *witnesses*, two samples.
 
-        If these differ between ranks, the datasets list their samples in different orders, and the step is refused. One
-        epoch is enough, because a dataset does not change its order during a run.
+        Every rank reads them. If they differ between ranks, the datasets list their samples in different orders, and
+        the step is refused. One epoch is enough, because a dataset does not change its order during a run.
         """
 
     def __len__(self) -> int:
@@ -268,9 +268,9 @@ class RegroupingBatchSampler(DistributedSampler):
         needs_witnesses = self.num_replicas > 1 and epoch == self._epoch_of_witnesses
         for assignment in prefetch(self._assign, windows[first:]):
             if needs_witnesses:
-                # The first and the last sample of the dataset are the same in every epoch, while those of a window are
-                # not. Ranks may read their witnesses in different epochs: one rank may look at a batch of another epoch
-                # before the run. The loader gives the digest to all later batches, so the ranks can still compare it.
+                # Samples of the dataset, not of the window, because ranks may read their witnesses in different epochs:
+                # one rank may look at a batch of another epoch before the run. The loader gives the digest to all later
+                # batches, so the ranks can still compare it.
                 assignment = replace(assignment, witnesses=(0, len(self.lengths) - 1))
                 needs_witnesses = False
             yield assignment
@@ -302,11 +302,11 @@ class RegroupingBatchSampler(DistributedSampler):
         # With enough samples every rank gets one of its own, so no plan is needed. For 'ddp' one for each rank is
         # enough. For 'fsdp' four for each rank are enough:
         # - Samples with images and samples without are two groups, each planned by itself. The larger group has at
-        #   least two samples for each rank.
-        # - This group gets dummies only if each of its samples is a microbatch, and these do not fill the step slots.
-        #   Then it has three slots or more.
+        #   least two samples for each rank. It has a step slot without dummies, which gives every rank a sample:
+        # - It gets dummies only if each of its samples is a microbatch, and these leave a slot partly empty. They fill
+        #   two slots, so it has three or more.
         # - Its dummies are fewer than the ranks, and next to each other in the order in which slots are filled. So they
-        #   are in at most two slots. In each other slot every rank has a sample that is no copy.
+        #   are in at most two slots.
         enough = self.num_replicas
         if self.rows.options.objective == 'fsdp':
             enough = 4 * self.num_replicas
@@ -319,7 +319,10 @@ class RegroupingBatchSampler(DistributedSampler):
         self.progress.forget()  # no earlier iterator may hold the place any longer
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the place of the run, and the arguments that decide its global batches, on any number of ranks."""
+        """Returns the place of the run, and the arguments that decide its global batches.
+
+        Neither depends on the number of ranks.
+        """
         epoch, batch = self.progress.place(self.epoch, self.first_batch)
         return {'epoch': epoch, 'batch': batch, **self._identity()}
 
@@ -444,9 +447,10 @@ def noting_progress(
 def prefetch(function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
     """Yields ``map(function, items)``. A background thread computes up to two further results in advance.
 
-    Two, because the thread can then work on one item while the result of the other one waits. No further items are
-    taken from ``items``. The thread starts when the first result is requested. It is joined when the iterator ends, is
-    closed or is garbage collected. An error of `function` is raised where its result would have been yielded.
+    Two, because the thread can then work on one item while the result of the other one waits. No more than these
+    are taken from ``items`` in advance. The thread starts when the first result is requested. It is joined when the
+    iterator ends, is closed or is garbage collected. An error of `function` is raised where its result would have been
+    yielded.
     """
     waiting: deque[Future[Result]] = deque()
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix='prefetch') as pool:

@@ -46,7 +46,7 @@ def _digest(samples: Sequence[object]) -> str:
     """Returns a checksum of the integers in samples, else of their texts, as 8 hex digits; '' if they have neither."""
     arrays: list[bytes] = []
     texts: list[bytes] = []
-    for leaf in _leaves(tuple(samples)):
+    for leaf in _leaves(tuple(samples)):  # a dataset may return any sequence, but only lists and tuples are searched
         if isinstance(leaf, np.ndarray):
             arrays.append(leaf.astype(np.int64).tobytes())
         else:

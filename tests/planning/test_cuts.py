@@ -74,8 +74,8 @@ def test_filled_microbatches_are_the_fewest():
     samples = Samples([7, 7, 7, 7, 2, 2, 2], max_tokens=14)
     rows = samples.sorted_rows()
 
-    without_limit = fill(rows.row_costs, rows.vision, rows.reach, np.inf)
-    under_limit = fill(rows.row_costs, rows.vision, rows.reach, 5.0)
+    without_limit = fill(rows.row_costs, rows.vision_before, rows.reach, np.inf)
+    under_limit = fill(rows.row_costs, rows.vision_before, rows.reach, 5.0)
 
     assert microbatches_of(rows, without_limit) == [[0, 1], [2, 3], [4, 5, 6]]
     # A row of 7 is over the limit by itself. Two rows of 2 fit.
@@ -105,7 +105,7 @@ def least_costliest(rows, count) -> float:
 def cost_between(rows, start, end) -> float:
     """Returns the cost of the microbatch that starts at `start` and ends before `end`, without its launch."""
     text = (end - start) * rows.row_costs[start]
-    vision = rows.vision[end] - rows.vision[start]
+    vision = rows.vision_before[end] - rows.vision_before[start]
     return text + vision
 
 
@@ -121,10 +121,10 @@ def test_costliest_microbatch_matches_exhaustive_search(drawn, max_tokens, num_m
     images = [num_images for _, num_images in drawn]
     samples = Samples(lengths, max_tokens, images=images, max_images=25)
     rows = samples.sorted_rows(CostModel(vision_per_token=0.7, launch=5.0))
-    fewest_microbatches = len(fill(rows.row_costs, rows.vision, rows.reach, np.inf)) - 1
+    fewest_microbatches = len(fill(rows.row_costs, rows.vision_before, rows.reach, np.inf)) - 1
     count = fewest_microbatches + num_more
 
-    bounds = equal_cost_cut(rows.row_costs, rows.vision, rows.reach, count)
+    bounds = equal_cost_cut(rows.row_costs, rows.vision_before, rows.reach, count)
 
     microbatches = microbatches_of(rows, bounds)
     assert len(microbatches) <= count
