@@ -64,14 +64,17 @@ class VisionLanguageCollator:
 
 def check_samples(samples: Sequence[EncodedSample]) -> None:
     """Raises ValueError unless there are samples, and each has ``input_ids`` of shape ``(1, length)``."""
-    are_samples = len(samples) > 0
-    for sample in samples:  # these are keys if one sample or a batch was passed by mistake
-        if not isinstance(sample, Mapping) or not isinstance(sample.get('input_ids'), torch.Tensor):
-            are_samples = False
-    if not are_samples:
+    # If one sample or a batch was passed by mistake, this loop gets its keys.
+    if len(samples) == 0 or not all(_is_sample(sample) for sample in samples):
         raise InvalidInputError(
             '`samples` must be a list of samples, each with the tensor `input_ids` of shape (1, length). Call the '
             "processor with return_tensors='pt'."
         )
-    for sample in samples:
-        check_ids(sample)
+
+
+def _is_sample(value: object) -> bool:
+    """Tells whether a value has ``input_ids`` of one row. Raises ValueError if the ids or their mask are malformed."""
+    if not isinstance(value, Mapping) or not isinstance(value.get('input_ids'), torch.Tensor):
+        return False
+    check_ids(value)
+    return len(value['input_ids']) == 1
