@@ -21,9 +21,9 @@ class VisionLanguageCollator:
     """Pads the text of samples, and concatenates their images, videos and audio.
 
     Args:
-        tokenizer: The tokenizer, or the processor that holds it. Gives the padding side and the pad token, or
-            its eos token if it has none.
-        layout: How media entries belong to rows. ``None``: inferred from the samples.
+        tokenizer: The tokenizer, or the processor that holds it. Gives the padding side and the pad token. A tokenizer
+            without a pad token pads with its eos token.
+        layout: Which parts of the media tensors belong to which row. ``None``: inferred from the samples.
 
     Raises:
         ValueError: If the tokenizer has neither a pad token nor an eos token.
@@ -41,11 +41,11 @@ class VisionLanguageCollator:
         self.layout = layout
 
     def __call__(self, samples: Sequence[EncodedSample]) -> dict[str, Any]:
-        """Joins samples into a batch.
+        """Joins samples into a batch. Raises ValueError if they are malformed or do not fit together.
 
         Args:
-            samples: Encoded samples, as a processor returns them for one conversation, with ``labels``, ``sample_ids``
-                and ``num_images``. Possibly also ``num_videos`` and ``num_audios``.
+            samples: The entries of a processor for one conversation each, with ``labels``, ``sample_ids`` and
+                ``num_images``. Possibly also ``num_videos`` and ``num_audios``.
 
         Returns:
             The batch. Its first entry is ``input_ids`` of shape ``(len(samples), width)``. It also has the lists
