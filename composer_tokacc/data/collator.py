@@ -21,9 +21,9 @@ class VisionLanguageCollator:
     """Pads the text of samples, and concatenates their images, videos and audio.
 
     Args:
-        tokenizer: The tokenizer, or the processor that holds it. Gives the padding side and the pad token, or
-            its eos token if it has none.
-        layout: How media entries belong to rows. ``None``: inferred from the samples.
+        tokenizer: The tokenizer, or the processor that holds it. Gives the padding side and the pad token. A tokenizer
+            without a pad token pads with its eos token.
+        layout: Which parts of the media tensors belong to which row. ``None``: inferred from the samples.
 
     Raises:
         ValueError: If the tokenizer has neither a pad token nor an eos token.
@@ -41,11 +41,11 @@ class VisionLanguageCollator:
         self.layout = layout
 
     def __call__(self, samples: Sequence[EncodedSample]) -> dict[str, Any]:
-        """Joins samples into a batch.
+        """Joins samples into a batch. Raises ValueError if they are malformed or do not fit together.
 
         Args:
-            samples: Encoded samples, as a processor returns them for one conversation, with ``labels``, ``sample_ids``
-                and ``num_images``. Possibly also ``num_videos`` and ``num_audios``.
+            samples: The entries of a processor for one conversation each, with ``labels``, ``sample_ids`` and
+                ``num_images``. Possibly also ``num_videos`` and ``num_audios``.
 
         Returns:
             The batch. Its first entry is ``input_ids`` of shape ``(len(samples), width)``. It also has the lists
@@ -64,14 +64,17 @@ class VisionLanguageCollator:
 
 def check_samples(samples: Sequence[EncodedSample]) -> None:
     """Raises ValueError unless there are samples, and each has ``input_ids`` of shape ``(1, length)``."""
-    are_samples = len(samples) > 0
-    for sample in samples:  # these are keys if one sample or a batch was passed by mistake
-        if not isinstance(sample, Mapping) or not isinstance(sample.get('input_ids'), torch.Tensor):
-            are_samples = False
-    if not are_samples:
+    # If one sample or a batch was passed by mistake, this loop gets its keys.
+    if len(samples) == 0 or not all(_is_sample(sample) for sample in samples):
         raise InvalidInputError(
             '`samples` must be a list of samples, each with the tensor `input_ids` of shape (1, length). Call the '
             "processor with return_tensors='pt'."
         )
-    for sample in samples:
-        check_ids(sample)
+
+
+def _is_sample(value: object) -> bool:
+    """Tells whether a value has ``input_ids`` of one row. Raises ValueError if the ids or their mask are malformed."""
+    if not isinstance(value, Mapping) or not isinstance(value.get('input_ids'), torch.Tensor):
+        return False
+    check_ids(value)
+    return len(value['input_ids']) == 1

@@ -23,7 +23,8 @@ ControlTokens = Literal['warn', 'text', 'refuse']
 """Handling of a control token in a text. ``warn``: encode it as the control token, and name the first sample that
 has one. ``text``: encode the characters that it is written with. ``refuse``: refuse the sample."""
 STAND_IN = '\ue002{}\ue003'
-"""Stands for a control token, with a number between two private-use characters, as in ``chat_template.MARKER``."""
+"""Text of a new token that stands for a control token. ``{}`` becomes the number of different control tokens that were
+hidden before. The characters around it are private-use ones of Unicode, as in ``chat_template.MARKER``."""
 
 log = logging.getLogger(__name__)
 
@@ -34,8 +35,8 @@ class ControlTokenPolicy:
     The *spelling* of a control token is the ids that the tokenizer gives to its characters as plain text. With
     ``text``, a control token must be encoded as its spelling, but processors do not offer that. So before the template
     and the processor run, :meth:`hide` replaces it by stand-ins: a new token of the tokenizer, written as often as the
-    spelling has ids. So the sample already has its final length. Afterwards :meth:`spell` replaces each stand-in by one
-    id of the spelling. All other tokens of the sample stay the same.
+    spelling has ids. So all entries of the processor, such as masks, get their final length. Afterwards :meth:`spell`
+    replaces each stand-in by one id of the spelling. All other tokens of the sample stay the same.
 
     Args:
         option: One of ``ControlTokens``.
@@ -59,10 +60,11 @@ class ControlTokenPolicy:
         """By the id of a stand-in: the ids that spell its control token, of shape ``(ids,)``."""
 
     def check(self, record: Record) -> None:
-        """Refuses a record with control tokens in its text (``refuse``), or warns of the first (``warn``).
+        """Refuses a record with control tokens in its text (``refuse``), or warns of the first such record (``warn``).
 
-        Both options refuse a text with a tag such as ``<image>`` that is a token. With ``text`` nothing is checked,
-        because :meth:`hide` replaces all control tokens.
+        Both options refuse a tag such as ``<image>`` that is a token, unless it is the placeholder of a medium:
+        ``record.texts`` has no placeholders. With ``text`` nothing is checked, because :meth:`hide` replaces all
+        control tokens.
         """
         if self.option == 'text':
             return
@@ -85,9 +87,9 @@ class ControlTokenPolicy:
         )
 
     def hide(self, message: Message) -> Message:
-        """Returns a message with stand-ins for the control tokens in its texts.
+        """Returns a message with stand-ins for the control tokens in its texts. Adds new stand-ins to the tokenizer.
 
-        Changes nothing with another option than ``text``. Raises ValueError if the tokenizer cannot spell one of them.
+        Only ``text`` does this; other options change nothing. Raises ValueError if the tokenizer cannot spell a token.
         """
         if self.option != 'text':
             return message
@@ -96,7 +98,7 @@ class ControlTokenPolicy:
             if part.get('text'):
                 part = {
                     **part,
-                    'text': self._pattern.sub(self._stand_in, part['text']),
+                    'text': self._pattern.sub(self._stand_ins_of, part['text']),
                 }
             content.append(part)
         return {**message, 'content': content}
@@ -104,8 +106,7 @@ class ControlTokenPolicy:
     def unhide(self, text: str) -> str:
         """Returns a text with the control tokens in the place of their stand-ins. Undoes :meth:`hide`.
 
-        Needed for a text that another tokenizer encodes, because it does not know the stand-ins (InstructBLIP has a
-        second one).
+        Needed before the second tokenizer of InstructBLIP encodes the text, because it does not know the stand-ins.
         """
         for token, stand_ins in self._stand_ins.items():
             text = text.replace(stand_ins, token)
@@ -129,10 +130,10 @@ class ControlTokenPolicy:
         return {
             **sample,
             'input_ids': input_ids,
-            'labels': labels.where(labels == IGNORE_INDEX, input_ids),
+            'labels': input_ids.where(labels != IGNORE_INDEX, IGNORE_INDEX),
         }
 
-    def _stand_in(self, match: re.Match[str]) -> str:
+    def _stand_ins_of(self, match: re.Match[str]) -> str:
         """Returns the stand-ins of a control token. Adds their token to the tokenizer the first time.
 
         Args:

@@ -63,8 +63,8 @@ PROCESSOR_PARTS = {
     'video': ('video_processor',),
     'audio': ('feature_extractor', 'audio_processor'),
 }
-"""For each modality: the attributes of a processor that may hold its part for this modality, which turns media into
-tensors. If a processor has both attributes for audio, the second is used, as in Transformers."""
+"""By modality: the attributes of a processor that may hold its part, which turns these media into tensors. If there are
+both attributes for audio, the second is used, as in Transformers."""
 
 ARGUMENTS_OF_TOKENIZER = ('max_length', 'truncation', 'padding', 'min_pixels', 'max_pixels')
 """Arguments of a tokenizer that its processor must not pass on, see :func:`_without_arguments_of_tokenizer`."""
@@ -82,9 +82,9 @@ class ConversationEncoder:
         max_length: Longest sample allowed, in tokens, image tokens included. ``None``: no limit.
         video: The frames to take of a video. ``None``: two frames a second. A processor that joins frames into patches
             gets at least the frames of one patch.
-        control_tokens: Handling of control tokens in the texts of a sample, such as ``<|im_end|>``. ``'warn'``: encode
-            them as control tokens, and warn of the first. ``'text'``: encode their characters. ``'refuse'``: refuse the
-            sample.
+        control_tokens: Handling of control tokens in texts, such as ``<|im_end|>``. ``'warn'``: encode them as control
+            tokens, and warn of the first record that has one. ``'text'``: encode their characters. ``'refuse'``: refuse
+            the record. A direct call, without a record, neither warns nor refuses.
         train_on: ``'all'`` answers carry loss, or only the ``'last'`` one of a conversation. Templates of reasoning
             models drop the thoughts of earlier answers. With them, only the last answer can be trained.
         add_end_token: Whether to add the ending token after answers that the chat template leaves open.
@@ -114,7 +114,7 @@ class ConversationEncoder:
         _check_processor(processor, tokenizer, template_owner)
         self.max_length = max_length
         self.max_image_tokens: int | None = None
-        """Most tokens for the media of a sample. None: no limit. `FittingEncoder` sets a limit for `has_room`."""
+        """Most tokens for the media of a sample, for `has_room`. None: no limit. Only `FittingEncoder` sets one."""
         self.train_on = train_on
         self.adds_end_token = add_end_token
         self.media_options: Mapping[str, Mapping[str, Any]] = {}
@@ -124,9 +124,9 @@ class ConversationEncoder:
         self.video = _sampling_for(self.parts.get('video'), video)
         self._audio_window = _window_of(self.parts.get('audio'))
         self._longest_read_audio = 0
-        """Length of the longest audio whose end the processor reads, as `_check_ends_of_audios` has found."""
+        """Audio samples of the longest audio that was read to its end. `_check_ends_of_audios` trusts shorter ones."""
         self._has_query_tokens = hasattr(processor, 'num_query_tokens')
-        """Whether the processor (of BLIP) writes a fixed number of query tokens for media, and the template none."""
+        """Whether the processor (of BLIP) writes query tokens for media, in place of placeholders of the template."""
         self.template = ChatTemplate(
             template_owner,
             tokenizer,
@@ -207,11 +207,11 @@ class ConversationEncoder:
         Args:
             record: The conversation. If it has a weight, the sample has ``loss_weights`` in the shape of the labels.
             files: One path or open file for each file of ``record.media``.
-            shapes_only: Decode only as much of the media as the shapes of the sample need.
+            shapes_only: Decode only as much of the media as the shapes of the sample need. Images are then black.
 
         Raises:
             BadSampleError: If the record or one of its files cannot be used.
-            ValueError: If it needs PyAV, which cannot be imported.
+            ValueError: If the record needs PyAV, which cannot be imported.
             RuntimeError: If the processor, or this package, fails with any other error than a ValueError.
         """
         self.check_takes_media(record)
@@ -268,9 +268,9 @@ class ConversationEncoder:
         return options
 
     def encode_unexpanded(self, conversations: Sequence[Sequence[Message]]) -> list[dict[str, torch.Tensor] | None]:
-        """Encodes conversations with the tokenizer only, so placeholders are not expanded.
+        """Encodes conversations without expanding placeholders, to find the lengths of samples.
 
-        This is much faster, because the processor does not run.
+        This is much faster than a whole sample, because only the tokenizer runs.
 
         Args:
             conversations: The messages of each. Their content must be a list of parts.
@@ -324,9 +324,9 @@ class ConversationEncoder:
         return self.max_image_tokens is None or num_image_tokens <= self.max_image_tokens
 
     def check_takes_media(self, record: Record) -> None:
-        """Refuses a record if the processor or the chat template would drop its media or misread its text.
+        """Refuses a record if the processor or the chat template would drop its media.
 
-        Text is misread if it has control tokens, see ``ControlTokenPolicy.check``.
+        Also refuses control tokens in its text, or only warns of them, see ``ControlTokenPolicy.check``.
 
         Raises:
             BadSampleError: If the record is refused.
@@ -346,7 +346,10 @@ class ConversationEncoder:
         self.control.check(record)
 
     def render(self, messages: Sequence[Message]) -> Rendered:
-        """Writes a conversation as the text for the processor, and finds the answers in it."""
+        """Writes a conversation as the text for the processor, and finds the answers that carry loss in it.
+
+        Applies the options first: ``train_on``, and stand-ins for control tokens with ``control_tokens='text'``.
+        """
         if self.train_on == 'last':
             messages = only_last_learned(messages)
         prepared = []
@@ -354,17 +357,15 @@ class ConversationEncoder:
             if message['role'] == 'assistant':
                 # Templates treat white space around an answer in different ways, so it is removed. No media are lost,
                 # because answers hold only text.
-                message = {
-                    **message,
-                    **text_message('assistant', text_of(message).strip()),
-                }
+                answer = text_message('assistant', text_of(message).strip())
+                message = {**message, **answer}  # keeps the weight
             prepared.append(self.control.hide(message))
         return self.template.render(prepared)
 
     def _check_number_of_media(self, messages: Sequence[Message], media: DecodedMedia) -> None:
         """Refuses media that do not match the parts of the messages, or that the processor cannot take.
 
-        Otherwise a tokenizer would drop all media silently, and the processors of BLIP parts without media.
+        Otherwise a tokenizer would drop all media silently, and BLIP's processors would drop parts without media.
         """
         for modality, items in media.items():
             num_parts = 0
@@ -438,7 +439,7 @@ class ConversationEncoder:
         return bool(self.parts) and not (bos and text.startswith(bos))
 
     def _encode(self, text: str, media: DecodedMedia) -> dict[str, torch.Tensor]:
-        """Runs the processor on the text and media of one conversation."""
+        """Runs the processor on one conversation, and corrects its entries. Raises ValueError if it fails."""
         arguments: dict[str, Any] = {
             'text': [text],
             'return_tensors': 'pt',
@@ -554,8 +555,8 @@ class ConversationEncoder:
         """Replaces the text that the query transformer reads (InstructBLIP) by the instruction.
 
         The instruction is the text before the first answer that carries loss. The processor gives the query transformer
-        the whole text, so that it would read the answers. Without images the model does not run it. Then its text is
-        only removed.
+        the whole text, so that it would read the answers. Without images the model does not run the query transformer,
+        so its text is only removed.
 
         Args:
             encoded: The entries of the processor, which are changed.
@@ -594,7 +595,7 @@ class ConversationEncoder:
         and at 6 in ``input_ids``. So the answer, which has two tokens, begins at 5.
 
         Raises:
-            ValueError: If an answer is not found, because the processor has added such tokens.
+            ValueError: If an answer is not found, because the processor has added tokens with the id of its last one.
         """
         (encoding,) = self._tokenize([rendered.text])
         text_ids = torch.tensor(encoding.ids)
@@ -605,6 +606,7 @@ class ConversationEncoder:
             places_in_text = (text_ids == last_token).nonzero()[:, 0]
             places_in_ids = (input_ids == last_token).nonzero()[:, 0]
             if len(places_in_text) == len(places_in_ids):
+                # The condition selects the k-th place.
                 expanded_end = int(places_in_ids[places_in_text == end - 1]) + 1
                 expanded_start = expanded_end - (end - start)
                 if torch.equal(input_ids[expanded_start:expanded_end], text_ids[start:end]):
@@ -690,7 +692,7 @@ def _window_of(extractor: Any) -> int | None:
     """Returns the length, in audio samples, above which a feature extractor may cut off an audio.
 
     Whisper's extractor has it as the attribute ``n_samples``, Gemma 3n's as the default of the argument ``max_length``.
-    Returns None if the extractor has no such length. The extractor is None if the processor takes no audio.
+    Returns None if the extractor has no such length, or is None itself, because the processor takes no audio.
     """
     parameter = inspect.signature(type(extractor).__call__).parameters.get('max_length')
     windows = [getattr(extractor, 'n_samples', None), getattr(parameter, 'default', None)]

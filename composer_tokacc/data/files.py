@@ -51,9 +51,9 @@ def read_records(
     image_dir: PathLike | None = None,
     allow_outside: bool = False,
 ) -> Iterator[Record | BadSampleError]:
-    """Yields the records of files. A bad record is yielded as its error.
+    """Yields the records of files. A bad record is yielded as its error, for example if a media file does not exist.
 
-    The media files of a good record exist. They were not opened.
+    Does not open media files. Raises ValueError if a file of records cannot be read, or a decoder is missing.
 
     Args:
         paths: As for :class:`.LlavaDataset`.
@@ -74,7 +74,7 @@ def read_records(
 
 
 def read_texts(paths: PathLike | Sequence[PathLike]) -> Iterator[str]:
-    """Yields the text of every turn of files, without placeholders. Bad records are left out."""
+    """Yields the text of every turn of files, without placeholders, to train a tokenizer on. Leaves out bad records."""
     for path in _list_paths(paths):
         for raw_record in read_raw_records(path):
             with suppress(BadSampleError):
@@ -111,7 +111,7 @@ def read_raw_records(path: PathLike) -> Iterator[RawRecord]:
 
 
 def image_folder(path: PathLike) -> Path:
-    """Returns the folder to which names of media are relative by default: the folder of the file."""
+    """Returns the default folder of media: the folder of the file, or the current folder for a dataset of the hub."""
     file, _ = _split_name(path)
     if file.startswith(HUB):
         return Path()
@@ -166,6 +166,7 @@ def _read_json(file: str) -> Iterator[RawRecord]:
     if text.lstrip().startswith('['):
         yield from _read_array(text, file)
         return
+    # Not `splitlines`, because a JSON text may contain its other line breaks, such as U+2028.
     for number, line in enumerate(text.split('\n'), start=1):
         if line.strip():
             yield RawRecord(file, f'line {number}', _decode_value(line))
@@ -195,13 +196,13 @@ def _decode_value(text: str) -> object:
 
 
 def _decode_object(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """Returns an object. Raises ValueError if a key stands twice in it, because one of the two values would be lost."""
+    """Returns the dict of a JSON object. Raises ValueError if a key stands twice in it: one value would be lost."""
     decoded = dict(pairs)
     if len(decoded) < len(pairs):
         keys = [key for key, _ in pairs]
-        most_frequent = max(keys, key=keys.count)
+        repeated_key = max(keys, key=keys.count)
         raise InvalidInputError(
-            f'the key {short_repr(most_frequent)} stands twice in {short_repr(decoded, 200)}. Remove one'
+            f'the key {short_repr(repeated_key)} stands twice in {short_repr(decoded, 200)}. Remove one'
         )
     return decoded
 
@@ -230,10 +231,10 @@ def _find_entry(file: str, name: str) -> DatasetEntry:
 def _read_table(path: str, split: str | None) -> Iterator[RawRecord]:
     """Yields the rows of a table. Their media stay in the table until they are decoded."""
     table = _open_table(path, split)
-    # All rows are read at the start, and `table[index]` would decode their images. So the rows are read in Arrow's
-    # format, and `_read_value` decodes them by features (types of columns) that leave media as bytes.
-    columns = _without_decoding(dict(table.features))
-    features = type(table.features)(columns)
+    # Here all rows are read, and `table[index]` would decode their images. So the rows are read in Arrow's format, and
+    # `_read_value` decodes them by features (types of columns) that leave media as bytes.
+    feature_of_column = _without_decoding(table.features)
+    features = type(table.features)(feature_of_column)  # of the class `Features`, which can decode rows
     arrow_table = table.with_format('arrow')
     for index in range(len(arrow_table)):
         read_value = partial(_read_value, arrow_table, features, index)
@@ -284,7 +285,8 @@ def _load_table(path: str) -> Any:
             if not file.is_dir():
                 regular_file(file)  # raises for a pipe, which would block `datasets`
         return datasets.load_from_disk(path)
-    # `datasets` takes a path for a glob pattern, and a relative path for the pattern of the whole path.
+    # `datasets` reads a path as a glob pattern, after it has joined a relative path to the current folder. So the path
+    # is made absolute first: the names of all its folders must be escaped, too.
     pattern = glob.escape(os.path.abspath(path))
     return datasets.Dataset.from_parquet(pattern, config_name=_name_in_cache(path))
 
@@ -335,7 +337,7 @@ def _replace_bytes(value: object, read_value: Callable[..., bytes], keys: tuple[
 
     Args:
         value: The row, or a value in it.
-        read_value: Reads the value of the row that some keys lead to. Here the keys always lead to bytes.
+        read_value: Reads the bytes that some keys lead to in the row.
         keys: The keys that lead from the row to the value.
     """
     if isinstance(value, bytes):

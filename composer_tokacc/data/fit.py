@@ -71,8 +71,8 @@ def share_of(steps: int) -> float:
 def find_pixel_coordinates(text: str) -> str | None:
     """Returns the first box or point in a text that may be in pixels. None if there is none.
 
-    Coordinates in pixels are wrong once the image is smaller, and this module does not change them. Numbers from 0 to 1
-    are shares of a side, which hold for an image of any size.
+    Coordinates in pixels are wrong once the image is smaller. This module does not change them, so `LlavaDataset` warns
+    of them. Numbers from 0 to 1 are shares of a side, which hold for an image of any size.
     """
     for pattern in (_BOX, _POINT):
         for match in pattern.finditer(text):
@@ -92,7 +92,7 @@ class ThinnedSampling(VideoSampling):
         """Checks nothing, because the values come from a :class:`.VideoSampling` that was checked."""
 
     def count(self, num_frames: int, duration: float) -> int:
-        """Returns the number of frames to take."""
+        """Returns the number of frames to take. Its arguments are those of :meth:`.VideoSampling.count`."""
         full_count = super().count(num_frames, duration)
         count = int(full_count * self.share)
         return max(count, self.min_frames)
@@ -160,7 +160,7 @@ class FittingEncoder(ConversationEncoder):
                 it may be collated with samples of datasets without ``fit``, which have none. The number comes from a
                 length table, which may be older than the files. If the sample does not fit, the steps are found again.
         """
-        encode = partial(self._encode_after, record, files)
+        encode = partial(self._encode_with_steps, record, files)
         are_steps_known = steps is not None
         steps = steps or 0
         sample = encode(steps, shapes_only=shapes_only)
@@ -170,9 +170,9 @@ class FittingEncoder(ConversationEncoder):
             try:
                 sample = encode(steps, shapes_only=shapes_only)
             except RuntimeError as error:
-                # If an image has no pixels left (SmolVLM), torch raises a RuntimeError. Then no steps are enough, and
-                # the first sample is refused below. The base class has wrapped this error, as it wraps all others.
-                # Others may be bugs, so they are raised again.
+                # The base class raises this from any error that is not a ValueError. A RuntimeError as its cause comes
+                # from torch: an image has no pixels left (SmolVLM). Then no number of steps is enough, and `sample`,
+                # still the first one, is refused below. Other causes may be bugs.
                 if type(error.__cause__) is not RuntimeError:
                     raise
         if not self._fits(sample):
@@ -181,7 +181,7 @@ class FittingEncoder(ConversationEncoder):
             sample[SHRINK_STEPS] = [steps]
         return sample
 
-    def _encode_after(
+    def _encode_with_steps(
         self,
         record: Record,
         files: Sequence[MediaFile],
@@ -190,7 +190,7 @@ class FittingEncoder(ConversationEncoder):
         shapes_only: bool,
     ) -> EncodedSample:
         """Encodes a record with the budgets that are left after some steps."""
-        encoder = self._encoder_after(steps)
+        encoder = self._encoder_with_steps(steps)
         # The base class's method, because the method of this class would search for steps again.
         sample = ConversationEncoder.encode_record(encoder, record, files, shapes_only=shapes_only)
         # `encoder` is a copy. Without this, each audio of this length would be encoded twice, see
@@ -212,10 +212,10 @@ class FittingEncoder(ConversationEncoder):
                 # enough, the caller encodes with this number of steps, and the sample is refused.
                 return True
 
-        # Bisection, which supposes that more steps never make a sample longer.
+        # Finds the first True by bisection, which supposes that more steps never make a sample longer.
         return bisect_left(range(MOST_STEPS), True, lo=1, key=fits)
 
-    def _encoder_after(self, steps: int) -> ConversationEncoder:
+    def _encoder_with_steps(self, steps: int) -> ConversationEncoder:
         """Returns the encoder with the budgets that are left after some steps."""
         encoder = copy(self)
         encoder.max_length = None  # `encode_record` of this class checks the caps
@@ -234,6 +234,7 @@ class FittingEncoder(ConversationEncoder):
         return self.has_room(sample['input_ids'].shape[1], self._count_media_tokens(sample))
 
     def _count_media_tokens(self, sample: EncodedSample) -> int:
+        """Returns the number of tokens that stand for images, videos and audio."""
         return int(torch.isin(sample['input_ids'], self._media_ids).sum())
 
     def _reduces_tokens(self, modality: str, budget: str) -> bool:
@@ -264,15 +265,15 @@ class FittingEncoder(ConversationEncoder):
     def _probe(
         self,
         modality: str,
-        lowered: Sequence[str],
+        budgets: Sequence[str],
         *,
         num_frames: int = PROBE_FRAMES,
     ) -> EncodedSample:
-        """Encodes one large black image or video, with some budgets at their minimum."""
+        """Encodes one large black image or video, with these budgets at their minimum."""
         encoder = copy(self)
         encoder.max_length = None
-        least = _lowered(self.parts[modality], lowered, share_of(MOST_STEPS))
-        encoder.media_options = {OPTIONS_OF_MODALITY[modality]: least}
+        minimums = _lowered(self.parts[modality], budgets, share_of(MOST_STEPS))
+        encoder.media_options = {OPTIONS_OF_MODALITY[modality]: minimums}
         messages = example_conversation([modality])
         if modality == 'image':
             image = Image.new('RGB', (PROBE_SIDE, PROBE_SIDE))
@@ -280,7 +281,7 @@ class FittingEncoder(ConversationEncoder):
         side = PROBE_SIDE // 2
         frame = np.zeros((side, side, 3), np.uint8)
         frame_numbers = list(range(num_frames))
-        video = make_video([frame] * num_frames, frame_numbers, num_frames, step=0.5)
+        video = make_video([frame] * num_frames, frame_numbers, num_frames, step=0.5)  # a frame every half second
         return encoder(messages, videos=[video])
 
     def _refusal(self, record: Record, sample: EncodedSample) -> str:
@@ -309,11 +310,12 @@ def _lowered(part: Any, names: Sequence[str], share: float) -> dict[str, Any]:
     for name in names:
         if name == 'size':
             size = dict(part.size)
-            least = min(size.get('shortest_edge') or 1, size['longest_edge'])
-            size['longest_edge'] = max(int(size['longest_edge'] * share), least)
+            # The minimum of a side, or of all pixels (Qwen-VL).
+            minimum = min(size.get('shortest_edge') or 1, size['longest_edge'])
+            size['longest_edge'] = max(int(size['longest_edge'] * share), minimum)
             lowered[name] = size
         else:
             name_of_minimum = name.replace('max', 'min', 1)
-            least = getattr(part, name_of_minimum, None) or 1
-            lowered[name] = max(int(getattr(part, name) * share), least)
+            minimum = getattr(part, name_of_minimum, None) or 1
+            lowered[name] = max(int(getattr(part, name) * share), minimum)
     return lowered

@@ -84,8 +84,8 @@ MODALITY_OF_PART = {
 }
 """Modality of a content part, or ``text``, by its type."""
 PART_NOTES = ('type', 'detail', 'index')
-"""Keys that a content part may also have. ``detail`` is for OpenAI's API, and is not read. ``index`` numbers the images
-of a TRL table; `_parse_part` checks that they are in order."""
+"""Keys of a content part that do not hold its content. ``detail`` is for OpenAI's API, and is not read. ``index``
+numbers the images of a TRL table; `_parse_part` checks that they are in order."""
 FILE_OBJECT_KEYS = ('bytes', 'data', 'path', 'url')
 """Keys of a file object. The first of them that has a value holds the file."""
 FILE_NOTES = ('detail', 'format')
@@ -158,7 +158,7 @@ class RecordFormat:
     further_keys: tuple[str, ...] = ()
     """Other keys that ``read_turns`` reads."""
     keys_of_entry: tuple[str, ...] = ()
-    """Keys that each object in the list must have. Empty, unless other projects use the same key for other lists."""
+    """If other projects use the same ``keys`` for other lists: keys that each object in the list must have."""
     media_first: bool = False
     """Whether the listed media go before the first question if a record has no placeholders. If not, such a record is
     refused."""
@@ -187,7 +187,7 @@ def parse_record(raw: RawRecord, folder: Path = Path()) -> Record:
         folder: Folder to which the names of its media are relative.
 
     Raises:
-        BadSampleError: If the entry is not a conversation in a known format. The error names the sample.
+        BadSampleError: If one of these checks fails. The error names the sample.
     """
     sample_id = raw.where
     if isinstance(raw.data, dict) and raw.data.get('id') is not None:
@@ -240,9 +240,9 @@ def _parse_data(data: object, record: Record) -> Record:
         for medium in listed_media:
             slots.append(Medium(medium.modality))
         turns = _with_media_first(turns, slots)
-    # LLaVA-Video writes `<image>` for a video. Here, all slots are of images and empty, but no image is listed.
-    has_videos_only = listed['video'] and not listed['image']
-    if has_videos_only and set(slots) == {Medium('image')}:
+    # LLaVA-Video writes `<image>` for a video. So videos are listed and no images, but all slots are those of images
+    # without files.
+    if listed['video'] and not listed['image'] and set(slots) == {Medium('image')}:
         turns = [_with_video_placeholders(turn) for turn in turns]
         slots = [Medium('video')] * len(slots)
     media = _fill_slots(slots, listed)
@@ -466,11 +466,10 @@ def _parse_carries_loss(turn: JsonObject, role: str) -> bool:
     Only answers can carry loss. For turns of other roles the result is always True, and has no effect.
     """
     weight = _only_value(turn, ('weight', 'loss'))  # `loss` may be true or false, which equal 1 and 0
-    if weight is None or (weight == 1 and role == 'assistant'):
+    if role == 'assistant' and weight in (0, 1):
+        return weight == 1
+    if weight in (None, 0):
         return True
-    if weight == 0:
-        # False for an answer. Turns of other roles have True, see `Turn.carries_loss`.
-        return role != 'assistant'
     raise InvalidInputError(
         f'`weight` (or `loss`) of a turn must be 0 or 1, and 1 only for an answer, got: {short_repr(weight)} for a '
         f'turn of the {role}'
@@ -672,7 +671,7 @@ def _decode_data_uri(modality: str, uri: str) -> EmbeddedFile:
 
 
 def _check_turns(turns: Sequence[Turn]) -> None:
-    """Raises ValueError if the turns are out of order, no answer carries loss, or one that does is empty."""
+    """Raises ValueError if the turns are out of order, no answer carries loss, or an answer with loss is empty."""
     roles = []
     learned_answers = []
     for turn in turns:
@@ -705,8 +704,8 @@ def _check_texts_of_other_keys(data: JsonObject, keys_read: Container[str], turn
         return
     all_letters = ''.join(_letters_of(turn.text) for turn in turns)
     letters_of_answers = ''
-    # If the last turn is not an answer, a text under `output` is the answer that is missing, even if it repeats an
-    # earlier one. So it must not count as a copy.
+    # If the last turn is not an answer, a text under `output` is the missing answer, even if it repeats an earlier one.
+    # So there are no answers that it may be a copy of.
     if turns[-1].role == 'assistant':
         answers = [turn.text for turn in turns if turn.role == 'assistant']
         letters_of_answers = ''.join(_letters_of(answer) for answer in answers)

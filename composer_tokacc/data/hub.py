@@ -42,7 +42,8 @@ def ask_hub(name: str, kind: Literal['model', 'dataset']) -> None:
     file = FILE_OF_KIND[kind]
     try:
         cached_path = try_to_load_from_cache(name, file, repo_type=kind)
-        if not isinstance(cached_path, str):  # None, or the note that the repository has no such file
+        # None, or the note that the repository has no such file. If it is cached, libraries can load without an answer.
+        if not isinstance(cached_path, str):
             get_hf_file_metadata(hf_hub_url(name, file, repo_type=kind), timeout=TIMEOUT)
     except HfHubHTTPError:
         return  # the hub has answered. If the repository is missing, loading it says so

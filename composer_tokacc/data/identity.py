@@ -26,14 +26,14 @@ def identify_data(dataset: Any) -> str:
     """Returns a fingerprint of the data.
 
     It is a hash of ``dataset.identity()`` or, if there is no such method, of ``dataset.fingerprint()``. ``identity`` is
-    preferred, because that of ``LlavaDataset`` does not change if the folder is moved.
+    preferred, because for ``LlavaDataset`` it does not change if the folder is moved.
 
     If the dataset has neither, it is a hash of the number of samples and the token ids of at most 64 of them, evenly
     spread. Then a change of labels, of media, or of a sample that is not read goes unnoticed. A bad sample raises no
     error here, because the run will handle it. The message of its error takes the place of its ids.
 
     Args:
-        dataset: A map-style dataset, or a ``ConcatDataset`` of some.
+        dataset: A map-style dataset, or a ``ConcatDataset`` of map-style datasets.
 
     Raises:
         ValueError: If a sample is not a mapping with ``input_ids``.
@@ -102,8 +102,8 @@ def identify_tokenization(processor: Any) -> str:
     """Returns a fingerprint of everything that decides how a fast tokenizer cuts a text into tokens.
 
     This is more than :func:`identify_vocabulary`, which does not include the merges, the normalizer or which tokens are
-    matched first. That function must not change, because checkpoints hold its results. If a part of the tokenizer is
-    written in Python, only the name of its class is included. For a tokenizer that is not a fast one, returns ''.
+    matched first. That function must not change, because checkpoints hold its results. For a tokenizer that is not a
+    fast one, returns ''.
     """
     tokenizer = getattr(processor, 'tokenizer', processor)
     backend = getattr(tokenizer, 'backend_tokenizer', None)
@@ -112,19 +112,22 @@ def identify_tokenization(processor: Any) -> str:
     # Not `backend.to_str()`, because it also has the padding and truncation of the last call, and parsing it takes
     # seconds for a large vocabulary.
     parts = [backend.normalizer, backend.pre_tokenizer, backend.post_processor, backend.model]
-    settings_of_parts = [_settings_of_tokenizer_part(part) for part in parts]
+    identities_of_parts = [_identify_tokenizer_part(part) for part in parts]
     added_tokens = [(token_id, repr(token)) for token_id, token in sorted(tokenizer.added_tokens_decoder.items())]
     splits_special_tokens = getattr(tokenizer, 'split_special_tokens', False)
-    return fingerprint([settings_of_parts, added_tokens, splits_special_tokens])
+    return fingerprint([identities_of_parts, added_tokens, splits_special_tokens])
 
 
-def _settings_of_tokenizer_part(part: Any) -> str:
-    """Returns a fingerprint of the settings of a normalizer, pre-tokenizer, post-processor or model, or of None."""
+def _identify_tokenizer_part(part: Any) -> str:
+    """Returns a fingerprint of a normalizer, pre-tokenizer, post-processor or model, or of None.
+
+    For a part that is written in Python, returns the name of its class.
+    """
     try:
-        # An iterator of bytes, which `fingerprint` hashes as they are. The protocol is fixed, because the default one
-        # changes with the version of Python.
+        # `fingerprint` hashes the bytes of an iterator as they are, and would write other values as JSON. The protocol
+        # is fixed, because the default one changes with the version of Python.
         return fingerprint(iter([pickle.dumps(part, protocol=4)]))
-    except Exception:  # `tokenizers` raises exactly this class for a part that is written in Python (RoFormer's)
+    except Exception:  # `tokenizers` raises Exception itself for a part that is written in Python (RoFormer's)
         return class_name(part)
 
 

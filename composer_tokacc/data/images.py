@@ -55,12 +55,14 @@ def read_image(file: MediaFile) -> Image.Image:
 
 
 def image_size(file: MediaFile) -> tuple[int, int]:
-    """Returns width and height of the image that :func:`read_image` returns. Reads only the header if possible."""
+    """Returns width and height of the image that :func:`read_image` returns. Reads only the header if possible.
+
+    Then it does not see EXIF after the pixels of a PNG, and returns the size before the turn.
+    """
     with _open_image(file) as image:
         if image.format not in SIZE_IN_HEADER:
             return _upright(image).size
         # The base class's `getexif`, because PNG's own method would decode the image to look for EXIF after the pixels.
-        # So such an EXIF entry is not seen here. If it turns the image, this function returns the size before the turn.
         orientation = Image.Image.getexif(image).get(ExifTags.Base.Orientation)
         width, height = image.size
         if orientation in TURNS and orientation >= 5:
@@ -103,7 +105,7 @@ def _open_image(file: MediaFile) -> Iterator[Image.Image]:
 
 
 def _known_formats() -> list[str]:
-    """Returns the IMAGE_FORMATS that this installation of PIL can open. Adds HEIF if pillow-heif is installed."""
+    """Returns the IMAGE_FORMATS that PIL can open here. Registers pillow-heif with PIL if it is installed."""
     Image.init()
     if 'HEIF' not in Image.OPEN and importlib.util.find_spec('pillow_heif') is not None:
         import pillow_heif  # pyright: ignore[reportMissingImports]
@@ -115,12 +117,12 @@ def _known_formats() -> list[str]:
 def _has_known_white(image: Image.Image) -> bool:
     """Tells whether 0 is black and 65535 is white in an image of 16 bits a channel. True for images of 8 bits.
 
-    In some TIFF files this is not so, because the largest value of 12 or 32 bits is another one, and because 0 may mean
-    white. PIL inverts the values then only in images of up to 8 bits.
+    In TIFF files, white may be the largest value of 12 or 32 bits, or 0 may be white. PIL inverts the values of such a
+    file only in images of up to 8 bits.
     """
     if image.format != 'TIFF' or not image.mode.startswith('I'):
         return True
-    # PIL's mode I holds 32 bits. An older PIL uses it for the 16 bits of a PNG, too, so the mode does not tell.
+    # Mode I has 32 bits. An older PIL uses it for the 16 bits of a PNG, too, but not in a TIFF file.
     if image.mode == 'I':
         return False
     entries: Any = getattr(image, 'tag_v2', {})

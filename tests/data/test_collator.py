@@ -58,3 +58,10 @@ def test_tokenizer_without_pad_token():
     tokenizer.eos_token = None
     with pytest.raises(ValueError, match='`tokenizer` must have a pad token'):
         VisionLanguageCollator(tokenizer)
+
+
+def test_sample_of_two_rows_is_refused():
+    """Its second row would be trained on, but have no name and no number of images."""
+    two_rows = {'input_ids': torch.ones(2, 3, dtype=torch.long), 'labels': torch.ones(2, 3, dtype=torch.long)}
+    with pytest.raises(ValueError, match=r'`samples` must be .* of shape \(1, length\)'):
+        VisionLanguageCollator(make_tokenizer())([ROWS[0], two_rows])

@@ -107,7 +107,7 @@ def test_samples_just_fit_the_cap(path, processor, share):
         steps = int(table.shrink_steps[index])
         assert report['share'] == pytest.approx(share_of(steps), abs=1e-4)
         # With one step less the sample is still too long.
-        larger_encoder = dataset.encoder._encoder_after(steps - 1)
+        larger_encoder = dataset.encoder._encoder_with_steps(steps - 1)
         files = []
         for medium in record.media:
             files += [path.parent / name for name in medium.names]
