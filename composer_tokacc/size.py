@@ -136,12 +136,12 @@ def size(config: TrainConfig, options: SizeOptions) -> SizingReport:
         longest = config.dataset.get('max_length')
         table = lengths_of(options.lengths, longest=longest, seed=config.seed)
         # The memory model is traced with samples of made-up content. For a fresh model they need no processor.
-        processor = None if config.model.pretrained is None else source.build_processor()
+        processor = None if config.model.pretrained is None else source.processor
         dataset = StandIns(table, processor, source.model_config(processor))
     else:
-        processor = source.build_processor()
-        dataset = source.build_dataset(processor)
-        table = source.measure(dataset, processor)
+        processor = source.processor
+        dataset = source.train_dataset
+        table = source.train_table
     memory = memory_of_run(config, dataset, processor, table)
     # Called twice: with the default costs, and then with the measured ones.
     suggest = partial(
@@ -200,7 +200,7 @@ def time_steps(
     timer = MicrobatchTimer(
         BatchLayout.for_model(parts.model),
         model_config.get_text_config().hidden_size,
-        patches=partial(count_patches, patch_size=patch_size_of(model_config, parts.processor)),
+        patches=partial(count_patches, patch_size=patch_size_of(model_config, parts.source.processor)),
     )
     trainer = build_trainer(config, parts, InMemoryLogger())
     trainer.state.callbacks.append(timer)

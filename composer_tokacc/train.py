@@ -120,7 +120,7 @@ def _train(config: TrainConfig) -> None:
     history = InMemoryLogger()
     trainer, parts = _build(config, history, trainer_parts)
     # TokenMonitor logs MFU from the first step, so it needs the operations of the model now.
-    watch_flops(parts.source, parts.train_dataset, parts.processor, parts.model, trainer.state)
+    watch_flops(parts.source, parts.model, trainer.state)
     # A callback that lets the model answer eval samples. None if it answers none.
     answers = answers_of(config, parts)
     if answers is not None:

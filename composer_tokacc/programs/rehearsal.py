@@ -166,9 +166,10 @@ def rehearsal_of(config: TrainConfig, parts: RunParts) -> Rehearsal | None:
     # which takes long.
     is_suggested = config.microbatching.device_train_microbatch_size == 'suggest'
     if is_suggested and isinstance(parts.train_loader.dataloader, RegroupingDataLoader):
-        table = parts.source.measure(parts.train_dataset, parts.processor)  # a collective, so on all ranks
+        source = parts.source
+        table = source.train_table  # a collective if it is the first use, so on all ranks
         if dist.get_global_rank() == 0:
-            rehearsal.memory = memory_of_run(config, parts.train_dataset, parts.processor, table)
+            rehearsal.memory = memory_of_run(config, source.train_dataset, source.processor, table)
     return rehearsal
 
 

@@ -57,22 +57,18 @@ log = logging.getLogger(__name__)
 OfRank0 = TypeVar('OfRank0')
 
 
-def suggested_microbatch(
-    source: Source,
-    dataset: SampleDataset,
-    processor: Processor,
-) -> tuple[int, int]:
+def suggested_microbatch(source: Source) -> tuple[int, int]:
     """Returns the microbatch size and the slot width for a config that says ``suggest``; a collective.
 
     Rank 0 decides, for the smallest device of all ranks. If it refuses, all ranks raise its error.
     """
     config = source.config
-    table = source.measure(dataset, processor)
+    table = source.train_table
     smallest_memory_gib = min(dist.all_gather_object(device_memory_gib(config)))
 
     def suggest() -> tuple[int, int]:
         with building('microbatching.device_train_microbatch_size'):
-            memory = memory_of_run(config, dataset, processor, table)
+            memory = memory_of_run(config, source.train_dataset, source.processor, table)
             num_ranks = dist.get_world_size()
             report = suggest_for_run(config, memory, table, num_ranks=num_ranks, gib=smallest_memory_gib)
             if report.too_large:
@@ -315,8 +311,6 @@ def _logits_of_run(config: TrainConfig) -> str:
 
 def watch_flops(
     source: Source,
-    dataset: SampleDataset,
-    processor: Processor,
     model: HuggingFaceModel,
     state: State,
 ) -> None:
@@ -331,11 +325,11 @@ def watch_flops(
     has_speed = monitor.device_tflops or get_gpu_flops_available(state)
     if not has_speed:
         return
-    table = source.measure(dataset, processor)
+    table = source.train_table
     coefficients = None
     if dist.get_global_rank() == 0:
         say('counting the operations of the model ...')
-        coefficients = _flop_coefficients(source.config, dataset, processor, table)
+        coefficients = _flop_coefficients(source.config, source.train_dataset, source.processor, table)
     coefficients = from_any_rank(coefficients)  # the layout is not sent: each rank makes it from its own model
     monitor.flops = None
     if coefficients is not None:

@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from composer_tokacc.data import LengthTable
-from composer_tokacc.programs import ConfigError, load_config, suggest
+from composer_tokacc.programs import ConfigError, load_config, rehearsal, sources, suggest
+from composer_tokacc.programs.build import build_parts
 from composer_tokacc.programs.length_tables import StandIns
 from composer_tokacc.programs.schema import ModelConfig, TrainConfig
 from composer_tokacc.programs.sources import source_of
@@ -48,9 +49,9 @@ def test_too_large_samples_are_named(monkeypatch):
         'microbatching.device_memory_gib': 16,
     }
     table = random_sizes(4001, variation=0.7, longest=20_000)
-    source = SimpleNamespace(config=config_of(options), measure=lambda *arguments: table)
+    source = SimpleNamespace(config=config_of(options), train_dataset=[], processor=None, train_table=table)
     with pytest.raises(ConfigError, match='1 samples do not fit even alone') as raised:
-        suggest.suggested_microbatch(source, [], None)
+        suggest.suggested_microbatch(source)
     assert 'sample 4000' in str(raised.value)
 
 
@@ -67,6 +68,26 @@ def test_packing_is_compared_as_the_run_cuts(regroups_ranks):
     assert report.packing is not regroups_ranks
 
 
+def test_samples_are_measured_once(monkeypatch, tmp_path):
+    """The suggestion, the loader and the rehearsal share one table. Each scan of a large dataset takes minutes."""
+    measure = mock.Mock(side_effect=sources.length_table)
+    monkeypatch.setattr(sources, 'length_table', measure)
+    for module in (suggest, rehearsal):
+        monkeypatch.setattr(module, 'memory_of_run', lambda *arguments: memory_model())
+    options = {
+        'loader.global_batch_size': 8,
+        'loader.lengths_folder': tmp_path,
+        'microbatching.size': 'suggest',
+        'microbatching.device_memory_gib': 16,
+        'microbatching.rehearse': 'heaviest',
+    }
+    config = config_of({**FEW_LAYERS, **options})
+    parts = build_parts(config)
+    assert rehearsal.rehearsal_of(config, parts).memory is not None
+    assert isinstance(parts.source.config.microbatching.device_train_microbatch_size, int)
+    measure.assert_called_once()
+
+
 SHAPE = BatchShape(rows=4, width=64)
 # A trace takes time for each layer.
 FEW_LAYERS = {
@@ -80,9 +101,7 @@ FEW_LAYERS = {
 def traced_data() -> tuple[Any, Any, LengthTable]:
     """Returns the dataset of the traced runs, its processor, and the sizes of its samples."""
     source = source_of(config_of(FEW_LAYERS))
-    processor = source.build_processor()
-    dataset = source.build_dataset(processor)
-    return dataset, processor, source.measure(dataset, processor)
+    return source.train_dataset, source.processor, source.train_table
 
 
 def traced_memory(settings: Mapping[str, Any]) -> MemoryModel:
