@@ -50,12 +50,14 @@ from composer_tokacc.planning import CostModel
 from composer_tokacc.programs import ConfigError, TrainConfig
 from composer_tokacc.programs.build import build_parts, build_trainer
 from composer_tokacc.programs.config_checks import check_folder
+from composer_tokacc.programs.devices import device_memory_gib
 from composer_tokacc.programs.errors import local_folder, refuse
 from composer_tokacc.programs.length_tables import StandIns, lengths_of
 from composer_tokacc.programs.runner import run_program
 from composer_tokacc.programs.schema import Count, read_options, without
 from composer_tokacc.programs.sources import source_of
-from composer_tokacc.programs.suggest import device_memory_gib, memory_of_run, suggest_for_run
+from composer_tokacc.programs.suggest import suggest_for_run
+from composer_tokacc.programs.traces import memory_of_run
 from composer_tokacc.sizing import MicrobatchTimer, SizingReport, draw_report, fit_cost
 
 __all__ = ['KEPT_SETTINGS', 'TIMED_STEPS', 'SizeOptions', 'main', 'size', 'time_shapes', 'time_steps']

@@ -37,7 +37,7 @@ from composer_tokacc.programs.rehearsal import rehearsal_of
 from composer_tokacc.programs.run_result import result_folder, summarize, write_report
 from composer_tokacc.programs.runner import run_program
 from composer_tokacc.programs.schema import without
-from composer_tokacc.programs.suggest import watch_flops
+from composer_tokacc.programs.traces import watch_flops
 
 __all__ = ['main', 'run']
 
