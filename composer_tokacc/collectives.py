@@ -9,7 +9,7 @@ A single rank needs no process group, and makes no collective in one.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 import torch
@@ -98,6 +98,21 @@ def from_any_rank(value: T | None) -> T | None:
         # Not a gather, because every rank that has a value would send it.
         torch.distributed.broadcast_object_list(values, src=first_rank)
     return values[0]
+
+
+def of_first_rank(compute: Callable[[], T]) -> T:
+    """Calls a function on rank 0 and returns its result on all ranks; a collective. All raise its refusal, too."""
+    outcome: T | RefusalError | None = None
+    if get_global_rank() == 0:
+        try:
+            outcome = compute()
+        except RefusalError as error:
+            outcome = error  # raised below on all ranks, because the others wait for the outcome
+    outcome = from_any_rank(outcome)  # the one of rank 0, because the others have None
+    assert outcome is not None, 'rank 0 has an outcome'
+    if isinstance(outcome, RefusalError):
+        raise outcome
+    return outcome
 
 
 def raise_on_all_ranks(refusal: RefusalError | None) -> None:

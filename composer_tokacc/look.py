@@ -70,15 +70,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def look(options: LookOptions, config: TrainConfig) -> None:
     """Prints samples of the training set or of the eval set."""
     source = source_of(config)
-    processor = source.build_processor()
-    dataset = source.build_dataset(processor, is_eval=options.eval)
+    dataset = source.eval_dataset if options.eval else source.train_dataset
     if dataset is None:
         raise ConfigError('dataset.eval', 'must be given for eval=true, got: none')
-    lengths = source.measure(dataset, processor).lengths
+    lengths = source.measure(dataset).lengths
     samples = source.by_index(dataset)  # a streamed dataset itself has only the samples of this rank
     with while_somebody_reads():  # `| head` may close the pipe
         for index in choose_samples(samples, lengths, options.samples):
-            print(f'\n{described(samples[index], tokenizer_of(processor), index)}', flush=True)
+            print(f'\n{described(samples[index], tokenizer_of(source.processor), index)}', flush=True)
 
 
 def choose_samples(dataset: Any, lengths: np.ndarray, count: int) -> list[int]:

@@ -52,12 +52,14 @@ from composer_tokacc.planning import CostModel
 from composer_tokacc.programs import ConfigError, TrainConfig
 from composer_tokacc.programs.build import build_parts, build_trainer
 from composer_tokacc.programs.config_checks import check_folder
+from composer_tokacc.programs.devices import device_memory_gib
 from composer_tokacc.programs.errors import local_folder, refuse
 from composer_tokacc.programs.length_tables import StandIns, lengths_of
 from composer_tokacc.programs.runner import run_program
 from composer_tokacc.programs.schema import Count, read_options, without
 from composer_tokacc.programs.sources import source_of
-from composer_tokacc.programs.suggest import device_memory_gib, memory_of_run, suggest_for_run
+from composer_tokacc.programs.suggest import suggest_for_run
+from composer_tokacc.programs.traces import memory_of_run
 from composer_tokacc.sizing import MicrobatchTimer, SizingReport, draw_report, fit_cost
 
 __all__ = ['KEPT_SETTINGS', 'TIMED_STEPS', 'SizeOptions', 'main', 'size', 'time_shapes', 'time_steps']
@@ -141,12 +143,12 @@ def size(config: TrainConfig, options: SizeOptions) -> SizingReport:
         longest = config.dataset.get('max_length')
         table = lengths_of(options.lengths, longest=longest, seed=config.seed)
         # The memory model is traced with samples of made-up content. For a fresh model they need no processor.
-        processor = None if config.model.pretrained is None else source.build_processor()
+        processor = None if config.model.pretrained is None else source.processor
         dataset = StandIns(table, processor, source.model_config(processor))
     else:
-        processor = source.build_processor()
-        dataset = source.build_dataset(processor)
-        table = source.measure(dataset, processor)
+        processor = source.processor
+        dataset = source.train_dataset
+        table = source.train_table
     memory = memory_of_run(config, dataset, processor, table)
     # Called twice: with the default costs, and then with the measured ones.
     suggest = partial(
@@ -205,7 +207,7 @@ def time_steps(
     timer = MicrobatchTimer(
         BatchLayout.for_model(parts.model),
         model_config.get_text_config().hidden_size,
-        patches=partial(count_patches, patch_size=patch_size_of(model_config, parts.processor)),
+        patches=partial(count_patches, patch_size=patch_size_of(model_config, parts.source.processor)),
     )
     trainer = build_trainer(config, parts, InMemoryLogger())
     trainer.state.callbacks.append(timer)

@@ -37,7 +37,7 @@ from composer_tokacc.programs.rehearsal import rehearsal_of
 from composer_tokacc.programs.run_result import result_folder, summarize, write_report
 from composer_tokacc.programs.runner import run_program
 from composer_tokacc.programs.schema import without
-from composer_tokacc.programs.suggest import watch_flops
+from composer_tokacc.programs.traces import watch_flops
 
 __all__ = ['main', 'run']
 
@@ -120,7 +120,7 @@ def _train(config: TrainConfig) -> None:
     history = InMemoryLogger()
     trainer, parts = _build(config, history, trainer_parts)
     # TokenMonitor logs MFU from the first step, so it needs the operations of the model now.
-    watch_flops(parts.source, parts.train_dataset, parts.processor, parts.model, trainer.state)
+    watch_flops(parts.source, parts.model, trainer.state)
     # A callback that lets the model answer eval samples. None if it answers none.
     answers = answers_of(config, parts)
     if answers is not None:

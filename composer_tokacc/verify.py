@@ -62,11 +62,11 @@ from composer_tokacc.layout.layout import with_masks
 from composer_tokacc.layout.pre_split import widened
 from composer_tokacc.programs import ConfigError, TrainConfig
 from composer_tokacc.programs.build import build_parts
+from composer_tokacc.programs.devices import runs_on_gpu
 from composer_tokacc.programs.errors import refuse
 from composer_tokacc.programs.registry import build_token_accumulation, uses_composers_flag, weights_tokens
 from composer_tokacc.programs.runner import run_program
 from composer_tokacc.programs.schema import Count, check_value
-from composer_tokacc.programs.suggest import runs_on_gpu
 from composer_tokacc.refusals import NotExactError
 from composer_tokacc.row_counts import without_row_counts
 from composer_tokacc.weights import token_weights_of

@@ -122,6 +122,8 @@ class LlavaDataset(Dataset):
         """The good records. A sample is encoded from its record when it is read."""
         self.skipped: list[str] = []
         """For each bad sample that was left out: the reason, which names the sample."""
+        self._identity: str | None = None
+        """Result of `identity`. None before the first call."""
         self._keep_good(
             read_records(path, image_dir=image_dir, allow_outside=allow_outside),
             on_error,
@@ -227,8 +229,12 @@ class LlavaDataset(Dataset):
         It depends on the turns, on names and sizes in bytes of files (of embedded ones on the content), on the weights
         of samples, and on the options of the encoder that change samples. It does not depend on the folder of files, or
         the ids of samples. ``max_length`` changes samples only with ``fit``.
+
+        It is computed by the first call and kept, because the sizes of a million files may take minutes.
         """
-        return _fingerprint_of(self._parts_of_identity())
+        if self._identity is None:
+            self._identity = _fingerprint_of(self._parts_of_identity())
+        return self._identity
 
     def _parts_of_identity(self) -> Iterator[tuple[Any, ...]]:
         """Yields a part for each record, and one for each option that is not the default.
@@ -294,6 +300,8 @@ class LlavaDataset(Dataset):
         table = length_table(self, self.encoder.processor, **options)
         good_indices = [index for index in range(len(table)) if index not in table.errors]
         self.records = [self.records[index] for index in good_indices]
+        if table.errors:
+            self._identity = None  # it was that of all records
         self.skipped.extend(table.errors.values())
         self.measured = table.select(good_indices)
         if self.skipped:

@@ -119,11 +119,12 @@ def answers_of(config: TrainConfig, parts: RunParts) -> Answers | None:
     """Returns the callback for ``report.answers``; None if that is 0, without an eval set, or for a sharded model."""
     num_samples = config.report.get('answers', 4)
     # A rank of a sharded model cannot generate without the others.
-    if parts.eval_dataset is None or not num_samples or config.is_sharded:
+    source = parts.source
+    if source.eval_dataset is None or not num_samples or config.is_sharded:
         return None
     return Answers(
-        parts.source.by_index(parts.eval_dataset),
-        parts.processor,
+        source.by_index(source.eval_dataset),
+        source.processor,
         folder=config.report['folder'],
         num_samples=num_samples,
         max_new_tokens=config.report.get('answer_tokens', 64),

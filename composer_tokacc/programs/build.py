@@ -20,7 +20,7 @@ from composer.utils import dist, get_device, reproducibility
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.programs.checkpoints import SameData, arguments_to_resume, save_empty_states
 from composer_tokacc.programs.errors import ConfigError, building
-from composer_tokacc.programs.host_types import Processor, Section
+from composer_tokacc.programs.host_types import Section
 from composer_tokacc.programs.lora import identify_adapter
 from composer_tokacc.programs.models import build_model, parameter_groups
 from composer_tokacc.programs.process import DIST_TIMEOUT, say
@@ -43,16 +43,14 @@ class TrainerParts:
 
 @dataclass(kw_only=True)
 class RunParts:
-    """Data and model of a run. Without ``dataset.eval`` the eval dataset and its loader are None."""
+    """Data and model of a run."""
 
     source: Source
-    """Opens the data. If the config of the run says ``suggest``, the config of this source has the suggested size."""
-    processor: Processor
+    """Has the processor, the datasets and the length table of the run."""
     model: HuggingFaceModel
-    train_dataset: Any
-    eval_dataset: Any
     train_loader: DataSpec
     eval_loader: DataSpec | None
+    """None without ``dataset.eval``."""
 
 
 def build_trainer_parts(config: TrainConfig) -> TrainerParts:
@@ -80,20 +78,17 @@ def build_parts(config: TrainConfig) -> RunParts:
     dist.initialize_dist(device, config.trainer.get('dist_timeout', DIST_TIMEOUT))
     say('reading the data ...')
     source = source_of(config)
-    processor = source.build_processor()
-    train_dataset = source.build_dataset(processor)
-    eval_dataset = source.build_dataset(processor, is_eval=True)
+    source.open()
     say('building the model ...')
     with building('model'):
         options = asdict(config.model)
-        model = build_model(processor=processor, seed=config.seed, **options)
+        model = build_model(processor=source.processor, seed=config.seed, **options)
     if config.microbatching.device_train_microbatch_size == 'suggest':
-        size, slot_tokens = suggested_microbatch(source, train_dataset, processor)
+        size, slot_tokens = suggested_microbatch(source)
         microbatching = replace(config.microbatching, device_train_microbatch_size=size, slot_tokens=slot_tokens)
-        config = replace(config, microbatching=microbatching)
-        source = source_of(config)  # because the loader plans with the suggested size
+        source.config = replace(config, microbatching=microbatching)  # the loader plans with the suggested size
     layout = BatchLayout.for_model(model)
-    train_loader = source.build_loader(train_dataset, processor, layout, model=model)
+    train_loader = source.build_loader(layout, model=model)
     # A loader has no length if its epochs have unequal numbers of batches. Then we assume that it has some.
     num_batches = length_hint(train_loader.dataloader, 1)
     if num_batches == 0:  # Composer would look for a batch for ever
@@ -103,17 +98,9 @@ def build_parts(config: TrainConfig) -> RunParts:
             '`loader.drop_last=false`, or lower `loader.global_batch_size`',
         )
     eval_loader = None
-    if eval_dataset is not None:
-        eval_loader = source.build_loader(eval_dataset, processor, layout, is_eval=True, model=model)
-    return RunParts(
-        source=source,
-        processor=processor,
-        model=model,
-        train_dataset=train_dataset,
-        eval_dataset=eval_dataset,
-        train_loader=train_loader,
-        eval_loader=eval_loader,
-    )
+    if source.eval_dataset is not None:
+        eval_loader = source.build_loader(layout, is_eval=True, model=model)
+    return RunParts(source=source, model=model, train_loader=train_loader, eval_loader=eval_loader)
 
 
 def build_optimizer(model: torch.nn.Module, section: Section) -> torch.optim.Optimizer:
@@ -153,8 +140,8 @@ def build_trainer(
         arguments |= arguments_to_resume(config.trainer, trainer_parts.loggers)
     optimizer = build_optimizer(parts.model.model, config.optimizer)
     same_data = SameData(
-        parts.train_dataset,
-        parts.processor,
+        parts.source.train_dataset,
+        parts.source.processor,
         adapter=identify_adapter(parts.model.model),
         optimizer={**optimizer.defaults, 'parts': config.optimizer.get('parts')},
         batches=parts.source.settings_of_batches(),
@@ -167,7 +154,7 @@ def build_trainer(
         # To resume within an epoch, Composer fetches the batches that were already trained, and discards them. With
         # this callback the loader does not read their samples.
         callbacks.append(SkipReadBatches())
-    if hasattr(parts.train_dataset, 'load_state_dict'):
+    if hasattr(parts.source.train_dataset, 'load_state_dict'):
         # Such a dataset, for example StreamingDataset, resumes by itself. Then Composer does not restore the random
         # number generators.
         callbacks.append(RestoreRandomState())

@@ -34,16 +34,17 @@ from torch.nn.parallel import DistributedDataParallel
 from composer_tokacc.algorithm import TokenAccumulation
 from composer_tokacc.batch import Batch
 from composer_tokacc.checks.written_state import undisturbed
-from composer_tokacc.collectives import max_over_ranks
+from composer_tokacc.collectives import max_over_ranks, of_first_rank
 from composer_tokacc.compat import inner_model
 from composer_tokacc.data_spec.split import split_of
 from composer_tokacc.layout import PreSplitBatch, microbatches_of
 from composer_tokacc.planning import Microbatch
 from composer_tokacc.programs.build import RunParts
+from composer_tokacc.programs.devices import runs_on_gpu
 from composer_tokacc.programs.errors import ConfigError, shorten
 from composer_tokacc.programs.process import say
 from composer_tokacc.programs.schema import TrainConfig, without
-from composer_tokacc.programs.suggest import memory_of_run, of_first_rank, runs_on_gpu
+from composer_tokacc.programs.traces import memory_of_run
 from composer_tokacc.row_counts import row_counts_of, summed, with_counts, without_row_counts
 from composer_tokacc.sampling import RegroupingBatchSampler, RegroupingDataLoader
 from composer_tokacc.sampling.rank_assignment import RankAssignment
@@ -166,9 +167,10 @@ def rehearsal_of(config: TrainConfig, parts: RunParts) -> Rehearsal | None:
     # which takes long.
     is_suggested = config.microbatching.device_train_microbatch_size == 'suggest'
     if is_suggested and isinstance(parts.train_loader.dataloader, RegroupingDataLoader):
-        table = parts.source.measure(parts.train_dataset, parts.processor)  # a collective, so on all ranks
+        source = parts.source
+        table = source.train_table  # a collective if it is the first use, so on all ranks
         if dist.get_global_rank() == 0:
-            rehearsal.memory = memory_of_run(config, parts.train_dataset, parts.processor, table)
+            rehearsal.memory = memory_of_run(config, source.train_dataset, source.processor, table)
     return rehearsal
 
 

@@ -105,11 +105,12 @@ def summarize(
         _, finite_values = finite_part(series)
         if finite_values and not name.startswith('source/'):
             means[name] = fmean(finite_values)
-    has_parts = isinstance(parts.train_dataset, ConcatDataset)  # made from `dataset.parts`
-    datasets = parts.train_dataset.datasets if has_parts else [parts.train_dataset]
+    train_dataset = parts.source.train_dataset
+    has_parts = isinstance(train_dataset, ConcatDataset)  # made from `dataset.parts`
+    datasets = train_dataset.datasets if has_parts else [train_dataset]
     skipped = []
     fitted = []
-    for dataset in (*datasets, parts.eval_dataset):
+    for dataset in (*datasets, parts.source.eval_dataset):
         if isinstance(dataset, LlavaDataset):  # no other dataset skips bad samples or makes images smaller to fit
             fitted += dataset.fitted()
             if dataset.skipped:
@@ -194,8 +195,8 @@ def write_report(
             history=history,
             metrics=metrics,
             model=parts.model,
-            eval_dataset=parts.eval_dataset,
-            processor=parts.processor,
+            eval_dataset=parts.source.eval_dataset,
+            processor=parts.source.processor,
             folder=folder,
             is_sharded=config.is_sharded,
         )

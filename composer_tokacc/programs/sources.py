@@ -15,7 +15,7 @@ import math
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -112,14 +112,17 @@ class NamedParts(ConcatDataset):
 class Source(ABC):
     """Opens the samples of a run. :func:`source_of` chooses the subclass.
 
-    A program first calls :meth:`check`, which needs only the config. Then it builds the processor, and with it the
-    training set and the eval set. The loaders of both come after the model, because a loader needs the model's layout.
+    A program first calls :meth:`check`, which needs only the config. The processor, the two datasets and the length
+    table of the training set are made when they are first used, and then kept. The loaders come after the model,
+    because a loader needs the model's layout.
 
     The ``source`` of a sample is something else: the name of the dataset that the sample is from.
     """
 
     def __init__(self, config: TrainConfig) -> None:
         self.config = config
+        """The config of the run. If it says ``suggest``, it gets the suggested microbatch size before a loader is
+        built."""
         self.section = config.dataset
         self.has_parts = self.section.get('parts') is not None
 
@@ -132,19 +135,36 @@ class Source(ABC):
         """Yields all texts of the training data. The tokenizer of a fresh model is trained on them."""
 
     @abstractmethod
-    def build_dataset(self, processor: Processor, *, is_eval: bool = False) -> Any:
+    def _build_dataset(self, *, is_eval: bool) -> Any:
         """Returns the training set, or the eval set, which is None if ``dataset.eval`` is missing or empty."""
 
     @abstractmethod
-    def open_loader(
-        self,
-        dataset: Any,
-        processor: Processor,
-        options: Section,
-        *,
-        is_eval: bool,
-    ) -> OpenedLoader:
+    def open_loader(self, options: Section, *, is_eval: bool) -> OpenedLoader:
         """Opens the loader of this rank. ``options`` are arguments of torch's DataLoader."""
+
+    @cached_property
+    def processor(self) -> Any:
+        """The processor of the training set and the eval set. Not every class of a user has one; then it is None."""
+        return self._build_processor()
+
+    @cached_property
+    def train_dataset(self) -> Any:
+        """The training set."""
+        return self._build_dataset(is_eval=False)
+
+    @cached_property
+    def eval_dataset(self) -> Any:
+        """The eval set; None if ``dataset.eval`` is missing or empty."""
+        return self._build_dataset(is_eval=True)
+
+    @cached_property
+    def train_table(self) -> LengthTable:
+        """The length table of the training set. The first use is a collective, and may take minutes."""
+        return self.measure(self.train_dataset)
+
+    def open(self) -> None:
+        """Builds the processor and both datasets now, so that mistakes in them are found before the model is built."""
+        _ = self.processor, self.train_dataset, self.eval_dataset
 
     def settings_of_batches(self) -> dict[str, Any] | None:
         """Returns the settings that decide which samples a batch holds, by their keys in the config.
@@ -161,7 +181,7 @@ class Source(ABC):
         """
         return dataset
 
-    def build_processor(self) -> Any:
+    def _build_processor(self) -> Any:
         """Returns the processor of the checkpoint. For a fresh model, builds a small processor.
 
         The small one takes ``image_size`` and ``patch_size`` from the config of the model, unless
@@ -204,22 +224,20 @@ class Source(ABC):
         with building('dataset.processor'):
             return load(**arguments)
 
-    def measure(self, dataset: Any, processor: Processor) -> LengthTable:
-        """Returns the length table of a dataset.
+    def measure(self, dataset: Any) -> LengthTable:
+        """Returns the length table of the training set or of the eval set; a collective.
 
         Counts patches by the patch size of the run's own vision encoder, because some processors do not name it.
         """
         return length_table(
             self.by_index(dataset),
-            processor,
+            self.processor,
             folder=self.config.loader.lengths_folder,
-            patch_size=self.patch_size(processor),
+            patch_size=self.patch_size,
         )
 
     def build_loader(
         self,
-        dataset: Any,
-        processor: Processor,
         layout: BatchLayout,
         *,
         is_eval: bool = False,
@@ -228,10 +246,8 @@ class Source(ABC):
         """Returns a loader of this rank's samples, wrapped so that Composer counts, splits and trims by the config.
 
         Args:
-            dataset: The training set, or the eval set, whose rows keep their order.
-            processor: The processor of the dataset.
             layout: How tensors of a batch belong to rows.
-            is_eval: Whether it is the eval set.
+            is_eval: Whether to load the eval set, whose rows keep their order, instead of the training set.
             model: The model that is trained. It is only used with ``accumulate_train_batch_on_tokens``. Then Composer
                 itself weights the microbatches by their loss tokens, and the model's loss rule says which tokens count.
         """
@@ -241,19 +257,20 @@ class Source(ABC):
             'prefetch_factor': loader.prefetch_factor,
             'pin_memory': loader.pin_memory,
             'persistent_workers': loader.num_workers > 0,
-            'collate_fn': VisionLanguageCollator(processor, layout=layout),
+            'collate_fn': VisionLanguageCollator(self.processor, layout=layout),
             'batch_size': self.rank_batch_size(is_eval=is_eval),
             'drop_last': loader.drop_last and not is_eval,
         }
         with building('loader'):
-            dataloader, slot_tokens = self.open_loader(dataset, processor, options, is_eval=is_eval)
+            dataloader, slot_tokens = self.open_loader(options, is_eval=is_eval)
         if not uses_composers_flag(self.config):
             model = None
         return token_data_spec_of(self.config, dataloader, slot_tokens=slot_tokens, layout=layout, model=model)
 
-    def patch_size(self, processor: Processor) -> int:
-        """Returns the side of a patch of the run's own vision encoder, in pixels."""
-        return patch_size_of(self.model_config(processor), processor)
+    @property
+    def patch_size(self) -> int:
+        """The side of a patch of the run's own vision encoder, in pixels."""
+        return patch_size_of(self.model_config(self.processor), self.processor)
 
     def model_config(self, processor: Processor | None) -> PretrainedConfig:
         """Returns the config of the model that is trained."""
@@ -429,11 +446,11 @@ class FileSource(Source):
             with building(path):
                 yield from _dataset_class(path, settings['name']).texts(settings['path'])
 
-    def build_dataset(self, processor: Processor, *, is_eval: bool = False) -> Dataset | None:
+    def _build_dataset(self, *, is_eval: bool) -> Dataset | None:
         """Returns one dataset, or the parts one after the other; None without an eval set."""
         datasets = []
         for path, settings in self._datasets(is_eval=is_eval).items():
-            dataset = self._open(path, settings, processor)
+            dataset = self._open(path, settings)
             datasets.append(dataset)
             # Other datasets do not say whether their samples have weights. The run fails at the first batch with a
             # sample that has none.
@@ -446,22 +463,22 @@ class FileSource(Source):
             return None
         return datasets[0]
 
-    def _open(self, path: str, settings: Section, processor: Processor) -> Dataset:
+    def _open(self, path: str, settings: Section) -> Dataset:
         """Builds one dataset from its complete settings. ``path`` is its key in the config."""
         cls = _dataset_class(path, settings['name'])
         arguments = _check_dataset(path, settings)
-        if cls is LlavaDataset and is_encoder(self.model_config(processor)):
+        if cls is LlavaDataset and is_encoder(self.model_config(self.processor)):
             raise ConfigError(
                 f'{path}.name',
                 'must be a dataset class of your own that masks its samples, because the model is an encoder, got: '
                 'llava, whose labels are tokens that an encoder sees (docs/encoders.md)',
             )
         if _is_ours(cls):
-            self._add_settings_of_run(arguments, processor)
+            self._add_settings_of_run(arguments)
         with building(path):
-            return cls(processor=processor, **arguments)
+            return cls(processor=self.processor, **arguments)
 
-    def _add_settings_of_run(self, arguments: dict[str, Any], processor: Processor) -> None:
+    def _add_settings_of_run(self, arguments: dict[str, Any]) -> None:
         """Adds settings of other sections to the arguments of a LlavaDataset that measures its samples.
 
         The dataset measures them when it is opened, but only with ``fit`` (makes large samples smaller) or
@@ -472,7 +489,7 @@ class FileSource(Source):
             # The dataset keeps the table that it makes now. `measure` later returns this table as it is. So it must be
             # made with the settings of `measure`.
             arguments.setdefault('lengths_folder', self.config.loader.lengths_folder)
-            arguments.setdefault('patch_size', self.patch_size(processor))
+            arguments.setdefault('patch_size', self.patch_size)
         if not fits:
             return
         # A sample must fit into a microbatch, so the dataset gets no higher limits than a microbatch has.
@@ -485,27 +502,22 @@ class FileSource(Source):
             if limit is not None:
                 arguments[name] = min(arguments.get(name) or limit, limit)
 
-    def open_loader(
-        self,
-        dataset: Any,
-        processor: Processor,
-        options: Section,
-        *,
-        is_eval: bool,
-    ) -> OpenedLoader:
+    def open_loader(self, options: Section, *, is_eval: bool) -> OpenedLoader:
         """Opens torch's loader, or for training with ``regroup_ranks`` one that assigns samples to ranks by length."""
         config = self.config
         if config.regroups_ranks and not is_eval:
-            return self._open_planned_loader(dataset, processor, options)
+            return self._open_planned_loader(options)
+        dataset = self.eval_dataset if is_eval else self.train_dataset
         shuffle = config.loader.shuffle and not is_eval
         sampler = dist.get_sampler(dataset, shuffle=shuffle, drop_last=options['drop_last'], seed=config.seed)
         return DataLoader(dataset, sampler=sampler, **options), config.microbatching.slot_tokens
 
-    def _open_planned_loader(self, dataset: Any, processor: Processor, options: Section) -> OpenedLoader:
+    def _open_planned_loader(self, options: Section) -> OpenedLoader:
         """Measures all samples, and opens a loader that plans which rank computes which of them."""
         loader = self.config.loader
         microbatching = self.config.microbatching
-        table = self.measure(dataset, processor)
+        dataset = self.train_dataset
+        table = self.train_table
         longest = int(table.lengths.max())
         size = microbatching.device_train_microbatch_size
         if not isinstance(size, int):
@@ -682,7 +694,7 @@ class ShardSource(Source):
         for name, stream in (arguments.get('streams') or {}).items():
             check_arguments(f'{path}.streams.{name}', Stream, stream)
 
-    def build_dataset(self, processor: Processor, *, is_eval: bool = False) -> Any:
+    def _build_dataset(self, *, is_eval: bool) -> Any:
         """Returns the dataset, which divides its samples among the ranks itself; None without an eval set."""
         from composer_tokacc.data.llava_streaming import LlavaStreamingDataset
 
@@ -695,21 +707,15 @@ class ShardSource(Source):
             'batch_size': self.rank_batch_size(is_eval=is_eval),
         }
         with building('dataset.eval' if is_eval else 'dataset'):
-            return LlavaStreamingDataset(processor=processor, **arguments)
+            return LlavaStreamingDataset(processor=self.processor, **arguments)
 
-    def open_loader(
-        self,
-        dataset: Any,
-        processor: Processor,
-        options: Section,
-        *,
-        is_eval: bool,
-    ) -> OpenedLoader:
+    def open_loader(self, options: Section, *, is_eval: bool) -> OpenedLoader:
         """Opens StreamingDataLoader, or for training with ``loader.exchange_ranks`` an ExchangingDataLoader."""
         from streaming import StreamingDataLoader  # pyright: ignore[reportMissingImports]
 
         config = self.config
         microbatching = config.microbatching
+        dataset = self.eval_dataset if is_eval else self.train_dataset
         if is_eval or not config.loader.exchange_ranks:
             # A DataLoader draws a seed for its workers when it begins to iterate, by default from torch's global
             # generator. If a run resumes within an epoch, RestoreRandomState has restored the state of this generator
@@ -722,7 +728,7 @@ class ShardSource(Source):
         size = microbatching.device_train_microbatch_size
         if not isinstance(size, int):
             size = options['batch_size']  # a whole device batch
-        token_ids = image_token_ids(processor)
+        token_ids = image_token_ids(self.processor)
         # A tokenizer of text has no image tokens, and the loader would refuse a cap on them.
         max_image_tokens = None
         if token_ids:
@@ -732,7 +738,7 @@ class ShardSource(Source):
             max_tokens=token_budget(size, slot_tokens),
             image_token_ids=token_ids,
             max_image_tokens=max_image_tokens,
-            patches=partial(count_patches, patch_size=self.patch_size(processor)),
+            patches=partial(count_patches, patch_size=self.patch_size),
             **self.planner_options,
             **options,
         )

@@ -1,78 +1,41 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Predicts the memory of a run and suggests its microbatch size, by traces of the run's model, optimizer and data.
-
-A trace also counts the operations of the model, for MFU (model FLOPs utilization).
-"""
+"""Suggests the microbatch size of a run from its memory model and the sizes of its samples."""
 
 from __future__ import annotations
 
 import logging
-import math
-import os
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
-import numpy as np
-import psutil
-import torch
-from composer.callbacks.speed_monitor import get_gpu_flops_available
-from composer.core import Precision, State
-from composer.distributed.mosaic_parallelism import get_mixed_precision
-from composer.models import HuggingFaceModel
 from composer.utils import dist
 
-from composer_tokacc.cache import cache_folder
-from composer_tokacc.collectives import from_any_rank
-from composer_tokacc.data import TABLE_COLUMNS, LengthTable
-from composer_tokacc.data.identity import class_name
-from composer_tokacc.layout import BatchLayout
-from composer_tokacc.model_structure import HALF_PRECISION
-from composer_tokacc.monitor import TokenMonitor
-from composer_tokacc.programs.errors import ConfigError, building
-from composer_tokacc.programs.host_types import Processor, SampleDataset
-from composer_tokacc.programs.models import build_transformers_model, read_config
-from composer_tokacc.programs.process import say
-from composer_tokacc.programs.registry import build_section, build_token_accumulation
-from composer_tokacc.programs.schema import TrainConfig, without
+from composer_tokacc.collectives import of_first_rank
+from composer_tokacc.data import LengthTable
+from composer_tokacc.programs.devices import device_memory_gib
+from composer_tokacc.programs.errors import building
+from composer_tokacc.programs.schema import TrainConfig
 from composer_tokacc.programs.sources import Source
+from composer_tokacc.programs.traces import memory_of_run
 from composer_tokacc.refusals import InvalidInputError
-from composer_tokacc.sizing import (
-    GIB,
-    FlopModel,
-    MemoryModel,
-    SizingReport,
-    calibrate_fake,
-    count_flops,
-    load_or_calibrate,
-    suggest_microbatching,
-)
+from composer_tokacc.sizing import MemoryModel, SizingReport, suggest_microbatching
 from composer_tokacc.sizing.report import warning_of_too_large
 
 log = logging.getLogger(__name__)
 
-OfRank0 = TypeVar('OfRank0')
 
-
-def suggested_microbatch(
-    source: Source,
-    dataset: SampleDataset,
-    processor: Processor,
-) -> tuple[int, int]:
+def suggested_microbatch(source: Source) -> tuple[int, int]:
     """Returns the microbatch size and the slot width for a config that says ``suggest``; a collective.
 
     Rank 0 decides, for the smallest device of all ranks. If it refuses, all ranks raise its error.
     """
     config = source.config
-    table = source.measure(dataset, processor)
+    table = source.train_table
     smallest_memory_gib = min(dist.all_gather_object(device_memory_gib(config)))
 
     def suggest() -> tuple[int, int]:
         with building('microbatching.device_train_microbatch_size'):
-            memory = memory_of_run(config, dataset, processor, table)
+            memory = memory_of_run(config, source.train_dataset, source.processor, table)
             num_ranks = dist.get_world_size()
             report = suggest_for_run(config, memory, table, num_ranks=num_ranks, gib=smallest_memory_gib)
             if report.too_large:
@@ -81,21 +44,6 @@ def suggested_microbatch(
         return report.device_train_microbatch_size, report.slot_tokens
 
     return of_first_rank(suggest)
-
-
-def of_first_rank(compute: Callable[[], OfRank0]) -> OfRank0:
-    """Calls a function on rank 0 and returns its result on all ranks; a collective. All raise its ConfigError, too."""
-    outcome: OfRank0 | ConfigError | None = None
-    if dist.get_global_rank() == 0:
-        try:
-            outcome = compute()
-        except ConfigError as error:
-            outcome = error  # raised below on all ranks, because the others wait for the outcome
-    outcome = from_any_rank(outcome)  # the one of rank 0, because the others have None
-    assert outcome is not None, 'rank 0 has an outcome'
-    if isinstance(outcome, ConfigError):
-        raise outcome
-    return outcome
 
 
 def suggest_for_run(
@@ -148,270 +96,3 @@ def suggest_for_run(
     # (`planned`), or each rank splits its own samples (`split`). The third is stock Composer, and does not matter here.
     method = 'planned' if config.regroups_ranks else 'split'
     return min(reports, key=lambda report: report.figures[method].cost)
-
-
-def memory_of_run(
-    config: TrainConfig,
-    dataset: SampleDataset,
-    processor: Processor | None,
-    table: LengthTable,
-) -> MemoryModel:
-    """Returns the memory model of a run. It is traced without a GPU, and kept in the user's cache folder."""
-    # Flash attention cannot be traced, because it does not run on CPUs. SDPA without a mask is traced instead, because
-    # it keeps the same tensors for the backward. With a mask it would keep the mask, too.
-    is_flash = str(config.model.attn_implementation).startswith('flash')
-    changes = {}
-    if is_flash:
-        changes['attn_implementation'] = 'sdpa'
-    build = _model_builder(config, processor, **changes)
-    width = int(table.lengths.max())
-    traced_samples = _probe_samples(table)
-    traced_sizes = table.select(traced_samples)
-    precision = _traced_precision(config)
-    # A trace has no ranks, so it shows only one effect of FSDP: in which type the model computes with its weights. If
-    # FSDP gathers them in half precision, the model computes with copies in that type (`fsdp`). Otherwise it computes
-    # with the stored weights, which autocast casts, as under DDP (`ddp`). _as_sharded() adds the other effects.
-    sharding = _sharding(config, precision)
-    gathers_half = sharding is not None and sharding.gathered_dtype in HALF_PRECISION
-    strategy = 'fsdp' if gathers_half else 'ddp'
-    is_for_gpu = _is_for_gpu(config)
-    logits = _logits_of_run(config)
-    # The cache key holds the whole config of the model. The section `model` is not enough, because a checkpoint of the
-    # same name may change, and because the processor sets the vocabulary of a fresh model.
-    model_config = read_config(config.model.pretrained, config.model.config, processor)
-    key = {
-        'model': asdict(config.model),
-        'model_config': model_config.to_json_string(use_diff=False),
-        'optimizer': config.optimizer,
-        'precision': precision,
-        'strategy': strategy,
-        'device': 'gpu' if is_for_gpu else 'cpu',
-        'logits': logits,
-        'width': width,
-        # Other samples need another trace of the same model. For example, a token of a video has other pixels than a
-        # token of an image. The samples of `size lengths=...` have the sizes of a table, but are made up.
-        'dataset': class_name(dataset),
-        'samples': {name: getattr(traced_sizes, name).tolist() for name in TABLE_COLUMNS},
-    }
-
-    def calibrate(_: object) -> MemoryModel:  # the argument is the key, which is not needed here
-        samples = [dataset[index] for index in traced_samples]
-        return calibrate_fake(
-            build,
-            _on_meta_device(build).config,
-            samples,
-            width=width,
-            make_optimizer=partial(build_section, 'optimizer', config.optimizer),
-            has_mask=not is_flash,
-            precision=precision,
-            strategy=strategy,
-            on_gpu=is_for_gpu,
-            logits=logits,
-        )
-
-    memory = load_or_calibrate(cache_folder('memory'), key, calibrate)
-    if sharding is None:
-        return memory
-    num_weights = sum(parameter.numel() for parameter in _on_meta_device(build).parameters())
-    return _as_sharded(memory, sharding, num_weights)
-
-
-@dataclass(frozen=True)
-class Sharding:
-    """Settings of FSDP that the memory of a rank depends on."""
-
-    keeps_gathered: bool
-    """Whether gathered weights stay from the forward to the backward."""
-    replicas: int
-    """Number of groups of ranks that each hold the model once."""
-    gathered_dtype: torch.dtype | None
-    """Type in which weights are gathered. With None they are gathered in the type in which they are stored."""
-
-
-def _sharding(config: TrainConfig, precision: str) -> Sharding | None:
-    """Returns how FSDP shards the run; None if each rank holds the whole model."""
-    if not config.is_sharded:
-        return None
-    settings = config.trainer['parallelism_config']['fsdp']
-    if os.environ.get('FSDP_VERSION') == '2':
-        # If this setting is an integer, only a part of each weight stays gathered. It is counted as all of it.
-        keeps_gathered = settings.get('reshard_after_forward', True) is not True
-    else:
-        strategy = str(settings.get('sharding_strategy', 'FULL_SHARD')).upper()
-        if strategy == 'NO_SHARD':
-            return None
-        keeps_gathered = strategy in ('SHARD_GRAD_OP', '_HYBRID_SHARD_ZERO2')
-    replicas = settings.get('data_parallel_replicate_degree') or 1
-    if replicas < 1:
-        raise ConfigError(
-            'trainer.parallelism_config.fsdp.data_parallel_replicate_degree',
-            f'must be a number of replicas, because the memory of the run is predicted, got: {replicas}',
-        )
-    mixed_precision = settings.get('mixed_precision', 'DEFAULT')
-    _, gathered_dtype, _, _ = get_mixed_precision(Precision(precision), mixed_precision)
-    return Sharding(keeps_gathered, replicas, gathered_dtype)
-
-
-def _as_sharded(
-    memory: MemoryModel,
-    sharding: Sharding,
-    num_weights: int,
-) -> MemoryModel:
-    """Turns the memory model of an unsharded run into the one of the same run with FSDP.
-
-    Args:
-        memory: The memory model of the unsharded run.
-        sharding: How FSDP shards the run.
-        num_weights: Number of all weights of the model.
-    """
-    static = memory.static
-    # Without a type for gathering, weights are gathered as they are stored. Their mean size is taken, rounded up.
-    bytes_of_gathered_weight = math.ceil(static.parameters / num_weights)
-    if sharding.gathered_dtype is not None:
-        bytes_of_gathered_weight = sharding.gathered_dtype.itemsize
-    changes = {'compute_bytes': bytes_of_gathered_weight}
-    if sharding.keeps_gathered:
-        # Gathered blocks then stay until the backward. Weights outside of blocks always do, so all weights are counted
-        # as if they were outside of blocks.
-        changes |= {'outside': num_weights, 'block': 0}
-    for name in ('parameters', 'gradients', 'optimizer', 'optimizer_step'):
-        # The memory model divides these bytes by the number of all ranks, but a replica is only divided among
-        # `ranks / replicas` of them.
-        changes[name] = sharding.replicas * getattr(static, name)
-    return replace(memory, strategy='fsdp', static=replace(static, **changes))
-
-
-def _traced_precision(config: TrainConfig) -> str:
-    """Returns the precision of the run, or Composer's default. A run in fp8 is traced in bfloat16."""
-    default = 'amp_fp16' if _is_for_gpu(config) else 'fp32'
-    with building('trainer.precision'):
-        precision = Precision(config.trainer.get('precision') or default)  # Composer takes capitals, too
-    return 'amp_bf16' if precision is Precision.AMP_FP8 else precision.value
-
-
-def _is_for_gpu(config: TrainConfig) -> bool:
-    """Returns whether memory is predicted for a GPU.
-
-    ``trainer.device`` decides. Without it, a config with ``device_memory_gib`` means a GPU. Without both, the device of
-    this machine decides.
-    """
-    device = config.trainer.get('device')
-    if device is None and config.microbatching.device_memory_gib is None:
-        return runs_on_gpu(config)
-    return device != 'cpu'
-
-
-def _logits_of_run(config: TrainConfig) -> str:
-    """Returns the argument ``logits`` of :func:`.calibrate_fake`: at which positions the run computes logits.
-
-    A run computes all logits without TokenAccumulation, with metrics of training, and with a compiled model.
-    """
-    algorithm = build_token_accumulation(config)
-    is_compiled = config.trainer.get('compile_config') is not None
-    if algorithm is None or algorithm.why_all_logits is not None or config.model.train_metrics or is_compiled:
-        return 'all'
-    return algorithm.options.logits
-
-
-def watch_flops(
-    source: Source,
-    dataset: SampleDataset,
-    processor: Processor,
-    model: HuggingFaceModel,
-    state: State,
-) -> None:
-    """Makes the run's :class:`.TokenMonitor` log MFU, if it has one and the speed of the device is known; a collective.
-
-    The operations of the model are counted in a trace on rank 0.
-    """
-    monitors = (callback for callback in state.callbacks if isinstance(callback, TokenMonitor))
-    monitor = next(monitors, None)
-    if monitor is None:
-        return
-    has_speed = monitor.device_tflops or get_gpu_flops_available(state)
-    if not has_speed:
-        return
-    table = source.measure(dataset, processor)
-    coefficients = None
-    if dist.get_global_rank() == 0:
-        say('counting the operations of the model ...')
-        coefficients = _flop_coefficients(source.config, dataset, processor, table)
-    coefficients = from_any_rank(coefficients)  # the layout is not sent: each rank makes it from its own model
-    monitor.flops = None
-    if coefficients is not None:
-        layout = BatchLayout.for_model(model)
-        monitor.flops = FlopModel(coefficients=coefficients, layout=layout, residual=0.0)
-
-
-def _flop_coefficients(
-    config: TrainConfig, dataset: SampleDataset, processor: Processor, table: LengthTable
-) -> Mapping[str, float] | None:
-    """Returns the coefficients of the run's :class:`.FlopModel` by a trace; None if the trace fails."""
-    # Eager attention, because the trace does not see the matrix products inside of other kinds. No checkpointing,
-    # because MFU leaves out recomputed operations.
-    build = _model_builder(config, processor, attn_implementation='eager', activation_checkpointing=False)
-    try:
-        samples = [dataset[index] for index in _probe_samples(table)]
-        flops = count_flops(build, _on_meta_device(build).config, samples, width=int(table.lengths.max()))
-        return flops.coefficients
-    except Exception as error:  # a trace may fail in many ways, and the run works without MFU
-        log.warning('MFU is not logged, as the model could not be traced: %s: %s', type(error).__name__, error)
-        return None
-
-
-def _model_builder(config: TrainConfig, processor: Processor | None, **changes: Any) -> Callable[[], Any]:
-    """Returns a function that builds the run's model, but does not load its weights.
-
-    Args:
-        config: The run.
-        processor: The processor of the run; None without one.
-        **changes: Settings that replace those of the section ``model``.
-    """
-    settings = {**without(asdict(config.model), 'train_metrics'), **changes}
-    return partial(build_transformers_model, processor=processor, load_weights=False, **settings)
-
-
-def _on_meta_device(build: Callable[[], Any]) -> Any:
-    """Builds a model with shapes, but without values.
-
-    Its config may differ from the config that it was built from. For example, only the decoder of BART is built, and
-    the config of the decoder says that it has no encoder. So labels lie at the positions of the text.
-    """
-    with torch.device('meta'):
-        return build()
-
-
-def runs_on_gpu(config: TrainConfig) -> bool:
-    """Returns whether the Trainer of a run takes a GPU."""
-    return config.trainer.get('device') != 'cpu' and torch.cuda.is_available()
-
-
-def device_memory_gib(config: TrainConfig) -> float:
-    """Returns the memory of this rank's device in GiB, from the config, or else measured on this machine.
-
-    On CPU it is the host's memory divided by its ranks.
-    """
-    if config.microbatching.device_memory_gib is not None:
-        return config.microbatching.device_memory_gib
-    if runs_on_gpu(config):
-        return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory / GIB
-    return psutil.virtual_memory().total / GIB / dist.get_local_world_size()
-
-
-def _probe_samples(table: LengthTable) -> list[int]:
-    """Returns the indices of at most three samples to trace.
-
-    These are the shortest sample without images, and of the samples with images those with the fewest and the most
-    image tokens.
-    """
-    indices = []
-    without_images = np.flatnonzero(table.image_tokens == 0)
-    if len(without_images):
-        shortest = np.argmin(table.lengths[without_images])
-        indices.append(int(without_images[shortest]))
-    with_images = np.flatnonzero(table.image_tokens)
-    if len(with_images):
-        by_image_tokens = with_images[np.argsort(table.image_tokens[with_images], kind='stable')]
-        indices.append(int(by_image_tokens[0]))
-        indices.append(int(by_image_tokens[-1]))
-    return indices

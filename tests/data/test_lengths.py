@@ -139,9 +139,7 @@ def test_forms_of_a_patch_size(declared, expected):
 def test_run_counts_patches_of_its_model(tmp_path):
     overrides = ['dataset.num_samples=20', f'loader.lengths_folder={tmp_path}', 'dataset.processor.patch_size=4']
     config = load_config(ROOT / 'yamls' / 'digits.yaml', overrides)
-    source = source_of(config)
-    processor = source.build_processor()
-    table = source.measure(source.build_dataset(processor), processor)
+    table = source_of(config).train_table
     # The processor makes a token of each 4 x 4 pixels. The model's patch is as large as the image, 8 x 8 pixels.
     assert table.image_tokens.any()
     assert (table.image_tokens == 4 * table.vision_patches).all()

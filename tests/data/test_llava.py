@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 import json
+from unittest import mock
 
 import pytest
 import torch
 from PIL import Image
 
-from composer_tokacc.data import BadSampleError, LlavaDataset, VisionLanguageCollator, build_small_processor
+from composer_tokacc.data import BadSampleError, LlavaDataset, VisionLanguageCollator, build_small_processor, llava
 from composer_tokacc.data.processor import train_tokenizer
 from tests.data.chat_processors import PROCESSORS, TEXTS, learned_text, small
 from tests.data.length_tables import lengths_of
@@ -189,6 +190,19 @@ def test_identity_in_older_checkpoints(tmp_path):
     path = write_json(tmp_path, [{'id': 'a', 'conversations': turns('What is blood?', 'Red.')}])
     identity = LlavaDataset(path, small(), train_on='last').identity()
     assert identity == 'eeb159746f0746996def31dd3eeb2405c9bfd57130cc7485b61cfdd8e0a00605'
+
+
+def test_files_are_identified_once(folder, monkeypatch):
+    """A million files take minutes. The identity is that of the good samples, also if all were identified before."""
+    expected = open_dataset(folder, [one_image('a')]).identity()
+    identify_file = mock.Mock(side_effect=llava._identify_file)
+    monkeypatch.setattr(llava, '_identify_file', identify_file)
+    records = [one_image('a'), one_image('too long', answer='Red. ' * 100)]
+    dataset = open_dataset(folder, records, max_length=100, on_error='skip', lengths_folder=folder / 'lengths')
+    dataset.fingerprint()
+    assert dataset.identity() == expected
+    files_of_all_samples = 2  # for the name of their length table
+    assert identify_file.call_count == files_of_all_samples + 1
 
 
 @pytest.mark.parametrize('name', ['../private/key.png', '{folder}/private/key.png', 'link.png', 'links/key.png'])

@@ -126,10 +126,13 @@ def state_at(step):
 def test_attributes_of_a_users_dataset_are_not_ours():
     """A dataset of the user may have attributes with the names of LlavaDataset's."""
     dataset = SimpleNamespace(skipped=['a'], fitted=True, datasets=None)
-    parts = SimpleNamespace(train_dataset=dataset, eval_dataset=None)
+    parts = SimpleNamespace(source=SimpleNamespace(train_dataset=dataset, eval_dataset=None))
     result = summarize(state_at(0), {}, parts, first_step=0, seconds=1.0)
     assert result['skipped'] == []
     assert result['fitted'] == []
+
+
+WITHOUT_DATA = SimpleNamespace(train_dataset=None, eval_dataset=None, processor=None)
 
 
 def name_of_file(run: FinishedRun, file: Path) -> list[tuple[str, str]]:
@@ -139,7 +142,7 @@ def name_of_file(run: FinishedRun, file: Path) -> list[tuple[str, str]]:
 
 def test_report_gets_a_path(tmp_path):
     report = {'folder': str(tmp_path), 'name': f'{__name__}.name_of_file', 'file': 'folder/notes.txt'}
-    parts = SimpleNamespace(train_dataset=None, eval_dataset=None, model=None, processor=None)
+    parts = SimpleNamespace(source=WITHOUT_DATA, model=None)
     result = summarize(state_at(0), {}, parts, first_step=0, seconds=1.0)
 
     summary = write_report(TrainConfig(report=report), parts, result, {}, InMemoryLogger(), [])
@@ -191,7 +194,7 @@ def test_last_figures_that_are_not_finite(tmp_path):
     loss_of_source = 'token_monitor/source/a/loss'
     log_steps(tmp_path, [first | source | {loss_of_source: 2}, diverged | source | {loss_of_source: math.nan}])
     metrics = read_metrics(tmp_path)
-    parts = SimpleNamespace(train_dataset=None, eval_dataset=None, model=None, processor=None)
+    parts = SimpleNamespace(source=WITHOUT_DATA, model=None)
     result = summarize(state_at(2), metrics, parts, first_step=0, seconds=1.0)
 
     config = TrainConfig(report={'folder': str(tmp_path)})

@@ -43,11 +43,10 @@ def build(tmp_path, *overrides, is_eval=False):
         ],
     )
     source = source_of(config)
-    processor = source.build_processor()
-    dataset = source.build_dataset(processor, is_eval=is_eval)
+    dataset = source.eval_dataset if is_eval else source.train_dataset
     sample_with_image = next(sample for sample in dataset if sample['num_images'][0])
     layout = BatchLayout.infer(sample_with_image)
-    spec = source.build_loader(dataset, processor, layout, is_eval=is_eval)
+    spec = source.build_loader(layout, is_eval=is_eval)
     return spec, dataset
 
 
@@ -120,7 +119,7 @@ def most_image_tokens(spec, token_id):
 
 
 def test_image_cap_of_plans_and_split(tmp_path):
-    token_id = source_of(load_config(DIGITS)).build_processor().image_token_id
+    token_id = source_of(load_config(DIGITS)).processor.image_token_id
     free, dataset = build(tmp_path)
     cap = max(int((sample['input_ids'] == token_id).sum()) for sample in dataset)
     capped, _ = build(tmp_path, f'microbatching.max_image_tokens={cap}')
@@ -147,8 +146,7 @@ def test_values_that_yaml_does_not_have(tmp_path):
     )
     source = source_of(load_config(file))
     source.check()
-    dataset = source.build_dataset(source.build_processor())
-    assert dataset.arguments == (Path('data.json'), [(1, 2)], {'a'}, -1)
+    assert source.train_dataset.arguments == (Path('data.json'), [(1, 2)], {'a'}, -1)
 
 
 class Rows:
@@ -174,7 +172,7 @@ def test_parts_of_a_user(tmp_path):
         f'dataset: {{name: {__name__}.Rows, parts: {{a: {{}}, b: {{first: 10}}}}}}\n'
         'algorithms: {token_accumulation: {token_weights: column}}\n'
     )
-    dataset = source_of(load_config(file)).build_dataset(None)
+    dataset = source_of(load_config(file)).train_dataset
     first_sample = {'number': 0, 'source': ['a']}
     last_sample = {'number': 11, 'source': ['b']}
     assert dataset[0] == dataset[-4] == first_sample
@@ -207,7 +205,7 @@ def test_missing_file_of_a_fresh_model(override, key):
     """Its tokenizer is trained on the texts of the file."""
     source = source_of(load_config(LLAVA, [override]))
     with pytest.raises(ConfigError, match=r'none\.json, which does not exist') as raised:
-        source.build_processor()
+        _ = source.processor
     assert raised.value.path == key
 
 
@@ -223,7 +221,7 @@ def test_missing_file_of_a_fresh_model(override, key):
 def test_mistakes_of_processors_are_named(override, message):
     source = source_of(load_config(LLAVA, ['dataset.path=a.json', override]))
     with pytest.raises(ConfigError, match=message):
-        source.build_processor()
+        _ = source.processor
 
 
 def test_package_that_a_dataset_lacks(tmp_path, monkeypatch):
@@ -421,7 +419,7 @@ def test_special_tokens_of_a_checkpoint(tmp_path):
     LlamaConfig().save_pretrained(tmp_path)
     model = f'model={{pretrained: "{tmp_path}", config: null}}'
     overrides = ['dataset.path=a.json', model, 'dataset.processor={pad_token: "<unk>"}']
-    assert source_of(load_config(LLAVA, overrides)).build_processor().pad_token == '<unk>'
+    assert source_of(load_config(LLAVA, overrides)).processor.pad_token == '<unk>'
 
 
 def test_encoder_needs_masked_samples(tmp_path):
@@ -429,8 +427,9 @@ def test_encoder_needs_masked_samples(tmp_path):
     BertConfig().save_pretrained(tmp_path)
     model = f'model={{pretrained: "{tmp_path}", config: null}}'
     source = source_of(load_config(LLAVA, ['dataset.path=a.json', model]))
+    source.processor = None
     with pytest.raises(ConfigError, match=r'masks its samples.*encoder.*llava'):
-        source.build_dataset(processor=None)
+        _ = source.train_dataset
 
 
 @pytest.mark.parametrize(
@@ -447,5 +446,6 @@ def test_encoder_needs_masked_samples(tmp_path):
 )
 def test_mistakes_of_videos_are_named(overrides, is_eval, message):
     source = source_of(load_config(LLAVA, ['dataset.path=a.json', *overrides]))
+    source.processor = None
     with pytest.raises(ConfigError, match=message):
-        source.build_dataset(processor=None, is_eval=is_eval)
+        _ = source.eval_dataset if is_eval else source.train_dataset

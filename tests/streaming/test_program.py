@@ -53,11 +53,10 @@ def build(config, *, is_eval=False):
     """Returns the loader that the programs would train or evaluate with."""
     check_config(config, num_ranks=1)
     source = source_of(config)
-    processor = source.build_processor()
-    dataset = source.build_dataset(processor, is_eval=is_eval)
+    dataset = source.eval_dataset if is_eval else source.train_dataset
     sample_with_image = dataset[0]  # by index, which begins no epoch
     layout = BatchLayout.infer(sample_with_image)
-    spec = source.build_loader(dataset, processor, layout, is_eval=is_eval)
+    spec = source.build_loader(layout, is_eval=is_eval)
     return spec.dataloader
 
 
@@ -108,7 +107,7 @@ def test_streams_take_the_split_of_the_dataset(shards):
         shards, 'dataset.local=null', 'dataset.split=train', f'dataset.streams={{a: {{local: {shards}}}}}'
     )
     assert list(source_of(split).texts()) == list(source_of(single).texts())
-    assert source_of(split).build_dataset(source_of(split).build_processor()).size == 20
+    assert source_of(split).train_dataset.size == 20
 
 
 @pytest.mark.parametrize('other_stream', ['', ', b: {local: others}'])
@@ -124,10 +123,9 @@ def test_other_order_is_not_resumed(shards):
 
     def same_data(proportion):
         source = source_of(config_of_streams(shards, proportion=proportion))
-        processor = source.build_processor()
         return SameData(
-            source.build_dataset(processor),
-            processor,
+            source.train_dataset,
+            source.processor,
             adapter={},
             optimizer={},
             batches=None,
@@ -147,8 +145,8 @@ def test_other_order_is_not_resumed(shards):
 def test_measuring_sees_every_sample(shards, tmp_path):
     """An epoch may have fewer samples than the shards. The length table has all of them."""
     source = source_of(config_of(shards, 'dataset.epoch_size=10'))
-    processor = source.build_processor()
-    dataset = source.build_dataset(processor)
+    processor = source.processor
+    dataset = source.train_dataset
     assert len(dataset) == 10
     train = tmp_path / 'train'
     map_style = LlavaDataset(train / 'data.json', processor, image_dir=train / 'images')
