@@ -43,6 +43,7 @@ from composer_tokacc.data.sizes import (
     map_samples,
     patch_size_of,
 )
+from composer_tokacc.planning import check_choice
 from composer_tokacc.refusals import InvalidInputError
 
 TABLE_VERSION = 10
@@ -183,8 +184,9 @@ def length_table(
 
     Raises:
         BadSampleError: For the first bad sample (``'raise'``), on all ranks.
-        ValueError: If the dataset is empty, or no good sample has a label.
+        ValueError: If ``on_error`` is unknown, the dataset is empty, or no good sample has a label.
     """
+    check_choice('on_error', on_error, ('raise', 'skip'))
     if not len(dataset):
         raise InvalidInputError('`dataset` must hold at least one sample, got: none.')
     patch_size = patch_size_of(patch_size, processor)
