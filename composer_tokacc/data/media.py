@@ -71,8 +71,8 @@ def check_files(record: Record, *, allow_outside: bool) -> None:
 def open_files(record: Record) -> list[Path | BinaryIO]:
     """Returns the files of a record, in order: the path of a regular file, or the open content of an embedded one.
 
-    Raises BadSampleError if it is no regular file, or if embedded content cannot be read. Errors that do not come from
-    the file are raised as they are, see :func:`.is_from_file`.
+    Raises BadSampleError if a path leads to no regular file, or embedded content cannot be read. Errors that do not
+    come from the file are raised as they are, see :func:`.is_from_file`.
     """
     files: list[Path | BinaryIO] = []
     for modality, file in record.files:

@@ -108,8 +108,8 @@ def image_token_ids(processor: Any) -> tuple[int, ...]:
         token_id = getattr(processor, f'{modality}_token_id', None)
         candidates.add(token_id)
         candidates.add(getattr(tokenizer, f'{modality}_token_id', None))
-        # A list that has the token itself is not read, because its other tokens are not counted. Those of Pixtral are
-        # line breaks. The list is [None] if there is no token.
+        # A list that has the token itself is not read, because its other tokens are not counted. In Pixtral these
+        # are line breaks. Without a token the list is [None].
         listed_ids = getattr(processor, f'{modality}_token_ids', None) or []
         if token_id not in listed_ids:
             candidates.update(listed_ids)

@@ -557,7 +557,7 @@ def _decode_frames(
     """Returns the frame of each timestamp, uint8 ``(height, width, 3)`` and upright.
 
     If the decoder does not return the frame of a timestamp, the next frame that it returns is taken. The video is
-    refused if there is none, or if a frame is damaged.
+    refused if no frame follows, or if a frame is damaged.
 
     Args:
         file: The file, which is opened here.
