@@ -38,12 +38,12 @@ from composer_tokacc.data.identity import (
 )
 from composer_tokacc.data.records import BadSampleError
 from composer_tokacc.data.sizes import (
-    SHRINK_STEPS,
     SampleMeasurer,
     TableRow,
     map_samples,
     patch_size_of,
 )
+from composer_tokacc.planning import check_choice
 from composer_tokacc.refusals import InvalidInputError
 
 TABLE_VERSION = 10
@@ -53,19 +53,19 @@ TABLE_COLUMNS = (
     'image_tokens',
     'loss_tokens',
     'vision_patches',
-    SHRINK_STEPS,
+    'shrink_steps',
 )
 """Attributes of :class:`LengthTable` that hold a number for each sample, in the order of :class:`.TableRow`."""
 MOST_SAMPLES_WITHOUT_HEADERS = 512
 """Up to this number of samples, all are read, so that the bad ones are known at the start."""
 NUM_CHECKED = 64
-"""If headers are used, this number of samples is read, too, to check their rows from headers."""
+"""If headers are used, the ranks together read this number of samples, too, to check their rows from headers."""
 
 log = logging.getLogger(__name__)
 
 OnError = Literal['raise', 'skip']
 MeasuredRow = TableRow | str | None
-"""The row of a sample, the reason why it is bad, or None if it was not measured."""
+"""The row of a sample, the reason why it is bad, or None if it was not measured, because another one is bad."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,14 +81,14 @@ class LengthTable:
     vision_patches: np.ndarray
     """Patches that the vision encoder computes, before a resampler or a merge makes image tokens of them."""
     shrink_steps: np.ndarray = None  # type: ignore[assignment]  # pyright: ignore[reportAssignmentType]
-    """Steps by which `fit.py` makes a sample's media smaller. 0: the sample fits as it is. None becomes all 0."""
+    """Steps by which `fit.py` makes a sample's media smaller. 0: the sample fits as it is. The default is all 0."""
     errors: dict[int, str] = field(default_factory=dict)
     """Reasons why samples cannot be used, by index. All sizes of such a sample are 0."""
 
     def __post_init__(self) -> None:
         if self.shrink_steps is None:
             # The dataclass is frozen, so a plain assignment would raise an error.
-            object.__setattr__(self, SHRINK_STEPS, np.zeros_like(self.lengths))
+            object.__setattr__(self, 'shrink_steps', np.zeros_like(self.lengths))
         shapes = {np.shape(getattr(self, name)) for name in TABLE_COLUMNS}
         if len(shapes) > 1:
             raise InvalidInputError(f'The columns of a length table must be of one shape (n,), got: {sorted(shapes)}.')
@@ -137,7 +137,7 @@ class LengthTable:
 
     @classmethod
     def from_rows(cls, rows: Sequence[MeasuredRow]) -> LengthTable:
-        """Makes a table of the rows of all samples. The numbers of bad and of unmeasured samples are 0."""
+        """Makes a table of the rows of all samples, in their order. The numbers of a bad or unmeasured sample are 0."""
         errors = {}
         numbers = np.zeros((len(rows), len(TABLE_COLUMNS)), np.int32)
         for index, row in enumerate(rows):
@@ -167,7 +167,7 @@ def length_table(
 
     - The method ``fingerprint()`` identifies the data, see ``table_name()``.
     - The attribute ``measured`` is a length table that is returned as it is.
-    - With ``unexpanded`` and ``shapes_of_videos``, as :class:`.LlavaDataset` has them, samples are measured without
+    - With ``encoder``, ``unexpanded`` and ``shapes_of_videos`` of :class:`.LlavaDataset`, samples are measured without
       reading them. This is done for more than 512 samples, and with ``'raise'`` only. A file that is damaged after its
       header is then noticed only in training.
 
@@ -184,7 +184,9 @@ def length_table(
 
     Raises:
         BadSampleError: For the first bad sample (``'raise'``), on all ranks.
+        ValueError: If ``on_error`` is unknown, the dataset is empty, or no good sample has a label.
     """
+    check_choice('on_error', on_error, ('raise', 'skip'))
     if not len(dataset):
         raise InvalidInputError('`dataset` must hold at least one sample, got: none.')
     patch_size = patch_size_of(patch_size, processor)
@@ -230,11 +232,11 @@ def build_length_table(
     on_error: OnError = 'raise',
     earlier: LengthTable | None = None,
 ) -> LengthTable:
-    """Measures every sample of a dataset, in parallel. The table is not kept. Arguments as for :func:`length_table`.
+    """Measures every sample of a dataset. Every rank must call it. The table is not kept in a file.
 
-    Samples that are good in the table ``earlier`` are not measured again.
+    Arguments and errors are those of :func:`length_table`. Samples that are good in ``earlier`` are not measured again.
     """
-    # Without a process group each rank measures all samples. A script that a launcher starts may have none.
+    # A script that a launcher starts may have no process group. Then each rank measures all samples.
     rank = 0
     num_ranks = 1
     if dist.is_initialized():
@@ -257,20 +259,20 @@ def _measure_rows(
     on_error: OnError,
     earlier: LengthTable | None,
 ) -> dict[int, TableRow | str]:
-    """Returns the rows of some samples, by index.
+    """Returns the rows of this rank's samples, by index. Every rank must call it, because headers are checked together.
 
-    With ``'raise'``, samples are no longer read after the first bad one, except those that :func:`_check_rows` chooses.
+    Samples without a row from headers or ``earlier`` are read. With ``'raise'``, this ends after the first bad one.
 
     Args:
-        measurer: Measures one sample.
-        indices: The samples.
+        measurer: Measures samples of the dataset.
+        indices: The samples of this rank.
         on_error: See :func:`length_table`.
         earlier: A table of these samples. The rows of its good samples are taken from it. It is not used with headers,
             because a table from headers is never kept if it has bad samples.
     """
     rows: dict[int, TableRow | str] = {}
     if _uses_headers(measurer.dataset, on_error):
-        rows = _check_rows(measurer.from_headers(indices), measurer)
+        rows = _verified_rows(measurer.from_headers(indices), measurer)
     elif earlier is not None:
         for index in set(indices).difference(earlier.errors):
             numbers = [int(getattr(earlier, name)[index]) for name in TABLE_COLUMNS]
@@ -288,7 +290,7 @@ def table_name(dataset: Any, processor: Any, *, patch_size: int | None = None) -
 
     The data are identified by ``dataset.fingerprint()`` if there is such a method, otherwise by
     :func:`.identify_data`. If this does not notice a change, a length may be wrong. Then the ranks are balanced less
-    well, but the split measures every row and keeps the cap.
+    well. Microbatches still keep their cap, because they are cut by the lengths in the batch.
     """
     if callable(getattr(dataset, 'fingerprint', None)):
         identity = dataset.fingerprint()
@@ -312,28 +314,30 @@ def _uses_headers(dataset: Any, on_error: OnError) -> bool:
     return on_error == 'raise' and len(dataset) > MOST_SAMPLES_WITHOUT_HEADERS and hasattr(dataset, 'unexpanded')
 
 
-def _check_rows(rows: Mapping[int, TableRow], measurer: SampleMeasurer) -> dict[int, TableRow | str]:
-    """Reads some random samples and compares their rows with those from headers.
+def _verified_rows(rows: Mapping[int, TableRow], measurer: SampleMeasurer) -> dict[int, TableRow | str]:
+    """Returns the rows if they are right for some random samples, which are read. Every rank must call it.
 
-    Returns the rows. A sample that was read has its new row, or the reason why it is bad. If a row differs on any rank,
-    all ranks return no row, so that all samples are read.
+    If a row is wrong on any rank, all ranks log a warning and return no rows, so that all samples are read. If a sample
+    that was read is bad, the reason takes the place of its row.
 
     Args:
-        rows: Rows from headers of this rank's samples, by index.
+        rows: Rows of this rank's samples from their headers, by index.
         measurer: Reads samples.
     """
     num_samples = len(measurer.dataset)
     # Every rank and every run chooses the same samples, so that the result does not change between starts.
     generator = np.random.default_rng(0)
     chosen = set(generator.choice(num_samples, NUM_CHECKED, replace=False).tolist())
-    checked: dict[int, TableRow | str] = dict(rows)
+    verified: dict[int, TableRow | str] = dict(rows)
     has_difference = False
     for index in chosen.intersection(rows):
-        checked[index] = measurer.read(index)
-        if checked[index] != rows[index] and not isinstance(checked[index], str):
+        row = measurer.read(index)
+        if isinstance(row, str):
+            verified[index] = row
+        elif row != rows[index]:
             has_difference = True
     if not any(values_of_ranks(has_difference)):
-        return checked
+        return verified
     log.warning('Sizes from headers are not those of the samples, so all %d samples are read.', num_samples)
     return {}
 

@@ -29,8 +29,8 @@ are the same."""
 MEDIA_COLUMNS = ('images', 'videos', 'audios')
 """The columns of an entry that hold media."""
 COLUMNS = (*KEY_OF_COLUMN, 'history', 'system', *MEDIA_COLUMNS, *KEYS_OF_SYSTEM, *REFUSED_KEYS)
-"""The columns that an entry may name. `formats.py` refuses most values of the last two groups. An entry may name such a
-column with null, so that it is ignored."""
+"""The columns that an entry may name. `formats.py` refuses most values of ``KEYS_OF_SYSTEM`` and ``REFUSED_KEYS``. An
+entry may name such a column with null, so that it is ignored."""
 DEFAULT_COLUMNS = {
     'alpaca': {
         'prompt': 'instruction',
@@ -40,8 +40,8 @@ DEFAULT_COLUMNS = {
     'sharegpt': {'messages': 'conversations'},
     'openai': {'messages': 'messages'},
 }
-"""By ``formatting``: the columns of an entry that names none. If an entry names columns, only these are read, as in
-LLaMA-Factory. A column that is null counts as not named."""
+"""By ``formatting``: the columns of an entry that names none, or only columns with null. Those with null are not read.
+If an entry names other columns, only these are read, as in LLaMA-Factory."""
 DEFAULT_TAGS = {
     'role_tag': 'from',
     'content_tag': 'value',
@@ -60,7 +60,7 @@ KEYS_OF_ENTRY = ('file_name', 'hf_hub_url', 'subset', 'split', 'formatting', 'co
 
 
 class DatasetEntry:
-    """One dataset of a ``dataset_info.json``. Has the path of its file, and renames the keys of its records.
+    """One dataset of a ``dataset_info.json``. Has its path or its name on the hub, and renames the keys of its records.
 
     Args:
         entry: The object under the name of the dataset.
@@ -108,8 +108,8 @@ class DatasetEntry:
         """Returns a record with the keys that `formats.py` reads.
 
         LLaMA-Factory ignores keys that no column of the entry names. Three kinds of them are kept here, so that
-        `formats.py` checks them: keys that are not supported, other names of ``system``, and media, if the entry names
-        no column of media. If a key is null in the entry, such as ``"chosen": null``, it is ignored, too.
+        `formats.py` checks them: keys that are not supported, other names of ``system``, and media (with ``NO_COLUMN``
+        after the key), if the entry names no column of media. The entry can ignore them, too: ``"chosen": null``.
         """
         record = {
             'id': data.get('id'),
@@ -133,13 +133,13 @@ class DatasetEntry:
     def _rename_turn(self, turn: object) -> object:
         """Returns a turn with the keys and the speaker that `formats.py` reads.
 
-        If the tags name other keys, a key such as ``from`` in the file is ignored, as in LLaMA-Factory.
+        If the tags name other keys, a key such as ``from`` in the file is overwritten. LLaMA-Factory ignores it.
         """
         if not isinstance(turn, Mapping):
             return turn  # `formats.py` refuses it, and names the record
         renamed = {key: value for key, value in turn.items() if key not in self._keys_of_turn}
-        for name, key in self._keys_of_turn.items():
-            renamed[key] = turn.get(name)
+        for key_in_file, key in self._keys_of_turn.items():
+            renamed[key] = turn.get(key_in_file)
         role = renamed.get('from')
         if isinstance(role, str):
             renamed['from'] = self._roles.get(role, role)

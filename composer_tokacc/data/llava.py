@@ -49,11 +49,11 @@ class LlavaDataset(Dataset):
     With several files each sample carries the name of its file as ``source``. If two of them have the same name, it is
     the path below the folder that all files have in common, such as ``a/train.json``.
 
-    A bad sample is never replaced by another one, and never dropped during training, so that every rank has the same
-    samples at the same indices. With ``on_error='raise'`` a bad record raises at the start. An unreadable file, or a
-    sample over ``max_length``, raises when it is read. With ``'skip'`` every sample is read once at the start, in
-    parallel, and the ranks share the work. Bad samples are left out and counted (``skipped``, :meth:`skip_report`). The
-    result is kept in the length table, so that a later run reads only the bad samples again.
+    A bad sample is never replaced, and never dropped during training, so that every rank has the same samples at the
+    same indices. With ``on_error='raise'`` a bad record raises at the start. An unreadable file, or a sample over
+    ``max_length``, raises when it is read (with ``fit``: measured). With ``'skip'`` all samples are read at the start.
+    Bad ones are left out and counted (``skipped``, :meth:`skip_report`). The result is kept in the length table, so
+    that a later run reads only the bad ones again. The ranks share such work, so every rank must make the dataset.
 
     Args:
         path: JSON, JSONL or parquet file, ``dataset_info.json#name``, folder saved by ``datasets``, or
@@ -152,7 +152,7 @@ class LlavaDataset(Dataset):
         for record in records:
             try:
                 if isinstance(record, BadSampleError):
-                    raise record  # skipped or raised like an error of the encoder
+                    raise record  # reading has failed. Handled like an error of the encoder
                 self.encoder.check_takes_media(record)
             except BadSampleError as error:
                 if on_error == 'raise':
@@ -224,11 +224,11 @@ class LlavaDataset(Dataset):
         return frozenset(modality for modality in MODALITIES if record.count(modality))
 
     def identity(self) -> str:
-        """Returns a fingerprint of the data a model is trained on.
+        """Returns a fingerprint of the data a model is trained on, for checkpoints.
 
-        It depends on the turns, on names and sizes in bytes of files (of embedded ones on the content), on the weights
-        of samples, and on the options of the encoder that change samples. It does not depend on the folder of files, or
-        the ids of samples. ``max_length`` changes samples only with ``fit``.
+        It depends on the turns, the files, the weights of samples, and the options of the encoder that change samples
+        (``max_length`` only with ``fit``). A media file counts with its name and its size in bytes, an embedded one
+        with its content. The fingerprint does not depend on the folder of files, or the ids of samples.
 
         It is computed by the first call and kept, because the sizes of a million files may take minutes.
         """
@@ -259,7 +259,7 @@ class LlavaDataset(Dataset):
             yield 'fit', self.encoder.max_length, self.encoder.max_image_tokens
 
     def fingerprint(self) -> str:
-        """Returns a fingerprint of everything that changes the lengths of samples, or the messages about bad ones."""
+        """Returns a fingerprint for the length table: of all data that change lengths or messages about bad samples."""
         parts: list[tuple[Any, ...]] = [(self.identity(), self.encoder.max_length)]
         for record in self.records:
             names = [medium.names for medium in record.media]
@@ -296,7 +296,7 @@ class LlavaDataset(Dataset):
         return changed_samples
 
     def _measure(self, **options: Any) -> None:
-        """Measures all samples, and leaves out the bad ones. The options are arguments of :func:`.length_table`."""
+        """Measures all samples, with options of :func:`.length_table`. Leaves out the bad ones. Logs warnings."""
         table = length_table(self, self.encoder.processor, **options)
         good_indices = [index for index in range(len(table)) if index not in table.errors]
         self.records = [self.records[index] for index in good_indices]
@@ -327,7 +327,7 @@ class LlavaDataset(Dataset):
 def _names_of_files(paths: Iterable[str]) -> dict[str, str]:
     """Returns the name of each file by its path, with folders if two files would have the same name.
 
-    Returns nothing for a single file, to which several paths may lead.
+    The result is empty if all paths lead to one file.
     """
     files = {}
     names = {}

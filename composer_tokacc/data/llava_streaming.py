@@ -101,10 +101,10 @@ class LlavaStreamingDataset(StreamingDataset):
 
     @staticmethod
     def texts(*folders: PathLike) -> Iterator[str]:
-        """Yields the text of every turn, to train a tokenizer on. Downloads nothing.
+        """Yields the text of every turn, without placeholders, to train a tokenizer on. Downloads nothing.
 
         Args:
-            *folders: Reads the first of them that has all shards in uncompressed form.
+            *folders: Reads the first of them that has all shards in uncompressed form. ValueError if none has.
         """
         for folder in map(Path, folders):
             shards = _read_index(folder)
@@ -146,8 +146,8 @@ class LlavaStreamingDataset(StreamingDataset):
     def state_dict(self, num_samples: int, from_beginning: bool) -> dict[str, Any]:
         """Returns StreamingDataset's state, corrected between two epochs.
 
-        Between two epochs, Composer already counts 0 samples of the next one. StreamingDataset would take these as 0
-        samples of the epoch that it iterated last, and a resumed run would repeat the order of that epoch.
+        Between two epochs, Composer already counts 0 samples of the next one. StreamingDataset would take this for the
+        start of the epoch that it iterated last, and a resumed run would repeat the order of that epoch.
 
         Args:
             num_samples: Samples of the epoch that were trained on.

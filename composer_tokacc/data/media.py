@@ -55,7 +55,7 @@ def check_files(record: Record, *, allow_outside: bool) -> None:
         path = record.folder / file
         try:
             real_path = os.path.realpath(path, strict=True)
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError) as error:  # ValueError: the name has a null character
             if not is_from_file(error):
                 raise
             reason = getattr(error, 'strerror', None) or error
@@ -69,24 +69,24 @@ def check_files(record: Record, *, allow_outside: bool) -> None:
 
 
 def open_files(record: Record) -> list[Path | BinaryIO]:
-    """Returns a path for each file of a record, in order, or the open content if the file is embedded.
+    """Returns the files of a record, in order: the path of a regular file, or the open content of an embedded one.
 
-    Raises BadSampleError if a file cannot be read. Errors that do not come from the file are raised as they are, see
-    :func:`.is_from_file`.
+    Raises BadSampleError if a path leads to no regular file, or embedded content cannot be read. Errors that do not
+    come from the file are raised as they are, see :func:`.is_from_file`.
     """
-    opened: list[Path | BinaryIO] = []
+    files: list[Path | BinaryIO] = []
     for modality, file in record.files:
         try:
             if isinstance(file, EmbeddedFile):
-                opened.append(BytesIO(file.read()))
+                files.append(BytesIO(file.read()))
             else:
-                opened.append(regular_file(record.folder / file))
+                files.append(regular_file(record.folder / file))
         except (ValueError, OSError) as error:
             if not is_from_file(error):
                 raise
             name = file.name if isinstance(file, EmbeddedFile) else record.folder / file
             raise record.error(f'{modality} file {name} cannot be read: {error}') from error
-    return opened
+    return files
 
 
 def check_decoder(record: Record) -> None:
@@ -95,7 +95,8 @@ def check_decoder(record: Record) -> None:
     It is not a :class:`.BadSampleError`, because the sample is good, and ``on_error=skip`` must not skip it.
     """
     # A video of several files is a list of images, which do not need PyAV.
-    if not any(medium.modality != 'image' and len(medium.files) == 1 for medium in record.media):
+    needs_pyav = any(medium.modality != 'image' and len(medium.files) == 1 for medium in record.media)
+    if not needs_pyav:
         return
     try:
         importlib.import_module('av')
@@ -121,8 +122,8 @@ def decode_media(
         files: One path or open file for each file of ``record.media``.
         video: The choice of frames from its videos. None: the default.
         sampling_rate: Samples a second of the audio that is returned. Audio of another rate is resampled.
-        shapes_only: Decode less, because only shapes and times must be right. Images are black, and a video file gives
-            its first frame for all frames.
+        shapes_only: Decode less, because only shapes and times must be right. Images are black, and all frames of a
+            video file are its first chosen one. Audio, and videos of several files, are decoded as usual.
 
     Returns:
         Media by modality. ``'image'``: in RGB, turned as a camera's EXIF entry says, 16 bits a channel scaled to 8.

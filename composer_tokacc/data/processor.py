@@ -33,8 +33,8 @@ RESERVED_TOKENS = (
     '<|assistant|>',
     '<|end|>',
 )
-"""Special tokens of every tokenizer of this file. The chat template writes any other role as text, such as
-``<|tool|>``."""
+"""Special tokens of every tokenizer of this file. The chat template writes a role without a token as text, for
+example ``<|tool|>``."""
 
 # Each turn begins with the token of its role, which also shows that the turn before has ended. Only an answer has a
 # token at its end, because the model must learn to stop.
@@ -76,7 +76,7 @@ def train_tokenizer(
 
 
 def wrap_tokenizer(tokenizer: Tokenizer, *, model_max_length: int) -> PreTrainedTokenizerFast:
-    """Returns a tokenizer of ``tokenizers`` as one of Transformers, with special tokens and a chat template."""
+    """Adds missing special tokens to a tokenizer. Returns it as one of Transformers, with a chat template."""
     special_tokens = [AddedToken(token, special=True, normalized=False) for token in RESERVED_TOKENS]
     tokenizer.add_special_tokens(special_tokens)
     return PreTrainedTokenizerFast(

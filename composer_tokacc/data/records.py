@@ -30,8 +30,8 @@ JsonObject = Mapping[str, Any]
 Message = Mapping[str, Any]
 """One turn as chat templates take it: ``role``, ``content`` (a text, or a list of parts), perhaps ``weight``."""
 EncodedSample = dict[str, Any]
-"""One encoded conversation, as a batch of one row. The first dimension of a tensor is 1 if it is about the text, and
-may have any size if it is about media. Lists have one entry."""
+"""One encoded conversation, as a batch of one row. The first dimension of a tensor is 1 for text, and of any size for
+media. Lists have one entry."""
 DecodedMedia = Mapping[str, Sequence[Any]]
 """By modality: PIL images, :class:`.Video`, and float32 arrays ``(samples,)`` of audio."""
 
@@ -113,7 +113,7 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True)
 class EmbeddedFile:
-    """A file whose content is part of the record. Files of the same content are equal."""
+    """A file whose content is part of the record. Files with the same checksum are equal."""
 
     name: str = field(compare=False)
     """Used in messages."""
@@ -125,7 +125,7 @@ class EmbeddedFile:
     @classmethod
     def from_bytes(cls, name: str, content: bytes) -> EmbeddedFile:
         """Returns a file whose content stays in memory."""
-        # Not a lambda, which cannot be pickled for worker processes.
+        # Calling the partial returns the content. A lambda could not be pickled for worker processes.
         return cls(name, zlib.crc32(content), partial(bytes, content))
 
 
@@ -135,7 +135,7 @@ class Medium(NamedTuple):
     modality: str
     files: tuple[str | EmbeddedFile, ...] = ()
     """One file, or the frames of a video as several images. A file is a name inside ``Record.folder``, or embedded.
-    Empty only in `formats.py`, until a placeholder gets the files that the record lists under its own keys."""
+    Empty only while `formats.py` parses the record."""
 
     @property
     def names(self) -> list[str]:
@@ -153,14 +153,14 @@ class Record:
     sample_id: str
     """The record's ``id``, or its place, such as ``line 3``."""
     source: str
-    """``PATH, line 3``, for messages. :attr:`path` reads the path from it, because shards store only this text."""
+    """``PATH, line 3``, for messages. :attr:`path` is a part of it, because shards store no other path."""
     turns: tuple[Turn, ...]
     media: tuple[Medium, ...]
     """In the order of the placeholders."""
     folder: Path = Path()
     """Folder to which the names of its media are relative."""
     loss_weights: float | None = None
-    """Weight of each token of the sample, for runs with ``token_weights: column``. None: the record has no weight."""
+    """One weight for all tokens of the sample, with ``token_weights: column``. None: the record has no weight."""
 
     @property
     def texts(self) -> list[str]:
@@ -285,7 +285,7 @@ def short_repr(value: object, limit: int = 60) -> str:
 
 
 def shorten_middle(text: str, limit: int) -> str:
-    """Takes out the middle of a text of more than ``limit`` characters. The end stays, because it has the remedy."""
+    """Replaces the middle of a text of more than ``limit`` characters by ``...``. Its end stays: it has the remedy."""
     if len(text) <= limit:
         return text
     half = limit // 2

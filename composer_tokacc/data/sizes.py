@@ -35,7 +35,7 @@ ImageSizes = tuple[tuple[int, int], ...]
 MapResult = TypeVar('MapResult')
 
 SHRINK_STEPS = 'shrink_steps'
-"""Key of samples that `fit.py` encodes to measure them: a list of one number, the steps that make the sample fit."""
+"""Key that `fit.py` adds to a sample that is measured: a list of one number, see :class:`TableRow`."""
 DEFAULT_PATCH_SIZE = 14
 """The most common side of a patch, in pixels, if neither model nor processor names one."""
 TEXTS_TOGETHER = 32
@@ -108,8 +108,8 @@ def image_token_ids(processor: Any) -> tuple[int, ...]:
         token_id = getattr(processor, f'{modality}_token_id', None)
         candidates.add(token_id)
         candidates.add(getattr(tokenizer, f'{modality}_token_id', None))
-        # In other families this list also has tokens that are not counted, such as the line breaks of Pixtral. There it
-        # also has the token itself. Then the list is not read. Without a token it is [None].
+        # A list that has the token itself is not read, because its other tokens are not counted. In Pixtral these
+        # are line breaks. Without a token the list is [None].
         listed_ids = getattr(processor, f'{modality}_token_ids', None) or []
         if token_id not in listed_ids:
             candidates.update(listed_ids)
@@ -146,7 +146,7 @@ def patch_size_of(*owners: Any) -> int:
 
 
 def _side_of(size: Any) -> Any:
-    """Returns the height of a patch. Its size may be a number, a pair of height and width, or a mapping."""
+    """Returns the height from a pair, mapping or object that has one. Returns any other value as it is."""
     if isinstance(size, Mapping):
         return size.get('height')
     if isinstance(size, list | tuple):
@@ -225,7 +225,7 @@ class SampleMeasurer:
         dataset: Any dataset. For ``from_headers`` it has the methods of :class:`.LlavaDataset`.
         processor: Its processor.
         patch_size: Side of a patch in pixels.
-        run: :func:`map_samples`, which knows the number of processes.
+        run: :func:`map_samples` with ``num_workers`` and ``shows_bar``.
     """
 
     def __init__(self, dataset: Any, processor: Any, patch_size: int, run: Callable[..., Iterator[Any]]) -> None:
@@ -235,7 +235,7 @@ class SampleMeasurer:
         self.patch_size = patch_size
 
     def measure(self, sample: EncodedSample) -> TableRow:
-        """Returns the row of a sample."""
+        """Returns the row of a sample. Raises ValueError if its ids or labels are missing."""
         check_keys_of_sample(sample, 'input_ids', 'labels')
         check_samples([sample])
         is_image_token = torch.isin(sample['input_ids'], self.token_ids)
@@ -274,11 +274,11 @@ class SampleMeasurer:
         added_rows = self.run(self._added_by, distinct_sizes)
         additions = dict(zip(distinct_sizes, added_rows, strict=True))
         rows: dict[int, TableRow] = {}
-        for index, row in zip(indices, measured_rows, strict=True):
-            if isinstance(row, TextRow):
-                row = self._add_images(row.row, additions[row.sizes])
-            if row is not None:
-                rows[index] = row
+        for index, measured in zip(indices, measured_rows, strict=True):
+            if isinstance(measured, TextRow):
+                measured = self._add_images(measured.row, additions[measured.sizes])
+            if measured is not None:
+                rows[index] = measured
         return rows
 
     def _measure_texts(self, indices: Sequence[int], *, sizes_matter: bool) -> list[TextRow | TableRow | None]:

@@ -179,7 +179,8 @@ def make_video(frames: Sequence[np.ndarray], frame_numbers: list[int], num_steps
 def _open_stream(file: MediaFile, modality: Literal['video', 'audio']) -> Iterator[tuple[InputContainer, Any]]:
     """Opens a file with PyAV. Yields the container and its first stream of the modality.
 
-    The stream must not be used afterwards, because its memory is freed when the container is closed.
+    Refuses a file without its end, without such a stream, or of a format that is not supported. The stream must not be
+    used afterwards, because its memory is freed when the container is closed.
     """
     import av.logging
     from av.stream import Disposition
@@ -330,12 +331,12 @@ def _check_end(container: InputContainer, end: float) -> None:
     if container.format.name.startswith('matroska'):
         start = 0  # its duration may count from 0, even if the video begins later
     seconds = end - start
-    if seconds < _shortest_complete(duration, container):
+    if seconds < _fewest_seconds(duration, container):
         raise InvalidInputError(f'it ends after {seconds:.1f} of {duration:.1f} s')
 
 
-def _shortest_complete(duration: float, container: InputContainer) -> float:
-    """Returns how many of the seconds of a duration must be there, so that a file or a stream counts as complete."""
+def _fewest_seconds(duration: float, container: InputContainer) -> float:
+    """Returns how many seconds a file or stream of this duration must at least have to count as complete."""
     # The last packet may have no duration. It holds one frame, up to 0.5 s of a video. The first packets of an audio
     # may fill the decoder, which returns nothing for them: up to 0.2 s (MP3 with 8,000 samples a second).
     tolerance = 0.5 if container.streams.video else 0.2
@@ -365,7 +366,10 @@ def _timestamp_of(packet: Packet) -> int | None:
 
 
 def read_audio(file: MediaFile, sampling_rate: int) -> np.ndarray:
-    """Returns the audio as mono, float32 ``(samples,)``, resampled to ``sampling_rate`` samples a second."""
+    """Returns the audio as mono, float32 ``(samples,)``, with ``sampling_rate`` samples a second.
+
+    Refuses audio that is damaged, too short or too long.
+    """
     import av
 
     with _open_stream(file, 'audio') as (container, stream):
@@ -392,8 +396,8 @@ def read_audio(file: MediaFile, sampling_rate: int) -> np.ndarray:
 def _audio_frames(container: InputContainer, stream: AudioStream) -> Iterator[AudioFrame]:
     """Yields the frames of the audio. Refuses a file that is cut, or lacks a part of the audio.
 
-    This must be checked, because the decoder leaves out damaged frames without an error. A gap is refused when it is
-    met, all else after the last frame. All times are in seconds.
+    This must be checked, because the decoder leaves out damaged frames without an error. A gap is refused before the
+    frame after it, any other fault after the last frame. All times are in seconds.
     """
     is_steady = container.format.name in STEADY_CONTAINERS
     end_of_file = 0.0  # end of the last packet of any stream: the pictures of a video may be longer than its audio
@@ -427,7 +431,7 @@ def _audio_frames(container: InputContainer, stream: AudioStream) -> Iterator[Au
         duration = float(stream.duration * stream.time_base)
     else:  # some containers do not have a duration for each stream
         duration = max(packet_times, default=0.0) - min(packet_times, default=0.0)
-    if decoded_seconds < _shortest_complete(duration, container):
+    if decoded_seconds < _fewest_seconds(duration, container):
         raise InvalidInputError(
             f'only {decoded_seconds:.1f} of its {duration:.1f} s of audio can be decoded: it is damaged, or has '
             'pauses. Write it again, with silence for the pauses: `ffmpeg -i FILE -af aresample=async=1 other.wav`'
@@ -440,8 +444,8 @@ def _audio_frames(container: InputContainer, stream: AudioStream) -> Iterator[Au
 def read_frames(files: Sequence[MediaFile], sampling: VideoSampling) -> Video:
     """Returns a video whose frames are image files.
 
-    Image files have no times. So they count as a video that has the ``fps`` of the sampling, and ``fps`` leaves out
-    none of them.
+    Image files have no times. So they count as a video with ``sampling.fps`` frames a second. Then ``fps`` takes all of
+    them, and only a limit for the number of frames leaves some out.
     """
     step = 1 / (sampling.fps or DEFAULT_FPS)
     times = [number * step for number in range(len(files))]
@@ -474,10 +478,10 @@ def read_video(file: MediaFile, sampling: VideoSampling, *, shapes_only: bool = 
         times = [float((timestamp - timestamps[0]) * stream.time_base) for timestamp in timestamps]
         # The step is measured. The rate in the header may belong to another stream, or be the tick rate of a clock.
         if times[-1] > 0:
-            step = times[-1] / (len(times) - 1)
+            mean_step = times[-1] / (len(times) - 1)
         else:  # with one frame there is nothing to measure
-            step = 1 / float(stream.average_rate or 1)
-        duration = times[-1] + step
+            mean_step = 1 / float(stream.average_rate or 1)
+        duration = times[-1] + mean_step
         chosen = sampling.choose(times, duration)
         _check_pixels(len(chosen), stream.width, stream.height)
     # `_read_timestamps` has read all packets to the end. So the file is opened again to decode frames.
@@ -487,14 +491,14 @@ def read_video(file: MediaFile, sampling: VideoSampling, *, shapes_only: bool = 
     else:
         frames = _decode_frames(file, chosen_timestamps, key_timestamps)
     # The metadata give times in equal steps, see `make_video`.
-    even_step = _even_step(times, step)
+    even_step = _even_step(times, mean_step)
     frame_numbers = [round(times[index] / even_step) for index in chosen]
     num_steps = round(duration / even_step)
     return make_video(frames, frame_numbers, num_steps, even_step)
 
 
 def _even_step(times: Sequence[float], mean_step: float) -> float:
-    """Returns the step in which the times of frames are given, see :func:`make_video`.
+    """Returns the seconds of a step of :func:`make_video`.
 
     Usually it is the mean step between frames, so that the number of a frame is its index. If the steps between frames
     are uneven, it is the smallest of them. Then rounding moves a frame by at most half of this step.
@@ -552,7 +556,8 @@ def _decode_frames(
 ) -> list[np.ndarray]:
     """Returns the frame of each timestamp, uint8 ``(height, width, 3)`` and upright.
 
-    If the decoder does not return the frame of a timestamp, the next frame that it returns is taken.
+    If the decoder does not return the frame of a timestamp, the next frame that it returns is taken. The video is
+    refused if no frame follows, or if a frame is damaged.
 
     Args:
         file: The file, which is opened here.
@@ -591,7 +596,7 @@ def _take_frames(
     """Returns for each timestamp the first decoded frame that is shown at this timestamp or later.
 
     It is a later frame if the decoder does not return the frame of the timestamp. For a timestamp after the last
-    decoded frame the result has no frame.
+    decoded frame the result has no frame. Refuses a damaged frame.
 
     Args:
         container: The file, which was just opened.
@@ -601,16 +606,16 @@ def _take_frames(
             timestamps, the last one is jumped to.
     """
     taken_frames = []
-    start = timestamps[0]
+    decoded_from = timestamps[0]
     if jump_timestamps:  # decoding a file that was just opened starts at its first key frame
-        start = jump_timestamps[0]
+        decoded_from = jump_timestamps[0]
     frames = container.decode(stream)
     frame = None
     for timestamp in timestamps:
         num_jumps_before = bisect_right(jump_timestamps, timestamp)
-        if num_jumps_before and jump_timestamps[num_jumps_before - 1] != start:
-            start = jump_timestamps[num_jumps_before - 1]
-            container.seek(start, stream=stream)
+        if num_jumps_before and jump_timestamps[num_jumps_before - 1] != decoded_from:
+            decoded_from = jump_timestamps[num_jumps_before - 1]
+            container.seek(decoded_from, stream=stream)
             frames = container.decode(stream)
             frame = None
         while frame is None or frame.pts is None or frame.pts < timestamp:
@@ -618,7 +623,7 @@ def _take_frames(
             if frame is None:
                 break  # the file has ended
             # An earlier frame may be marked as damaged, because it needs a key frame that was not decoded.
-            if frame.is_corrupt and frame.pts is not None and frame.pts >= start:
+            if frame.is_corrupt and frame.pts is not None and frame.pts >= decoded_from:
                 raise InvalidInputError(f'its frame at {frame.time:.2f} s is damaged')
         if frame is not None:
             taken_frames.append(frame)
