@@ -40,9 +40,8 @@ from composer_tokacc.checks.step import Step
 from composer_tokacc.collectives import all_gather_object, get_world_size
 from composer_tokacc.compat import BatchNorm, hook_numbers, inner_model, is_compiled, is_encoder_decoder
 from composer_tokacc.counting import check_rule
-from composer_tokacc.data_spec.pieces import CutRules
 from composer_tokacc.data_spec.rank_widths import RankWidth
-from composer_tokacc.data_spec.split import MicrobatchSplit, layout_of, split_of
+from composer_tokacc.data_spec.split import MicrobatchSplit, layout_without_split, split_of
 from composer_tokacc.labelled import LabelSelector, input_embedding, output_embedding
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.layout.placeholders import all_placeholders, modality_of
@@ -191,13 +190,14 @@ class RunContext:
         tokens of a weight above 0. If not, and if the loss is checked, a later step with a bypass is refused. None:
         there was no such step yet."""
         self.split = split_of(state.dataloader)
-        layout = layout_of(state, self.split)  # None: there is no split, and rows cannot be told apart
-        if self.split is not None:
-            assert layout is not None
+        if self.split is None:
+            layout = layout_without_split(model, state.batch)  # None: rows cannot be told apart
+        else:
             self._check_equal_counts(state, self.split)
             self._check_coupled_terms(self.split)
             # The split may have served another model before, and must forget it.
-            self.split.start(model, state.batch, _microbatch_size_of(state), layout)
+            self.split.start(model, state.batch, _microbatch_size_of(state))
+            layout = self.split.layout
         precision = partial(get_precision_context, state.precision, state.precision_config)
         to_device = partial(_to_device, state, self.split)
         self.balance: StepBalance | None = None
@@ -212,7 +212,7 @@ class RunContext:
         layout: BatchLayout | None,
         to_device: Callable[[Batch], Any],
         precision: Callable[[], AbstractContextManager[object]],
-    ) -> FirstBatchCheck[CutRules]:
+    ) -> FirstBatchCheck:
         """Returns the first-batch check, which has compared no rows yet, with a new selector."""
         probe = Probe(
             forward=self._model,
@@ -295,8 +295,7 @@ class RunContext:
         """Runs the first-batch check on the new rows of all ranks, see ``token_accumulation.py``; a collective.
 
         If no rows are new, but a check is due, it checks some known rows. Afterwards the split cuts by the rules that
-        the check has found. It also takes the layout of the check, which learns from each batch how tensors belong to
-        rows. If logits at labels fail the check, the model computes all logits from now on.
+        the check has found. If logits at labels fail the check, the model computes all logits from now on.
         """
         if self._options.token_weights == 'column':
             # The data may have one weight for each row. In training, batches have a weight for each position, so the
@@ -304,7 +303,7 @@ class RunContext:
             batch = with_weights_of_positions(batch)
         self.read_router_coefficient()
         try:
-            rules = self.check.prove(batch)
+            self.check.prove(batch)
             failure = self.check.selection_failure
             if failure is not None and self.check.selector is not None:
                 self._remove_selector()
@@ -313,10 +312,6 @@ class RunContext:
             # FIT_END does not come after an error, so the hooks are removed here.
             self.end()
             raise
-        if self.split is not None:
-            assert rules is not None  # a split always has rules
-            self.split.layout = self.check.layout
-            self.split.adopt(rules, has_loss_in_dummies=self.check.has_loss_in_dummies)
 
     def end(self) -> None:
         """Removes the hooks from the model and the optimizer, and makes the split forget the model."""

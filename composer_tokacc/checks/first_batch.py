@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import chain
-from typing import Generic, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -39,7 +39,7 @@ from composer_tokacc.batch import (
     with_copied_tensors,
 )
 from composer_tokacc.checks.comparison import MEAN, NAME_TERMS, NOT_A_NUMBER, RowComparison
-from composer_tokacc.checks.cutter import Cutter, RulesT
+from composer_tokacc.checks.cut_rules import CutRules, Cutter
 from composer_tokacc.checks.logits import TINY, targets_of
 from composer_tokacc.checks.probe import Probe, ProbeResult
 from composer_tokacc.collectives import (
@@ -140,7 +140,7 @@ class Criterion(NamedTuple):
 
 
 @dataclass(eq=False)
-class FirstBatchCheck(Generic[RulesT]):
+class FirstBatchCheck:
     """Checks the model with a few rows of a batch, which are the same on all ranks.
 
     Without a layout rows cannot be told apart, and are not compared. In that case the check only finds the loss rule,
@@ -151,7 +151,7 @@ class FirstBatchCheck(Generic[RulesT]):
     layout: BatchLayout | None
     to_device: Callable[[Batch], Batch]
     _: KW_ONLY
-    cutter: Cutter[RulesT] | None
+    cutter: Cutter | None
     """Cuts rows in training. None: rows are not cut, so each row is only computed by itself."""
     loss_tokens: str
     """The loss rule that the user has named, or ``'auto'``."""
@@ -215,14 +215,13 @@ class FirstBatchCheck(Generic[RulesT]):
             self._is_check_due = True
         return has_new_rows or self._is_check_due
 
-    def prove(self, batch: Batch) -> RulesT | None:
+    def prove(self, batch: Batch) -> None:
         """Checks rows until no rank has rows outside of the proven ranges, and once if a check is due; a collective.
+
+        Afterwards the cutter, if there is one, cuts by the rules that this has found.
 
         Args:
             batch: The batch of this rank, on the CPU.
-
-        Returns:
-            The rules by which rows may be cut from now on; None without a cutter.
 
         Raises:
             RuntimeError: On all ranks, if no loss rule fits, if a forward changes the next one, or if no cut keeps the
@@ -248,7 +247,7 @@ class FirstBatchCheck(Generic[RulesT]):
                 raise_on_all_ranks(refusal)
             assert offer_of_rank is not None  # else the line above has raised
             if not self._is_check_due and not is_any_missing:
-                return rules
+                break
             offers = all_gather_object(offer_of_rank)
             offer = max(offers, key=lambda offer: offer.priority)  # of equal offers, the one of the first rank
             self._learn_readings(offers)
@@ -285,6 +284,8 @@ class FirstBatchCheck(Generic[RulesT]):
                 has_progress = len(self._proven.missing(offer.ranges)) < len(offer.missing)
                 if not has_progress:
                     self._proven = self._proven.joined(ranges)
+        if self.cutter is not None and rules is not None:
+            self.cutter.adopt(rules, self.layout, has_loss_in_dummies=self.has_loss_in_dummies)
 
     def _offer(self, batch: Batch) -> RowOffer:
         """Returns the offer of this rank. ``batch`` is its batch."""
@@ -313,10 +314,10 @@ class FirstBatchCheck(Generic[RulesT]):
     def _check_rows(
         self,
         shared: SharedRows,
-        rules: RulesT | None,
+        rules: CutRules | None,
         *,
         are_new: bool,
-    ) -> tuple[RulesT | None, bool]:
+    ) -> tuple[CutRules | None, bool]:
         """Finds the loss rule if it is not known yet, and checks the rows.
 
         Args:

@@ -32,13 +32,14 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
 
 from composer_tokacc.batch import IGNORE_INDEX, MODALITIES, Batch, BatchDict, Reach, labels_of, sample_name
+from composer_tokacc.checks.cut_rules import CutRules, padded_candidates
 from composer_tokacc.checks.step import Step
 from composer_tokacc.collectives import (
     all_gather_object,
@@ -50,12 +51,10 @@ from composer_tokacc.collectives import (
 from composer_tokacc.compat import is_encoder_decoder
 from composer_tokacc.data_spec.document_attention import DocumentAttention
 from composer_tokacc.data_spec.pieces import (
-    CutRules,
     DummyRows,
     Piece,
     build,
     missing_dummies,
-    padded_candidates,
     smallest_row,
     zero_weight,
 )
@@ -66,9 +65,6 @@ from composer_tokacc.layout.layout import inferred_layout, layout_of_model
 from composer_tokacc.planning import CutOptions, check_kind, cut_rows, pack_lengths, padded_widths, token_budget
 from composer_tokacc.refusals import InvalidInputError, NotExactError
 from composer_tokacc.row_counts import row_counts_of, without_row_counts
-
-if TYPE_CHECKING:
-    from composer.core import State
 
 log = logging.getLogger(__name__)
 
@@ -137,18 +133,19 @@ class MicrobatchSplit:
         model: torch.nn.Module,
         batch: Batch,
         microbatch_size: float,
-        layout: BatchLayout,
     ) -> None:
         """Takes a model whose rules are not known yet, and decides whether to try packing. A collective.
+
+        The layout is the one of the arguments, else the one of :func:`layout_on_ranks`.
 
         Args:
             model: The model that is trained.
             batch: The first batch of this rank.
             microbatch_size: The ``device_train_microbatch_size``.
-            layout: How tensors belong to rows in this run.
         """
         self.stop()
         self._model = model
+        layout = self.fixed_layout or layout_on_ranks(model, batch)
         self.layout = layout
         self.rules = CutRules()  # trims nothing, until the first-batch check has found which padding may be trimmed
         self._note_plan(batch, microbatch_size)
@@ -197,11 +194,12 @@ class MicrobatchSplit:
         savings = all_gather_object(padded_cost - packed_cost)
         return sum(savings) > 0
 
-    def adopt(self, rules: CutRules, *, has_loss_in_dummies: bool = False) -> None:
+    def adopt(self, rules: CutRules, layout: BatchLayout | None, *, has_loss_in_dummies: bool = False) -> None:
         """Cuts by these rules from now on, because the first-batch check has found them to be exact.
 
         Args:
             rules: The rules.
+            layout: How tensors belong to rows. The check learns this from each batch.
             has_loss_in_dummies: Whether dummy rows add to a mean over tokens. Then the split refuses a step that needs
                 dummy rows.
         """
@@ -211,6 +209,7 @@ class MicrobatchSplit:
                 'why (docs/packing.md).'
             )
         self.rules = rules
+        self.layout = layout
         self.checked = True
         self._tries_packing = False
         self._has_loss_in_dummies = has_loss_in_dummies
@@ -781,22 +780,22 @@ def largest_of_ranks(layout: BatchLayout) -> BatchLayout:
     return max(layouts, key=lambda inferred: len(inferred.family.entries))
 
 
-def layout_of(state: State, split: MicrobatchSplit | None) -> BatchLayout | None:
-    """Returns the layout of the split's arguments, else the layout of the model, else the one that the batches imply.
-
-    A collective. If there is no split, and on some rank the layout cannot tell the rows of the batch apart, all ranks
-    return None.
-    """
-    if split is not None and split.fixed_layout is not None:
-        return split.fixed_layout
-    layout = layout_of_model(state.model)
+def layout_on_ranks(model: Any, batch: Batch) -> BatchLayout:
+    """Returns the layout of a model, else the one that the batches of the ranks imply. A collective."""
+    layout = layout_of_model(model)
     if layout is None:
-        layout = largest_of_ranks(inferred_layout(microbatches_of(state.batch)))
-    if split is not None:
-        return layout
-    # Without token_data_spec() the user's own split cuts the batch, so the run does not need a layout. An entry that
-    # the layout does not know may be on one rank only, and all ranks must have the same answer.
-    can_tell_on_ranks = all_gather_object(_tells_rows_apart(layout, state.batch))
+        layout = largest_of_ranks(inferred_layout(microbatches_of(batch)))
+    return layout
+
+
+def layout_without_split(model: Any, batch: Batch) -> BatchLayout | None:
+    """Returns the layout of a run that has no split of ours. A collective.
+
+    The user's own split cuts the batch then, so the run does not need a layout. If on some rank the layout cannot tell
+    the rows of the batch apart, all ranks return None. An entry that the layout does not know may be on one rank only.
+    """
+    layout = layout_on_ranks(model, batch)
+    can_tell_on_ranks = all_gather_object(_tells_rows_apart(layout, batch))
     return layout if all(can_tell_on_ranks) else None
 
 
