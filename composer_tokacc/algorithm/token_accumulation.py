@@ -491,9 +491,6 @@ class TokenAccumulation(Algorithm):
             rows=row_counts_of(state.batch),
             facts=describe_all(run.check.layout, state.batch),
             is_weighted=self.is_weighted,
-            # What earlier steps have shown. If they had no bypass, check_step() refuses one. None: bypasses are not
-            # compared with earlier steps, because neither `check_loss` nor token weights ask for it.
-            has_bypass=run.has_bypass if self.options.needs_loss_check else None,
         )
 
     def _with_new_labels_marked(self, batch: Batch) -> Batch:
@@ -922,8 +919,9 @@ class TokenAccumulation(Algorithm):
         run.reductions.check_gradients()
         if self._token_choice.step_number == 0 and not (step.is_weighted or step.is_measured):
             log.info('The weights of tokens are not measured in training. All tokens are counted in every step.')
-        check_step(step)
-        run.has_bypass = step.has_bypass  # check_step() changes it only if it was None
+        check_step(step, forbids_bypass=self.options.needs_loss_check and run.has_bypass is False)
+        if run.has_bypass is None and step.counts.loss_weight:
+            run.has_bypass = step.has_bypass
         if run.balance is not None:
             run.balance.check()
         reduced_once = run.reductions.reduced_once()

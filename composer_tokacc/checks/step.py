@@ -294,9 +294,6 @@ class Step:
     # layout, which says how to divide the entries of the batch among its rows.
     facts: Sequence[RowFacts] = ()
     is_weighted: bool = False  # whether tokens may have weights
-    # Whether the loss has a bypass, as the first step with a weight has shown, see _check_tokens(). None: there was no
-    # such step yet, or a bypass is not refused. Then check_step() fills it in from this step.
-    has_bypass: bool | None = None
     gradient_scale: float = 1.0  # of mixed precision
     # The microbatch size with which its gradient was complete, so that the optimizer may have moved. None: it was not
     # complete yet.
@@ -315,16 +312,22 @@ class Step:
         return [record for record in self.microbatches if record.has_weight]
 
     @property
+    def has_bypass(self) -> bool:
+        """Whether a bypass was seen in a microbatch, see :func:`_check_tokens`."""
+        return any(record.has_bypass for record in self.microbatches)
+
+    @property
     def is_measured(self) -> bool:
         """Whether tokens were measured in every microbatch that changes the gradient."""
         return all(record.deviations is not None for record in self.with_weight)
 
 
-def check_step(step: Step) -> None:
+def check_step(step: Step, *, forbids_bypass: bool = False) -> None:
     """Raises RuntimeError unless all samples and tokens of a step were computed with their right weights.
 
     Args:
         step: After its last backward.
+        forbids_bypass: Whether a bypass would be a new term, because earlier steps had none, see :func:`_check_tokens`.
     """
     if step.is_weighted:
         _check_reached(step)
@@ -336,7 +339,7 @@ def check_step(step: Step) -> None:
             raise trained_added_rows(record)
     _check_labels_and_weights(step)
     _check_factors(step)
-    _check_tokens(step)
+    _check_tokens(step, forbids_bypass=forbids_bypass)
     _check_num_microbatches(step)
 
 
@@ -461,15 +464,15 @@ def _check_factors(step: Step) -> None:
         )
 
 
-def _check_tokens(step: Step) -> None:
+def _check_tokens(step: Step, *, forbids_bypass: bool) -> None:
     """Raises RuntimeError if a measured token has a wrong weight, or if the loss has a new term.
 
     A bypass is a part of a mean over tokens that is made neither of the logits nor of the router's loss. The algorithm
-    looks for it only in microbatches that it measures. If the first step with a weight had none, ``step.has_bypass`` is
-    False, and a later bypass is a new term. The algorithm passes this value on from step to step.
+    looks for it only in microbatches that it measures. If the first step with a weight had none, a later one is a new
+    term.
     """
     for record in step.with_weight:
-        if record.has_bypass and step.has_bypass is False:
+        if record.has_bypass and forbids_bypass:
             raise NotExactError(
                 "The model's own loss must be made of its logits alone, as it was before, got: another term, "
                 f'which began in a microbatch with {sample_name(record.batch, 0)}. Have it in the loss from the '
@@ -486,8 +489,6 @@ def _check_tokens(step: Step) -> None:
                 'around the forward. Name the terms of the loss in `loss_units`, or set `check_loss=False` '
                 '(docs/errors.md#model-loss).'
             )
-    if step.has_bypass is None and step.counts.loss_weight:
-        step.has_bypass = any(record.has_bypass for record in step.microbatches)
 
 
 def _check_num_microbatches(step: Step) -> None:
