@@ -203,6 +203,8 @@ class RunContext:
         self.balance: StepBalance | None = None
         if options.router_balance == 'step':
             self.balance = StepBalance(state, self.split, self.terms, to_device, precision)
+        self.selector = self._new_selector(state, layout)
+        """Makes the model compute logits only at labels; None: the model computes all logits."""
         self.check = self._new_check(state, layout, to_device, precision)
         self._closure_hooks = give_loss_of_step(state)
 
@@ -213,7 +215,7 @@ class RunContext:
         to_device: Callable[[Batch], Any],
         precision: Callable[[], AbstractContextManager[object]],
     ) -> FirstBatchCheck:
-        """Returns the first-batch check, which has compared no rows yet, with a new selector."""
+        """Returns the first-batch check, which has compared no rows yet."""
         probe = Probe(
             forward=self._model,
             loss=self._model.loss,
@@ -230,7 +232,7 @@ class RunContext:
             loss_tokens=self._options.loss_tokens,
             check_loss=self._options.needs_loss_check,
             microbatch_size=_microbatch_size_of(state),
-            selector=self._new_selector(state, layout),
+            selector=self.selector,
             forward_arguments=_forward_arguments(self._model),
         )
 
@@ -305,7 +307,7 @@ class RunContext:
         try:
             self.check.prove(batch)
             failure = self.check.selection_failure
-            if failure is not None and self.check.selector is not None:
+            if failure is not None and self.selector is not None:
                 self._remove_selector()
                 self._log_all_logits(failure)
         except BaseException:
@@ -323,9 +325,9 @@ class RunContext:
 
     def _remove_selector(self) -> None:
         """Removes the hooks for logits at labels. From now on the model computes all logits."""
-        if self.check.selector is not None:
-            self.check.selector.remove()
-            self.check.selector = None
+        if self.selector is not None:
+            self.selector.remove()
+            self.selector = None
 
     def _log_all_logits(self, why: str) -> None:
         """Logs why all logits are computed. Raises RuntimeError if the user requires logits at labels."""

@@ -264,7 +264,7 @@ class TokenAccumulation(Algorithm):
         # Metrics of training read all logits. They may be set at any time.
         if self._context is None or state.train_metrics:
             return None
-        return self._context.check.selector  # prove() sets it to None if logits at labels would change the loss
+        return self._context.selector  # prove() sets it to None if logits at labels would change the loss
 
     # A method for an event has the name of the event with an underscore in front, such as `_batch_start`. It may return
     # metrics to log. Methods of Composer's callbacks have the same names without the underscore.

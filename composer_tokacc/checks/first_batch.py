@@ -160,7 +160,7 @@ class FirstBatchCheck:
     microbatch_size: float
     """Rows of a microbatch in training. It limits the rows of a check, and the length of packed rows."""
     selector: LabelSelector | None = None
-    """Makes the model compute logits only at labels. None: that is not tried."""
+    """Makes the model compute logits only at labels. None: that is not tried. Nor is it after it has failed."""
     forward_arguments: Collection[str] | None = None
     """The entries of a batch that reach the model. None: all of them may."""
     rule: str | None = field(default=None, init=False)
@@ -409,7 +409,7 @@ class FirstBatchCheck:
     def _learn_loss(self, comparison: RowComparison) -> None:
         """Learns how tokens weigh in the loss, and whether logits at labels are enough; a collective."""
         failure = None
-        if self.selector is not None:
+        if self.selector is not None and self.selection_failure is None:
             failure = comparison.selection_failure(self.selector)
         # All ranks must measure steps in the same way, and compute the same logits. So all of them share their results.
         result = (comparison.token_scale(), failure)
@@ -418,7 +418,8 @@ class FirstBatchCheck:
         # A known scale stays. If the loss is not a plain mean any more, check_step() refuses the step.
         if self.token_scale is None and None not in scales:
             self.token_scale = scales[0]
-        self.selection_failure = next((failure for failure in failures if failure is not None), None)
+        if self.selection_failure is None:
+            self.selection_failure = next((failure for failure in failures if failure is not None), None)
         self.has_logits = comparison.reference.has_logits
         self.vocabulary = comparison.reference.output_size if self.has_logits else None
 
