@@ -156,6 +156,8 @@ class RunContext:
 
     step: Step
     """The record of the step that runs now; set by :meth:`begin_step`."""
+    step_number: int = 0
+    """The number of the step that runs now, counted from 0 at the start of the fit."""
 
     def __init__(self, state: State, options: AlgorithmOptions) -> None:
         check_weights_are_used(state.dataloader, state.batch, options.token_weights)

@@ -182,7 +182,7 @@ class TokenAccumulation(Algorithm):
         # Whether DDP has reduced gradients only in the last microbatch of earlier steps. Then the split may give ranks
         # unequal numbers of microbatches.
         self._reduces_once = False
-        self._token_choice = TokenChoice()  # which tokens to measure. It counts the steps of a fit
+        self._token_choice = TokenChoice()  # which tokens to measure
         self._context: RunContext | None = None  # made at the first batch of a fit
         self._microbatch: CurrentMicrobatch | None = None  # from BEFORE_FORWARD to AFTER_BACKWARD
 
@@ -428,7 +428,7 @@ class TokenAccumulation(Algorithm):
         _check_has_weight(step, state.batch)
         # In the first step no check is due, because prove() has just checked its rows. In steps 16, 32, 64 and so on it
         # is due even without new rows, because a model may begin to treat known rows in another way.
-        is_check_due = run.check.is_due(self._token_choice.step_number, has_new_rows=num_ranks_with_new_rows > 0)
+        is_check_due = run.check.is_due(run.step_number, has_new_rows=num_ranks_with_new_rows > 0)
         if is_check_due:
             run.prove(state.batch)  # new rows are cut only by rules that were proven for them
         # Each rank pads to its own longest row. One forward over all rows would pad some of them more. More padding on
@@ -607,9 +607,8 @@ class TokenAccumulation(Algorithm):
             return
         run = self._run
         run.read_router_coefficient()
-        step_number = self._token_choice.step_number
         # Not only in step 0, because a loss may change, and then use another coefficient than the config says.
-        is_check_due = (step_number & (step_number - 1)) == 0  # steps 0, 1, 2, 4, 8 and so on
+        is_check_due = (run.step_number & (run.step_number - 1)) == 0  # steps 0, 1, 2, 4, 8 and so on
         # With a wrong coefficient the split would be wrong, so it is checked even with `check_loss=False`. Without a
         # coefficient nothing is split, and the check only makes sure that the loss has no such term.
         needs_check = self.options.check_loss or run.terms.router_coefficient is not None
@@ -622,7 +621,7 @@ class TokenAccumulation(Algorithm):
     @property
     def _is_first_microbatch(self) -> bool:
         """Whether the microbatch that is computed now is the first one of this rank in the fit."""
-        return self._token_choice.step_number == 0 and len(self._run.step.microbatches) == 1
+        return self._run.step_number == 0 and len(self._run.step.microbatches) == 1
 
     def _warn_of_router_loss(self, loss: SplitLoss) -> None:
         """Warns if the load-balancing loss has no gradient, or if it depends on how the batch is cut."""
@@ -917,7 +916,7 @@ class TokenAccumulation(Algorithm):
         run = self._run
         step = run.step
         run.reductions.check_gradients()
-        if self._token_choice.step_number == 0 and not (step.is_weighted or step.is_measured):
+        if run.step_number == 0 and not (step.is_weighted or step.is_measured):
             log.info('The weights of tokens are not measured in training. All tokens are counted in every step.')
         check_step(step, forbids_bypass=self.options.needs_loss_check and run.has_bypass is False)
         if run.has_bypass is None and step.counts.loss_weight:
@@ -940,8 +939,10 @@ class TokenAccumulation(Algorithm):
 
     def _batch_end(self, state: State) -> None:
         """Ends the step. Before this event an optimizer may compute the step several times (LBFGS, SAM)."""
-        step = self._run.step
+        run = self._run
+        step = run.step
         self._token_choice.end_step(len(step.microbatches))
+        run.step_number += 1
         # Otherwise the batch would stay in memory while the next one is read.
         step.facts = ()
         step.planned = ()

@@ -50,9 +50,9 @@ takes a tenth of the time of the microbatch, so one in 64 costs 0.2 %."""
 GENERATOR = random.Random(0)
 """Chooses tokens. Not the global generator, so that the random numbers of the run stay the same."""
 GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
-"""The turn of a step is at this multiple of its number, modulo 1, as a part of the microbatches of the step. These
-multiples fill the range from 0 to 1 evenly, also those of every second or third step. If the turn went on by one
-microbatch a step instead, and steps of one and of two microbatches alternated, it might never be at some of them."""
+"""From step to step the turn goes on by this part of the microbatches of a step, modulo 1. So the turns fill the range
+from 0 to 1 evenly, also those of every second or third step. If the turn went on by one microbatch a step instead, and
+steps of one and of two microbatches alternated, it might never be at some of them."""
 
 
 class TokenChoice:
@@ -71,7 +71,8 @@ class TokenChoice:
     """
 
     def __init__(self) -> None:
-        self.step_number = 0  # of the step that runs now, counted from 0 at the start of a fit
+        self._is_first_step = True
+        self._turn = 0.0  # where the step that runs now has its turn, from 0 (its first microbatch) to 1 (its end)
         self._is_unknown = torch.zeros(0, dtype=torch.bool)  # by token id: whether no batch had it as a label
         self._num_microbatches = 1  # of the last step
 
@@ -110,17 +111,18 @@ class TokenChoice:
             num_planned: The number of microbatches of the step; 0: it is not known.
         """
         num_microbatches = num_planned or self._num_microbatches
-        turn = int(self.step_number * GOLDEN_RATIO % 1 * num_microbatches)
+        turn = int(self._turn * num_microbatches)
         is_its_turn = place % num_microbatches == turn
-        return self.step_number == 0 or is_its_turn or counts.has_new_label
+        return self._is_first_step or is_its_turn or counts.has_new_label
 
     def draws_all(self) -> bool:
         """Draws whether all tokens of a microbatch that is measured are measured, or only some."""
-        return self.step_number == 0 or GENERATOR.random() < ALL_TOKENS_SHARE
+        return self._is_first_step or GENERATOR.random() < ALL_TOKENS_SHARE
 
     def end_step(self, num_microbatches: int) -> None:
         """Goes on to the next step. ``num_microbatches`` is the number of microbatches of the step that ends."""
-        self.step_number += 1
+        self._is_first_step = False
+        self._turn = (self._turn + GOLDEN_RATIO) % 1
         self._num_microbatches = max(num_microbatches, 1)
 
 
