@@ -422,8 +422,7 @@ class TokenAccumulation(Algorithm):
         # If one rank has seen that DDP reduces once, it holds for all. A rank that makes only one microbatch cannot see
         # it, but with `equal_counts=False` another rank may make several.
         self._reduces_once = num_ranks_reducing_once > 0
-        if run.split is not None:
-            run.split.reduces_once = self._reduces_once
+        step.reduces_once = self._reduces_once
         check_plans(sums_of_plans, plan)
         _check_has_weight(step, state.batch)
         # In the first step no check is due, because prove() has just checked its rows. In steps 16, 32, 64 and so on it
@@ -554,7 +553,7 @@ class TokenAccumulation(Algorithm):
         # for a rank that has no such microbatch. The split makes unequal numbers if DDP reduced only once in earlier
         # steps, or if the user asks for it.
         allows_unequal_counts = run.split is not None and run.split.options.equal_counts is False
-        must_reduce_once = self._reduces_once or allows_unequal_counts
+        must_reduce_once = step.reduces_once or allows_unequal_counts
         run.reductions.begin_microbatch(len(step.planned), must_reduce_once=must_reduce_once)
         batch: Batch = state.batch
         _check_carries_counts(batch, is_weighted=step.is_weighted)

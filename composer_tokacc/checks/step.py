@@ -296,6 +296,8 @@ class Step:
     # layout, which says how to divide the entries of the batch among its rows.
     facts: Sequence[RowFacts] = ()
     is_weighted: bool = False  # whether tokens may have weights
+    # Whether DDP reduces gradients only in the last microbatch, as earlier steps have shown on some rank.
+    reduces_once: bool = False
     gradient_scale: float = 1.0  # of mixed precision
     # The microbatch size with which its gradient was complete, so that the optimizer may have moved. None: it was not
     # complete yet.

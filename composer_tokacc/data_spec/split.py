@@ -104,10 +104,6 @@ class MicrobatchSplit:
         """How rows are cut. After a fit they can still be read, until a batch is split without a check."""
         self.checked = False
         """Whether the rules come from the first-batch check."""
-        self.reduces_once = False
-        """Whether DDP reduces gradients only in the last microbatch of a step. Then ranks may leave an encoder unused
-        and make different numbers of microbatches. The algorithm watches DDP and sets this. It also gives DDP zero
-        gradients for the parameters of an unused encoder."""
         self.loss_rule: str | None = None
         """The loss rule of a model that is evaluated. The DataSpec counts batches by it, and it decides which labels of
         packed rows stay."""
@@ -167,7 +163,6 @@ class MicrobatchSplit:
         self._model = None
         self.layout = self.fixed_layout
         self.checked = False
-        self.reduces_once = False
         self.step = None
         self._has_loss_in_dummies = False
 
@@ -526,9 +521,18 @@ class MicrobatchSplit:
         if get_world_size() == 1:
             return _dummies_of_first_modality(facts_of_batches) if needs_media else {}
         # If DDP reduces only once, it does not wait for an unused encoder.
-        if self._may_have_media and (needs_media or not self.reduces_once):
+        if self._may_have_media and (needs_media or not self._reduces_once):
             return _dummies_of_ranks(facts_of_batches)
         return {}
+
+    @property
+    def _reduces_once(self) -> bool:
+        """Whether DDP reduces gradients only in the last microbatch of a step; False without an algorithm.
+
+        If so, ranks may leave an encoder unused and make different numbers of microbatches. The algorithm watches DDP,
+        and gives it zero gradients for the parameters of an unused encoder.
+        """
+        return self.step is not None and self.step.reduces_once
 
     @property
     def _may_have_media(self) -> bool:
@@ -545,7 +549,7 @@ class MicrobatchSplit:
         num_microbatches = max(num_pieces, 1)
         must_be_equal = self.options.equal_counts
         if must_be_equal == 'auto':
-            must_be_equal = not self.reduces_once
+            must_be_equal = not self._reduces_once
         if must_be_equal and get_world_size() > 1:
             (num_microbatches,) = max_over_ranks([num_microbatches])
         return num_microbatches

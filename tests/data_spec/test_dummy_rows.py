@@ -16,6 +16,7 @@ import torch
 from composer_tokacc import BatchLayout, token_data_spec
 from composer_tokacc.checks.cut_rules import CutRules
 from composer_tokacc.checks.first_batch import FirstBatchCheck
+from composer_tokacc.checks.step import Step
 from composer_tokacc.data_spec import split
 from composer_tokacc.data_spec.pieces import (
     Piece,
@@ -463,7 +464,7 @@ def test_gaps_depend_on_media_of_ranks(gap, other_rank_has_images, monkeypatch):
     microbatch_split = split.split_of(spec.dataloader)
     first_rules = next(microbatch_split.candidates(describe(layout, text), CutRules()))
     microbatch_split.adopt(first_rules, layout)
-    microbatch_split.reduces_once = True
+    microbatch_split.step = Step(rows=[RowCounts()], reduces_once=True)
 
     microbatches = spec.split_batch(text, 1)
 
@@ -483,7 +484,7 @@ def test_no_media_rows_if_reduced_once(two_ranks, monkeypatch):
     spec = token_data_spec(loader(text), layout=layout, slot_tokens=longest_row)
     microbatch_split = split.split_of(spec.dataloader)
     microbatch_split.adopt(microbatch_split.rules, microbatch_split.layout)
-    microbatch_split.reduces_once = True
+    microbatch_split.step = Step(rows=[RowCounts()], reduces_once=True)
 
     microbatches = spec.split_batch(text, 1)
 
@@ -551,7 +552,7 @@ def test_counts_are_equal_if_needed(equal_counts, reduces_once, expected, two_ra
     spec = token_data_spec(loader(batch), equal_counts=equal_counts)
     microbatch_split = split.split_of(spec.dataloader)
     microbatch_split.adopt(microbatch_split.rules, microbatch_split.layout)
-    microbatch_split.reduces_once = reduces_once
+    microbatch_split.step = Step(rows=[RowCounts()], reduces_once=reduces_once)
 
     microbatches = spec.split_batch(batch, 1)
 
