@@ -156,8 +156,6 @@ class RunContext:
 
     step: Step
     """The record of the step that runs now; set by :meth:`begin_step`."""
-    step_number: int = 0
-    """The number of the step that runs now, counted from 0 at the start of the fit."""
 
     def __init__(self, state: State, options: AlgorithmOptions) -> None:
         check_weights_are_used(state.dataloader, state.batch, options.token_weights)
@@ -187,6 +185,8 @@ class RunContext:
         # which gathers statistics in every forward.
         may_gather = bool(self.terms.coupled) or not options.check_loss
         self.reductions = ReductionWatch(state, may_gather=may_gather)
+        self.step_number = 0
+        """The number of the step that runs now, counted from 0 at the start of the fit."""
         self.has_bypass: bool | None = None
         """Whether a part of a mean over tokens bypassed logits and router in the first step in which this rank had
         tokens of a weight above 0. If not, and if the loss is checked, a later step with a bypass is refused. None:
