@@ -122,7 +122,7 @@ class MicrobatchSplit:
         self._has_loss_in_dummies = False
         self._has_warned_of_dummies = False
 
-    # Called by the algorithm. Without one, the DataSpec that knows the model calls start() and adopt().
+    # Called by the algorithm. Without one, the DataSpec that knows the model calls start().
 
     def start(
         self,
@@ -189,6 +189,8 @@ class MicrobatchSplit:
         savings = all_gather_object(padded_cost - packed_cost)
         return sum(savings) > 0
 
+    # Called by the first-batch check.
+
     def adopt(self, rules: CutRules, layout: BatchLayout | None, *, has_loss_in_dummies: bool = False) -> None:
         """Cuts by these rules from now on, because the first-batch check has found them to be exact.
 
@@ -209,8 +211,6 @@ class MicrobatchSplit:
         self._tries_packing = False
         self._has_loss_in_dummies = has_loss_in_dummies
         self._set_attention(rules.packing)
-
-    # Called by the first-batch check.
 
     def largest_packed_row(self, facts_of_batches: Sequence[RowFacts], microbatch_size: float) -> int:
         """Returns the most tokens that a packed row of a batch can have; 0: its rows are not packed.
