@@ -40,9 +40,8 @@ from composer_tokacc.checks.step import Step
 from composer_tokacc.collectives import all_gather_object, get_world_size
 from composer_tokacc.compat import BatchNorm, hook_numbers, inner_model, is_compiled, is_encoder_decoder
 from composer_tokacc.counting import check_rule
-from composer_tokacc.data_spec.pieces import CutRules
 from composer_tokacc.data_spec.rank_widths import RankWidth
-from composer_tokacc.data_spec.split import MicrobatchSplit, layout_of, split_of
+from composer_tokacc.data_spec.split import MicrobatchSplit, layout_without_split, split_of
 from composer_tokacc.labelled import LabelSelector, input_embedding, output_embedding
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.layout.placeholders import all_placeholders, modality_of
@@ -186,23 +185,28 @@ class RunContext:
         # which gathers statistics in every forward.
         may_gather = bool(self.terms.coupled) or not options.check_loss
         self.reductions = ReductionWatch(state, may_gather=may_gather)
+        self.step_number = 0
+        """The number of the step that runs now, counted from 0 at the start of the fit."""
         self.has_bypass: bool | None = None
         """Whether a part of a mean over tokens bypassed logits and router in the first step in which this rank had
         tokens of a weight above 0. If not, and if the loss is checked, a later step with a bypass is refused. None:
         there was no such step yet."""
         self.split = split_of(state.dataloader)
-        layout = layout_of(state, self.split)  # None: there is no split, and rows cannot be told apart
-        if self.split is not None:
-            assert layout is not None
+        if self.split is None:
+            layout = layout_without_split(model, state.batch)  # None: rows cannot be told apart
+        else:
             self._check_equal_counts(state, self.split)
             self._check_coupled_terms(self.split)
             # The split may have served another model before, and must forget it.
-            self.split.start(model, state.batch, _microbatch_size_of(state), layout)
+            self.split.start(model, state.batch, _microbatch_size_of(state))
+            layout = self.split.layout
         precision = partial(get_precision_context, state.precision, state.precision_config)
         to_device = partial(_to_device, state, self.split)
         self.balance: StepBalance | None = None
         if options.router_balance == 'step':
             self.balance = StepBalance(state, self.split, self.terms, to_device, precision)
+        self.selector = self._new_selector(state, layout)
+        """Makes the model compute logits only at labels; None: the model computes all logits."""
         self.check = self._new_check(state, layout, to_device, precision)
         self._closure_hooks = give_loss_of_step(state)
 
@@ -212,8 +216,8 @@ class RunContext:
         layout: BatchLayout | None,
         to_device: Callable[[Batch], Any],
         precision: Callable[[], AbstractContextManager[object]],
-    ) -> FirstBatchCheck[CutRules]:
-        """Returns the first-batch check, which has compared no rows yet, with a new selector."""
+    ) -> FirstBatchCheck:
+        """Returns the first-batch check, which has compared no rows yet."""
         probe = Probe(
             forward=self._model,
             loss=self._model.loss,
@@ -230,7 +234,7 @@ class RunContext:
             loss_tokens=self._options.loss_tokens,
             check_loss=self._options.needs_loss_check,
             microbatch_size=_microbatch_size_of(state),
-            selector=self._new_selector(state, layout),
+            selector=self.selector,
             forward_arguments=_forward_arguments(self._model),
         )
 
@@ -295,8 +299,7 @@ class RunContext:
         """Runs the first-batch check on the new rows of all ranks, see ``token_accumulation.py``; a collective.
 
         If no rows are new, but a check is due, it checks some known rows. Afterwards the split cuts by the rules that
-        the check has found. It also takes the layout of the check, which learns from each batch how tensors belong to
-        rows. If logits at labels fail the check, the model computes all logits from now on.
+        the check has found. If logits at labels fail the check, the model computes all logits from now on.
         """
         if self._options.token_weights == 'column':
             # The data may have one weight for each row. In training, batches have a weight for each position, so the
@@ -304,19 +307,15 @@ class RunContext:
             batch = with_weights_of_positions(batch)
         self.read_router_coefficient()
         try:
-            rules = self.check.prove(batch)
+            self.check.prove(batch)
             failure = self.check.selection_failure
-            if failure is not None and self.check.selector is not None:
+            if failure is not None and self.selector is not None:
                 self._remove_selector()
                 self._log_all_logits(failure)
         except BaseException:
             # FIT_END does not come after an error, so the hooks are removed here.
             self.end()
             raise
-        if self.split is not None:
-            assert rules is not None  # a split always has rules
-            self.split.layout = self.check.layout
-            self.split.adopt(rules, has_loss_in_dummies=self.check.has_loss_in_dummies)
 
     def end(self) -> None:
         """Removes the hooks from the model and the optimizer, and makes the split forget the model."""
@@ -328,9 +327,9 @@ class RunContext:
 
     def _remove_selector(self) -> None:
         """Removes the hooks for logits at labels. From now on the model computes all logits."""
-        if self.check.selector is not None:
-            self.check.selector.remove()
-            self.check.selector = None
+        if self.selector is not None:
+            self.selector.remove()
+            self.selector = None
 
     def _log_all_logits(self, why: str) -> None:
         """Logs why all logits are computed. Raises RuntimeError if the user requires logits at labels."""

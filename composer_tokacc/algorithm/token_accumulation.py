@@ -182,7 +182,7 @@ class TokenAccumulation(Algorithm):
         # Whether DDP has reduced gradients only in the last microbatch of earlier steps. Then the split may give ranks
         # unequal numbers of microbatches.
         self._reduces_once = False
-        self._token_choice = TokenChoice()  # which tokens to measure. It counts the steps of a fit
+        self._token_choice = TokenChoice()  # which tokens to measure
         self._context: RunContext | None = None  # made at the first batch of a fit
         self._microbatch: CurrentMicrobatch | None = None  # from BEFORE_FORWARD to AFTER_BACKWARD
 
@@ -264,7 +264,7 @@ class TokenAccumulation(Algorithm):
         # Metrics of training read all logits. They may be set at any time.
         if self._context is None or state.train_metrics:
             return None
-        return self._context.check.selector  # prove() sets it to None if logits at labels would change the loss
+        return self._context.selector  # prove() sets it to None if logits at labels would change the loss
 
     # A method for an event has the name of the event with an underscore in front, such as `_batch_start`. It may return
     # metrics to log. Methods of Composer's callbacks have the same names without the underscore.
@@ -422,13 +422,12 @@ class TokenAccumulation(Algorithm):
         # If one rank has seen that DDP reduces once, it holds for all. A rank that makes only one microbatch cannot see
         # it, but with `equal_counts=False` another rank may make several.
         self._reduces_once = num_ranks_reducing_once > 0
-        if run.split is not None:
-            run.split.reduces_once = self._reduces_once
+        step.reduces_once = self._reduces_once
         check_plans(sums_of_plans, plan)
         _check_has_weight(step, state.batch)
         # In the first step no check is due, because prove() has just checked its rows. In steps 16, 32, 64 and so on it
         # is due even without new rows, because a model may begin to treat known rows in another way.
-        is_check_due = run.check.is_due(self._token_choice.step_number, has_new_rows=num_ranks_with_new_rows > 0)
+        is_check_due = run.check.is_due(run.step_number, has_new_rows=num_ranks_with_new_rows > 0)
         if is_check_due:
             run.prove(state.batch)  # new rows are cut only by rules that were proven for them
         # Each rank pads to its own longest row. One forward over all rows would pad some of them more. More padding on
@@ -491,9 +490,6 @@ class TokenAccumulation(Algorithm):
             rows=row_counts_of(state.batch),
             facts=describe_all(run.check.layout, state.batch),
             is_weighted=self.is_weighted,
-            # What earlier steps have shown. If they had no bypass, check_step() refuses one. None: bypasses are not
-            # compared with earlier steps, because neither `check_loss` nor token weights ask for it.
-            has_bypass=run.has_bypass if self.options.needs_loss_check else None,
         )
 
     def _with_new_labels_marked(self, batch: Batch) -> Batch:
@@ -557,7 +553,7 @@ class TokenAccumulation(Algorithm):
         # for a rank that has no such microbatch. The split makes unequal numbers if DDP reduced only once in earlier
         # steps, or if the user asks for it.
         allows_unequal_counts = run.split is not None and run.split.options.equal_counts is False
-        must_reduce_once = self._reduces_once or allows_unequal_counts
+        must_reduce_once = step.reduces_once or allows_unequal_counts
         run.reductions.begin_microbatch(len(step.planned), must_reduce_once=must_reduce_once)
         batch: Batch = state.batch
         _check_carries_counts(batch, is_weighted=step.is_weighted)
@@ -610,9 +606,8 @@ class TokenAccumulation(Algorithm):
             return
         run = self._run
         run.read_router_coefficient()
-        step_number = self._token_choice.step_number
         # Not only in step 0, because a loss may change, and then use another coefficient than the config says.
-        is_check_due = (step_number & (step_number - 1)) == 0  # steps 0, 1, 2, 4, 8 and so on
+        is_check_due = (run.step_number & (run.step_number - 1)) == 0  # steps 0, 1, 2, 4, 8 and so on
         # With a wrong coefficient the split would be wrong, so it is checked even with `check_loss=False`. Without a
         # coefficient nothing is split, and the check only makes sure that the loss has no such term.
         needs_check = self.options.check_loss or run.terms.router_coefficient is not None
@@ -625,7 +620,7 @@ class TokenAccumulation(Algorithm):
     @property
     def _is_first_microbatch(self) -> bool:
         """Whether the microbatch that is computed now is the first one of this rank in the fit."""
-        return self._token_choice.step_number == 0 and len(self._run.step.microbatches) == 1
+        return self._run.step_number == 0 and len(self._run.step.microbatches) == 1
 
     def _warn_of_router_loss(self, loss: SplitLoss) -> None:
         """Warns if the load-balancing loss has no gradient, or if it depends on how the batch is cut."""
@@ -920,10 +915,11 @@ class TokenAccumulation(Algorithm):
         run = self._run
         step = run.step
         run.reductions.check_gradients()
-        if self._token_choice.step_number == 0 and not (step.is_weighted or step.is_measured):
+        if run.step_number == 0 and not (step.is_weighted or step.is_measured):
             log.info('The weights of tokens are not measured in training. All tokens are counted in every step.')
-        check_step(step)
-        run.has_bypass = step.has_bypass  # check_step() changes it only if it was None
+        check_step(step, forbids_bypass=self.options.needs_loss_check and run.has_bypass is False)
+        if run.has_bypass is None and step.counts.loss_weight:
+            run.has_bypass = step.has_bypass
         if run.balance is not None:
             run.balance.check()
         reduced_once = run.reductions.reduced_once()
@@ -942,8 +938,10 @@ class TokenAccumulation(Algorithm):
 
     def _batch_end(self, state: State) -> None:
         """Ends the step. Before this event an optimizer may compute the step several times (LBFGS, SAM)."""
-        step = self._run.step
+        run = self._run
+        step = run.step
         self._token_choice.end_step(len(step.microbatches))
+        run.step_number += 1
         # Otherwise the batch would stay in memory while the next one is read.
         step.facts = ()
         step.planned = ()

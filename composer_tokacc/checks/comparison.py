@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from composer_tokacc.batch import IGNORE_INDEX, Batch, sample_name
-from composer_tokacc.checks.cutter import Cutter, RulesT
+from composer_tokacc.checks.cut_rules import CutRules, Cutter
 from composer_tokacc.checks.logits import targets_of
 from composer_tokacc.checks.probe import NOISE_FACTOR, AtLabels, Probe, ProbeResult
 from composer_tokacc.counting import loss_mask
@@ -253,12 +253,12 @@ class RowComparison:
 
     def first_exact(
         self,
-        cutter: Cutter[RulesT],
-        rules: RulesT,
+        cutter: Cutter,
+        rules: CutRules,
         largest_packed_row: int,
         *,
         are_new: bool,
-    ) -> RulesT:
+    ) -> CutRules:
         """Returns the first rules under which every row keeps its gradient.
 
         Args:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import chain
-from typing import Generic, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -39,7 +39,7 @@ from composer_tokacc.batch import (
     with_copied_tensors,
 )
 from composer_tokacc.checks.comparison import MEAN, NAME_TERMS, NOT_A_NUMBER, RowComparison
-from composer_tokacc.checks.cutter import Cutter, RulesT
+from composer_tokacc.checks.cut_rules import CutRules, Cutter
 from composer_tokacc.checks.logits import TINY, targets_of
 from composer_tokacc.checks.probe import Probe, ProbeResult
 from composer_tokacc.collectives import (
@@ -140,7 +140,7 @@ class Criterion(NamedTuple):
 
 
 @dataclass(eq=False)
-class FirstBatchCheck(Generic[RulesT]):
+class FirstBatchCheck:
     """Checks the model with a few rows of a batch, which are the same on all ranks.
 
     Without a layout rows cannot be told apart, and are not compared. In that case the check only finds the loss rule,
@@ -151,7 +151,7 @@ class FirstBatchCheck(Generic[RulesT]):
     layout: BatchLayout | None
     to_device: Callable[[Batch], Batch]
     _: KW_ONLY
-    cutter: Cutter[RulesT] | None
+    cutter: Cutter | None
     """Cuts rows in training. None: rows are not cut, so each row is only computed by itself."""
     loss_tokens: str
     """The loss rule that the user has named, or ``'auto'``."""
@@ -160,7 +160,7 @@ class FirstBatchCheck(Generic[RulesT]):
     microbatch_size: float
     """Rows of a microbatch in training. It limits the rows of a check, and the length of packed rows."""
     selector: LabelSelector | None = None
-    """Makes the model compute logits only at labels. None: that is not tried."""
+    """Makes the model compute logits only at labels. None: that is not tried. Nor is it after it has failed."""
     forward_arguments: Collection[str] | None = None
     """The entries of a batch that reach the model. None: all of them may."""
     rule: str | None = field(default=None, init=False)
@@ -215,14 +215,13 @@ class FirstBatchCheck(Generic[RulesT]):
             self._is_check_due = True
         return has_new_rows or self._is_check_due
 
-    def prove(self, batch: Batch) -> RulesT | None:
+    def prove(self, batch: Batch) -> None:
         """Checks rows until no rank has rows outside of the proven ranges, and once if a check is due; a collective.
+
+        Afterwards the cutter, if there is one, cuts by the rules that this has found.
 
         Args:
             batch: The batch of this rank, on the CPU.
-
-        Returns:
-            The rules by which rows may be cut from now on; None without a cutter.
 
         Raises:
             RuntimeError: On all ranks, if no loss rule fits, if a forward changes the next one, or if no cut keeps the
@@ -248,7 +247,7 @@ class FirstBatchCheck(Generic[RulesT]):
                 raise_on_all_ranks(refusal)
             assert offer_of_rank is not None  # else the line above has raised
             if not self._is_check_due and not is_any_missing:
-                return rules
+                break
             offers = all_gather_object(offer_of_rank)
             offer = max(offers, key=lambda offer: offer.priority)  # of equal offers, the one of the first rank
             self._learn_readings(offers)
@@ -285,6 +284,8 @@ class FirstBatchCheck(Generic[RulesT]):
                 has_progress = len(self._proven.missing(offer.ranges)) < len(offer.missing)
                 if not has_progress:
                     self._proven = self._proven.joined(ranges)
+        if self.cutter is not None and rules is not None:
+            self.cutter.adopt(rules, self.layout, has_loss_in_dummies=self.has_loss_in_dummies)
 
     def _offer(self, batch: Batch) -> RowOffer:
         """Returns the offer of this rank. ``batch`` is its batch."""
@@ -313,10 +314,10 @@ class FirstBatchCheck(Generic[RulesT]):
     def _check_rows(
         self,
         shared: SharedRows,
-        rules: RulesT | None,
+        rules: CutRules | None,
         *,
         are_new: bool,
-    ) -> tuple[RulesT | None, bool]:
+    ) -> tuple[CutRules | None, bool]:
         """Finds the loss rule if it is not known yet, and checks the rows.
 
         Args:
@@ -408,7 +409,7 @@ class FirstBatchCheck(Generic[RulesT]):
     def _learn_loss(self, comparison: RowComparison) -> None:
         """Learns how tokens weigh in the loss, and whether logits at labels are enough; a collective."""
         failure = None
-        if self.selector is not None:
+        if self.selector is not None and self.selection_failure is None:
             failure = comparison.selection_failure(self.selector)
         # All ranks must measure steps in the same way, and compute the same logits. So all of them share their results.
         result = (comparison.token_scale(), failure)
@@ -417,7 +418,8 @@ class FirstBatchCheck(Generic[RulesT]):
         # A known scale stays. If the loss is not a plain mean any more, check_step() refuses the step.
         if self.token_scale is None and None not in scales:
             self.token_scale = scales[0]
-        self.selection_failure = next((failure for failure in failures if failure is not None), None)
+        if self.selection_failure is None:
+            self.selection_failure = next((failure for failure in failures if failure is not None), None)
         self.has_logits = comparison.reference.has_logits
         self.vocabulary = comparison.reference.output_size if self.has_logits else None
 

@@ -50,9 +50,9 @@ takes a tenth of the time of the microbatch, so one in 64 costs 0.2 %."""
 GENERATOR = random.Random(0)
 """Chooses tokens. Not the global generator, so that the random numbers of the run stay the same."""
 GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
-"""The turn of a step is at this multiple of its number, modulo 1, as a part of the microbatches of the step. These
-multiples fill the range from 0 to 1 evenly, also those of every second or third step. If the turn went on by one
-microbatch a step instead, and steps of one and of two microbatches alternated, it might never be at some of them."""
+"""From step to step the turn goes on by this part of the microbatches of a step, modulo 1. So the turns fill the range
+from 0 to 1 evenly, also those of every second or third step. If the turn went on by one microbatch a step instead, and
+steps of one and of two microbatches alternated, it might never be at some of them."""
 
 
 class TokenChoice:
@@ -71,7 +71,8 @@ class TokenChoice:
     """
 
     def __init__(self) -> None:
-        self.step_number = 0  # of the step that runs now, counted from 0 at the start of a fit
+        self._is_first_step = True
+        self._turn = 0.0  # where the step that runs now has its turn, from 0 (its first microbatch) to 1 (its end)
         self._is_unknown = torch.zeros(0, dtype=torch.bool)  # by token id: whether no batch had it as a label
         self._num_microbatches = 1  # of the last step
 
@@ -110,17 +111,18 @@ class TokenChoice:
             num_planned: The number of microbatches of the step; 0: it is not known.
         """
         num_microbatches = num_planned or self._num_microbatches
-        turn = int(self.step_number * GOLDEN_RATIO % 1 * num_microbatches)
+        turn = int(self._turn * num_microbatches)
         is_its_turn = place % num_microbatches == turn
-        return self.step_number == 0 or is_its_turn or counts.has_new_label
+        return self._is_first_step or is_its_turn or counts.has_new_label
 
     def draws_all(self) -> bool:
         """Draws whether all tokens of a microbatch that is measured are measured, or only some."""
-        return self.step_number == 0 or GENERATOR.random() < ALL_TOKENS_SHARE
+        return self._is_first_step or GENERATOR.random() < ALL_TOKENS_SHARE
 
     def end_step(self, num_microbatches: int) -> None:
         """Goes on to the next step. ``num_microbatches`` is the number of microbatches of the step that ends."""
-        self.step_number += 1
+        self._is_first_step = False
+        self._turn = (self._turn + GOLDEN_RATIO) % 1
         self._num_microbatches = max(num_microbatches, 1)
 
 
@@ -294,9 +296,8 @@ class Step:
     # layout, which says how to divide the entries of the batch among its rows.
     facts: Sequence[RowFacts] = ()
     is_weighted: bool = False  # whether tokens may have weights
-    # Whether the loss has a bypass, as the first step with a weight has shown, see _check_tokens(). None: there was no
-    # such step yet, or a bypass is not refused. Then check_step() fills it in from this step.
-    has_bypass: bool | None = None
+    # Whether DDP reduces gradients only in the last microbatch, as earlier steps have shown on some rank.
+    reduces_once: bool = False
     gradient_scale: float = 1.0  # of mixed precision
     # The microbatch size with which its gradient was complete, so that the optimizer may have moved. None: it was not
     # complete yet.
@@ -315,16 +316,22 @@ class Step:
         return [record for record in self.microbatches if record.has_weight]
 
     @property
+    def has_bypass(self) -> bool:
+        """Whether a bypass was seen in a microbatch, see :func:`_check_tokens`."""
+        return any(record.has_bypass for record in self.microbatches)
+
+    @property
     def is_measured(self) -> bool:
         """Whether tokens were measured in every microbatch that changes the gradient."""
         return all(record.deviations is not None for record in self.with_weight)
 
 
-def check_step(step: Step) -> None:
+def check_step(step: Step, *, forbids_bypass: bool = False) -> None:
     """Raises RuntimeError unless all samples and tokens of a step were computed with their right weights.
 
     Args:
         step: After its last backward.
+        forbids_bypass: Whether a bypass would be a new term, because earlier steps had none, see :func:`_check_tokens`.
     """
     if step.is_weighted:
         _check_reached(step)
@@ -336,7 +343,7 @@ def check_step(step: Step) -> None:
             raise trained_added_rows(record)
     _check_labels_and_weights(step)
     _check_factors(step)
-    _check_tokens(step)
+    _check_tokens(step, forbids_bypass=forbids_bypass)
     _check_num_microbatches(step)
 
 
@@ -461,15 +468,15 @@ def _check_factors(step: Step) -> None:
         )
 
 
-def _check_tokens(step: Step) -> None:
+def _check_tokens(step: Step, *, forbids_bypass: bool) -> None:
     """Raises RuntimeError if a measured token has a wrong weight, or if the loss has a new term.
 
     A bypass is a part of a mean over tokens that is made neither of the logits nor of the router's loss. The algorithm
-    looks for it only in microbatches that it measures. If the first step with a weight had none, ``step.has_bypass`` is
-    False, and a later bypass is a new term. The algorithm passes this value on from step to step.
+    looks for it only in microbatches that it measures. If the first step with a weight had none, a later one is a new
+    term.
     """
     for record in step.with_weight:
-        if record.has_bypass and step.has_bypass is False:
+        if record.has_bypass and forbids_bypass:
             raise NotExactError(
                 "The model's own loss must be made of its logits alone, as it was before, got: another term, "
                 f'which began in a microbatch with {sample_name(record.batch, 0)}. Have it in the loss from the '
@@ -486,8 +493,6 @@ def _check_tokens(step: Step) -> None:
                 'around the forward. Name the terms of the loss in `loss_units`, or set `check_loss=False` '
                 '(docs/errors.md#model-loss).'
             )
-    if step.has_bypass is None and step.counts.loss_weight:
-        step.has_bypass = any(record.has_bypass for record in step.microbatches)
 
 
 def _check_num_microbatches(step: Step) -> None:

@@ -21,11 +21,9 @@ from composer_tokacc.checks.first_batch import FirstBatchCheck
 from composer_tokacc.checks.probe import Probe
 from composer_tokacc.collectives import all_gather_object, get_world_size, max_over_ranks
 from composer_tokacc.counting import real_tokens
-from composer_tokacc.data_spec.pieces import CutRules
 from composer_tokacc.data_spec.rank_widths import RankWidth, check_widths
-from composer_tokacc.data_spec.split import MicrobatchSplit, largest_of_ranks, register_split
+from composer_tokacc.data_spec.split import MicrobatchSplit, register_split
 from composer_tokacc.layout import PreSplitBatch, describe_all, microbatches_of
-from composer_tokacc.layout.layout import inferred_layout
 from composer_tokacc.refusals import InvalidInputError, NotExactError
 from composer_tokacc.row_counts import (
     RowCounts,
@@ -67,7 +65,7 @@ class CountingDataSpec(DataSpec):
         # At first the argument, a rule or 'auto'. After _check_rows() it is the model's own rule.
         self._loss_tokens = loss_tokens
         self._batch_transforms = batch_transforms
-        self._first_batch: FirstBatchCheck[CutRules] | None = None
+        self._first_batch: FirstBatchCheck | None = None
         # _transform_microbatch() may remove the counts of a microbatch, and Composer asks for its samples and tokens
         # later. So the counts are kept here. The tensor of labels tells whether Composer asks for this microbatch.
         self._computed_labels: torch.Tensor | None = None
@@ -164,7 +162,7 @@ class CountingDataSpec(DataSpec):
         batch: Batch,
         microbatch_size: int | float,
     ) -> None:
-        """Runs the first-batch check on a batch, because no algorithm runs it, and adopts its rules.
+        """Runs the first-batch check on a batch, because no algorithm runs it. It gives the split its rules.
 
         It is called with every batch, but the check computes only rows unlike those that it has seen before. A run
         without a layout infers one from its first batch.
@@ -172,13 +170,10 @@ class CountingDataSpec(DataSpec):
         split = self._split
         if self._first_batch is None:
             check_weights_are_used(self.dataloader, batch, 'token')  # Composer weights all tokens alike
-            layout = split.fixed_layout
-            if layout is None:
-                layout = largest_of_ranks(inferred_layout(microbatches_of(batch)))
-            split.start(model, batch, microbatch_size, layout)
+            split.start(model, batch, microbatch_size)
             self._first_batch = FirstBatchCheck(
                 Probe.from_model(model, all_gather_object),
-                layout,
+                split.layout,
                 self._on_models_device,
                 cutter=split,
                 loss_tokens=self._loss_tokens,
@@ -186,14 +181,11 @@ class CountingDataSpec(DataSpec):
                 microbatch_size=microbatch_size,
             )
         check = self._first_batch
-        rules = check.prove(batch)
-        assert rules is not None  # a split always has rules
-        split.adopt(rules, has_loss_in_dummies=check.has_loss_in_dummies)
-        split.layout = check.layout  # the check learns from each batch which tensors belong to rows
+        check.prove(batch)
         self._loss_tokens = check.rule or self._loss_tokens
         self._check_widths(check, batch)
 
-    def _check_widths(self, check: FirstBatchCheck[CutRules], batch: Batch) -> None:
+    def _check_widths(self, check: FirstBatchCheck, batch: Batch) -> None:
         """Raises RuntimeError on all ranks if they pad to different widths and this changes a row; a collective."""
         if get_world_size() == 1:
             return

@@ -5,7 +5,7 @@
 
 - :class:`.RowFacts`, here called facts, were read from the tensors of a batch: the length of each row, the side of its
   padding, its images.
-- :class:`CutRules` say how much of the padding may be removed, and whether rows are packed.
+- :class:`.CutRules` say how much of the padding may be removed, and whether rows are packed.
 - A :class:`Piece` names some rows of the batch, and their widths under these rules.
 - :data:`DummyRows` are rows without weight. They add a modality to a microbatch that must have it.
 - :func:`build` makes a microbatch of each piece.
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TypeAlias
@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from composer_tokacc.batch import IGNORE_INDEX, Batch, BatchDict, sample_name
+from composer_tokacc.checks.cut_rules import CutRules
 from composer_tokacc.data_spec.document_attention import DocumentAttention
 from composer_tokacc.data_spec.packing import pack_rows
 from composer_tokacc.layout import BatchLayout, RowFacts
@@ -34,142 +35,6 @@ from composer_tokacc.refusals import InvalidInputError
 from composer_tokacc.row_counts import RowCounts, attach_row_counts, row_counts_of
 
 log = logging.getLogger(__name__)
-
-NOT_TRIED = 0
-"""Width in :class:`CutRules` of padding that the first-batch check has not tried to trim."""
-FAILED = -1
-"""Width in :class:`CutRules` of padding that cannot be trimmed."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CutRules:
-    """How rows may be cut so that their losses stay the same as in the device batch.
-
-    Each kind of padding has a width. Padding is trimmed in batches up to this width, because the first-batch check has
-    shown on a batch of this width that trimming is exact. Wider batches keep their padding until the check has looked
-    at one of them. If the width is :data:`NOT_TRIED` or :data:`FAILED`, all batches keep padding of this kind.
-
-    Args:
-        left: Width for rows padded on the left.
-        left_with_positions: Width for rows padded on the left if their batch has ``position_ids``.
-        right: Width for rows padded on the right.
-        needs_media: Whether each microbatch without media gets a dummy row with media if other microbatches of the
-            step have media. Mllama needs this: it skips its cross-attention only if the whole batch has no image.
-        packing: How a microbatch's rows become one packed row. ``'documents'``: our :class:`DocumentAttention` computes
-            each row by itself; ``'positions'``: the model's own attention tells the rows apart by ``position_ids`` that
-            restart; ``''``: rows are not packed.
-    """
-
-    left: int = NOT_TRIED
-    left_with_positions: int = NOT_TRIED
-    right: int = NOT_TRIED
-    needs_media: bool = False
-    packing: str = ''
-
-    def trims(self, facts: RowFacts) -> bool:
-        """Returns whether the padding of a batch is trimmed."""
-        return facts.may_be_trimmed and facts.width <= getattr(self, _padding_name(facts))
-
-    def depends_on_left_padding(self, facts: RowFacts) -> bool:
-        """Returns whether the losses of these rows would change with the width of their padding on the left.
-
-        Rows without padding count as well, because in a wider batch they would get some. Returns False if the check
-        has not tried to trim rows on the left.
-        """
-        return getattr(self, _left_padding_name(facts)) == FAILED
-
-    def has_trimmed_left(self, facts: RowFacts) -> bool:
-        """Returns whether the check has trimmed padding on the left of such rows, and no loss has changed."""
-        return getattr(self, _left_padding_name(facts)) > 0
-
-    def widths(self, facts: RowFacts) -> list[int]:
-        """Returns the number of columns that each row keeps."""
-        # A row that is packed keeps only its own tokens. Without ids and vectors of a text (Whisper) each length is the
-        # full width, because every position counts as a token.
-        if self.packing or not facts.has_ids:
-            return facts.lengths
-        if not self.trims(facts):
-            return [facts.width] * len(facts.lengths)
-        widths = list(facts.lengths)
-        for row, has_label in enumerate(facts.has_label_behind_padding):
-            if has_label:
-                # The last pad on the left predicts the label of the first token, so the row keeps its padding.
-                widths[row] = facts.width
-        return widths
-
-    def cuts_like(self, other: CutRules) -> bool:
-        """Returns whether both rules treat rows in the same way. Ignores the widths up to which padding is trimmed."""
-        for name in ('left', 'left_with_positions', 'right'):
-            is_trimmed = getattr(self, name) > 0
-            is_trimmed_by_other = getattr(other, name) > 0
-            if is_trimmed != is_trimmed_by_other:
-                return False
-        return self.needs_media == other.needs_media and self.packing == other.packing
-
-    def with_earlier_width(self, earlier: CutRules, side: str) -> CutRules:
-        """Returns these rules, but trims padding on ``side`` only up to the widths of the ``earlier`` rules.
-
-        The check calls it if these rules were exact, but no row was trimmed. Then nothing shows that trimming is exact
-        up to a new width. A kind of padding that these rules keep is still kept, because trimming it has failed or was
-        not tried.
-        """
-        names = ('left', 'left_with_positions')
-        if side == 'right':
-            names = ('right',)
-        changed = {}
-        for name in names:
-            is_trimmed = getattr(self, name) > 0
-            if is_trimmed:
-                changed[name] = getattr(earlier, name)
-        return replace(self, **changed)
-
-
-def _padding_name(facts: RowFacts) -> str:
-    """Returns the field of :class:`CutRules` that holds the width for these rows."""
-    return 'right' if facts.side == 'right' else _left_padding_name(facts)
-
-
-def _left_padding_name(facts: RowFacts) -> str:
-    """Returns the field for rows that are padded on the left."""
-    # Positions in the batch are cut together with the tokens. Positions that the model counts itself may change. So
-    # trimming has to be proven for each kind.
-    return 'left_with_positions' if facts.has_positions else 'left'
-
-
-def padded_candidates(facts: RowFacts, earlier: CutRules) -> Iterator[CutRules]:
-    """Yields the rules without packing that the check tries on these rows, cheapest first.
-
-    ``earlier`` are the current rules, which the check has found on other rows.
-    """
-    # `coupling` says how rows of this model family depend on the media of others. It is empty if they do not.
-    needs_media = earlier.needs_media or bool(facts.layout.family.coupling)
-    # In other families the check finds out, but only a batch of rows with and without media can show it.
-    has_media = [count > 0 for count in facts.media]
-    is_mixed = any(has_media) and not all(has_media)
-    earlier = replace(earlier, packing='', needs_media=needs_media)
-    for rules in _padding_rules(facts, earlier):
-        yield rules
-        if is_mixed and not needs_media:
-            yield replace(rules, needs_media=True)
-
-
-def _padding_rules(facts: RowFacts, earlier: CutRules) -> Iterator[CutRules]:
-    """Yields rules that trim the padding of these rows, and then rules that keep it.
-
-    Only the width for this kind of padding differs from the ``earlier`` rules. If trimming this kind has failed before,
-    it is not tried again.
-    """
-    if not facts.is_padded or not facts.may_be_trimmed:
-        # Nothing can be trimmed, so the check can try no other rules.
-        yield earlier
-        return
-    name = _padding_name(facts)
-    earlier_width: int = getattr(earlier, name)
-    if earlier_width != FAILED:
-        new_width = max(facts.width, earlier_width)
-        yield replace(earlier, **{name: new_width})
-    yield replace(earlier, **{name: FAILED})
-
 
 # Dummy rows. A microbatch gets one if it lacks a modality that all ranks must compute, or that its own rows depend on.
 # They change neither the gradient nor the number of samples.

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from functools import cache
 
 from composer_tokacc.batch import IGNORE_INDEX, labels_of
+from composer_tokacc.checks.cut_rules import CutRules
 from composer_tokacc.collectives import all_gather_object, are_equal_on_ranks, get_world_size
-from composer_tokacc.data_spec.pieces import CutRules
 from composer_tokacc.layout import RowFacts
 from composer_tokacc.layout.facts import is_beyond_rotary_limit
 from composer_tokacc.refusals import NotExactError

@@ -32,13 +32,14 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
 
 from composer_tokacc.batch import IGNORE_INDEX, MODALITIES, Batch, BatchDict, Reach, labels_of, sample_name
+from composer_tokacc.checks.cut_rules import CutRules, padded_candidates
 from composer_tokacc.checks.step import Step
 from composer_tokacc.collectives import (
     all_gather_object,
@@ -50,12 +51,10 @@ from composer_tokacc.collectives import (
 from composer_tokacc.compat import is_encoder_decoder
 from composer_tokacc.data_spec.document_attention import DocumentAttention
 from composer_tokacc.data_spec.pieces import (
-    CutRules,
     DummyRows,
     Piece,
     build,
     missing_dummies,
-    padded_candidates,
     smallest_row,
     zero_weight,
 )
@@ -66,9 +65,6 @@ from composer_tokacc.layout.layout import inferred_layout, layout_of_model
 from composer_tokacc.planning import CutOptions, check_kind, cut_rows, pack_lengths, padded_widths, token_budget
 from composer_tokacc.refusals import InvalidInputError, NotExactError
 from composer_tokacc.row_counts import row_counts_of, without_row_counts
-
-if TYPE_CHECKING:
-    from composer.core import State
 
 log = logging.getLogger(__name__)
 
@@ -108,10 +104,6 @@ class MicrobatchSplit:
         """How rows are cut. After a fit they can still be read, until a batch is split without a check."""
         self.checked = False
         """Whether the rules come from the first-batch check."""
-        self.reduces_once = False
-        """Whether DDP reduces gradients only in the last microbatch of a step. Then ranks may leave an encoder unused
-        and make different numbers of microbatches. The algorithm watches DDP and sets this. It also gives DDP zero
-        gradients for the parameters of an unused encoder."""
         self.loss_rule: str | None = None
         """The loss rule of a model that is evaluated. The DataSpec counts batches by it, and it decides which labels of
         packed rows stay."""
@@ -130,25 +122,26 @@ class MicrobatchSplit:
         self._has_loss_in_dummies = False
         self._has_warned_of_dummies = False
 
-    # Called by the algorithm. Without one, the DataSpec that knows the model calls start() and adopt().
+    # Called by the algorithm. Without one, the DataSpec that knows the model calls start().
 
     def start(
         self,
         model: torch.nn.Module,
         batch: Batch,
         microbatch_size: float,
-        layout: BatchLayout,
     ) -> None:
         """Takes a model whose rules are not known yet, and decides whether to try packing. A collective.
+
+        The layout is the one of the arguments, else the one of :func:`layout_on_ranks`.
 
         Args:
             model: The model that is trained.
             batch: The first batch of this rank.
             microbatch_size: The ``device_train_microbatch_size``.
-            layout: How tensors belong to rows in this run.
         """
         self.stop()
         self._model = model
+        layout = self.fixed_layout or layout_on_ranks(model, batch)
         self.layout = layout
         self.rules = CutRules()  # trims nothing, until the first-batch check has found which padding may be trimmed
         self._note_plan(batch, microbatch_size)
@@ -170,7 +163,6 @@ class MicrobatchSplit:
         self._model = None
         self.layout = self.fixed_layout
         self.checked = False
-        self.reduces_once = False
         self.step = None
         self._has_loss_in_dummies = False
 
@@ -197,11 +189,14 @@ class MicrobatchSplit:
         savings = all_gather_object(padded_cost - packed_cost)
         return sum(savings) > 0
 
-    def adopt(self, rules: CutRules, *, has_loss_in_dummies: bool = False) -> None:
+    # Called by the first-batch check.
+
+    def adopt(self, rules: CutRules, layout: BatchLayout | None, *, has_loss_in_dummies: bool = False) -> None:
         """Cuts by these rules from now on, because the first-batch check has found them to be exact.
 
         Args:
             rules: The rules.
+            layout: How tensors belong to rows. The check learns this from each batch.
             has_loss_in_dummies: Whether dummy rows add to a mean over tokens. Then the split refuses a step that needs
                 dummy rows.
         """
@@ -211,12 +206,11 @@ class MicrobatchSplit:
                 'why (docs/packing.md).'
             )
         self.rules = rules
+        self.layout = layout
         self.checked = True
         self._tries_packing = False
         self._has_loss_in_dummies = has_loss_in_dummies
         self._set_attention(rules.packing)
-
-    # Called by the first-batch check.
 
     def largest_packed_row(self, facts_of_batches: Sequence[RowFacts], microbatch_size: float) -> int:
         """Returns the most tokens that a packed row of a batch can have; 0: its rows are not packed.
@@ -527,9 +521,18 @@ class MicrobatchSplit:
         if get_world_size() == 1:
             return _dummies_of_first_modality(facts_of_batches) if needs_media else {}
         # If DDP reduces only once, it does not wait for an unused encoder.
-        if self._may_have_media and (needs_media or not self.reduces_once):
+        if self._may_have_media and (needs_media or not self._reduces_once):
             return _dummies_of_ranks(facts_of_batches)
         return {}
+
+    @property
+    def _reduces_once(self) -> bool:
+        """Whether DDP reduces gradients only in the last microbatch of a step; False without an algorithm.
+
+        If so, ranks may leave an encoder unused and make different numbers of microbatches. The algorithm watches DDP,
+        and gives it zero gradients for the parameters of an unused encoder.
+        """
+        return self.step is not None and self.step.reduces_once
 
     @property
     def _may_have_media(self) -> bool:
@@ -546,7 +549,7 @@ class MicrobatchSplit:
         num_microbatches = max(num_pieces, 1)
         must_be_equal = self.options.equal_counts
         if must_be_equal == 'auto':
-            must_be_equal = not self.reduces_once
+            must_be_equal = not self._reduces_once
         if must_be_equal and get_world_size() > 1:
             (num_microbatches,) = max_over_ranks([num_microbatches])
         return num_microbatches
@@ -781,22 +784,22 @@ def largest_of_ranks(layout: BatchLayout) -> BatchLayout:
     return max(layouts, key=lambda inferred: len(inferred.family.entries))
 
 
-def layout_of(state: State, split: MicrobatchSplit | None) -> BatchLayout | None:
-    """Returns the layout of the split's arguments, else the layout of the model, else the one that the batches imply.
-
-    A collective. If there is no split, and on some rank the layout cannot tell the rows of the batch apart, all ranks
-    return None.
-    """
-    if split is not None and split.fixed_layout is not None:
-        return split.fixed_layout
-    layout = layout_of_model(state.model)
+def layout_on_ranks(model: Any, batch: Batch) -> BatchLayout:
+    """Returns the layout of a model, else the one that the batches of the ranks imply. A collective."""
+    layout = layout_of_model(model)
     if layout is None:
-        layout = largest_of_ranks(inferred_layout(microbatches_of(state.batch)))
-    if split is not None:
-        return layout
-    # Without token_data_spec() the user's own split cuts the batch, so the run does not need a layout. An entry that
-    # the layout does not know may be on one rank only, and all ranks must have the same answer.
-    can_tell_on_ranks = all_gather_object(_tells_rows_apart(layout, state.batch))
+        layout = largest_of_ranks(inferred_layout(microbatches_of(batch)))
+    return layout
+
+
+def layout_without_split(model: Any, batch: Batch) -> BatchLayout | None:
+    """Returns the layout of a run that has no split of ours. A collective.
+
+    The user's own split cuts the batch then, so the run does not need a layout. If on some rank the layout cannot tell
+    the rows of the batch apart, all ranks return None. An entry that the layout does not know may be on one rank only.
+    """
+    layout = layout_on_ranks(model, batch)
+    can_tell_on_ranks = all_gather_object(_tells_rows_apart(layout, batch))
     return layout if all(can_tell_on_ranks) else None
 
 

@@ -307,7 +307,7 @@ def test_ranks_differ_after_a_step_that_reduced_once():
     """In the first step ranks must make equally many microbatches, because DDP may reduce in each of them."""
     batch = ragged_batch()
     algorithms = [WrapsInDDP(), TokenAccumulation()]
-    reduces_once = On(Event.BEFORE_TRAIN_BATCH, lambda state: split_of(state.train_dataloader).reduces_once)
+    reduces_once = On(Event.BEFORE_TRAIN_BATCH, lambda state: split_of(state.train_dataloader).step.reduces_once)
 
     fit(one_layer_model(), batch, batch, algorithms=algorithms, callbacks=[reduces_once])
 

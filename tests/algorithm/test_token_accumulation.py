@@ -619,7 +619,7 @@ def test_step_of_several_closures_counts_once(model, batch):
 
     assert len(recorder.steps) > 3, 'each closure is recorded, and the two steps have more than three'
     assert algorithm.num_empty_steps == 1
-    assert algorithm._token_choice.step_number == 2
+    assert algorithm._run.step_number == 2
 
 
 @pytest.mark.parametrize('precision', ['fp32', 'amp_fp16'])

@@ -16,8 +16,8 @@ from composer.models import HuggingFaceModel
 from transformers.modeling_outputs import CausalLMOutput
 
 from composer_tokacc import token_data_spec
+from composer_tokacc.checks.cut_rules import FAILED, CutRules
 from composer_tokacc.checks.first_batch import chosen_rows, media_as_collated, rule_batch
-from composer_tokacc.data_spec.pieces import FAILED, CutRules
 from composer_tokacc.data_spec.split import split_of
 from composer_tokacc.layout import BatchLayout, PreSplitBatch
 from composer_tokacc.layout.tensors import Entry

@@ -14,10 +14,11 @@ import pytest
 import torch
 
 from composer_tokacc import BatchLayout, token_data_spec
+from composer_tokacc.checks.cut_rules import CutRules
 from composer_tokacc.checks.first_batch import FirstBatchCheck
+from composer_tokacc.checks.step import Step
 from composer_tokacc.data_spec import split
 from composer_tokacc.data_spec.pieces import (
-    CutRules,
     Piece,
     add_rows,
     build,
@@ -261,8 +262,8 @@ def packed_microbatches(batch, layout, slot_tokens):
     """Returns the microbatches of a packed batch, one slot each. The check is left out: packing is taken as proven."""
     spec = token_data_spec(loader(batch), layout=layout, packing=True, slot_tokens=slot_tokens)
     microbatch_split = split.split_of(spec.dataloader)
-    microbatch_split.start(one_layer_model(), batch, 1, layout)
-    microbatch_split.adopt(CutRules(packing='documents'))
+    microbatch_split.start(one_layer_model(), batch, 1)
+    microbatch_split.adopt(CutRules(packing='documents'), layout)
     return spec.split_batch(batch, 1)
 
 
@@ -342,8 +343,7 @@ def test_text_rank_knows_unregistered_media(other_rank_has_images, monkeypatch):
     receive(monkeypatch, layout.select(with_image, [0]))
     spec = token_data_spec(loader(text))
     microbatch_split = split.split_of(spec.dataloader)
-    microbatch_split.layout = layout
-    microbatch_split.adopt(CutRules())
+    microbatch_split.adopt(CutRules(), layout)
 
     microbatches = spec.split_batch(text, 1)
 
@@ -360,7 +360,6 @@ def test_check_takes_layout_of_another_rank(monkeypatch):
 
     def prove(check, batch):
         checked_layouts.append(check.layout)
-        return CutRules()
 
     monkeypatch.setattr(FirstBatchCheck, 'prove', prove)
     monkeypatch.setattr(split, 'all_gather_object', lambda inferred: [inferred, inferred_with_media])
@@ -464,8 +463,8 @@ def test_gaps_depend_on_media_of_ranks(gap, other_rank_has_images, monkeypatch):
     spec = token_data_spec(loader(text), layout=layout)
     microbatch_split = split.split_of(spec.dataloader)
     first_rules = next(microbatch_split.candidates(describe(layout, text), CutRules()))
-    microbatch_split.adopt(first_rules)
-    microbatch_split.reduces_once = True
+    microbatch_split.adopt(first_rules, layout)
+    microbatch_split.step = Step(rows=[RowCounts()], reduces_once=True)
 
     microbatches = spec.split_batch(text, 1)
 
@@ -484,8 +483,8 @@ def test_no_media_rows_if_reduced_once(two_ranks, monkeypatch):
     monkeypatch.setattr(split, 'max_over_ranks', None)  # nothing is agreed upon
     spec = token_data_spec(loader(text), layout=layout, slot_tokens=longest_row)
     microbatch_split = split.split_of(spec.dataloader)
-    microbatch_split.adopt(microbatch_split.rules)
-    microbatch_split.reduces_once = True
+    microbatch_split.adopt(microbatch_split.rules, microbatch_split.layout)
+    microbatch_split.step = Step(rows=[RowCounts()], reduces_once=True)
 
     microbatches = spec.split_batch(text, 1)
 
@@ -552,8 +551,8 @@ def test_counts_are_equal_if_needed(equal_counts, reduces_once, expected, two_ra
     batch = ragged_batch([(6, 3)] * NUM_ROWS)
     spec = token_data_spec(loader(batch), equal_counts=equal_counts)
     microbatch_split = split.split_of(spec.dataloader)
-    microbatch_split.adopt(microbatch_split.rules)
-    microbatch_split.reduces_once = reduces_once
+    microbatch_split.adopt(microbatch_split.rules, microbatch_split.layout)
+    microbatch_split.step = Step(rows=[RowCounts()], reduces_once=reduces_once)
 
     microbatches = spec.split_batch(batch, 1)
 

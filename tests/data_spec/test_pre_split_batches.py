@@ -18,7 +18,7 @@ from composer.core import Event
 from composer.models import HuggingFaceModel
 
 from composer_tokacc import RegroupingBatchSampler, RegroupingDataLoader, token_data_spec
-from composer_tokacc.data_spec.pieces import CutRules
+from composer_tokacc.checks.cut_rules import CutRules
 from composer_tokacc.data_spec.split import split_of
 from composer_tokacc.layout import BatchLayout, PreSplitBatch
 from composer_tokacc.layout.layout import inferred_layout
@@ -80,8 +80,8 @@ def spec_for(*, family=TEXT, rules=TRIM, **options):
     layout = BatchLayout(family=family)
     spec = token_data_spec([], layout=layout, slot_tokens=10, **options)
     split = split_of(spec.dataloader)
-    split.start(one_layer_model(), text_batch([1]), 1, layout)
-    split.adopt(rules)
+    split.start(one_layer_model(), text_batch([1]), 1)
+    split.adopt(rules, layout)
     return spec
 
 
@@ -180,7 +180,7 @@ def test_loader_gives_the_budget(size):
     Composer halves the size if memory runs out, and each half must need less.
     """
     spec = token_data_spec([], layout=TEXT_LAYOUT)
-    split_of(spec.dataloader).adopt(TRIM)
+    split_of(spec.dataloader).adopt(TRIM, TEXT_LAYOUT)
     batch = pre_split([[5, 4, 4, 3], [3, 2, 1, 1]])
     row_over_the_cap = pre_split([[CAP + 1]])
 

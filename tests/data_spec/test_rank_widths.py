@@ -13,8 +13,8 @@ import torch
 import transformers
 
 from composer_tokacc import TokenAccumulation
+from composer_tokacc.checks.cut_rules import FAILED, CutRules
 from composer_tokacc.data_spec import rank_widths
-from composer_tokacc.data_spec.pieces import FAILED, CutRules
 from composer_tokacc.data_spec.rank_widths import RankWidth, check_widths
 from composer_tokacc.layout import BatchLayout, describe, describe_all
 from tests.support.launch import launch_json

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import random
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +16,8 @@ from composer.core import Evaluator, Event
 from composer.metrics import LanguageCrossEntropy
 
 from composer_tokacc import BatchLayout, TokenAccumulation, row_counts, token_data_spec
-from composer_tokacc.data_spec.pieces import CutRules, padded_candidates
-from composer_tokacc.data_spec.split import layout_of, split_of
+from composer_tokacc.checks.cut_rules import CutRules, padded_candidates
+from composer_tokacc.data_spec.split import layout_without_split, split_of
 from composer_tokacc.layout import describe
 from composer_tokacc.planning import CostModel
 from tests.matrix.harness import measure, plain_gradients
@@ -467,25 +466,22 @@ def test_only_used_spec_is_checked():
 
 def test_entry_that_only_another_rank_has(monkeypatch):
     """All ranks do without a layout then, because their checks must run the same forwards."""
-    state: Any = SimpleNamespace(model=hugging_face(one_layer_model()), batch=ragged_batch())
-    assert layout_of(state, None) is not None
+    model, batch = hugging_face(one_layer_model()), ragged_batch()
+    assert layout_without_split(model, batch) is not None
 
     def other_rank_cannot_tell(can_tell):
         return [can_tell, False]
 
     monkeypatch.setattr('composer_tokacc.data_spec.split.all_gather_object', other_rank_cannot_tell)
-    assert layout_of(state, None) is None
+    assert layout_without_split(model, batch) is None
 
 
 def test_unknown_entry_under_either_split():
     """Nothing tells the rows of an entry. Under the user's split there is no layout. Our split refuses the batch."""
     batch = {**ragged_batch(), 'notes': ['one', 'two']}  # of six rows
-    state: Any = SimpleNamespace(model=hugging_face(one_layer_model()), batch=batch)
-    data = loader(batch)
-    spec = token_data_spec(data)
+    spec = token_data_spec(loader(batch))
 
-    assert layout_of(state, None) is None
-    assert layout_of(state, split_of(data)) is not None
+    assert layout_without_split(hugging_face(one_layer_model()), batch) is None
     with pytest.raises(ValueError, match=r"batch\['notes'\].*list of 2 row entries for 6 rows"):
         spec.split_batch(batch, 1)
 
