@@ -177,6 +177,15 @@ class Piece:
         """Width of the microbatch without its dummy rows, see :meth:`_padded_widths`."""
         return int(self._padded_widths().max())
 
+    @property
+    def columns(self) -> range:
+        """The columns of the batch that the rows keep. All other columns hold only padding, which may be removed."""
+        width = self.width
+        first_column = 0
+        if self.facts.side == 'left':
+            first_column = self.facts.width - width
+        return range(first_column, first_column + width)
+
     def _padded_widths(self) -> np.ndarray:
         """Returns the widths of the rows, each rounded up to ``width_multiple``, but at most to the batch's width."""
         # Rounding must not put a row that fits by itself over the cap. A row over this limit keeps its width.
@@ -283,15 +292,16 @@ def build(pieces: Sequence[Piece], attention: DocumentAttention | None = None) -
         pieces_of_batch = list(group)
         facts = pieces_of_batch[0].facts
         rows_of_pieces = [list(piece.rows) for piece in pieces_of_batch]
+        columns = [piece.columns for piece in pieces_of_batch]
         all_rows = list(range(len(facts.lengths)))
         if rows_of_pieces == [all_rows]:
             # The only piece is the batch itself. It may have entries that split() refuses, because it cannot tell their
             # rows apart.
-            selected = [dict(facts.batch)]
+            (kept_columns,) = columns
+            selected = [facts.layout.narrow(facts.batch, kept_columns.start, len(kept_columns))]
         else:
-            selected = facts.layout.split(facts.batch, rows_of_pieces)
-        for piece, rows in zip(pieces_of_batch, selected, strict=True):
-            microbatch = _trimmed(piece, rows)
+            selected = facts.layout.split(facts.batch, rows_of_pieces, columns)
+        for piece, microbatch in zip(pieces_of_batch, selected, strict=True):
             if piece.dummies:
                 dummies = [dummy.batch for dummy in piece.dummies]
                 microbatch = add_rows(facts.layout, microbatch, dummies, facts.side)
@@ -300,15 +310,3 @@ def build(pieces: Sequence[Piece], attention: DocumentAttention | None = None) -
                 microbatch = pack_rows(facts.layout, microbatch, attention)
             microbatches.append(microbatch)
     return microbatches
-
-
-def _trimmed(piece: Piece, rows: BatchDict) -> BatchDict:
-    """Returns the rows of a piece, trimmed to the width of the piece. Packing removes the padding itself."""
-    facts = piece.facts
-    width = piece.width
-    if width == facts.width or piece.rules.packing:
-        return rows
-    first_column = 0
-    if facts.side == 'left':
-        first_column = facts.width - width
-    return facts.layout.narrow(rows, first_column, width)

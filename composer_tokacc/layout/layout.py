@@ -58,6 +58,7 @@ from composer_tokacc.layout.tensors import (
     parse_unit,
     renumbered,
     select_rows,
+    text_columns,
 )
 from composer_tokacc.planning import check_choice, check_count, check_kind
 from composer_tokacc.refusals import InvalidInputError
@@ -459,29 +460,40 @@ class BatchLayout:
         (selected,) = self.split(batch, [rows])
         return selected
 
-    def split(self, batch: Batch, groups: Iterable[Sequence[int]]) -> list[dict[str, Any]]:
+    def split(
+        self,
+        batch: Batch,
+        groups: Iterable[Sequence[int]],
+        columns: Sequence[range] | None = None,
+    ) -> list[dict[str, Any]]:
         """Returns a batch for each group of rows, as :meth:`select` does. Counts the items of the rows only once.
 
         A group of all rows in their order shares the tensors of the batch. Other groups get copies. Copies of
         page-locked tensors are page-locked.
+
+        ``columns`` are the columns of the text that each group keeps; None: all. To call :meth:`narrow` on the result
+        is not the same, because the shapes of a few rows tell less surely which tensors lie along the text.
         """
         num_rows = self.num_rows(batch)
         for key, value in batch.items():
             self._check_value(key, value, num_rows)
         entries = self._entries_of(batch)
         all_rows = list(range(num_rows))
+        groups = list(groups)
+        if columns is None:
+            columns = [range(self.width(batch))] * len(groups)
         offsets: dict[str, list[int]] | None = None
         selected = []
-        for group in groups:
+        for group, kept_columns in zip(groups, columns, strict=True):
             rows = list(group)
             _check_rows(rows, num_rows)
             if rows == all_rows:
-                selected.append(dict(batch))
+                selected.append(self.narrow(batch, kept_columns.start, len(kept_columns)))
                 continue
             # Counted here, because it takes a while, and a group of all rows does not need it.
             if offsets is None:
                 offsets = self._offsets_of_rows(batch, entries)
-            selected.append(select_rows(batch, entries, offsets, rows))
+            selected.append(select_rows(batch, entries, offsets, rows, kept_columns))
         return selected
 
     def _offsets_of_rows(self, batch: Batch, entries: Mapping[str, Entry]) -> dict[str, list[int]]:
@@ -531,8 +543,8 @@ class BatchLayout:
         """Returns the batch without the columns that no row needs; all columns if an audio lies along the text.
 
         Rounds the width up to ``width_multiple``, but not beyond the width of the batch. Trims even if
-        :meth:`width_matters`: dummy rows have no loss, and verification measures the effect. The split trims rows with
-        loss by :meth:`narrow`.
+        :meth:`width_matters`: dummy rows have no loss, and verification measures the effect. Rows with loss are trimmed
+        by the ``columns`` of :meth:`split`.
         """
         check_count('width_multiple', width_multiple)
         # The frames of such an audio would have to be trimmed with the text.
@@ -559,12 +571,11 @@ class BatchLayout:
         narrowed_batch: dict[str, Any] = dict(batch)
         if width == self.width(batch):
             return narrowed_batch
+        columns = range(start, start + width)
         for key, entry in self._entries_of(batch).items():
-            narrowed = batch[key]
-            for dim in entry.seq_dims:
+            if entry.seq_dims:
                 # Composer's LanguageCrossEntropy views labels flat, which torch refuses for a tensor with gaps.
-                narrowed = compact(narrowed.narrow(dim, start, width))
-            narrowed_batch[key] = narrowed
+                narrowed_batch[key] = compact(text_columns(batch[key], entry, columns))
         return narrowed_batch
 
     def concat(

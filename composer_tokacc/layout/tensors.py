@@ -182,6 +182,17 @@ def cat_padded(
     return joined
 
 
+def text_columns(
+    value: torch.Tensor,
+    entry: Entry,
+    columns: range,
+) -> torch.Tensor:
+    """Returns a view of these columns of a tensor. A tensor that does not lie along the text is returned as it is."""
+    for dim in entry.seq_dims:
+        value = value.narrow(dim, columns.start, len(columns))
+    return value
+
+
 RowOffsets = Mapping[str, Sequence[int]]
 """For each unit, the index of the first entry of each row, then the number of all entries. Row i has the entries
 ``offsets[unit][i]:offsets[unit][i + 1]``."""
@@ -192,6 +203,7 @@ def select_rows(
     entries: Mapping[str, Entry],
     offsets: RowOffsets,
     rows: Sequence[int],
+    columns: range,
 ) -> dict[str, Any]:
     """Returns a batch of these rows, in this order. If they have no entry of a media tensor, it lacks the tensor.
 
@@ -200,6 +212,7 @@ def select_rows(
         entries: How each tensor of the batch belongs to rows.
         offsets: The offsets of every unit of these entries.
         rows: The indices of the rows in the batch.
+        columns: The columns of the text that the rows keep.
     """
     selected: dict[str, Any] = {}
     for key, value in batch.items():
@@ -210,7 +223,9 @@ def select_rows(
             if isinstance(value, (list, tuple)):
                 selected[key] = [value[row] for row in rows]
             continue
-        chosen = _select_entries(key, value, entry, offsets, rows)
+        # Columns first, so that the other columns are not copied.
+        narrowed = text_columns(value, entry, columns)
+        chosen = _select_entries(key, narrowed, entry, offsets, rows)
         if entry.points_into is not None:
             # The pixel tensor is (entries, patches of an entry, ...).
             patches_per_entry = batch[entry.points_into].shape[1]
@@ -259,10 +274,11 @@ def _select_entries(
 ) -> torch.Tensor:
     """Returns the entries of some rows of ``batch[key]``, in this order, or the whole tensor if all rows share it.
 
-    Drops image slots that no row needs. Raises ValueError if the tensor has another number of entries than ``offsets``.
+    ``value`` has only the columns that are kept. Drops image slots that no row needs. Raises ValueError if the tensor
+    has another number of entries than ``offsets``.
     """
     if entry.unit == 'shared':
-        return value
+        return compact(value) if entry.seq_dims else value
     unit_offsets = offsets[entry.unit]
     if unit_offsets[-1] != value.shape[entry.row_dim]:
         units_per_row = [end - start for start, end in pairwise(unit_offsets)]

@@ -84,6 +84,24 @@ def test_rounded_widths_stay_within_the_cap():
     assert shapes == [(1, 34), (1, 32), (1, 16)]
 
 
+@pytest.mark.parametrize('trains', [True, False], ids=['training', 'evaluation'])
+def test_image_codes_are_not_trimmed(trains):
+    """Two images of 6 codes each, in a batch of three rows. Text is 6 columns wide, too.
+
+    The batch shows that the codes are not text, because they are not three rows. The two rows with images, selected
+    from the batch, would not show it.
+    """
+    image_codes = torch.arange(12).reshape(2, 6)
+    batch = text_batch([4, 4, 6], num_images=[1, 1, 0], image_codes=image_codes)
+
+    with torch.set_grad_enabled(trains):
+        with_images, without_image = split(batch, 2, slot_tokens=6)
+
+    assert with_images['input_ids'].shape == (2, 4)
+    assert torch.equal(with_images['image_codes'], image_codes)
+    assert 'image_codes' not in without_image
+
+
 @for_each_side
 @pytest.mark.parametrize('regroup', [True, False])
 def test_bfloat16_rows_of_either_side(side, regroup):

@@ -827,6 +827,23 @@ def test_split_needs_numbers_of_rows(image_batch):
             LLAVA_LAYOUT.split(image_batch, [[0], rows])
 
 
+def test_each_group_keeps_its_columns():
+    positions = torch.arange(5)[None]
+    mask = torch.ones(1, 1, 5, 5).tril().bool()
+    layout = TEXT_LAYOUT.with_entries(attention_mask=Entry(unit='shared', seq_dims=(-2, -1)))
+    batch = three_rows(attention_mask=mask, position_ids=positions, scores=torch.rand(3))
+
+    two_rows, all_rows = layout.split(batch, [[2, 0], [0, 1, 2]], [range(1, 4), range(3)])
+
+    assert torch.equal(two_rows['input_ids'], batch['input_ids'][[2, 0], 1:4])
+    assert torch.equal(two_rows['position_ids'], positions[:, 1:4])
+    assert torch.equal(two_rows['attention_mask'], mask[:, :, 1:4, 1:4])
+    assert torch.equal(two_rows['scores'], batch['scores'][[2, 0]])
+    assert torch.equal(all_rows['labels'], batch['labels'][:, :3])
+    for value in (two_rows['attention_mask'], all_rows['labels']):
+        assert value.is_contiguous()  # models and metrics may view it with another shape
+
+
 def test_rows_are_counted_once(monkeypatch, image_batch):
     """Counting placeholders reads the ids, so a split must not count them for each of its parts."""
     counted_units = []
