@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from composer_tokacc.arguments import check_choice
 from composer_tokacc.batch import IGNORE_INDEX, attended_positions, check_ids, labels_of, text_of
-from composer_tokacc.planning import check_choice
 from composer_tokacc.refusals import InvalidInputError
 
 # With a cache, a second call with the same message does nothing.

@@ -20,13 +20,13 @@ from typing import Any
 
 import torch
 
+from composer_tokacc.arguments import check_count, check_kind
 from composer_tokacc.batch import Batch, BatchDict, labels_of, with_copied_tensors
 from composer_tokacc.collectives import all_gather_object, get_global_rank
 from composer_tokacc.counting import loss_mask
 from composer_tokacc.isolation import IsolationReport, verify_isolation
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.layout.layout import inferred_layout
-from composer_tokacc.planning import check_count, check_kind
 from composer_tokacc.refusals import InvalidInputError
 from composer_tokacc.row_counts import without_row_counts
 

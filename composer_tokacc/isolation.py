@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
+from composer_tokacc.arguments import check_kind
 from composer_tokacc.batch import Batch, text_of
 from composer_tokacc.checks.logits import logits_of, tolerance_of
 from composer_tokacc.checks.written_state import undisturbed
 from composer_tokacc.layout.placeholders import all_placeholders
-from composer_tokacc.planning import check_kind
 from composer_tokacc.random_state import same_random_numbers
 from composer_tokacc.refusals import InvalidInputError
 from composer_tokacc.step_watch import relative_difference

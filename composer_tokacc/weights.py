@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from composer_tokacc.arguments import check_choice
 from composer_tokacc.batch import Batch, sample_name
 from composer_tokacc.counting import counted_tokens, document_starts
 from composer_tokacc.layout import PreSplitBatch, microbatches_of
-from composer_tokacc.planning import check_choice
 from composer_tokacc.refusals import InvalidInputError
 
 log = logging.getLogger(__name__)

@@ -65,7 +65,7 @@ def test_planner_needs_only_numpy():
     assert rooms(package) == {'lazy'}
     assert not package & HOSTS
     for modules in (planning, planner):
-        assert rooms(modules) == {'lazy', 'planning', 'refusals'}
+        assert rooms(modules) == {'arguments', 'lazy', 'planning', 'refusals'}
         assert modules & HOSTS == {'numpy'}
 
 
@@ -172,6 +172,7 @@ def test_plain_loops_need_torch_and_numpy(tmp_path):
 ORDER = (
     'lazy',
     'refusals',
+    'arguments',
     'compat',
     'model_structure',
     'random_state',

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from composer_tokacc.arguments import check_count
 from composer_tokacc.batch import Batch, BatchDict, check_vocabulary, labels_of
 from composer_tokacc.checks.logits import at_predictions, raise_if_bypassed, weigh_tokens
 from composer_tokacc.collectives import get_world_size, sum_over_ranks
@@ -18,7 +19,6 @@ from composer_tokacc.counting import loss_mask, with_one_label
 from composer_tokacc.layout import BatchLayout, PreSplitBatch, describe
 from composer_tokacc.layout.facts import COLLATED_BY_LOADER, check_first_labels
 from composer_tokacc.plan_agreement import check_plans, numbers_to_sum
-from composer_tokacc.planning import check_count
 from composer_tokacc.refusals import InvalidInputError, NotExactError
 from composer_tokacc.row_counts import check_loss_shares, row_counts_of, with_counts, without_row_counts
 from composer_tokacc.weights import MIN_LOSS_WEIGHT, weights_at

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from composer_tokacc.arguments import check_choice, check_kind
 from composer_tokacc.batch import Batch, BatchDict
 from composer_tokacc.checks.comparison import RowComparison
 from composer_tokacc.checks.first_batch import find_loss_rule, rule_batch, with_unequal_row
@@ -27,7 +28,6 @@ from composer_tokacc.counting import loss_mask, with_one_label
 from composer_tokacc.labelled import LabelSelector, output_embedding
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.model_structure import fsdp_units, transformers_model
-from composer_tokacc.planning import check_choice, check_kind
 from composer_tokacc.refusals import InvalidInputError, NotExactError
 from composer_tokacc.row_counts import without_row_counts
 

@@ -33,6 +33,7 @@ from composer_tokacc.algorithm.reduction import (
     unsharded_parameters,
 )
 from composer_tokacc.algorithm.router_balance import OR_LEAVE_MICROBATCH, ROUTER_BALANCES, StepBalance
+from composer_tokacc.arguments import check_choice
 from composer_tokacc.batch import Batch, check_batch, check_vocabulary
 from composer_tokacc.checks.first_batch import FirstBatchCheck, check_gradient_hooks
 from composer_tokacc.checks.probe import Probe
@@ -46,7 +47,6 @@ from composer_tokacc.labelled import LabelSelector, input_embedding, output_embe
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.layout.placeholders import all_placeholders, modality_of
 from composer_tokacc.model_structure import media_modules, shard_again
-from composer_tokacc.planning import check_choice
 from composer_tokacc.refusals import InvalidInputError, NotExactError
 from composer_tokacc.repeated_samples import warn_of_unknown_copies
 from composer_tokacc.row_counts import RowCounts

@@ -52,6 +52,7 @@ from composer_tokacc.algorithm.setup import (
     check_trains_something,
     takes_media,
 )
+from composer_tokacc.arguments import check_state
 from composer_tokacc.batch import Batch, BatchDict, labels_of, sample_name
 from composer_tokacc.checks.logits import (
     Edge,
@@ -80,7 +81,6 @@ from composer_tokacc.data_spec.split import split_of
 from composer_tokacc.labelled import LabelSelector, batch_at_logits
 from composer_tokacc.layout import describe_all, microbatches_of
 from composer_tokacc.plan_agreement import PlanRecord, check_plans, learning_rates_of, numbers_to_sum, plan_record_of
-from composer_tokacc.planning import check_state
 from composer_tokacc.refusals import InvalidInputError, NotExactError, RefusalError
 from composer_tokacc.repeated_samples import first_batch_of, num_repeated
 from composer_tokacc.row_counts import (

@@ -14,9 +14,9 @@ from typing import Any, Literal, get_args
 import torch
 from tokenizers import AddedToken
 
+from composer_tokacc.arguments import check_choice
 from composer_tokacc.batch import IGNORE_INDEX
 from composer_tokacc.data.records import PLACEHOLDERS, Message, Record
-from composer_tokacc.planning import check_choice
 from composer_tokacc.refusals import InvalidInputError
 
 ControlTokens = Literal['warn', 'text', 'refuse']

@@ -27,6 +27,7 @@ import torch
 from PIL import Image
 from tokenizers import Encoding
 
+from composer_tokacc.arguments import check_choice, check_count, check_kind
 from composer_tokacc.batch import IGNORE_INDEX
 from composer_tokacc.data.chat_template import (
     AnswerSpan,
@@ -51,7 +52,6 @@ from composer_tokacc.data.records import (
     check_message,
 )
 from composer_tokacc.data.videos import Video, VideoSampling
-from composer_tokacc.planning import check_choice, check_count, check_kind
 from composer_tokacc.refusals import InvalidInputError
 from composer_tokacc.weights import LOSS_WEIGHTS
 

@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from composer_tokacc.arguments import check_kind
 from composer_tokacc.cache import fingerprint
 from composer_tokacc.data.formats import parse_record
 from composer_tokacc.data.hub import HUB, ask_hub
@@ -34,7 +35,6 @@ from composer_tokacc.data.records import (
     Record,
     short_repr,
 )
-from composer_tokacc.planning import check_kind
 from composer_tokacc.refusals import InvalidInputError
 
 if TYPE_CHECKING:

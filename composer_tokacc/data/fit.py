@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from PIL import Image
 
+from composer_tokacc.arguments import check_count
 from composer_tokacc.data.chat_template import example_conversation
 from composer_tokacc.data.conversation import ConversationEncoder
 from composer_tokacc.data.records import (
@@ -30,7 +31,6 @@ from composer_tokacc.data.records import (
 )
 from composer_tokacc.data.sizes import SHRINK_STEPS, image_token_ids
 from composer_tokacc.data.videos import VideoSampling, make_video
-from composer_tokacc.planning import check_count
 from composer_tokacc.refusals import InvalidInputError
 
 STEPS_TO_HALF = 16

@@ -21,6 +21,7 @@ import numpy as np
 from composer.utils import dist
 from torch.utils.data import ConcatDataset
 
+from composer_tokacc.arguments import check_choice
 from composer_tokacc.cache import (
     cache_folder,
     fingerprint,
@@ -43,7 +44,6 @@ from composer_tokacc.data.sizes import (
     map_samples,
     patch_size_of,
 )
-from composer_tokacc.planning import check_choice
 from composer_tokacc.refusals import InvalidInputError
 
 TABLE_VERSION = 10

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
+from composer_tokacc.arguments import check_choice
 from composer_tokacc.batch import MODALITIES
 from composer_tokacc.cache import fingerprint
 from composer_tokacc.data.control_tokens import ControlTokens
@@ -37,7 +38,6 @@ from composer_tokacc.data.records import (
 )
 from composer_tokacc.data.sizes import ImageSizes
 from composer_tokacc.data.videos import VideoSampling
-from composer_tokacc.planning import check_choice
 from composer_tokacc.refusals import InvalidInputError
 
 log = logging.getLogger(__name__)

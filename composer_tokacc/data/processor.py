@@ -21,7 +21,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from composer_tokacc.planning import check_count
+from composer_tokacc.arguments import check_count
 from composer_tokacc.refusals import InvalidInputError
 
 RESERVED_TOKENS = (

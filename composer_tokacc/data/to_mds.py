@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tqdm.auto import tqdm
 
+from composer_tokacc.arguments import check_choice
 from composer_tokacc.data.files import read_records
 from composer_tokacc.data.media import decode_media, open_files
 from composer_tokacc.data.records import (
@@ -30,7 +31,6 @@ from composer_tokacc.data.records import (
     Record,
     Turn,
 )
-from composer_tokacc.planning import check_choice
 from composer_tokacc.refusals import InvalidInputError
 
 if TYPE_CHECKING:

@@ -38,6 +38,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 import torch
 
+from composer_tokacc.arguments import check_kind
 from composer_tokacc.batch import IGNORE_INDEX, MODALITIES, Batch, BatchDict, Reach, labels_of, sample_name
 from composer_tokacc.checks.cut_rules import CutRules, padded_candidates
 from composer_tokacc.checks.step import Step
@@ -62,7 +63,7 @@ from composer_tokacc.layout import BatchLayout, PreSplitBatch, RowFacts, describ
 from composer_tokacc.layout.facts import COLLATED_BY_LOADER, check_first_labels
 from composer_tokacc.layout.found import Reading
 from composer_tokacc.layout.layout import inferred_layout, layout_of_model
-from composer_tokacc.planning import CutOptions, check_kind, cut_rows, pack_lengths, padded_widths, token_budget
+from composer_tokacc.planning import CutOptions, cut_rows, pack_lengths, padded_widths, token_budget
 from composer_tokacc.refusals import InvalidInputError, NotExactError
 from composer_tokacc.row_counts import row_counts_of, without_row_counts
 

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 from torch.nn import Module
 from torch.utils.data import DataLoader
 
+from composer_tokacc.arguments import check_kind
 from composer_tokacc.counting import check_rule
 from composer_tokacc.data_spec.split import MicrobatchSplit, register_split
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.layout.layout import layout_of_model
-from composer_tokacc.planning import CostModel, CutOptions, check_kind
+from composer_tokacc.planning import CostModel, CutOptions
 
 if TYPE_CHECKING:
     from composer.core import DataSpec

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from composer_tokacc.arguments import check_choice, check_count, check_kind
 from composer_tokacc.batch import (
     COUNT_KEYS,
     IGNORE_INDEX,
@@ -60,7 +61,6 @@ from composer_tokacc.layout.tensors import (
     select_rows,
     text_columns,
 )
-from composer_tokacc.planning import check_choice, check_count, check_kind
 from composer_tokacc.refusals import InvalidInputError
 
 SCALED_ROTARY_TYPES = ('dynamic', 'longrope')

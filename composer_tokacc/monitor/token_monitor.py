@@ -19,6 +19,7 @@ from composer.loggers import Logger, ProgressBarLogger
 from composer.utils import dist
 from torch.distributed.tensor import DTensor
 
+from composer_tokacc.arguments import check_choice
 from composer_tokacc.batch import labels_of
 from composer_tokacc.checks.logits import logits_of
 from composer_tokacc.collectives import all_gather_object
@@ -34,7 +35,6 @@ from composer_tokacc.monitor.step_counts import (
     num_positions,
     rows_by_width,
 )
-from composer_tokacc.planning import check_choice
 from composer_tokacc.refusals import InvalidInputError
 from composer_tokacc.row_counts import RowCounts
 

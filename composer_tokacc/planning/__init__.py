@@ -5,6 +5,7 @@
 
 from typing import TYPE_CHECKING
 
+from composer_tokacc.arguments import check_choice, check_count, check_kind, check_state
 from composer_tokacc.lazy import on_first_use
 from composer_tokacc.planning.cuts import cut_rows, pack_lengths
 from composer_tokacc.planning.options import (
@@ -12,10 +13,6 @@ from composer_tokacc.planning.options import (
     CostModel,
     CutOptions,
     Table,
-    check_choice,
-    check_count,
-    check_kind,
-    check_state,
     mean_samples,
     token_budget,
 )

@@ -1,17 +1,18 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Options of a cut into microbatches, the cost model of a microbatch, and checks of arguments."""
+"""Options of a cut into microbatches, and the cost model of a microbatch."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
+from composer_tokacc.arguments import check_choice, check_count, check_kind
 from composer_tokacc.refusals import InvalidInputError
 
 Table = Sequence[float] | np.ndarray
@@ -119,53 +120,6 @@ def token_budget(microbatch_size: float, slot_tokens: int) -> int:
 def mean_samples(lengths: np.ndarray, tokens: int) -> int:
     """Returns the number of samples of mean length that have ``tokens`` tokens together, rounded up."""
     return -(-len(lengths) * tokens // int(lengths.sum()))  # tokens / mean length, in exact integers
-
-
-def check_count(name: str, value: Any) -> None:
-    """Raises ValueError unless an argument is a positive integer that fits into int64."""
-    if not _is_integer(value) or not 1 <= value < 2**63:
-        raise InvalidInputError(f'`{name}` must be a positive integer, got: {value!r}.')
-
-
-def _is_integer(value: Any) -> bool:
-    """Returns whether a value is an integer of Python or numpy. True and False do not count."""
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-
-
-def check_kind(
-    name: str,
-    value: Any,
-    kind: type,
-) -> None:
-    """Raises ValueError unless an argument is an instance of ``kind``."""
-    if not isinstance(value, kind):
-        raise InvalidInputError(f'`{name}` must be a {kind.__name__}, got: {" ".join(repr(value).split())[:80]}.')
-
-
-def check_choice(
-    name: str,
-    value: Any,
-    choices: Sequence[Any],
-) -> None:
-    """Raises ValueError unless an argument is one of the choices."""
-    types = [type(choice) for choice in choices]
-    # The type is compared, too, because 1 == True.
-    if type(value) not in types or value not in choices:
-        *first_choices, last_choice = [repr(choice) for choice in choices]
-        raise InvalidInputError(f'`{name}` must be {", ".join(first_choices)} or {last_choice}, got: {value!r}.')
-
-
-def check_state(state: Any, keys: set[str], *, counts: Sequence[str] = ()) -> None:
-    """Raises ValueError unless a state to load has all ``keys``, with integers of at least 0 under ``counts``."""
-    is_good = isinstance(state, Mapping) and keys <= state.keys()
-    for name in counts:
-        is_good = is_good and _is_integer(state[name]) and state[name] >= 0
-    if not is_good:
-        integers = f', with integers from 0 under {" and ".join(counts)}' if counts else ''
-        raise InvalidInputError(
-            f'`state` must have the keys {sorted(keys)}{integers}, got: {state!r:.200}. Load what `state_dict` of the '
-            'same class returned.'
-        )
 
 
 @dataclass(frozen=True, kw_only=True)

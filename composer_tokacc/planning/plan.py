@@ -20,9 +20,10 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from composer_tokacc.arguments import check_count
 from composer_tokacc.planning.assignment import assign_longest_first, assign_slots, best_slot_order, rebalance
 from composer_tokacc.planning.cuts import equal_cost_cut, least_padded_cuts, microbatch_costs, split_largest
-from composer_tokacc.planning.options import CostModel, CutOptions, Table, check_count
+from composer_tokacc.planning.options import CostModel, CutOptions, Table
 from composer_tokacc.planning.rows import OrderedRows, Rows
 
 # These two constants were chosen on plans of 2 to 1,024 samples of lognormal and uniform length, with and without

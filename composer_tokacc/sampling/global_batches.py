@@ -18,8 +18,9 @@ from typing import Any
 
 import numpy as np
 
+from composer_tokacc.arguments import check_count
 from composer_tokacc.plan_agreement import extended_checksum
-from composer_tokacc.planning import check_count, mean_samples
+from composer_tokacc.planning import mean_samples
 from composer_tokacc.refusals import InvalidInputError
 from composer_tokacc.sampling.mixture import Mixture, merged_evenly, mixed_orders, permutation
 

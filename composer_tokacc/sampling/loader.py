@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
+from composer_tokacc.arguments import check_kind
 from composer_tokacc.compat import keep_from_accelerate, separate_iterator
 from composer_tokacc.layout import PreSplitBatch
 from composer_tokacc.plan_agreement import PlanRecord
-from composer_tokacc.planning import check_kind
 from composer_tokacc.refusals import InvalidInputError
 from composer_tokacc.repeated_samples import check_order
 from composer_tokacc.sampling.rank_assignment import ENDED_BY_AN_ERROR, RankAssignment, collate

@@ -19,21 +19,10 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 from torch.utils.data import Dataset, DistributedSampler
 
+from composer_tokacc.arguments import check_choice, check_count, check_kind, check_state
 from composer_tokacc.collectives import get_global_rank, get_world_size
 from composer_tokacc.plan_agreement import Facts, PlanRecord, checksum_of, extended_checksum, table_summary
-from composer_tokacc.planning import (
-    CAPPED_SIZES,
-    CostModel,
-    CutOptions,
-    MicrobatchPlan,
-    Rows,
-    Table,
-    check_choice,
-    check_count,
-    check_kind,
-    check_state,
-    checked_table,
-)
+from composer_tokacc.planning import CAPPED_SIZES, CostModel, CutOptions, MicrobatchPlan, Rows, Table, checked_table
 from composer_tokacc.planning.plan import plan_checked_rows
 from composer_tokacc.refusals import InvalidInputError
 from composer_tokacc.sampling.global_batches import GlobalBatches, Stages, check_cap, check_global_batch

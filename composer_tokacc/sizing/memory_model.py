@@ -22,10 +22,10 @@ from pydantic import TypeAdapter
 from scipy.optimize import nnls
 from torch import nn
 
+from composer_tokacc.arguments import check_count
 from composer_tokacc.cache import fingerprint, keep, load_kept, whole_file
 from composer_tokacc.compat import storage_key
 from composer_tokacc.model_structure import transformer_blocks
-from composer_tokacc.planning import check_count
 from composer_tokacc.sizing.shapes import BatchShape
 
 GIB = 1 << 30

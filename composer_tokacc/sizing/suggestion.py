@@ -25,8 +25,9 @@ from typing import TYPE_CHECKING, Literal, cast
 
 import numpy as np
 
+from composer_tokacc.arguments import check_count, check_kind
 from composer_tokacc.labelled import DENSE
-from composer_tokacc.planning import CostModel, CutOptions, check_count, check_kind, lower_bound, token_budget
+from composer_tokacc.planning import CostModel, CutOptions, lower_bound, token_budget
 from composer_tokacc.refusals import InvalidInputError
 from composer_tokacc.sampling.global_batches import check_global_batch
 from composer_tokacc.sizing.memory_model import GIB, MemoryModel

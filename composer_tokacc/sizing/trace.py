@@ -25,6 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.hooks import RemovableHandle
 from transformers import PretrainedConfig
 
+from composer_tokacc.arguments import check_choice
 from composer_tokacc.batch import Batch
 from composer_tokacc.compat import (
     DataDependentOutputException,
@@ -36,7 +37,6 @@ from composer_tokacc.counting import loss_mask
 from composer_tokacc.labelled import LabelSelector, input_embedding, output_embedding
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.model_structure import forward_parameters, transformers_model
-from composer_tokacc.planning import check_choice
 from composer_tokacc.refusals import InvalidInputError
 from composer_tokacc.sizing.memory_model import (
     ActivationFit,
