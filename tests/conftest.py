@@ -25,6 +25,9 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+# Torch reads it when it is imported. By default its compiler starts two processes, which no test needs.
+os.environ.setdefault('TORCHINDUCTOR_COMPILE_THREADS', '1')
+
 settings.register_profile('steady', derandomize=True)
 settings.register_profile('random', derandomize=False)
 settings.load_profile(os.environ.get('HYPOTHESIS_PROFILE', 'steady'))

@@ -82,6 +82,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         'vision_config': 'Gemma4VisionConfig',
         'audio_config': 'Gemma4AudioConfig',
         'audio_config.subsampling_conv_channels': [128, 4],
+        'text_config.global_head_dim': 16,  # of layers with full attention; 512 by default
+        'vision_config.pooling_kernel_size': 2,
     },
     'gemma4_unified': {
         'vision_config': 'Gemma4UnifiedVisionConfig',
@@ -290,6 +292,8 @@ _SQUARE = {'height': 64, 'width': 64}
 _ONE_IN_A_ROW = [[0], [1], [2]]
 _FULL_SOUND = {'padding': 'max_length'}
 _GEMMA_PATCHES = {'image': {'max_soft_tokens': 70}, 'video': {'max_soft_tokens': 70}}
+# As few patches as its pooling allows.
+_GEMMA4_PATCHES = {name: {**sizes, 'pooling_kernel_size': 2} for name, sizes in _GEMMA_PATCHES.items()}
 _FRAMES_AS_IMAGES = RowSettings(frames_as_images=True)
 _NESTED = RowSettings(nested=True)
 _CLIP = RowSettings(image={'name': 'CLIPImageProcessor'})
@@ -308,7 +312,7 @@ ROWS: dict[str, RowSettings] = {
     'florence2': RowSettings(image={'size': _SQUARE, 'crop_size': _SQUARE}),
     'fun_asr_nano': RowSettings(sound_size=112),  # seven stacked frames of 16 bins
     'gemma3n': _CLIP,
-    'gemma4': RowSettings(**_GEMMA_PATCHES),
+    'gemma4': RowSettings(**_GEMMA4_PATCHES),
     'gemma4_unified': RowSettings(**_GEMMA_PATCHES),
     'git': RowSettings(one_each='text'),
     'glm46v': _FRAMES_AS_IMAGES,

@@ -13,8 +13,7 @@ import psutil
 import pytest
 import yaml
 
-from benchmarks.machine import COMPOSER
-from tests.support.launch import ROOT, environment
+from tests.support.launch import FORKING_LAUNCHER, ROOT, environment
 from tests.support.loaded import kill_loaded, start_loaded
 from tests.support.programs import DIGITS, TINY_DIGITS, UNCHECKED
 
@@ -39,7 +38,7 @@ def screen(folder: Path, ending: str, *overrides: str, **arguments: Any) -> tupl
     pipe = folder / 'screen'
     os.mkfifo(pipe)
     process = start_loaded(
-        [COMPOSER, '-n', '2', '-m', 'composer_tokacc.train', str(path), *settings],
+        [*FORKING_LAUNCHER, '-n', '2', '-m', 'composer_tokacc.train', str(path), *settings],
         folder=ROOT,
         environment=environment(),
         stdout=pipe,

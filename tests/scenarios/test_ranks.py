@@ -86,8 +86,9 @@ def test_fsdp2_reduces_in_half_precision():
 
 
 @pytest.mark.slow
-def test_fsdp2_with_replicas():
-    errors = launch_json('tests/ranks/fsdp_options.py', ranks=4)
+@pytest.mark.parametrize('ranks', [4])  # tests/conftest.py sorts by this parameter
+def test_fsdp2_with_replicas(ranks):
+    errors = launch_json('tests/ranks/fsdp_options.py', ranks=ranks)
     assert errors['replicas'] < TOLERANCE
 
 

@@ -64,7 +64,7 @@ def _qwen() -> Any:
 def _gemma() -> Any:
     special_tokens = {f'{name}_token': f'<|{name}|>' for name in ('image', 'boi', 'eoi', 'audio', 'boa', 'eoa')}
     tokenizer = word_tokenizer('<|video|>', *QWEN3_WORDS, ':', *ROLES, **special_tokens)
-    sizes = dict(patch_size=PATCH, max_soft_tokens=70, **MEAN_STD)
+    sizes = dict(patch_size=PATCH, max_soft_tokens=70, pooling_kernel_size=2, **MEAN_STD)
     return transformers.Gemma4Processor(
         transformers.Gemma4AudioFeatureExtractor(),
         transformers.Gemma4ImageProcessor(**sizes),

@@ -13,6 +13,7 @@ from composer.loggers import Logger
 from composer.utils import dist
 
 from composer_tokacc.data import BadSampleError
+from composer_tokacc.programs import runner
 
 
 class OnRank(Callback):
@@ -38,7 +39,11 @@ class KillRank(OnRank):
 
 
 class StopRank(OnRank):
-    """Stops the rank: it neither goes on nor ends."""
+    """Stops the rank: it neither goes on nor ends. So the other ranks need not wait for the launcher to end them."""
+
+    def __init__(self, *, rank: int, batch: int) -> None:
+        super().__init__(rank=rank, batch=batch)
+        runner.SECONDS_FOR_LAUNCHER = 0.0
 
     def act(self) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)

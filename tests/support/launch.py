@@ -20,6 +20,7 @@ from benchmarks.machine import COMPOSER, environment_of_no_rank
 from tests.support.loaded import kill_loaded, run_loaded, start_loaded
 
 ROOT = Path(__file__).resolve().parents[2]
+FORKING_LAUNCHER = ['-m', 'tests.support.forking_launcher']
 MOST_WAITING_RANKS = 4
 """Most ranks that a worker of pytest keeps waiting. A rank needs up to 1.8 GiB."""
 
@@ -48,9 +49,12 @@ def free_port() -> int:
 
 
 def command(folder: str, arguments: Sequence[str], ranks: int) -> list[str]:
-    """Returns ``composer -n RANKS arguments``. All ranks but the first write to files in the folder."""
+    """Returns ``composer -n RANKS arguments``, with ranks that are forked from the launcher.
+
+    All ranks but the first write to files in the folder.
+    """
     files = ['--stdout', f'{folder}/rank{{rank}}.out', '--stderr', f'{folder}/rank{{rank}}.err']
-    return [COMPOSER, '-n', str(ranks), *files, *arguments]
+    return [*FORKING_LAUNCHER, '-n', str(ranks), *files, *arguments]
 
 
 def launch(arguments: Sequence[str], *, ranks: int, timeout: float = 540) -> subprocess.CompletedProcess:
@@ -72,6 +76,8 @@ def launch(arguments: Sequence[str], *, ranks: int, timeout: float = 540) -> sub
 
 def launch_nodes(arguments: Sequence[str], *, nodes: int, ranks: int, timeout: float = 540) -> list[str]:
     """Runs a launcher for each node, all on this machine, each with this number of ranks.
+
+    These ranks are new processes of Python, as those of a user are.
 
     Returns:
         The output of each node. All of them must succeed.

@@ -75,22 +75,37 @@ def kill_loaded(process: Any) -> None:
 def _run(arguments: list[str], folder: str, environment: dict[str, str], files: tuple[str, str]) -> None:
     """Does in the forked process what Python does when it starts."""
     os.setsid()
-    for descriptor, path in zip((1, 2), files, strict=True):
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(file, descriptor)
-        os.close(file)
-    sys.stdout.reconfigure(line_buffering=True)
+    outputs = [os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND) for path in files]
+    redirect_outputs(*outputs)
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
     paths = [path for path in environment.get('PYTHONPATH', '').split(os.pathsep) if path]
     sys.path[:0] = [folder, *paths]
+    run_python(arguments)
+
+
+def redirect_outputs(stdout: int, stderr: int) -> None:
+    """Makes this process write to these files, which are given by their descriptors.
+
+    Python's streams are opened again, because they keep whether one can seek in their first file. They stay open.
+    """
+    os.dup2(stdout, 1)
+    os.dup2(stderr, 2)
+    sys.stdout = open(1, 'w', buffering=1, closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, 'w', buffering=1, closefd=False, errors='backslashreplace')  # noqa: SIM115
+
+
+def run_python(arguments: list[str]) -> None:
+    """Does what ``python ARGUMENTS`` does, in this process. Replaces the first folder of ``sys.path``."""
     option, *others = arguments
     if option == '-m':
         sys.argv = others
+        sys.path[0] = os.getcwd()
         runpy.run_module(others[0], run_name='__main__', alter_sys=True)
     elif option == '-c':
         sys.argv = ['-c', *others[1:]]
+        sys.path[0] = os.getcwd()
         exec(compile(others[0], '<string>', 'exec'), {'__name__': '__main__'})
     else:
         sys.argv = arguments
