@@ -125,7 +125,7 @@ class Capacity:
         return self.memory.terms(self.worst_shape(tokens), num_ranks=self.num_ranks)
 
     def max_tokens(self) -> int:
-        """Returns the most positions with which the worst microbatch still fits; 0 if even one position does not."""
+        """Returns the largest number of positions that fit in the worst case; 0 if not even one position fits."""
         return _largest(lambda tokens: self.peak(tokens) <= self.limit)
 
     def fitting_image_tokens(self, tokens: int) -> int:
