@@ -35,10 +35,10 @@ OTHERS = 'others'
 class SourceSums(NamedTuple):
     """Sums of one source in a step."""
 
-    loss: float = 0.0  # of the cross-entropies of tokens, not weighted; NaN if the model gives no logits
-    tokens: float = 0.0  # number of tokens
-    weight: float = 0.0  # of the weights of tokens
-    positions: float = 0.0  # number of computed positions, padding included
+    loss: float = 0.0  # cross-entropies of its tokens, not weighted; NaN if the model gives no logits
+    tokens: float = 0.0  # number of its tokens
+    weight: float = 0.0  # weights of its tokens
+    positions: float = 0.0  # number of its computed positions, padding included
 
     def plus(self, other: SourceSums) -> SourceSums:
         """Returns these sums, each with the other one added."""
@@ -50,8 +50,8 @@ class SourceLedger:
 
     def __init__(self) -> None:
         self._names: dict[str | None, str] = {}
-        """Names in the log, by source: of the first ``MOST_SOURCES`` sources that any rank has seen. None stands for
-        all further sources. The names are the same on all ranks."""
+        """The name in the log of each of the first ``MOST_SOURCES`` sources that any rank has seen. If there are more,
+        the key None has the name of all others. The names are the same on all ranks."""
         self.begin_attempt()
 
     def begin_attempt(self) -> None:
@@ -101,9 +101,9 @@ class SourceLedger:
         return sums
 
     def add_up(self, sums_of_ranks: Iterable[Mapping[str, SourceSums]]) -> dict[str, SourceSums]:
-        """Returns the sums of each source over all ranks, by its name in the log.
+        """Returns the sums of each source over all ranks, by its name in the log. Gives new sources a name.
 
-        They are 0 if only earlier steps had rows of the source.
+        Sources of earlier steps are included. Their sums are 0 if this step has no rows of them.
 
         Args:
             sums_of_ranks: The result of :meth:`sums_of_rank` on each rank.
@@ -112,7 +112,8 @@ class SourceLedger:
         for rank_sums in sums_of_ranks:
             all_sums += rank_sums.items()
         totals = dict.fromkeys(self._names.values(), SourceSums())
-        # Sorted by source, so that names do not depend on the order of the rows. A resumed run has another order.
+        # Of two sources that would get the same name, the first gets it. They are sorted, because their order in the
+        # batch changes with the number of ranks.
         for source, sums in sorted(all_sums, key=itemgetter(0)):
             name = self._name_of(source)
             earlier = totals.get(name, SourceSums())
@@ -157,18 +158,18 @@ def _token_losses(batch: Batch, outputs: Any, num_tokens: int) -> torch.Tensor |
         return None
     rule = row_counts_of(batch)[0].rule
     labels = labels_of(batch)
-    positions = LabelledPositions.from_batch(batch, rule, num_tokens)
+    labelled = LabelledPositions.from_batch(batch, rule, num_tokens)
     if logits.shape[:2] == labels.shape:
-        # There are logits at all positions, and those of a token are at the position that predicts it. The last entry
-        # may be the added position, which predicts no token, see LabelledPositions.
-        places = positions.of_logits[:num_tokens]
-    elif logits.shape[:2] == positions.shape:
-        # There are logits only of tokens, in their order, and perhaps of the added position behind them.
-        places = torch.arange(num_tokens, device=logits.device)
+        # The model computed all logits. `of_logits` are the positions that predict tokens. It may end with an added
+        # position, which predicts none; see LabelledPositions.
+        positions = labelled.of_logits[:num_tokens]
+    elif logits.shape[:2] == labelled.shape:
+        # The model computed logits only for the tokens, in their order, and perhaps for the added position behind them.
+        positions = torch.arange(num_tokens, device=logits.device)
     else:
         return None
-    targets = labels.flatten()[positions.of_labels]
-    return token_losses_at(logits, places, targets)
+    targets = labels.flatten()[labelled.of_labels]
+    return token_losses_at(logits, positions, targets)
 
 
 def _loggable(source: str) -> str:

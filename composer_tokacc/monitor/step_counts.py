@@ -10,7 +10,6 @@ are counted here.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -24,7 +23,7 @@ from composer_tokacc.row_counts import RowCounts, count_rows, is_counted, row_co
 class StepCounts(NamedTuple):
     """Counts of one rank, or their sum over all ranks.
 
-    If the largest value of all ranks is logged (``loader_seconds``, ``peak_memory``), the sum is not used.
+    Of ``loader_seconds`` and ``peak_memory`` the largest value of all ranks is logged. Their sum is not used.
     """
 
     samples: float
@@ -66,12 +65,11 @@ def count_microbatch(batch: Batch, rule: str) -> MicrobatchCounts:
 
     If nobody has counted its loss tokens, they are counted by ``rule``, on the device.
     """
-    rows = row_counts_of(batch)
     dummy_positions = 0
-    for row, row_positions in _unpacked(batch, rows):
+    for row, row_positions in _unpacked(batch):
         if row.samples == 0:  # a dummy row or a repeated sample
             dummy_positions += row_positions
-    counts = summed(rows)
+    counts = summed(row_counts_of(batch))
     loss_tokens: int | torch.Tensor = counts.loss_tokens
     if not is_counted(batch):
         loss_tokens = loss_mask(batch, rule).sum()
@@ -105,7 +103,7 @@ def rows_with_positions(batch: Batch) -> list[tuple[RowCounts, int]]:
     """
     if not is_counted(batch):
         return []
-    counts = _unpacked(batch, row_counts_of(batch))
+    counts = _unpacked(batch)
     has_source = any(row.source is not None for row, _ in counts)
     return counts if has_source else []
 
@@ -115,23 +113,20 @@ def rows_by_width(batch: Batch) -> Counter[int]:
 
     A packed row is replaced by its documents, because each document attends only to itself.
     """
-    return Counter(width for _, width in _unpacked(batch, row_counts_of(batch)))
+    return Counter(width for _, width in _unpacked(batch))
 
 
-def _unpacked(
-    batch: Batch,
-    rows: Sequence[RowCounts],
-) -> list[tuple[RowCounts, int]]:
+def _unpacked(batch: Batch) -> list[tuple[RowCounts, int]]:
     """Returns the counts of each row, with its number of positions. A packed row is replaced by its documents."""
     width = text_of(batch).shape[1]
     counts = []
-    for row in rows:
+    for row in row_counts_of(batch):
         if not row.documents:
             counts.append((row, width))
             continue
-        # A packed row has no padding, except that a document may end with one labelled pad. So the real tokens of a
-        # sample stand for its positions. All other positions count for the dummy rows among the documents. Their counts
-        # have no real tokens, so each gets an equal part.
+        # A packed row has no padding, except that a document may end with one labelled pad. So a sample has about as
+        # many positions as real tokens. The counts of dummy rows have no real tokens. These rows share the other
+        # positions equally.
         num_dummies = sum(document.samples == 0 for document in row.documents)
         positions_of_dummy = (width - row.real_tokens) // max(num_dummies, 1)
         for document in row.documents:

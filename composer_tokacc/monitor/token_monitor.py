@@ -39,7 +39,7 @@ from composer_tokacc.refusals import InvalidInputError
 from composer_tokacc.row_counts import RowCounts
 
 NUM_TIMED_STEPS = 200
-"""Number of last steps whose seconds are kept. Two of them are above the 99th percentile."""
+"""Number of last steps whose seconds are kept: enough that two of them are above the 99th percentile."""
 PROGRESS_BAR = {
     'tokens_per_second': ('tok/s', '{:,.0f}'),
     'padding_ratio': ('padding', '{:.0%}'),
@@ -139,7 +139,7 @@ class TokenMonitor(Callback):
         self._norm = GradientNorm()
         self._seconds: deque[float] = deque(maxlen=NUM_TIMED_STEPS)
         self._weighting_distance: float | None = None  # of this rank in the previous step
-        # Counts of the present step. The batch is counted when it starts.
+        # Of the present step: the wait for its data, and counts of the device batch.
         self._wait_began = 0.0
         self._loader_seconds = 0.0
         self._device_batch: RowCounts
@@ -183,7 +183,7 @@ class TokenMonitor(Callback):
         self._ledger.begin_attempt()
 
     def before_backward(self, state: State, logger: Logger) -> None:
-        """Counts a microbatch. If it carries no counts, its loss tokens are counted on the device."""
+        """Counts a microbatch and its operations, and notes its rows by source. Does not wait for the device."""
         counts = count_microbatch(state.batch, self.loss_tokens)
         self._microbatches.append(counts)
         if self.flops is not None:
@@ -200,7 +200,7 @@ class TokenMonitor(Callback):
             self._ledger.note(state.batch, state.outputs, has_logits=has_logits)
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        """Gathers the counts of all ranks, and logs the metrics of the step."""
+        """Gathers the counts of all ranks, logs the metrics of the step, and shows a few in the progress bar."""
         reports = all_gather_object((self._step_counts(), self._ledger.sums_of_rank()))
         counts_by_rank = [counts for counts, _ in reports]
         sources = self._ledger.add_up(rank_sums for _, rank_sums in reports)
@@ -208,7 +208,7 @@ class TokenMonitor(Callback):
         total = StepCounts(*map(sum, values_of_fields))
         metrics = _token_metrics(total)
         metrics |= _rank_metrics(counts_by_rank)
-        if not math.isnan(total.gradient_square):  # after an overflow it is NaN, or infinite, which is logged
+        if not math.isnan(total.gradient_square):  # an infinite one, after an overflow, is logged
             metrics['gradient_norm'] = math.sqrt(total.gradient_square)
         assert state.timestamp.batch_wct is not None, 'Composer sets the wall-clock time of the step before BATCH_END'
         seconds = state.timestamp.batch_wct.total_seconds()
@@ -216,8 +216,8 @@ class TokenMonitor(Callback):
             self._seconds.append(seconds)
             metrics |= _speed_metrics(total, seconds)
             metrics |= self._time_metrics(state)
-        # The distance of a step needs the sums over the ranks, which are known only now. To gather the distances, too,
-        # they travel with the counts of the next step.
+        # The distance of a step needs the sums over the ranks, so it is known only after the exchange. It is sent with
+        # the counts of the next step.
         if self._weighting_distance is not None:
             metrics['sample_weighting_error'] = total.weighting_distance
         self._weighting_distance = _distance_of_weights(self._microbatches, total)
@@ -277,7 +277,7 @@ def _steps_of_run(state: State) -> float | None:
     """Returns how many steps the run has in all, finished ones included; None if that is not known."""
     duration = state.max_duration
     if duration is not None and duration.unit == TimeUnit.EPOCH:
-        # Composer's elapsed duration, which is used below, counts only whole epochs.
+        # Composer's elapsed duration, which is used below, would change only at the end of an epoch.
         if state.dataloader_len is None:
             return None
         return duration.value * state.dataloader_len.value
@@ -413,7 +413,7 @@ class GradientNorm(Algorithm):
         """Returns this rank's share of the squared norm. Waits for the device.
 
         The shares of all ranks add up to the squared norm. If several ranks hold the same part of the gradient, each
-        takes an equal share of that part. The share is 0 on a rank that FSDP1 gives only frozen parameters.
+        takes an equal share of that part. With FSDP1 a rank may hold only frozen parameters. Its share is then 0.
         """
         square = 0.0
         for num_copies, norm in self._norms.items():

@@ -57,7 +57,7 @@ class StaticBytes:
         buffers: Buffers.
         gradients: Gradients of the parameters that are trained.
         optimizer: States of the optimizer.
-        optimizer_step: Temporary tensors of the optimizer's step. Activations are free by then.
+        optimizer_step: Temporary tensors of the optimizer's step.
         block: Number of weights in the largest transformer block. FSDP gathers blocks one after the other.
         outside: Number of weights outside of all blocks (embeddings, head). FSDP gathers them and keeps them until
             the end of the backward pass.
@@ -122,7 +122,7 @@ class StaticBytes:
         if strategy == 'fsdp':
             # Two blocks are gathered: one runs, the next is fetched.
             gathered_weights = self.outside + 2 * self.block
-            # Gradients are whole until FSDP reduces them. For this it copies the gradients of a block in float32.
+            # Gradients are whole until FSDP reduces them. It reduces a float32 copy of the gradients of one block.
             whole_gradients = self.trained_outside + self.trained_block
             float32_bytes = 4 * self.trained_block
             gathered_bytes = (gathered_weights + whole_gradients) * self.compute_bytes + float32_bytes
@@ -133,7 +133,7 @@ class StaticBytes:
         return terms
 
     def optimizer_peak(self, strategy: str, num_ranks: int) -> float:
-        """Returns bytes in the optimizer's step. Activations and gathered weights are free by then."""
+        """Returns bytes in the optimizer's step, without held logits. Weights gathered by FSDP are free by then."""
         terms = self.terms(strategy, num_ranks)
         terms.pop('gathered by FSDP', None)
         num_shards = num_ranks if strategy == 'fsdp' else 1
@@ -168,7 +168,7 @@ def bytes_of_states(optimizer: torch.optim.Optimizer) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationFit:
-    """Bytes of the activations of each part, as a sum of coefficients times sizes of the microbatch.
+    """Predicts activations in one phase of a step: the bytes of a part are a sum of coefficients times sizes.
 
     Args:
         coefficients: Bytes for one unit of a size, by part and then by the name of the size, as in ``_FEATURES_OF``.
@@ -216,11 +216,11 @@ def fit_activations(
         shapes: Shape of each microbatch.
         measured: Bytes by part of each microbatch, in this phase.
         area: See :class:`ActivationFit`.
-        peaks: Bytes of each microbatch in its highest phase, float64 (microbatches,). The residual is relative to
-            them, because only the highest phase of a microbatch counts.
+        peaks: :func:`activation_bytes` of each microbatch in its highest phase, float64 (microbatches,). The residual
+            is relative to them, because only the highest phase counts.
     """
     totals = activation_bytes(measured)
-    predicted = np.zeros(len(shapes))  # like `totals`, without copies of weights
+    predicted = np.zeros(len(shapes))  # of the same parts as `totals`
     coefficients: dict[str, dict[str, float]] = {}
     for part in measured[0]:
         num_bytes = np.array([parts[part] for parts in measured], dtype=np.float64)
@@ -311,11 +311,10 @@ class MemoryModel:
         """Returns bytes at the peak of a step with microbatches of this shape, the optimizer's step included."""
         at_microbatch = sum(self.terms(shape, num_ranks=num_ranks).values())
         at_optimizer = self.static.optimizer_peak(self.strategy, num_ranks)
-        if 'forward' in self.phases:  # always, if the model was traced
-            # The Trainer holds the logits of a microbatch until the next microbatch has its own. This has two effects.
-            # In the optimizer's step the logits of the last microbatch are still in memory. And in the phase `forward`,
-            # which ends before there are new logits, the only ones are those of the microbatch before. So the fit of
-            # this phase predicts their bytes.
+        if 'forward' in self.phases:  # as in every traced model
+            # The Trainer holds the logits of a microbatch until the next one has its own. So the last logits are still
+            # in memory in the optimizer's step. The phase `forward` ends before a microbatch has its own logits. The
+            # logits in this phase are therefore held ones, and its fit predicts their bytes.
             at_optimizer += self.phases['forward'].predict(shape)['logits']
         return max(at_microbatch, at_optimizer)
 
@@ -356,7 +355,7 @@ def load_or_calibrate(
         folder: Folder of the calibrations. If it cannot be written, nothing is stored.
         key: All that the calibration depends on: model, dtype, precision, attention, checkpointing, frozen parts,
             optimizer, device. The versions of torch, transformers and calibrations are added.
-        calibrate: Makes a new one. Its argument is the key with these versions.
+        calibrate: Makes a new one. It may ignore its argument, the key with these versions.
     """
     versions = {'torch': torch.__version__, 'transformers': transformers.__version__, 'version': CALIBRATION_VERSION}
     complete_key = {**key, **versions}

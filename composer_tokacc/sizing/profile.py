@@ -39,13 +39,13 @@ class SampleSizes:
     def from_lengths(
         cls, lengths: LengthTable | Sequence[int] | np.ndarray, sample_ids: Sequence[str] | None = None
     ) -> SampleSizes:
-        """Returns the sizes of a length table, or of plain lengths."""
+        """Returns the sizes of a length table, or of plain lengths. Raises ValueError if a length is below 1."""
         if hasattr(lengths, '__array__'):  # a tensor, or a column of a table
             lengths = np.asarray(lengths)
         if isinstance(lengths, Sequence | np.ndarray):
             tokens = checked_table('lengths', lengths, least=1, sample_ids=sample_ids)
             return cls(tokens=tokens, image_tokens=np.zeros_like(tokens), sample_ids=sample_ids)
-        # A column of zeros was not counted.
+        # A column that has only zeros was not counted, so it is unknown.
         loss_tokens = None
         if lengths.loss_tokens.any():
             loss_tokens = lengths.loss_tokens.astype(np.int64)

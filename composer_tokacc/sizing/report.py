@@ -31,7 +31,7 @@ class SizeRow:
     figures: dict[str, StepFigures]
     """Figures of a step by method: ``stock``, ``split``, ``planned``."""
     peak_gib: float
-    """Highest memory of a rank in a step, by the split or by planned batches."""
+    """Highest memory of a rank in a step, whether batches are planned or only split."""
     fits: bool
     """Whether the peak is within the limit."""
 
@@ -177,7 +177,7 @@ class SizingReport:
         warning = warning_of_residual(self.memory_residual)
         if warning is not None:
             warnings.append(warning)
-        # Samples that are too large are over a cap, too. Only they are named if there are any.
+        # Samples that are too large are over a cap, too. If there are any, the other samples over a cap are not named.
         if self.too_large:
             warnings.append(warning_of_too_large(self.too_large))
         elif self.oversize:
@@ -208,7 +208,7 @@ class SizingReport:
         }
 
     def save(self, path: str | Path) -> None:
-        """Writes the report as JSON."""
+        """Writes the report as JSON. Makes the folder if it is missing."""
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps(self.as_dict(), indent=2, default=np.generic.item)
         Path(path).write_text(f'{text}\n')
@@ -234,7 +234,7 @@ def _changed_terms(cost: CostModel) -> dict[str, float]:
     defaults = asdict(CostModel())
     changed = {}
     for name, value in asdict(cost).items():
-        # The run compares costs in units, so it needs no seconds.
+        # The run only compares costs, so it needs no seconds.
         if name != 'seconds_per_token' and value != defaults[name]:
             changed[name] = value
     return changed
@@ -341,7 +341,7 @@ def _table(
 
 
 def draw_report(path: str | Path, report: SizingReport) -> None:
-    """Draws padding and memory by microbatch size.
+    """Saves a picture of padding and memory by microbatch size. Makes the folder if it is missing.
 
     Raises:
         ImportError: matplotlib is not installed.

@@ -28,8 +28,8 @@ class BatchShape:
     image_tokens: int = 0
     """Placeholders of images, videos and audios, in all rows."""
     image_area: float = 0.0
-    """Sum of squared image tokens over the images, and over the frames of videos. Eager attention in the vision encoder
-    holds that many entries."""
+    """The squared number of image tokens of an image or video frame, summed over all of them. Eager attention in the
+    vision encoder holds that many entries."""
     pixel_bytes: int = 0
     """Bytes of pixels and audio features, as the processor returns them."""
     is_padded: bool = True
@@ -85,7 +85,7 @@ def _image_area(
     layout: BatchLayout,
     image_tokens: int,
 ) -> float:
-    """Returns :attr:`BatchShape.image_area`, exactly if the batch says how large each image is."""
+    """Returns :attr:`BatchShape.image_area`. Exact if the batch has the grid of each image, as for Qwen-VL."""
     grids = [batch[key] for key in ('image_grid_thw', 'video_grid_thw') if key in batch]
     if not grids:
         # All images count as equally large: n * (tokens / n)^2.
@@ -103,8 +103,8 @@ def _image_area(
 def logit_positions(num_labels: int, num_positions: int) -> int:
     """Returns the number of positions of a microbatch with logits, if the run computes them only at labels.
 
-    It is the number of labels plus one, because a model that shifts labels drops the last position. If nearly all
-    positions have a label, the run computes all logits.
+    For a model that shifts labels, :class:`.LabelledPositions` adds a position. It is counted for all models. If nearly
+    all positions have a label, the run computes all logits.
     """
     if is_worth_selecting(num_labels, num_positions):
         return num_labels + 1
@@ -141,7 +141,7 @@ def probe_batches(
     samples: Sequence[Batch],
     width: int,
 ) -> list[Batch]:
-    """Returns batches to which a model of memory or operations can be fitted.
+    """Returns batches to which a model of memory or operations can be fitted. Raises ValueError without samples.
 
     Each batch repeats one real sample, and is widened with padding. There are four batches for text, and five or six
     for images. The first batch is small, and has an image if any sample has one.
@@ -162,8 +162,8 @@ def probe_batches(
         else:
             without_images.append(sample)
     # Sample, number of rows, and width of each batch. These three vary independently. Otherwise tokens, rows x width^2
-    # and image tokens would grow in proportion, and a fit could not tell them apart. `widest` is large enough that the
-    # shortest sample fits into the narrowest batch, and that padding follows the longest sample.
+    # and image tokens would grow in proportion, and a fit could not tell them apart. At the width `widest` every sample
+    # has padding, and the shortest sample fits into the narrowest batch.
     if with_images:
         shortest, longest = with_images[0], with_images[-1]
         widest = max(width, 2 * _length(shortest), _length(longest) + 1)
@@ -187,7 +187,7 @@ def probe_batches(
         ]
     batches = []
     for sample, num_rows, batch_width in probes:
-        # A sample may be longer than three quarters of the width.
+        # A sample may be longer than its part of `widest`.
         batch_width = max(batch_width, _length(sample))
         batch = batch_of_width(layout, [sample] * num_rows, batch_width)
         batches.append(batch)

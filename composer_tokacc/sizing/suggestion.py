@@ -68,7 +68,7 @@ class Capacity:
     """Widths are rounded up to a multiple of this."""
 
     def worst_shape(self, tokens: int, image_tokens: int | None = None) -> BatchShape:
-        """Returns the shape that takes most memory among all microbatches with this many positions.
+        """Returns a shape that takes at least as much memory as any microbatch with this many positions.
 
         All rows are as wide as the longest sample, rounded up, because attention holds ``rows x width^2`` entries. The
         shares of image tokens and of labels are the largest that any sample has.
@@ -110,9 +110,9 @@ class Capacity:
         if share < DENSE:
             most = math.ceil(tokens * share)
         if self.max_loss_tokens is not None:
-            # A microbatch has L labels, at most `max_loss_tokens`. It computes logits at L + 1 positions, or at all.
-            # All are only computed if L is at least DENSE times their number, so they are at most L / DENSE. Neither
-            # number is above L / DENSE + 1.
+            # A microbatch has L <= `max_loss_tokens` labels. If L < DENSE * positions, it computes logits at L + 1
+            # positions. Otherwise it computes all, and there are at most L / DENSE positions. Both are at most
+            # L / DENSE + 1.
             most = min(most, math.ceil(self.max_loss_tokens / DENSE) + 1)
         return most
 
@@ -126,11 +126,11 @@ class Capacity:
         return self.memory.terms(self.worst_shape(tokens), num_ranks=self.num_ranks)
 
     def max_tokens(self) -> int:
-        """Returns the most positions at which the worst microbatch still fits; 0 if not even one fits."""
+        """Returns the largest number of positions that fit in the worst case; 0 if not even one position fits."""
         return _largest(lambda tokens: self.peak(tokens) <= self.limit)
 
     def fitting_image_tokens(self, tokens: int) -> int:
-        """Returns the most image tokens at which a microbatch with this many positions still fits."""
+        """Returns the most image tokens that fit into a microbatch of this many positions. Ignores their cap."""
         largest = _largest(lambda image_tokens: self.peak(tokens, image_tokens) <= self.limit)
         return min(largest, tokens)
 
@@ -284,7 +284,7 @@ def _largest_size(
     options: CutOptions,
     rows_per_rank: int,
 ) -> tuple[int, int]:
-    """Returns the largest safe microbatch size, and the width of a slot."""
+    """Returns the largest safe microbatch size, and the width of a slot. Raises ValueError if no sample fits."""
     fitting_tokens = capacity.max_tokens()
     if fitting_tokens < int(capacity.table.tokens.min()):
         raise InvalidInputError(capacity.why_nothing_fits())
@@ -303,8 +303,8 @@ def _compared_sizes(size: int, rows_per_rank: int) -> list[int]:
 
     A larger size than the rows of a rank makes no difference, so it is left out.
     """
-    largest = min(2 * size, rows_per_rank)
-    powers = [1 << exponent for exponent in range(int(largest).bit_length())]
+    largest = int(min(2 * size, rows_per_rank))  # an integer of numpy has no bit_length()
+    powers = [1 << exponent for exponent in range(largest.bit_length())]
     return sorted({size, *powers})
 
 
@@ -339,8 +339,8 @@ class _RunBySize:
         table = self.capacity.table
         peaks = np.zeros(len(table))
         for sample in np.flatnonzero(self.goes_alone(1)).tolist():
-            # A table with only this sample, because the shares of other samples do not count. No cap of loss tokens,
-            # because this sample may be over it.
+            # A table with only this sample, because `worst_shape` takes the largest shares in its table. No cap of loss
+            # tokens, because this sample may be over it.
             samples = np.array([sample])
             sizes = SampleSizes(
                 tokens=table.tokens[samples],
@@ -403,6 +403,6 @@ class _RunBySize:
 
 def _largest(fits: Callable[[int], bool]) -> int:
     """Returns the largest number that fits, 0 if none does. All numbers below one that fits must fit, too."""
-    # By this key the numbers that fit (False) come before the others (True). `bisect` returns how many fit. As the
-    # numbers begin at 1, this is also the largest of them.
+    # The key is False for the numbers that fit, and True for all after them. `bisect` returns how many are False. As
+    # the numbers begin at 1, this is the largest that fits.
     return bisect(range(1, MOST_TOKENS), False, key=lambda number: not fits(number))

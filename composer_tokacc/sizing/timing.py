@@ -59,10 +59,10 @@ class MicrobatchTimer(Callback):
     skip: int = 2
     microbatches: list[TimedMicrobatch] = field(default_factory=list)
     outside: list[float] = field(default_factory=list)
-    """Seconds of each step outside of its microbatches: data, optimizer, logging."""
+    """Seconds of each step outside of its microbatches: data, optimizer, logging. The last step of a fit is missing."""
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        """Puts hooks on the vision encoder and its projector."""
+        """Resets the timer, and puts hooks on encoders and projectors if there is a function `patches`."""
         # A resumed run does not begin with step 0.
         self._first_recorded_step = int(state.timestamp.batch) + self.skip
         # Set here, because an encoder may run before the first step, and its hooks read these values.
@@ -103,7 +103,7 @@ class MicrobatchTimer(Callback):
             self._gradient_arrived = self._now()
 
     def batch_start(self, state: State, logger: Logger) -> None:
-        """Ends the previous step and starts the next."""
+        """Ends the previous step, records its seconds outside of microbatches, and starts the next."""
         started = self._now()
         # The step that starts is number `batch`, and the one that has ended is number `batch - 1`.
         if int(state.timestamp.batch) - 1 >= self._first_recorded_step:
@@ -117,7 +117,7 @@ class MicrobatchTimer(Callback):
         self._microbatch_started = self._now()
 
     def before_forward(self, state: State, logger: Logger) -> None:
-        """Notes the sizes of the microbatch."""
+        """Notes the sizes of the microbatch, outside of the measured time, and resets the clock of the encoder."""
         before = self._now()
         batch = state.batch
         self._shape: tuple[int, int] = batch['input_ids'].shape
@@ -161,8 +161,8 @@ class MicrobatchTimer(Callback):
 def fit_cost(timers: Sequence[MicrobatchTimer], *, quadratic: float) -> tuple[CostModel, float]:
     """Fits a cost model to timed microbatches. Returns it, and the median seconds of a step outside of microbatches.
 
-    If the vision encoder was timed, it spends ``a * p^2 + b * p + c`` on all images of a row together, where ``p`` is
-    the sum of their patches. The time outside of the encoder then depends only on the text. If the encoder was not
+    If the vision encoder was timed, its seconds for a row with images are ``a * p^2 + b * p + c``, where ``p`` is the
+    number of patches in the row. The time outside of the encoder then depends only on the text. If the encoder was not
     timed, images cost by their tokens.
 
     Args:
@@ -196,7 +196,7 @@ def fit_cost(timers: Sequence[MicrobatchTimer], *, quadratic: float) -> tuple[Co
     features = np.array(text_rows, dtype=np.float64)
     has_patches = vision_features[:, 1] > 0
     per_square = per_patch = per_row_with_images = 0.0
-    # No encoder was timed if `media_modules` finds none in the model.
+    # Patches are counted from the batch, so they have no seconds if `media_modules` finds no encoder.
     if has_patches.any() and (vision_seconds[has_patches] > 0).all():
         vision_fit = relative_fit(vision_features[has_patches], vision_seconds[has_patches])
         per_square, per_patch, per_row_with_images = vision_fit.tolist()

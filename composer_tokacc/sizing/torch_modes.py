@@ -52,8 +52,8 @@ class SharedFakeMode(FakeTensorMode):
     """A mode of fake tensors. Copies of a module use the same one."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SharedFakeMode:
-        # peft copies modules, and would copy the mode together with their tensors. A copied mode would free the same
-        # memory a second time.
+        # peft deep-copies modules, and with their tensors it would copy the mode. Then torch would free the same memory
+        # twice.
         return self
 
 
@@ -85,7 +85,7 @@ class RealInputs(TorchDispatchMode):
         if func in INDEXING_OPERATIONS:
             args = (args[0], _without_masks(args[1]), *args[2:])
         with self.fake_mode:
-            if num_fake < len(tensors):  # rarely; walking through all arguments takes a tenth of a trace
+            if num_fake < len(tensors):  # seldom; a walk through all arguments each time slows a trace by a tenth
                 args, kwargs = tree_map_only(torch.Tensor, self._fake, (args, kwargs))
             return func(*args, **kwargs)
 
@@ -119,7 +119,7 @@ class OnesForValues(TorchDispatchMode):
     """Returns 1 if code reads the value of a fake tensor, as ``item()`` does.
 
     It is for the steps of optimizers such as Adafactor, which scale by norms that they read. Their memory does not
-    depend on these values. A model might take a wrong branch.
+    depend on these values. It is not for models, which might take a wrong branch.
     """
 
     def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
@@ -179,8 +179,8 @@ class MemoryTracker(TorchDispatchMode):
     compare the totals of both.
 
     Copies of parameters that autocast makes count as weights. Everything else that is made in the forward pass of an
-    encoder counts as vision. A tensor whose last dimension is `vocab_size` counts as logits, and all other tensors as
-    text, gradients too. Parameters and buffers do not count.
+    encoder counts as vision. A tensor whose last dimension is `vocab_size` counts as logits. All other tensors count as
+    text, also gradients in an encoder. Parameters and buffers do not count.
 
     Attributes:
         current: Bytes by part now.
@@ -215,14 +215,14 @@ class MemoryTracker(TorchDispatchMode):
             return args[0].device
         result = func(*args, **(kwargs or {}))
         for tensor in tree_iter(result):
-            if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided:
-                self._enter(tensor, func, args)
+            if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided:  # others have no storage
+                self._count(tensor, func, args)
         if sum(self.current.values()) > sum(self.peak.values()):
             self.peak = dict(self.current)
         return result
 
-    def _enter(self, tensor: torch.Tensor, func: Any, args: Any) -> None:
-        """Counts the bytes of a tensor that an operation has made, unless it is a parameter or counts already."""
+    def _count(self, tensor: torch.Tensor, func: Any, args: Any) -> None:
+        """Counts the bytes of a new tensor until they are freed, unless it is a parameter or counts already."""
         key = storage_key(tensor)
         if key in self._finalizers or key in self._parameters:
             return
@@ -230,9 +230,9 @@ class MemoryTracker(TorchDispatchMode):
         storage = tensor.untyped_storage()
         num_bytes = storage.nbytes()
         self.current[part] += num_bytes
-        self._finalizers[key] = weakref.finalize(storage, self._leave, key, part, num_bytes)
+        self._finalizers[key] = weakref.finalize(storage, self._forget, key, part, num_bytes)
 
-    def _leave(self, key: int, part: str, num_bytes: int) -> None:
+    def _forget(self, key: int, part: str, num_bytes: int) -> None:
         self._finalizers.pop(key, None)
         self.current[part] -= num_bytes
 
