@@ -17,6 +17,7 @@ from composer_tokacc import TokenAccumulation, invariance
 from composer_tokacc import verify as program
 from composer_tokacc.algorithm.loss_terms import LossTerms
 from composer_tokacc.checks import step
+from composer_tokacc.checks.first_batch import FirstBatchCheck
 from composer_tokacc.refusals import NotExactError
 from composer_tokacc.verify import main
 from tests.support.launch import launch_program
@@ -78,17 +79,13 @@ def test_noise_is_switched_off(capsys):
 
 def test_cuts_are_made_with_the_runs_options(monkeypatch):
     """These options are wrong for the model, and switch off the check that would say so. The run has them, too."""
-    trained_gradients = mock.Mock(side_effect=NotExactError('the algorithm is known'))
-
-    def stock_gradients(self, batch, size):
-        return self.whole_step('right')
-
-    monkeypatch.setattr(program._VerifiedRun, '_trained_gradients', trained_gradients)
-    monkeypatch.setattr(program._VerifiedRun, '_stock_gradients', stock_gradients)
+    fit = mock.Mock(side_effect=NotExactError('the algorithm is known'))
+    monkeypatch.setattr(program._VerifiedRun, '_fit', fit)
+    monkeypatch.setattr(program._VerifiedRun, '_fit_stock', lambda self, batch, steps: None)
 
     assert verify('algorithms.token_accumulation={loss_tokens: unshifted, check_loss: false, logits: all}') == 1
 
-    _, _, algorithm = trained_gradients.call_args.args
+    _, _, algorithm = fit.call_args.args
     assert "loss_tokens='unshifted'" in repr(algorithm)
     assert 'check_loss=False' in repr(algorithm)
 
@@ -207,6 +204,34 @@ def test_error_over_the_tolerance(capsys, monkeypatch):
     assert errors(printed, 'regrouped') == pytest.approx([1e-3] * 2, rel=1e-2)
     assert re.search(r'over tolerance; .*\S+weight is off', printed)
     assert 'NOT exact' in printed
+
+
+@pytest.mark.parametrize('wrong_size', [1, 2, 3])
+def test_error_in_one_microbatch_size(wrong_size, capsys, monkeypatch):
+    """The steps of all sizes belong to one fit. The other sizes must not hide the error."""
+    right_after_loss = TokenAccumulation._after_loss
+
+    def wrong_after_loss(self, state):
+        right_after_loss(self, state)
+        if state.device_train_microbatch_size == wrong_size:
+            state.loss = 1.001 * state.loss
+
+    monkeypatch.setattr(TokenAccumulation, '_after_loss', wrong_after_loss)
+    monkeypatch.setattr(step, '_check_tokens', lambda *_: None)  # it would refuse the step
+    assert verify(rows=3) == 1
+    errors_by_size = errors(capsys.readouterr().out, 'regrouped')
+    error_of_wrong_size = errors_by_size.pop(wrong_size - 1)
+    assert error_of_wrong_size == pytest.approx(1e-3, rel=1e-2)
+    assert max(errors_by_size) < 1e-6
+
+
+def test_rows_are_checked_once_for_all_sizes(monkeypatch):
+    """Only another order of the rows, or another padding side, needs another check."""
+    right_check_rows = FirstBatchCheck._check_rows
+    check_rows = mock.create_autospec(right_check_rows, side_effect=right_check_rows)
+    monkeypatch.setattr(FirstBatchCheck, '_check_rows', check_rows)
+    assert verify(rows=3) == 0
+    assert check_rows.call_count == 2  # in order and regrouped
 
 
 def test_model_that_cannot_be_exact(capsys, monkeypatch):
