@@ -268,13 +268,18 @@ class _VerifiedRun:
     def cases(self, padding: str, expected: Gradients) -> list[InvarianceCase]:
         """Compares three cuts for each microbatch size: stock Composer, and this package in order and regrouped."""
         batch = self.layout.concat(self.rows, padding_side=padding)
-        fits = {
-            'stock Composer': self._fit_stock,
-            'in order': partial(self._fit_ours, regroup=False),
-            'regrouped': partial(self._fit_ours, regroup=True),
-        }
+        num_rows = len(self.rows)
+        rising_sizes = sorted({min(size, num_rows) for size in DEFAULT_SIZES})
+        # An error may show only in the first step of a fit, or only in later ones. So the sizes fall in one fit, and
+        # rise in the other. Falling sizes begin with the largest, with which the first-batch check looks at most rows.
+        falling_sizes = rising_sizes[::-1]
+        fits = [
+            ('stock Composer', rising_sizes, self._fit_stock),
+            ('in order', falling_sizes, partial(self._fit_ours, regroup=False)),
+            ('regrouped', rising_sizes, partial(self._fit_ours, regroup=True)),
+        ]
         cases = []
-        for cut, fit in fits.items():
+        for cut, sizes, fit in fits:
             compare = partial(
                 InvarianceCase.from_gradients,
                 expected=expected,
@@ -283,7 +288,7 @@ class _VerifiedRun:
                 # The error of stock Composer is only shown. It may be over the tolerance.
                 is_held=cut != 'stock Composer',
             )
-            steps = _ComparedSteps(_sizes_of_steps(len(self.rows)), compare)
+            steps = _ComparedSteps(sizes, compare)
             fit(batch, steps)
             cases += steps.cases
         # The cases of one size stand together in the table.
@@ -404,8 +409,8 @@ def _with_gradient(model: torch.nn.Module, batch: tuple[Batch], outputs: Any) ->
 class _ComparedSteps(Callback):
     """Steps of one fit, on the same rows in microbatches of other sizes. Compares the gradient of each.
 
-    One fit for all sizes, because the first-batch check takes most of the time of a step. It proves that the gradient
-    of the rows does not depend on the cut, whatever the microbatch size is.
+    One fit has all sizes, because its first-batch check takes more time than a step. The check compares rows by
+    themselves with the same rows together, so what it proves holds for every microbatch size.
 
     Args:
         sizes: The microbatch size of each step.
@@ -430,17 +435,6 @@ class _ComparedSteps(Callback):
         size = self.sizes[state.timestamp.batch.value]
         case = self._compare(_gradients_of(state.model), microbatch_size=size)
         self.cases.append(case)
-
-
-def _sizes_of_steps(num_rows: int) -> list[int]:
-    """Returns the microbatch size of each step of a fit over ``num_rows`` rows.
-
-    The sizes fall, because the first-batch check of the first step looks at more rows if microbatches are larger. All
-    rows in one microbatch come last, so that the first step has several microbatches.
-    """
-    sizes = {min(size, num_rows) for size in DEFAULT_SIZES}
-    smaller_sizes = sorted(sizes - {num_rows}, reverse=True)
-    return [*smaller_sizes, num_rows]
 
 
 def _gradients_of(model: torch.nn.Module) -> Gradients:
