@@ -206,18 +206,23 @@ def test_error_over_the_tolerance(capsys, monkeypatch):
     assert 'NOT exact' in printed
 
 
-@pytest.mark.parametrize('wrong_size', [1, 2, 3])
-def test_error_in_one_microbatch_size(wrong_size, capsys, monkeypatch):
-    """The steps of all sizes belong to one fit. The other sizes must not hide the error."""
+def make_steps_wrong(monkeypatch, is_wrong):
+    """Makes the gradient of a step 1.001 times as large if ``is_wrong(state)`` is True."""
     right_after_loss = TokenAccumulation._after_loss
 
     def wrong_after_loss(self, state):
         right_after_loss(self, state)
-        if state.device_train_microbatch_size == wrong_size:
+        if is_wrong(state):
             state.loss = 1.001 * state.loss
 
     monkeypatch.setattr(TokenAccumulation, '_after_loss', wrong_after_loss)
     monkeypatch.setattr(step, '_check_tokens', lambda *_: None)  # it would refuse the step
+
+
+@pytest.mark.parametrize('wrong_size', [1, 2, 3])
+def test_error_in_one_microbatch_size(wrong_size, capsys, monkeypatch):
+    """The steps of all sizes belong to one fit. The other sizes must not hide the error."""
+    make_steps_wrong(monkeypatch, lambda state: state.device_train_microbatch_size == wrong_size)
     assert verify(rows=3) == 1
     errors_by_size = errors(capsys.readouterr().out, 'regrouped')
     error_of_wrong_size = errors_by_size.pop(wrong_size - 1)
@@ -225,7 +230,21 @@ def test_error_in_one_microbatch_size(wrong_size, capsys, monkeypatch):
     assert max(errors_by_size) < 1e-6
 
 
-def test_rows_are_checked_once_for_all_sizes(monkeypatch):
+@pytest.mark.parametrize('is_first', [True, False])
+def test_error_in_first_or_later_steps(is_first, capsys, monkeypatch):
+    """The first step of one fit has the smallest microbatches, that of the other the largest."""
+    make_steps_wrong(monkeypatch, lambda state: (state.timestamp.batch == 0) == is_first)
+    assert verify() == 1
+    printed = capsys.readouterr().out
+    for split, first in (('regrouped', 0), ('in order', -1)):
+        errors_by_size = errors(printed, split)
+        error_of_first_step = errors_by_size.pop(first)
+        (error_of_later_step,) = errors_by_size
+        assert (error_of_first_step > 1e-4) == is_first
+        assert (error_of_later_step > 1e-4) != is_first
+
+
+def test_sizes_share_one_check(monkeypatch):
     """Only another order of the rows, or another padding side, needs another check."""
     right_check_rows = FirstBatchCheck._check_rows
     check_rows = mock.create_autospec(right_check_rows, side_effect=right_check_rows)
