@@ -118,7 +118,7 @@ def _report(config: TrainConfig, *, max_rows: int, tolerance: float | None) -> i
     if tolerance is None:
         tolerance = _TOLERANCE_OF_GPUS if runs_on_gpu(config) else _TOLERANCE_OF_CPUS
     try:
-        # There is a Trainer for every case, and each would warn and log.
+        # There are several Trainers, and each would warn and log.
         with without_warnings(), _without_logs_of_split():
             report = verify(config, max_rows=max_rows, tolerance=tolerance)
     except NotExactError as error:

@@ -112,7 +112,7 @@ def test_microbatches_with_new_labels_are_measured(monkeypatch, token_weights, n
     assert counter.values == num_measured
 
 
-def test_first_step_of_each_size_is_measured():
+def test_each_size_is_measured_once():
     """Of the four microbatches of another step one is measured, by turns."""
     choice = TokenChoice()
     numbers_measured = []
