@@ -14,9 +14,8 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -147,22 +146,10 @@ class InvarianceReport:
         return '\n'.join(lines)
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepCut:
-    """A cut that :func:`compare_cuts` will compute. :class:`InvarianceCase` explains the fields."""
-
-    name: str
-    """``cut`` of the case."""
-    microbatch_size: int
-    gradients: Callable[[], Gradients]
-    """Computes the step in this cut, and returns its gradients on this rank."""
-    is_held: bool = True
-
-
 def compare_cuts(
     padding_sides: Sequence[str],
     reference: Callable[[str], Gradients],
-    cuts: Callable[[str], Iterable[StepCut]],
+    cases: Callable[[str, Gradients], Iterable[InvarianceCase]],
     *,
     tolerance: float,
 ) -> InvarianceReport:
@@ -171,7 +158,8 @@ def compare_cuts(
     Args:
         padding_sides: ``'right'``, ``'left'`` or a list of both.
         reference: Computes the gradient of one forward over the rows of all ranks, padded on the given side.
-        cuts: Returns the cuts of the rows padded on the given side, equally many on every rank.
+        cases: Computes the cuts of the rows padded on the given side, equally many on every rank. Compares each with
+            the gradient that ``reference`` has computed for this side.
         tolerance: Largest relative error that is taken for round-off.
     """
     if not padding_sides:
@@ -180,20 +168,10 @@ def compare_cuts(
         padding_sides = [padding_sides]
     if not tolerance >= 0:
         raise InvalidInputError(f'`tolerance` must be at least 0, got: {tolerance}.')
-    cases = []
+    cases_of_sides: list[InvarianceCase] = []
     for padding in padding_sides:
-        expected = reference(padding)
-        for cut in cuts(padding):
-            case = InvarianceCase.from_gradients(
-                cut.gradients(),
-                expected,
-                cut=cut.name,
-                padding=padding,
-                microbatch_size=cut.microbatch_size,
-                is_held=cut.is_held,
-            )
-            cases.append(case)
-    return InvarianceReport(cases=tuple(cases), tolerance=tolerance)
+        cases_of_sides += cases(padding, reference(padding))
+    return InvarianceReport(cases=tuple(cases_of_sides), tolerance=tolerance)
 
 
 def relative_error(found: Gradients, expected: Gradients) -> tuple[float, str]:
@@ -297,11 +275,19 @@ def verify_invariance(
         rows_by_rank=rows_by_rank,
         microbatch_sizes=microbatch_sizes or DEFAULT_SIZES,
     )
-    report = compare_cuts(padding_sides, step.reference_gradients, step.cuts, tolerance=tolerance)
+    report = compare_cuts(padding_sides, step.reference_gradients, step.cases, tolerance=tolerance)
     if all(case.error == 0 for case in report.cases):
         # Not even round-off, so `gradients` may read other batches than those that it gets.
         step.check_reads_rows()
     return report
+
+
+class _UserCut(NamedTuple):
+    """A cut of the rows of this rank. :class:`InvarianceCase` explains the name and the size."""
+
+    name: str
+    microbatch_size: int
+    microbatches: Sequence[Batch]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -339,27 +325,38 @@ class _UserStep:
             return self._gradients_of([all_rows])
         return _cloned(self.reference(self._prepared(all_rows)))
 
-    def cuts(self, padding: str) -> Iterator[StepCut]:
+    def cases(self, padding: str, expected: Gradients) -> Iterator[InvarianceCase]:
+        """Compares the user's step in each cut with the expected gradients."""
+        for cut in self._cuts(padding):
+            yield InvarianceCase.from_gradients(
+                self._gradients_of(cut.microbatches),
+                expected,
+                cut=cut.name,
+                padding=padding,
+                microbatch_size=cut.microbatch_size,
+            )
+
+    def _cuts(self, padding: str) -> Iterator[_UserCut]:
         """Yields the cuts that :class:`InvarianceCase` names. Their last microbatch may be smaller."""
         rows = self.rows_by_rank[get_global_rank()]
         num_rows = len(rows)
         # The same on every rank. By default the reference is this step, too, so this shows whether a repeated step has
         # the same gradient.
-        yield self._cut('again', num_rows, [self._all_rows(padding)])
+        yield _UserCut('again', num_rows, [self._all_rows(padding)])
         batch = self.layout.concat(rows, padding_side=padding)
         widths = [labels_of(row).shape[1] for row in rows]
         in_order = list(range(num_rows))
         longest_first = sorted(in_order, key=lambda row: -widths[row])
         for size in sorted({min(size, num_rows) for size in self.microbatch_sizes}):
-            yield self._cut('in order', size, self.layout.split(batch, groups_of(in_order, size)))
+            yield _UserCut('in order', size, self.layout.split(batch, groups_of(in_order, size)))
             by_length = self.layout.split(batch, groups_of(longest_first, size))
             # Padding on the left stays. Its last position may predict a label at the first token of a row. And
             # trimming would move tokens to earlier columns, which changes the result of some models.
             if padding == 'right':
                 by_length = [self.layout.trim(microbatch) for microbatch in by_length]
-            yield self._cut('by length', size, by_length)
+            yield _UserCut('by length', size, by_length)
         # The microbatch of one row comes last, because some loops drop a smaller last one, as `drop_last` does.
-        yield self._cut('uneven', num_rows - 1, self.layout.split(batch, [in_order[1:], in_order[:1]]))
+        yield _UserCut('uneven', num_rows - 1, self.layout.split(batch, [in_order[1:], in_order[:1]]))
 
     def check_reads_rows(self) -> None:
         """Raises ValueError if a step of one row of each rank has the gradient of a step of all rows; a collective."""
@@ -374,9 +371,6 @@ class _UserStep:
                 '`gradients` must compute a step of the microbatches that it gets, got: the same gradient for one row '
                 'as for all rows. Does it read other batches?'
             )
-
-    def _cut(self, name: str, size: int, microbatches: Sequence[Batch]) -> StepCut:
-        return StepCut(name=name, microbatch_size=size, gradients=partial(self._gradients_of, microbatches))
 
     def _gradients_of(self, microbatches: Sequence[Batch]) -> Gradients:
         """Computes a step of these microbatches of this rank."""

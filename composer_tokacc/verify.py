@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -50,8 +50,8 @@ from composer_tokacc.data_spec import token_data_spec
 from composer_tokacc.invariance import (
     DEFAULT_SIZES,
     Gradients,
+    InvarianceCase,
     InvarianceReport,
-    StepCut,
     compare_cuts,
     groups_of,
     joined,
@@ -118,7 +118,7 @@ def _report(config: TrainConfig, *, max_rows: int, tolerance: float | None) -> i
     if tolerance is None:
         tolerance = _TOLERANCE_OF_GPUS if runs_on_gpu(config) else _TOLERANCE_OF_CPUS
     try:
-        # There is a Trainer for every case, and each would warn and log.
+        # There are several Trainers, and each would warn and log.
         with without_warnings(), _without_logs_of_split():
             report = verify(config, max_rows=max_rows, tolerance=tolerance)
     except NotExactError as error:
@@ -159,7 +159,7 @@ def verify(config: TrainConfig, *, max_rows: int = 8, tolerance: float = 1e-6) -
             'Composer weights them by their samples. Add it: `algorithms.token_accumulation={}`.'
         )
     run = _VerifiedRun(config, max_rows)
-    report = compare_cuts(SIDES, run.whole_step, run.cuts, tolerance=tolerance)
+    report = compare_cuts(SIDES, run.whole_step, run.cases, tolerance=tolerance)
     if report.is_exact:
         return report
     # The load-balancing loss of a router depends on the cut by definition.
@@ -265,43 +265,61 @@ class _VerifiedRun:
         self.has_router_loss |= router_loss_of(outputs) is not None
         return gradients
 
-    def cuts(self, padding: str) -> Iterator[StepCut]:
-        """Yields three cuts for each microbatch size: stock Composer, and this package in order and regrouped."""
+    def cases(self, padding: str, expected: Gradients) -> list[InvarianceCase]:
+        """Compares three cuts for each microbatch size: stock Composer, and this package in order and regrouped."""
         batch = self.layout.concat(self.rows, padding_side=padding)
-        num_rows = self.layout.num_rows(batch)
-        for size in sorted({min(size, num_rows) for size in DEFAULT_SIZES}):
-            steps = {
-                'stock Composer': partial(self._stock_gradients, batch, size),
-                'in order': partial(self._our_gradients, batch, size, regroup=False),
-                'regrouped': partial(self._our_gradients, batch, size, regroup=True),
-            }
-            for name, gradients in steps.items():
+        num_rows = len(self.rows)
+        rising_sizes = sorted({min(size, num_rows) for size in DEFAULT_SIZES})
+        # An error may show only in the first step of a fit, or only in later ones. So the sizes fall in one fit, and
+        # rise in the other. Falling sizes begin with the largest, with which the first-batch check looks at most rows.
+        falling_sizes = rising_sizes[::-1]
+        fits = [
+            ('stock Composer', rising_sizes, self._fit_stock),
+            ('in order', falling_sizes, partial(self._fit_ours, regroup=False)),
+            ('regrouped', rising_sizes, partial(self._fit_ours, regroup=True)),
+        ]
+        cases = []
+        for cut, sizes, fit in fits:
+            compare = partial(
+                InvarianceCase.from_gradients,
+                expected=expected,
+                cut=cut,
+                padding=padding,
                 # The error of stock Composer is only shown. It may be over the tolerance.
-                is_held = name != 'stock Composer'
-                yield StepCut(name=name, microbatch_size=size, gradients=gradients, is_held=is_held)
+                is_held=cut != 'stock Composer',
+            )
+            steps = _ComparedSteps(sizes, compare)
+            fit(batch, steps)
+            cases += steps.cases
+        # The cases of one size stand together in the table.
+        return sorted(cases, key=lambda case: case.microbatch_size)
 
-    def _stock_gradients(self, batch: dict[str, Any], size: int) -> Gradients:
-        """Trains one step with stock Composer, on microbatches of ``size`` rows in order."""
-        groups = groups_of(range(self.layout.num_rows(batch)), size)
+    def _fit_stock(self, batch: dict[str, Any], steps: _ComparedSteps) -> None:
+        """Trains with stock Composer, on microbatches of rows in order."""
+        rows = range(self.layout.num_rows(batch))
+
+        # Composer's own split does not know which images belong to a row.
+        def split(batch: Batch, microbatch_size: int | float) -> Sequence[Batch]:
+            return self.layout.split(batch, groups_of(rows, int(microbatch_size)))
+
         data = DataSpec(
-            [dict(batch)],
-            # Composer's own split does not know which images belong to a row.
-            split_batch=lambda batch, microbatch_size: self.layout.split(batch, groups),
+            steps.batches(batch),
+            split_batch=split,
             microbatch_transforms=self.layout.with_media,
             get_num_samples_in_batch=self.layout.num_rows,
         )
         # Without this hook and UnusedParameters, stock Composer could fail on a microbatch without images.
         with self.parts.model.register_forward_hook(_with_gradient):
-            return self._trained_gradients(data, size, UnusedParameters())
+            self._fit(data, steps, UnusedParameters())
 
-    def _our_gradients(self, batch: dict[str, Any], size: int, *, regroup: bool) -> Gradients:
-        """Trains one step with this package, on microbatches of at most as many tokens as ``size`` padded rows."""
+    def _fit_ours(self, batch: dict[str, Any], steps: _ComparedSteps, *, regroup: bool) -> None:
+        """Trains with this package, on microbatches of at most as many tokens as padded rows of the microbatch size."""
         # With Composer's flag Composer itself weights the microbatches, and the data spec counts loss tokens by the
         # model's loss rule. TokenAccumulation counts them itself.
         uses_flag = uses_composers_flag(self.config)
         counted_model = self.parts.model if uses_flag else None
         data = token_data_spec(
-            [dict(batch)],
+            steps.batches(batch),
             layout=self.layout,
             regroup=regroup,
             model=counted_model,
@@ -309,39 +327,37 @@ class _VerifiedRun:
         )
         # A run with Composer's flag has no TokenAccumulation.
         algorithm = build_token_accumulation(self.config) or UnusedParameters()
-        return self._trained_gradients(data, size, algorithm, uses_flag=uses_flag)
+        self._fit(data, steps, algorithm, uses_flag=uses_flag)
 
-    def _trained_gradients(
+    def _fit(
         self,
         data: DataSpec,
-        size: int,
+        steps: _ComparedSteps,
         algorithm: Algorithm,
         *,
         uses_flag: bool = False,
-    ) -> Gradients:
-        """Trains one step with learning rate 0, so that every case starts from the same weights.
+    ) -> None:
+        """Trains the steps with learning rate 0, so that each of them starts from the same weights.
 
         ``uses_flag`` is Composer's ``accumulate_train_batch_on_tokens``.
         """
         model = self.parts.model
-        recorder = _Recorder()
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         trainer = Trainer(
             model=model,
             train_dataloader=data,
             optimizers=torch.optim.SGD(trained, lr=0.0),
-            max_duration='1ba',
+            max_duration=f'{len(steps.sizes)}ba',
             device=self.device,
-            device_train_microbatch_size=size,
+            device_train_microbatch_size=steps.sizes[0],
             algorithms=[algorithm],
-            callbacks=[recorder],
+            callbacks=[steps],
             accumulate_train_batch_on_tokens=uses_flag,
             precision='fp32',
             progress_bar=False,
         )
         trainer.fit()
         trainer.close()
-        return recorder.gradients
 
 
 def _rows(batch: Batch, layout: BatchLayout, max_rows: int) -> list[dict[str, Any]]:
@@ -390,11 +406,35 @@ def _with_gradient(model: torch.nn.Module, batch: tuple[Batch], outputs: Any) ->
             outputs[name] = value + zero
 
 
-class _Recorder(Callback):
-    """Keeps the gradients of a step. Composer calls it before the optimizer, which may change them."""
+class _ComparedSteps(Callback):
+    """Steps of one fit, on the same rows in microbatches of other sizes. Compares the gradient of each.
+
+    One fit has all sizes, because its first-batch check takes more time than a step. The check compares rows by
+    themselves with the same rows together, so what it proves holds for every microbatch size.
+
+    Args:
+        sizes: The microbatch size of each step.
+        compare: Compares gradients with the expected ones; a collective.
+    """
+
+    def __init__(self, sizes: Sequence[int], compare: Callable[..., InvarianceCase]) -> None:
+        self.sizes = sizes
+        self.cases: list[InvarianceCase] = []
+        self._compare = compare
+
+    def batches(self, batch: Batch) -> list[Batch]:
+        """Returns a copy of the batch for each step."""
+        return [dict(batch) for _ in self.sizes]
+
+    def before_dataloader(self, state: State, logger: Logger) -> None:
+        """Sets the microbatch size of the next step. At BATCH_START the algorithm already reads it."""
+        state.device_train_microbatch_size = self.sizes[state.timestamp.batch.value]
 
     def after_train_batch(self, state: State, logger: Logger) -> None:
-        self.gradients = _gradients_of(state.model)
+        """Compares the gradient of the step, before the optimizer may change it."""
+        size = self.sizes[state.timestamp.batch.value]
+        case = self._compare(_gradients_of(state.model), microbatch_size=size)
+        self.cases.append(case)
 
 
 def _gradients_of(model: torch.nn.Module) -> Gradients:

@@ -17,6 +17,7 @@ from composer_tokacc import TokenAccumulation, invariance
 from composer_tokacc import verify as program
 from composer_tokacc.algorithm.loss_terms import LossTerms
 from composer_tokacc.checks import step
+from composer_tokacc.checks.first_batch import FirstBatchCheck
 from composer_tokacc.refusals import NotExactError
 from composer_tokacc.verify import main
 from tests.support.launch import launch_program
@@ -78,17 +79,13 @@ def test_noise_is_switched_off(capsys):
 
 def test_cuts_are_made_with_the_runs_options(monkeypatch):
     """These options are wrong for the model, and switch off the check that would say so. The run has them, too."""
-    trained_gradients = mock.Mock(side_effect=NotExactError('the algorithm is known'))
-
-    def stock_gradients(self, batch, size):
-        return self.whole_step('right')
-
-    monkeypatch.setattr(program._VerifiedRun, '_trained_gradients', trained_gradients)
-    monkeypatch.setattr(program._VerifiedRun, '_stock_gradients', stock_gradients)
+    fit = mock.Mock(side_effect=NotExactError('the algorithm is known'))
+    monkeypatch.setattr(program._VerifiedRun, '_fit', fit)
+    monkeypatch.setattr(program._VerifiedRun, '_fit_stock', lambda self, batch, steps: None)
 
     assert verify('algorithms.token_accumulation={loss_tokens: unshifted, check_loss: false, logits: all}') == 1
 
-    _, _, algorithm = trained_gradients.call_args.args
+    _, _, algorithm = fit.call_args.args
     assert "loss_tokens='unshifted'" in repr(algorithm)
     assert 'check_loss=False' in repr(algorithm)
 
@@ -200,13 +197,60 @@ def test_error_over_the_tolerance(capsys, monkeypatch):
         return right_scaled(self, loss, wrong_scales, **options)
 
     monkeypatch.setattr(LossTerms, 'scaled', wrong_scaled)
-    monkeypatch.setattr(step, '_check_tokens', lambda *_: None)  # it would refuse the step
+    monkeypatch.setattr(step, '_check_tokens', lambda *_, **__: None)  # it would refuse the step
     assert verify() == 1
     printed = capsys.readouterr().out
     # Microbatches of 1 and 2 rows.
     assert errors(printed, 'regrouped') == pytest.approx([1e-3] * 2, rel=1e-2)
     assert re.search(r'over tolerance; .*\S+weight is off', printed)
     assert 'NOT exact' in printed
+
+
+def make_steps_wrong(monkeypatch, is_wrong):
+    """Makes the gradient of a step 1.001 times as large if ``is_wrong(state)`` is True."""
+    right_after_loss = TokenAccumulation._after_loss
+
+    def wrong_after_loss(self, state):
+        right_after_loss(self, state)
+        if is_wrong(state):
+            state.loss = 1.001 * state.loss
+
+    monkeypatch.setattr(TokenAccumulation, '_after_loss', wrong_after_loss)
+    monkeypatch.setattr(step, '_check_tokens', lambda *_, **__: None)  # it would refuse the step
+
+
+@pytest.mark.parametrize('wrong_size', [1, 2, 3])
+def test_error_in_one_microbatch_size(wrong_size, capsys, monkeypatch):
+    """The steps of all sizes belong to one fit. The other sizes must not hide the error."""
+    make_steps_wrong(monkeypatch, lambda state: state.device_train_microbatch_size == wrong_size)
+    assert verify(rows=3) == 1
+    errors_by_size = errors(capsys.readouterr().out, 'regrouped')
+    error_of_wrong_size = errors_by_size.pop(wrong_size - 1)
+    assert error_of_wrong_size == pytest.approx(1e-3, rel=1e-2)
+    assert max(errors_by_size) < 1e-6
+
+
+@pytest.mark.parametrize('is_first', [True, False])
+def test_error_in_first_or_later_steps(is_first, capsys, monkeypatch):
+    """The first step of one fit has the smallest microbatches, that of the other the largest."""
+    make_steps_wrong(monkeypatch, lambda state: (state.timestamp.batch == 0) == is_first)
+    assert verify() == 1
+    printed = capsys.readouterr().out
+    for split, first in (('regrouped', 0), ('in order', -1)):
+        errors_by_size = errors(printed, split)
+        error_of_first_step = errors_by_size.pop(first)
+        (error_of_later_step,) = errors_by_size
+        assert (error_of_first_step > 1e-4) == is_first
+        assert (error_of_later_step > 1e-4) != is_first
+
+
+def test_sizes_share_one_check(monkeypatch):
+    """Only another order of the rows, or another padding side, needs another check."""
+    right_check_rows = FirstBatchCheck._check_rows
+    check_rows = mock.create_autospec(right_check_rows, side_effect=right_check_rows)
+    monkeypatch.setattr(FirstBatchCheck, '_check_rows', check_rows)
+    assert verify(rows=3) == 0
+    assert check_rows.call_count == 2  # in order and regrouped
 
 
 def test_model_that_cannot_be_exact(capsys, monkeypatch):

@@ -400,6 +400,7 @@ class TokenAccumulation(Algorithm):
         plan = plan_record_of(state.batch, state.dataloader, batch_index) or PlanRecord()
         plan = replace(plan, learning_rates=learning_rates_of(state.optimizers))
         run.read_microbatch_size(state)  # a callback, or too little memory, may have changed it
+        self._token_choice.begin_step(run.check.microbatch_size)
         try:
             step = self._count_batch(state, batch_index)
             # Facts about rows are found when they are first read, so these may refuse the batch, too.

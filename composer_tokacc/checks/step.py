@@ -45,8 +45,8 @@ NUM_SAMPLED = 16
 """Most tokens that are measured of a microbatch, unless all are. If a loss is divided by a wrong number, the weight of
 every token of the microbatch changes, so any token shows it."""
 ALL_TOKENS_SHARE = 1 / 64
-"""After the first step all tokens are measured in this part of the measured microbatches. With a large vocabulary that
-takes a tenth of the time of the microbatch, so one in 64 costs 0.2 %."""
+"""If only some tokens of a step are measured, all tokens are measured in this part of the measured microbatches. With a
+large vocabulary that takes a tenth of the time of the microbatch, so one in 64 costs 0.2 %."""
 GENERATOR = random.Random(0)
 """Chooses tokens. Not the global generator, so that the random numbers of the run stay the same."""
 GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
@@ -58,12 +58,12 @@ steps of one and of two microbatches alternated, it might never be at some of th
 class TokenChoice:
     """Chooses which tokens of a run are measured.
 
-    In the first step all tokens are measured. In each later step microbatches are chosen: those with a label that
-    counts for the first time, and one by turns, see :data:`GOLDEN_RATIO`. If our split does not cut the batch, the
-    number of microbatches is not known before the last one, and the number of the previous step stands for it. Then a
-    step with fewer microbatches may have no chosen one, and a step with more may have several. If tokens have weights,
-    the algorithm measures every microbatch. In a measured microbatch some tokens are measured; in one of 64, drawn at
-    random, all tokens.
+    In the first step with each microbatch size all tokens are measured, because a loss may depend on the size. In each
+    other step microbatches are chosen: those with a label that counts for the first time, and one by turns, see
+    :data:`GOLDEN_RATIO`. If our split does not cut the batch, the number of microbatches is not known before the last
+    one, and the number of the previous step stands for it. Then a step with fewer microbatches may have no chosen one,
+    and a step with more may have several. If tokens have weights, the algorithm measures every microbatch. In a
+    measured microbatch some tokens are measured; in one of 64, drawn at random, all tokens.
 
     A loss may treat some labels in another way. If it then also divides by another number, the weight of every token
     changes, and the first microbatch with these labels shows it. If only the tokens with these labels get another
@@ -71,10 +71,16 @@ class TokenChoice:
     """
 
     def __init__(self) -> None:
-        self._is_first_step = True
         self._turn = 0.0  # where the step that runs now has its turn, from 0 (its first microbatch) to 1 (its end)
         self._is_unknown = torch.zeros(0, dtype=torch.bool)  # by token id: whether no batch had it as a label
         self._num_microbatches = 1  # of the last step
+        self._measured_sizes: set[float] = set()  # microbatch sizes of the steps that have begun
+        self._measures_step = False  # whether all tokens of the step that runs now are measured
+
+    def begin_step(self, microbatch_size: float) -> None:
+        """Begins a step. If it is the first one with this microbatch size, all of its tokens are measured."""
+        self._measures_step = microbatch_size not in self._measured_sizes
+        self._measured_sizes.add(microbatch_size)
 
     def rows_with_new_labels(self, batch: Batch, rule: str) -> list[bool]:
         """Returns which rows have a label with a token id that counts for the first time, and remembers the id.
@@ -113,15 +119,14 @@ class TokenChoice:
         num_microbatches = num_planned or self._num_microbatches
         turn = int(self._turn * num_microbatches)
         is_its_turn = place % num_microbatches == turn
-        return self._is_first_step or is_its_turn or counts.has_new_label
+        return self._measures_step or is_its_turn or counts.has_new_label
 
     def draws_all(self) -> bool:
         """Draws whether all tokens of a microbatch that is measured are measured, or only some."""
-        return self._is_first_step or GENERATOR.random() < ALL_TOKENS_SHARE
+        return self._measures_step or GENERATOR.random() < ALL_TOKENS_SHARE
 
     def end_step(self, num_microbatches: int) -> None:
         """Goes on to the next step. ``num_microbatches`` is the number of microbatches of the step that ends."""
-        self._is_first_step = False
         self._turn = (self._turn + GOLDEN_RATIO) % 1
         self._num_microbatches = max(num_microbatches, 1)
 

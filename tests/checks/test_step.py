@@ -112,14 +112,28 @@ def test_microbatches_with_new_labels_are_measured(monkeypatch, token_weights, n
     assert counter.values == num_measured
 
 
+def test_each_size_is_measured_once():
+    """Of the four microbatches of another step one is measured, by turns."""
+    choice = TokenChoice()
+    numbers_measured = []
+    for microbatch_size in (2, 2, 1, 1, 2):
+        choice.begin_step(microbatch_size)
+        measured = [place for place in range(4) if choice.includes(place, RowCounts(), 4)]
+        numbers_measured.append(len(measured))
+        choice.end_step(4)
+    assert numbers_measured == [4, 1, 4, 1, 1]
+
+
 @pytest.mark.parametrize('is_planned', [True, False])
 @pytest.mark.parametrize('numbers', [(4,), (2, 1), (1, 2), (3, 1, 2), (5, 6, 7)])
 def test_turn_reaches_every_microbatch(numbers, is_planned):
     """Steps with other numbers of microbatches alternate. Each microbatch is measured within 8 such steps."""
     choice = TokenChoice()
+    choice.begin_step(1)
     choice.end_step(numbers[-1])  # the first step, which is measured as a whole
     measured = set()
     for num_microbatches in numbers * 8:
+        choice.begin_step(1)
         num_planned = num_microbatches if is_planned else 0
         for place in range(num_microbatches):
             if choice.includes(place, RowCounts(), num_planned):
