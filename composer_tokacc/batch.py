@@ -96,7 +96,7 @@ def _keys_or_type(batch: object) -> str:
 
 
 def check_dense(batch: Batch) -> None:
-    """Raises ValueError if rows of a tensor cannot be selected: it is sparse, nested, ..., or requires a gradient."""
+    """Raises ValueError unless all tensors are plain: dense, with values in memory, and without a gradient."""
     for key, value in batch.items():
         if not isinstance(value, Tensor):
             continue

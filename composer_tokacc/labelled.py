@@ -297,7 +297,9 @@ class LabelSelector:
         return self._last_positions
 
     def _end_forward(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        """Hook after the model: ends a forward. Notes its positions for a later backward, and its calls of the head.
+        """Hook after the model: ends a forward, and notes its positions for a later backward.
+
+        If it has computed all logits, also notes the calls of the output embedding, see :attr:`num_head_calls`.
 
         Raises RuntimeError if labels were selected, but the output embedding was not called exactly once.
         """

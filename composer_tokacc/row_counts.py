@@ -241,7 +241,10 @@ def row_counts_of(batch: Batch) -> list[RowCounts]:
 
 
 def is_counted(batch: object) -> bool:
-    """Returns whether the tokens of all rows were counted. Counts without a ``rule`` only mark dummy rows."""
+    """Returns whether the tokens of all rows were counted.
+
+    Counts without a ``rule`` only mark repeated samples and dummy rows.
+    """
     rows = batch.get(ROWS_KEY) if isinstance(batch, Mapping) else None
     return bool(rows) and all(row.rule for row in rows)
 

@@ -392,7 +392,7 @@ class TokenAccumulation(Algorithm):
             raise_on_all_ranks(refusal)  # before the collectives of the first-batch check
             self._set_up(state)
         elif refusal is not None:
-            self._refuse(state, refusal)  # tells the other ranks by the all-reduce below
+            self._refuse(state, refusal)  # tells the other ranks, which wait in the all-reduce below
         run = self._run
         batch_index = self._num_batches_read - 1
         # How the loader has assigned the samples of the global batch to the ranks. All ranks must have the same plan

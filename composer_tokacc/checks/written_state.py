@@ -145,7 +145,8 @@ class StateSnapshot:
                 continue
             # An equal tensor is not written, because some cannot be, such as an expanded one.
             if not _are_equal(state.value, state.content):
-                # Tensors that a forward has made in this mode can be written only in it. Others can be, too.
+                # A tensor that a forward has made in inference mode can be written only in this mode. Any other tensor
+                # can be written in it, too.
                 with torch.inference_mode():
                     state.value.copy_(state.content)
 

@@ -54,7 +54,7 @@ KEYS_WITHOUT_CODES = ('input_ids', 'attention_mask', 'labels', 'position_ids', *
 """Keys without :attr:`RowFacts.codes`. Their values leave no row or token out of a loss, or are described by other
 facts."""
 LOWEST_CODE = -128
-"""Lowest integer that counts as a code of a row, see :attr:`RowFacts.codes`. Usual codes are not below -100."""
+"""Lowest code, see :attr:`RowFacts.codes`. Lower integers count as this one. Usual codes are not below -100."""
 HIGHEST_CODE = 16
 """Highest code. Higher integers are usually ids or counts. If they were codes, the check would run in nearly every
 step. For the same reason codes above 0 count only if the tensor has no higher one, see :func:`_keys_of_numbers`."""
@@ -224,8 +224,9 @@ class RowFacts:
         """The codes of each row, by key: ``LOWEST_CODE`` to ``HIGHEST_CODE`` in further tensors of integers or bools.
 
         Such a tensor may hold a flag, a mask, a category, or the labels of a second task, and a loss may leave out rows
-        or tokens by it. It has one value or several for each row, or one for each token. Then only values at tokens
-        with labels count. Tensors of more than two dimensions, such as boxes of tokens, are not read, to save time.
+        or tokens by it. It has one value or several for each row, or one for each token. In the last case only values
+        at tokens with labels count. Tensors of more than two dimensions, such as boxes of tokens, are not read, to save
+        time.
         """
         labels = labels_along_text(self.layout, self.batch)
         codes_by_key: dict[str, list[list[int]]] = {}

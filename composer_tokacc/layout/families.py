@@ -203,9 +203,10 @@ TEXT_FAMILY = Family(name='text', matches=_Format(lacks=('pixel_values',)))
 # models of its types were trained without it.
 #
 # Some are only needed if the model is not known. token_data_spec() gets the model by `model=`, by `layout=` or from
-# TokenAccumulation. A collator and verify_invariance() get it only by `layout=`. pre_split.py never gets it, but pads
-# microbatches and joins their tensors. Without the model only the keys of a batch tell its format, and no config names
-# the placeholders. The first family that matches is taken, so a special format stands before the more general ones.
+# TokenAccumulation. A collator and verify_invariance() get it only by `layout=`. `widened()`, which pads microbatches,
+# never gets it. Nor does a pre-split batch when a callback reads a tensor of all its rows. Without the model only the
+# keys of a batch tell its format, and no config names the placeholders. The first family that matches is taken, so a
+# special format stands before the more general ones.
 FAMILIES: tuple[Family, ...] = (
     # Only needed if the model is not known.
     Family(

@@ -389,8 +389,8 @@ def _entries_by_rows(
     """Returns the numbers in ``value`` if they can be the numbers of entries of the rows, otherwise None.
 
     There must be one for each row, their sum must be ``num_entries``, and exactly the rows with placeholders must have
-    entries. A processor that got all images in one list writes a 1 for each image, not a number for each row. Such ones
-    do not pass, unless each row has one image.
+    entries. A processor that got all images in one list writes a 1 for each image, not a number for each row. Then the
+    numbers fit only if each row has one image.
     """
     entries: list[int] = value.tolist()
     if sum(entries) != num_entries or len(entries) != len(placeholders.tokens):

@@ -455,7 +455,7 @@ class BatchLayout:
         """Returns a batch of some rows, in the given order, with exactly their images. The width stays.
 
         Raises:
-            ValueError: If nothing tells the rows of a tensor or a list, or if a row does not exist.
+            ValueError: If nothing tells how a value belongs to rows, or if a row does not exist.
         """
         (selected,) = self.split(batch, [rows])
         return selected
@@ -588,7 +588,8 @@ class BatchLayout:
         """Returns one batch of all rows, with text padded to the widest row, and the images of all rows in their order.
 
         A plain value stays one value if all batches with the key have the same. Otherwise it becomes a list with one
-        value per row, see ``values_of_rows``. So do numpy arrays, and values under a key of rows, as ``loss_weights``.
+        value per row, see ``values_of_rows``. Numpy arrays always become a list. So do values under a key of rows, such
+        as ``loss_weights``. Counts such as ``num_images`` are found for batches that lack them.
 
         Args:
             batches: Batches, or one-row samples; those without images may lack the image entries. If rows are padded
@@ -598,7 +599,7 @@ class BatchLayout:
 
         Raises:
             ValueError: If the layout does not know a tensor, or if tensors do not fit together. Or if only some batches
-                have a list or a tensor, except a tensor of media, a shared one, or one with ``Entry.absent``.
+                have a list or a tensor, except counts, a tensor of media, a shared one, or one with ``Entry.absent``.
         """
         check_choice('padding_side', padding_side, ('left', 'right'))
         if not batches:

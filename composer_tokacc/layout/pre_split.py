@@ -206,8 +206,9 @@ def widened(
 ) -> Batch:
     """Returns the batch with its text padded to a multiple of ``width_multiple``, but to no more than ``limit``.
 
-    The new padding is on ``side``; by default on the side of the old one. The caller must give the batch a mask before,
-    see ``with_masks``, because the new columns must be hidden. A batch without ``input_ids`` is returned as it is.
+    The new padding is on ``side``; by default on the side of the old one. The caller adds a mask before, so that the
+    new columns are hidden; packed rows get none, see ``with_masks``. A batch without ``input_ids`` is returned as it
+    is.
 
     So is a batch with an unregistered tensor that may lie along the text. If it does, it would have to be padded too.
     Only the model's config tells whether it does, and the loader, which calls this function, does not know the model.
