@@ -41,7 +41,7 @@ from pydantic import Field
 from composer_tokacc.algorithm import TokenAccumulation
 from composer_tokacc.algorithm.loss_terms import empty_sum, tensors_in
 from composer_tokacc.algorithm.setup import check_trains_something
-from composer_tokacc.batch import IGNORE_INDEX, Batch
+from composer_tokacc.batch import IGNORE_INDEX, Batch, labels_of
 from composer_tokacc.checks.first_batch import find_loss_rule, rule_batch
 from composer_tokacc.checks.logits import at_predictions, router_loss_of, targets_of
 from composer_tokacc.checks.probe import Probe
@@ -368,9 +368,13 @@ def _rows(batch: Batch, layout: BatchLayout, max_rows: int) -> list[dict[str, An
     """
     num_rows = layout.num_rows(batch)
     num_chosen = min(max_rows, *dist.all_gather_object(num_rows))
-    # Evenly spread, because rows of similar length lie next to each other in a planned batch.
+    # From the row with the fewest labels to the one with the most: if all had equally many, a mean of means would be
+    # right. Evenly spread, because rows of similar length lie next to each other in a planned batch.
+    num_labels = (labels_of(batch) != IGNORE_INDEX).sum(dim=1)
+    rows_by_labels = num_labels.argsort(stable=True).tolist()
     places = torch.linspace(0, num_rows - 1, num_chosen).tolist()
-    groups = [[round(place)] for place in places]
+    chosen = sorted(rows_by_labels[round(place)] for place in places)
+    groups = [[row] for row in chosen]
     return [without_row_counts(layout.trim(row)) for row in layout.split(batch, groups)]
 
 

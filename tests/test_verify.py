@@ -13,15 +13,17 @@ import pytest
 import torch
 import yaml
 
-from composer_tokacc import TokenAccumulation, invariance
+from composer_tokacc import BatchLayout, TokenAccumulation, invariance
 from composer_tokacc import verify as program
 from composer_tokacc.algorithm.loss_terms import LossTerms
+from composer_tokacc.batch import IGNORE_INDEX
 from composer_tokacc.checks import step
 from composer_tokacc.checks.first_batch import FirstBatchCheck
 from composer_tokacc.refusals import NotExactError
 from composer_tokacc.verify import main
 from tests.support.launch import launch_program
 from tests.support.programs import DIGITS, TINY_DIGITS
+from tests.support.text import ragged_batch
 
 TINY = [*TINY_DIGITS, 'dataset.eval=null', 'report.num_samples=0']
 BOTH_SIDES = program.SIDES
@@ -175,6 +177,14 @@ def test_only_the_projector_is_trained(capsys, monkeypatch):
     monkeypatch.setattr(program, '_rows', rows_without_images)
     assert verify(frozen, rows=3) == 2
     assert '`--rows` must take rows that train something' in capsys.readouterr().err
+
+
+def test_chosen_rows_have_unlike_numbers_of_labels():
+    """With equal numbers, a mean of means would be right. Only the fifth row has another number than the others."""
+    batch = ragged_batch([(9, 2)] * 4 + [(12, 7)] + [(9, 2)] * 4)
+    rows = program._rows(batch, BatchLayout.infer(batch), 3)
+    num_labels = [int((row['labels'] != IGNORE_INDEX).sum()) for row in rows]
+    assert sorted(num_labels) == [2, 2, 7]
 
 
 def test_flag_instead_of_the_algorithm(tmp_path, capsys):
