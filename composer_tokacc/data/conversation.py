@@ -439,7 +439,7 @@ class ConversationEncoder:
         return bool(self.parts) and not (bos and text.startswith(bos))
 
     def _encode(self, text: str, media: DecodedMedia) -> dict[str, torch.Tensor]:
-        """Runs the processor on one conversation, and corrects its entries. Raises ValueError if it cannot encode it."""
+        """Runs the processor on one conversation, and corrects its entries. Raises ValueError if that fails."""
         arguments: dict[str, Any] = {
             'text': [text],
             'return_tensors': 'pt',
