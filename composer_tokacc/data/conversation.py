@@ -439,7 +439,10 @@ class ConversationEncoder:
         return bool(self.parts) and not (bos and text.startswith(bos))
 
     def _encode(self, text: str, media: DecodedMedia) -> dict[str, torch.Tensor]:
-        """Runs the processor on one conversation, and corrects its entries. Raises ValueError if that fails."""
+        """Runs the processor on one conversation, and corrects its entries.
+
+        Raises ValueError if the processor raises it or an arithmetic error. Other errors are raised as they are.
+        """
         arguments: dict[str, Any] = {
             'text': [text],
             'return_tensors': 'pt',
