@@ -16,7 +16,8 @@ own model without allocating its memory. Prints a table, YAML lines to paste, an
     lengths.image_tokens=64 tokens of the images of a sample that has images (default: 0)
     lengths.with_images=0.8 share of the samples that have images (default: 1)
     num_ranks=8             ranks of the run (default: 1)
-    device_memory_gib=80    memory of a device (default: that of this machine; must be given if it has no GPU)
+    device_memory_gib=80    memory of a device (default: that of this machine). Must be given on a machine without a
+                            GPU, unless the config has `trainer.device: cpu`
     safety=0.92             share of this memory that the plan may use (default: 0.92)
     time_steps=true         times a few real steps on this machine. Then the report has seconds, and its YAML lines have
                             the cost of a microbatch on this machine (`microbatching.cost`)

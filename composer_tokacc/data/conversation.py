@@ -439,7 +439,10 @@ class ConversationEncoder:
         return bool(self.parts) and not (bos and text.startswith(bos))
 
     def _encode(self, text: str, media: DecodedMedia) -> dict[str, torch.Tensor]:
-        """Runs the processor on one conversation, and corrects its entries. Raises ValueError if it fails."""
+        """Runs the processor on one conversation, and corrects its entries.
+
+        Raises ValueError if the processor raises it or an arithmetic error. Other errors are raised as they are.
+        """
         arguments: dict[str, Any] = {
             'text': [text],
             'return_tensors': 'pt',
@@ -595,7 +598,8 @@ class ConversationEncoder:
         and at 6 in ``input_ids``. So the answer, which has two tokens, begins at 5.
 
         Raises:
-            ValueError: If an answer is not found, because the processor has added tokens with the id of its last one.
+            ValueError: If an answer has no tokens, or is not found, because the processor has changed more than
+                placeholders.
         """
         (encoding,) = self._tokenize([rendered.text])
         text_ids = torch.tensor(encoding.ids)

@@ -122,7 +122,7 @@ def _has_known_white(image: Image.Image) -> bool:
     """
     if image.format != 'TIFF' or not image.mode.startswith('I'):
         return True
-    # Mode I has 32 bits. An older PIL uses it for the 16 bits of a PNG, too, but not in a TIFF file.
+    # In a TIFF file, mode I is for 32 bits, or for 16 bits with a sign. (An older PIL uses it for any PNG of 16 bits.)
     if image.mode == 'I':
         return False
     entries: Any = getattr(image, 'tag_v2', {})

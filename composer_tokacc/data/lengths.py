@@ -236,6 +236,7 @@ def build_length_table(
 
     Arguments and errors are those of :func:`length_table`. Samples that are good in ``earlier`` are not measured again.
     """
+    check_choice('on_error', on_error, ('raise', 'skip'))
     # A script that a launcher starts may have no process group. Then each rank measures all samples.
     rank = 0
     num_ranks = 1

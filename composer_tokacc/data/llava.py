@@ -51,9 +51,10 @@ class LlavaDataset(Dataset):
 
     A bad sample is never replaced, and never dropped during training, so that every rank has the same samples at the
     same indices. With ``on_error='raise'`` a bad record raises at the start. An unreadable file, or a sample over
-    ``max_length``, raises when it is read (with ``fit``: measured). With ``'skip'`` all samples are read at the start.
-    Bad ones are left out and counted (``skipped``, :meth:`skip_report`). The result is kept in the length table, so
-    that a later run reads only the bad ones again. The ranks share such work, so every rank must make the dataset.
+    ``max_length``, raises when it is read. (With ``fit`` most raise at the start, when all samples are measured.) With
+    ``'skip'`` all samples are read at the start. Bad ones are left out and counted (``skipped``, :meth:`skip_report`).
+    The result is kept in the length table, so that a later run reads only the bad ones again. The ranks share such
+    work, so every rank must make the dataset.
 
     Args:
         path: JSON, JSONL or parquet file, ``dataset_info.json#name``, folder saved by ``datasets``, or

@@ -235,7 +235,7 @@ class SampleMeasurer:
         self.patch_size = patch_size
 
     def measure(self, sample: EncodedSample) -> TableRow:
-        """Returns the row of a sample. Raises ValueError if its ids or labels are missing."""
+        """Returns the row of a sample. Raises ValueError unless it has labels, and ids of one row."""
         check_keys_of_sample(sample, 'input_ids', 'labels')
         check_samples([sample])
         is_image_token = torch.isin(sample['input_ids'], self.token_ids)

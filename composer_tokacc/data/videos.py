@@ -397,7 +397,7 @@ def _audio_frames(container: InputContainer, stream: AudioStream) -> Iterator[Au
     """Yields the frames of the audio. Refuses a file that is cut, or lacks a part of the audio.
 
     This must be checked, because the decoder leaves out damaged frames without an error. A gap is refused before the
-    frame after it, any other fault after the last frame. All times are in seconds.
+    frame after it, and a file that is too short after its last frame. All times are in seconds.
     """
     is_steady = container.format.name in STEADY_CONTAINERS
     end_of_file = 0.0  # end of the last packet of any stream: the pictures of a video may be longer than its audio
@@ -444,8 +444,8 @@ def _audio_frames(container: InputContainer, stream: AudioStream) -> Iterator[Au
 def read_frames(files: Sequence[MediaFile], sampling: VideoSampling) -> Video:
     """Returns a video whose frames are image files.
 
-    Image files have no times. So they count as a video with ``sampling.fps`` frames a second. Then ``fps`` takes all of
-    them, and only a limit for the number of frames leaves some out.
+    Image files have no times. So they count as a video with as many frames a second as the sampling takes. It takes all
+    of them, unless their number is limited.
     """
     step = 1 / (sampling.fps or DEFAULT_FPS)
     times = [number * step for number in range(len(files))]

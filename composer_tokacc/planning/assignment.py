@@ -46,7 +46,7 @@ def rebalance(
     The slowest rank is the one with the greatest load. It exchanges a microbatch for a cheaper one, or gives one away.
     Of all possible exchanges it takes the one after which the greater load of the two ranks is least. The rounds end if
     that load would not be lower than before. To limit the time of a plan, there are at most four times as many rounds
-    as ranks. No rank loses its only microbatch, because the other rank would then be as slow.
+    as ranks. No rank loses its only microbatch, because the other rank would then be at least as slow.
 
     Returns:
         The new ranks, and the greatest load.

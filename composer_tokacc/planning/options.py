@@ -30,7 +30,8 @@ class CostModel:
     :meth:`packed` has the cost of a packed row.
 
     The unit is the time of one token position in the dense layers. So a short row costs about its width. The defaults
-    are rough values for a model of hidden size 4096. ``sizing.timing.fit_cost`` fits them to measured times.
+    are rough values for a model of hidden size 4096. ``sizing.timing.fit_cost`` fits all but two (``quadratic`` and
+    ``document``) to measured times.
 
     Args:
         quadratic: Width at which attention costs as much as the dense layers: six times the hidden size for a standard
@@ -106,9 +107,9 @@ class CostModel:
 def token_budget(microbatch_size: float, slot_tokens: int) -> int:
     """Returns ``max_tokens``, the most positions of a microbatch. Splitting, planning and sizing use the same number.
 
-    It must stay in proportion to both arguments: if memory runs out, the size is halved to halve it, and the split adds
-    a second one for the text of a decoder. It is never rounded up, because it is a hard cap. ``docs/architecture.md``
-    has all its users.
+    It must stay in proportion to both arguments. If memory runs out, the size is halved to halve the budget. For a
+    model with a decoder, the split adds up the budgets of two texts. It is never rounded up, because it is a hard cap.
+    ``docs/architecture.md`` has all its users.
 
     Args:
         microbatch_size: Composer's ``device_train_microbatch_size``, a number of rows. It may be a fraction.

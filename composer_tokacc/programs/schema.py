@@ -251,8 +251,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), *, reads_data: 
     Args:
         path: The YAML file.
         overrides: ``key=value`` each.
-        reads_data: Whether the program reads the data. If not, the section ``dataset`` may have values that are still
-            to be given (``???``).
+        reads_data: Whether the program reads the data. If not, the section ``dataset`` may have texts that are still to
+            be given (``???``), such as paths.
 
     Raises:
         ConfigError: For an unreadable file, an unknown key (it names the nearest), a wrong type or range.
@@ -276,6 +276,8 @@ def _without_missing(values: object) -> object:
     """Returns nested values with a text in the place of each ``???``."""
     if isinstance(values, dict):
         return {key: _without_missing(value) for key, value in values.items()}
+    if isinstance(values, list):
+        return [_without_missing(value) for value in values]
     return 'not given' if values == '???' else values
 
 

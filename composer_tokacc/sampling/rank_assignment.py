@@ -109,7 +109,8 @@ def collate(
     """Returns the batch of an assignment: each microbatch is collated by itself, and widened to ``width_multiple``.
 
     It has the weights of the assignment, and a copy is marked as 0 samples. The samples must be in the order of the
-    assignment. Raises ValueError if `collate_fn` returns no mapping or another number of rows, or if both give weights.
+    assignment. Raises ValueError if `collate_fn` returns no mapping, another number of rows, or weights although the
+    assignment has some.
     """
     budget = options.max_tokens
     collated: list[Batch] = []

@@ -181,7 +181,7 @@ def _planned_microbatches(
 ) -> list[_ComputedMicrobatch]:
     """Returns the microbatches of one rank by its part of a plan.
 
-    In the plan a dummy takes the place of a missing microbatch. If rows are packed, only a rank without samples has it.
+    The plan has a dummy in the place of a missing microbatch. If rows are packed, a rank with samples leaves it out.
     """
     if options.packing is True:
         # The plan only decides which samples the rank reads. Then the rank packs them itself.

@@ -280,8 +280,11 @@ def test_saved_table_without_labels_is_refused(tmp_path):
 def test_unknown_on_error_is_refused(tmp_path):
     """A misspelled ``raise`` must not act as ``skip``, which only keeps bad samples in ``errors``."""
     dataset = DigitsDataset(num_samples=1)
-    with pytest.raises(ValueError, match="`on_error` must be 'raise' or 'skip', got: 'rasie'"):
+    message = "`on_error` must be 'raise' or 'skip', got: 'rasie'"
+    with pytest.raises(ValueError, match=message):
         length_table(dataset, dataset.processor, folder=tmp_path, on_error='rasie')
+    with pytest.raises(ValueError, match=message):
+        build_length_table(dataset, dataset.processor, on_error='rasie')
 
 
 @pytest.mark.parametrize('sample', [{'input_ids': torch.ones(1, 3).int()}, {'labels': torch.ones(1, 3).int()}, 'text'])

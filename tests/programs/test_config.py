@@ -236,6 +236,16 @@ def test_missing_values_are_named():
     assert '`dataset.path` must be given' in refusal_of(LLAVA)
 
 
+def test_paths_of_unread_data_may_be_missing(tmp_path):
+    """``size`` reads no data if it has lengths. Any other value must be given also then."""
+    file = tmp_path / 'a.yaml'
+    file.write_text("seed: '???'\ndataset: {path: ['???', b.json], parts: {a: {path: '???'}}}\n")
+    config = load_config(file, ['seed=1'], reads_data=False)
+    assert config.dataset == {'path': ['not given', 'b.json'], 'parts': {'a': {'path': 'not given'}}}
+    with pytest.raises(ConfigError, match='`seed` must be given'):
+        load_config(file, reads_data=False)
+
+
 @pytest.mark.parametrize(
     ('text', 'expected'),
     [

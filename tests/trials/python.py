@@ -328,7 +328,7 @@ FUNCTIONS: dict[str, tuple[Callable[[], Any], str]] = {
     'lengths of an empty dataset': (lambda: length_table([], small()), '`dataset`'),
     'lengths without labels': (lambda: build_length_table([{'input_ids': torch.ones(1, 3)}], small()), 'labels'),
     'samples whose labels are all ignored': (
-        lambda: build_length_table([{**batch(), 'labels': torch.full((3, 9), -100)}], small()),
+        lambda: build_length_table([text_row(9, 0)], small()),
         'labels to learn',
     ),
     'a second fit with an empty loader': (fit_again_with_nothing, 'at least one batch'),
