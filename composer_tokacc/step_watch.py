@@ -245,9 +245,11 @@ class StepWatch:
         self._has_repeated = True
         difference, written = _difference_of_forwards(module, args, kwargs)
         if math.isnan(difference):
+            # This alone is no sign of state that forwards write. The weights may be NaN.
+            names = f' A forward writes {listed(written)}.' if written else ''
             self.faults.append(
                 'The logits of two forwards of the same rows cannot be compared: a logit is NaN or infinite, or their '
-                'shapes differ.'
+                f'shapes differ.{names}'
             )
         elif difference > tolerance_of(logits.dtype):
             names = listed(written) if written else 'state that is no tensor or number of a module'
@@ -283,7 +285,8 @@ def _difference_of_forwards(
 def relative_difference(first: torch.Tensor | None, second: torch.Tensor | None) -> float:
     """Returns the norm of the difference of two tensors of logits over the norm of the first.
 
-    NaN if a tensor is missing, if the shapes differ, or if a logit is NaN or infinite, except for masked ones.
+    NaN if a tensor is missing, if the shapes differ, if a logit is NaN, or if one of the first tensor is +inf. Infinite
+    if only the second tensor has +inf.
     """
     if first is None or second is None or first.shape != second.shape:
         return float('nan')
