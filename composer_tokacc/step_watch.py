@@ -285,8 +285,8 @@ def _difference_of_forwards(
 def relative_difference(first: torch.Tensor | None, second: torch.Tensor | None) -> float:
     """Returns the norm of the difference of two tensors of logits over the norm of the first.
 
-    NaN if a tensor is missing, if the shapes differ, if a logit is NaN, or if one of the first tensor is +inf. Infinite
-    if only the second tensor has +inf.
+    NaN if a tensor is missing, if the shapes differ, or if a logit is NaN, or infinite in the first tensor. If one is
+    infinite only in the second tensor, the result is infinite. Masked logits may be -inf.
     """
     if first is None or second is None or first.shape != second.shape:
         return float('nan')
