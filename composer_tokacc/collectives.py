@@ -101,7 +101,10 @@ def from_any_rank(value: T | None) -> T | None:
 
 
 def of_first_rank(compute: Callable[[], T]) -> T:
-    """Calls a function on rank 0 and returns its result on all ranks; a collective. All raise its refusal, too."""
+    """Calls a function on rank 0 and returns its result, which is not None, on all ranks; a collective.
+
+    If the function raises a refusal, all ranks raise it. After any other error only rank 0 raises, and the others wait.
+    """
     outcome: T | RefusalError | None = None
     if get_global_rank() == 0:
         try:

@@ -245,9 +245,11 @@ class StepWatch:
         self._has_repeated = True
         difference, written = _difference_of_forwards(module, args, kwargs)
         if math.isnan(difference):
+            # This alone is no sign of state that forwards write. The weights may be NaN.
+            names = f' A forward writes {listed(written)}.' if written else ''
             self.faults.append(
                 'The logits of two forwards of the same rows cannot be compared: a logit is NaN or infinite, or their '
-                'shapes differ.'
+                f'shapes differ.{names}'
             )
         elif difference > tolerance_of(logits.dtype):
             names = listed(written) if written else 'state that is no tensor or number of a module'

@@ -478,6 +478,23 @@ def test_logits_that_are_nan():
     assert 'writes' not in message
 
 
+class NanOfThirdForward(torch.nn.Module):
+    """Counts its forwards. The one of training is the first."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer('count', torch.zeros(()))
+
+    def forward(self, states):
+        self.count += 1
+        return states if self.count < 3 else states * torch.nan
+
+
+def test_state_is_named_beside_nan():
+    message = faults_of_two_rows(with_layers(torch.nn.Identity(), NanOfThirdForward()))
+    assert re.search(r'a logit is NaN.* A forward writes `\S+count`', message)
+
+
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float16])
 def test_logits_beside_the_limit_of_masks(dtype):
     """Round-off of a logit is small wherever it is. A logit that is masked in one forward only is a difference."""

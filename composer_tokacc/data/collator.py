@@ -73,7 +73,7 @@ def check_samples(samples: Sequence[EncodedSample]) -> None:
 
 
 def _is_sample(value: object) -> bool:
-    """Tells whether a value has ``input_ids`` of one row. Raises ValueError if the ids or their mask are malformed."""
+    """Tells whether a value has ``input_ids`` of one row. Raises ValueError for malformed ids, mask or positions."""
     if not isinstance(value, Mapping) or not isinstance(value.get('input_ids'), torch.Tensor):
         return False
     check_ids(value)

@@ -60,7 +60,8 @@ _ANNOUNCING_KEY = re.compile(
 """Names of keys that announce a medium, such as ``img_paths_2``: a word for a medium, which may have a suffix, an ``s``
 and a number."""
 _ID_KEY = re.compile(r'.*ids?(?:_?\d+)?')
-"""Keys whose number is the id of a medium, such as ``image_id_2``. Under other keys a number is a count."""
+"""Keys whose number is the id of a medium, such as ``image_id`` or ``image_id_2``. Under other keys a number is a
+count."""
 NO_COLUMN = ' (named by no column)'
 """A suffix. :class:`.DatasetEntry` adds it to a key whose name announces a medium, if no column of media is named. With
 the suffix a name announces nothing, so the key is refused only if its value looks like a medium."""

@@ -74,12 +74,13 @@ among them, because Composer itself warns if there is no eval set."""
 _FSDP = 'trainer.parallelism_config.fsdp'
 
 
-def check_config(config: TrainConfig, *, num_ranks: int | None = None) -> None:
+def check_config(config: TrainConfig, *, num_ranks: int | None = None, reads_data: bool = True) -> None:
     """Raises a ConfigError for the first mistake that can be seen without data and model.
 
     Args:
         config: The run.
         num_ranks: Ranks that the run is planned for. Default: all ranks of this launch.
+        reads_data: See :meth:`.Source.check`.
     """
     world_size = _check_launcher()
     num_ranks = num_ranks or world_size
@@ -88,7 +89,7 @@ def check_config(config: TrainConfig, *, num_ranks: int | None = None) -> None:
     check_model(config.model.pretrained, config.model.config, config.model.lora)
     _check_batch_sizes(config, num_ranks)
     with building('dataset'):
-        source_of(config).check()
+        source_of(config).check(reads_data=reads_data)
     with building('microbatching'):
         # The same call as in the run, but with an empty loader. It refuses options that do not go together. In the run,
         # `slot_tokens` may come from the data. Here it is the value of the file.

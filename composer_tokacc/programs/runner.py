@@ -45,7 +45,7 @@ def run_program(
         overrides: ``key=value`` each.
         num_ranks: Ranks that the run is planned for. Default: all ranks of this launch.
         trains: Whether the program trains on this machine and writes the folders of the config.
-        reads_data: See :func:`.load_config`.
+        reads_data: Whether the program reads the data. If not, the config need not say where they are.
     """
     keep_what_is_loaded()  # switches garbage collection on again, but not for objects that exist already
     is_checked = False
@@ -55,7 +55,7 @@ def run_program(
         if level is not None:
             with building('trainer.python_log_level'):
                 logging.getLogger('composer_tokacc').setLevel(str(level).upper())
-        check_config(config, num_ranks=num_ranks)
+        check_config(config, num_ranks=num_ranks, reads_data=reads_data)
         if trains:
             check_folders(config)
         is_checked = True

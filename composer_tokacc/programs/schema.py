@@ -258,14 +258,15 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), *, reads_data: 
         ConfigError: For an unreadable file, an unknown key (it names the nearest), a wrong type or range.
     """
     values_of_file = _read_file(path)
-    if not reads_data:
-        values_of_file['dataset'] = _without_missing(values_of_file.get('dataset', {}))
     values_of_overrides = read_overrides(overrides)
     # This loop only checks: each override must fit the file as the overrides before it have changed it.
     values_so_far: Any = values_of_file
     for override in overrides:
         _check_parents(override, values_so_far)
         values_so_far = _overlay(values_so_far, read_overrides([override]))
+    if not reads_data and 'dataset' in values_of_file:
+        # After the loop, because an override may put a mapping in the place of a `???`, but not of a text.
+        values_of_file['dataset'] = _without_missing(values_of_file['dataset'])
     # Before the merge, so that an override replaces the value of the file, even if one has the short name.
     _spell_out_size(values_of_file)
     _spell_out_size(values_of_overrides)
@@ -430,6 +431,7 @@ def check_arguments(
     *,
     hints: Mapping[str, Hint] | None = None,
     extra_keys: Mapping[str, Hint] | None = None,
+    requires_all: bool = True,
 ) -> Values:
     """Checks arguments for a class or function against its signature and annotations, and returns them.
 
@@ -440,6 +442,7 @@ def check_arguments(
         arguments: The values of the section. Anything but a mapping is refused.
         hints: Annotations by name, which replace those of ``target``. It need not take all of these names.
         extra_keys: Keys of the section that are not for ``target``, with their annotations.
+        requires_all: Whether to refuse a section that lacks an argument without a default.
     """
     if not isinstance(arguments, Mapping):
         raise ConfigError(path, f'must be a mapping, got: {shorten(arguments, 200)}. Leave it out for its defaults')
@@ -459,7 +462,8 @@ def check_arguments(
         # The signature of a partial still has the arguments that the program supplies, so these are skipped.
         elif parameter.kind is not parameter.VAR_POSITIONAL and parameter.name not in names_of_program:
             annotations[parameter.name] = Any if parameter.annotation is parameter.empty else parameter.annotation
-            if parameter.default is parameter.empty and parameter.name not in arguments:
+            is_required = requires_all and parameter.default is parameter.empty
+            if is_required and parameter.name not in arguments:
                 raise ConfigError(_join(path, parameter.name), 'must be given, because it has no default')
     annotations |= extra_keys
     if not takes_any_name:

@@ -127,8 +127,12 @@ class Source(ABC):
         self.has_parts = self.section.get('parts') is not None
 
     @abstractmethod
-    def check(self) -> None:
-        """Refuses unknown datasets and arguments, before anything is read."""
+    def check(self, *, reads_data: bool = True) -> None:
+        """Refuses unknown datasets and arguments, before anything is read.
+
+        Args:
+            reads_data: Whether the program reads the data. If not, arguments that say where they are may be missing.
+        """
 
     @abstractmethod
     def texts(self) -> Iterator[str]:
@@ -350,14 +354,14 @@ class FileSource(Source):
                     settings[f'{path}.{key}'] = float(dataset[key])
         return settings
 
-    def check(self) -> None:
+    def check(self, *, reads_data: bool = True) -> None:
         """Refuses unknown datasets and arguments, and settings of the loader that do not go together."""
         if self.has_parts:
             check_value('dataset.parts', self.section['parts'], Annotated[Sections, Field(min_length=1)])
             shares_by = self.section.get('loss_shares_by')
             check_value('dataset.loss_shares_by', shares_by, Literal['sampling', 'weights', None])
         for path, settings in {**self._datasets(), **self._datasets(is_eval=True)}.items():
-            _check_dataset(path, settings)
+            _check_dataset(path, settings, requires_all=reads_data)
         if self.has_parts:
             self._check_shares()
         if self.config.loader.exchange_ranks:
@@ -607,12 +611,13 @@ def _is_ours(cls: Any) -> bool:
     return inspect.isclass(cls) and issubclass(cls, LlavaDataset)
 
 
-def _check_dataset(path: str, settings: Section) -> Values:
+def _check_dataset(path: str, settings: Section, *, requires_all: bool = True) -> Values:
     """Returns the arguments of the class of a dataset. Refuses other keys, and wrong values.
 
     Args:
         path: The key of the dataset in the config.
         settings: Its complete settings.
+        requires_all: See :func:`.check_arguments`.
     """
     own_keys: dict[str, Hint] = {'name': Any}  # keys that are not arguments of the class
     if path == 'dataset':
@@ -621,7 +626,14 @@ def _check_dataset(path: str, settings: Section) -> Values:
         own_keys |= SHARE_KEYS
     cls = _dataset_class(path, settings.get('name'))
     hints = DATASET_HINTS if _is_ours(cls) else None
-    checked = check_arguments(path, partial(cls, processor=None), settings, extra_keys=own_keys, hints=hints)
+    checked = check_arguments(
+        path,
+        partial(cls, processor=None),
+        settings,
+        extra_keys=own_keys,
+        hints=hints,
+        requires_all=requires_all,
+    )
     return without(checked, *own_keys)
 
 
@@ -631,7 +643,7 @@ class ShardSource(Source):
     mosaicml-streaming is only imported in functions, because it may be missing.
     """
 
-    def check(self) -> None:
+    def check(self, *, reads_data: bool = True) -> None:
         """Refuses a missing mosaicml-streaming, unknown arguments, and settings that streamed data cannot follow."""
         if importlib.util.find_spec('streaming') is None:
             raise ConfigError(
@@ -640,10 +652,10 @@ class ShardSource(Source):
             )
         if self.has_parts:
             raise ConfigError('dataset.parts', 'must be left out for streamed data. Use `dataset.streams`')
-        self._check_arguments('dataset', self._arguments(is_eval=False))
+        self._check_arguments('dataset', self._arguments(is_eval=False), requires_shards=reads_data)
         eval_section = self.section.get('eval')
         if eval_section:
-            self._check_arguments('dataset.eval', self._arguments(is_eval=True))
+            self._check_arguments('dataset.eval', self._arguments(is_eval=True), requires_shards=reads_data)
             if eval_section.keys().isdisjoint(SHARD_PLACES):
                 self._check_other_split()
         key_needing_plan = self.config.loader.key_needing_plan
@@ -677,8 +689,8 @@ class ShardSource(Source):
         if self.config.microbatching.device_train_microbatch_size != 'suggest':
             self._slot_tokens()  # raises if the width is not given
 
-    def _check_arguments(self, path: str, arguments: Section) -> None:
-        """Refuses unknown arguments of a dataset and its streams, and a dataset without shards."""
+    def _check_arguments(self, path: str, arguments: Section, *, requires_shards: bool) -> None:
+        """Refuses unknown arguments of a dataset and its streams, and perhaps a dataset without shards."""
         from streaming import Stream, StreamingDataset  # pyright: ignore[reportMissingImports]
 
         from composer_tokacc.data.llava_streaming import LlavaStreamingDataset
@@ -689,7 +701,7 @@ class ShardSource(Source):
         # The section must not have these two, because the section `loader` sets them.
         base_class = partial(StreamingDataset, batch_size=None, shuffle=None)
         check_arguments(path, base_class, arguments, extra_keys=extra_keys, hints=SHARD_HINTS)
-        if not any(arguments.get(place) for place in SHARD_PLACES):
+        if requires_shards and not any(arguments.get(place) for place in SHARD_PLACES):
             raise ConfigError(path, f'must name its shards by one of {", ".join(SHARD_PLACES)}. Give `{path}.local`')
         for name, stream in (arguments.get('streams') or {}).items():
             check_arguments(f'{path}.streams.{name}', Stream, stream)

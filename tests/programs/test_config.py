@@ -247,6 +247,28 @@ def test_paths_of_unread_data_may_be_missing(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ('dataset', 'overrides'),
+    [
+        ('{name: llava}', []),
+        ('{name: llava, path: [a.json, "???"], eval: {path: "${dataset.path}"}}', []),
+        ('{name: llava, eval: "???"}', ['dataset.eval.max_length=9']),
+        ('"???"', ['dataset.name=llava']),
+        ('{name: llava, parts: {a: {path: "???"}, b: {}}}', []),
+    ],
+)
+def test_config_of_unread_data(tmp_path, dataset, overrides):
+    """It need not say where the data are. Its other keys are checked."""
+    file = tmp_path / 'unread.yaml'
+    sections = 'model: {config: {model_type: llama}}\ntrainer: {max_duration: 1ep}\n'
+    file.write_text(f'{sections}loader: {{global_batch_size: 2}}\ndataset: {dataset}\n')
+    check_config(load_config(file, overrides, reads_data=False), reads_data=False)
+    with pytest.raises(ConfigError, match='must be given'):
+        check_config(load_config(file, overrides))
+    with pytest.raises(ConfigError, match='Did you mean max_length'):
+        check_config(load_config(file, [*overrides, 'dataset.max_lengt=9'], reads_data=False), reads_data=False)
+
+
+@pytest.mark.parametrize(
     ('text', 'expected'),
     [
         ('- a\n- b\n', 'must hold sections'),

@@ -38,7 +38,7 @@ def caught_from(call):
 
 def run_and_raise(error, monkeypatch):
     """Returns the exit status of a program that raises an error while it runs."""
-    monkeypatch.setattr(runner, 'load_config', lambda *_: TrainConfig())
+    monkeypatch.setattr(runner, 'load_config', lambda *_, **__: TrainConfig())
     monkeypatch.setattr(runner, 'check_config', lambda *_, **__: None)
 
     def program(config):
