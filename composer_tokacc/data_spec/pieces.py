@@ -83,7 +83,7 @@ def smallest_row(facts_of_batches: Sequence[RowFacts], modality: str) -> BatchDi
         return None
     facts, row = smallest
     selected = facts.layout.select(facts.batch, [row])
-    trimmed = facts.layout.trim(selected)
+    trimmed = facts.layout_of_rows.trim(selected)
     return zero_weight(trimmed)
 
 
@@ -304,9 +304,9 @@ def build(pieces: Sequence[Piece], attention: DocumentAttention | None = None) -
         for piece, microbatch in zip(pieces_of_batch, selected, strict=True):
             if piece.dummies:
                 dummies = [dummy.batch for dummy in piece.dummies]
-                microbatch = add_rows(facts.layout, microbatch, dummies, facts.side)
+                microbatch = add_rows(facts.layout_of_rows, microbatch, dummies, facts.side)
             if piece.rules.packing:
                 assert attention is not None  # the split changes the attention before it packs
-                microbatch = pack_rows(facts.layout, microbatch, attention)
+                microbatch = pack_rows(facts.layout_of_rows, microbatch, attention)
             microbatches.append(microbatch)
     return microbatches

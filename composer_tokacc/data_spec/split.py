@@ -747,10 +747,9 @@ def _empty_microbatch(facts_of_batches: Sequence[RowFacts], dummies: DummyRows) 
         dummy_batches = [dummy.batch for dummy in dummies.values()]
         return facts_of_batches[0].layout.concat(dummy_batches)
     facts = min(facts_of_batches, key=lambda candidate: min(candidate.lengths))
-    layout = facts.layout
     shortest = facts.lengths.index(min(facts.lengths))
-    row = layout.select(facts.batch, [shortest])
-    return zero_weight(layout.trim(row))
+    row = facts.layout.select(facts.batch, [shortest])
+    return zero_weight(facts.layout_of_rows.trim(row))
 
 
 # Which split, and which layout, belongs to a loader.

@@ -96,6 +96,16 @@ class RowFacts:
         return _writes_into(self.batch)
 
     @cached_property
+    def layout_of_rows(self) -> BatchLayout:
+        """The layout of rows that are selected from the batch.
+
+        The shapes of a few rows tell less surely how a tensor that is not registered belongs to them: the codes of two
+        images may have the shape of the text of two rows. So this layout allows only readings that the batch allows.
+        """
+        readings = joined_readings(self.layout.readings, self.layout.readings_of(self.batch))
+        return self.layout.with_readings(readings)
+
+    @cached_property
     def _reach(self) -> Reach:
         """How far the real positions of each row reach from the first and from the last column."""
         return Reach.of(self.real)

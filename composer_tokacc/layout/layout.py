@@ -468,7 +468,8 @@ class BatchLayout:
     ) -> list[dict[str, Any]]:
         """Returns a batch for each group of rows, as :meth:`select` does. Counts the items of the rows only once.
 
-        A group of all rows in their order shares the tensors of the batch. Other groups get copies. Copies of
+        A group of all rows in their order shares the tensors of the batch. Other groups get copies, except of tensors
+        that all rows share. A tensor that loses columns is copied if it would have gaps in memory. Copies of
         page-locked tensors are page-locked.
 
         ``columns`` are the columns of the text that each group keeps; None: all. To call :meth:`narrow` on the result

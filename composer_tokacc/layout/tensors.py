@@ -187,9 +187,10 @@ def text_columns(
     entry: Entry,
     columns: range,
 ) -> torch.Tensor:
-    """Returns a view of these columns of a tensor. A tensor that does not lie along the text is returned as it is."""
+    """Returns a view of these columns of a tensor. A tensor that loses no column is returned as it is."""
     for dim in entry.seq_dims:
-        value = value.narrow(dim, columns.start, len(columns))
+        if len(columns) < value.shape[dim]:
+            value = value.narrow(dim, columns.start, len(columns))
     return value
 
 
@@ -225,6 +226,9 @@ def select_rows(
             continue
         # Columns first, so that the other columns are not copied.
         narrowed = text_columns(value, entry, columns)
+        if entry.unit == 'shared' and narrowed is not value:
+            # The entries of rows are copied below. This tensor is not, so it may have gaps: see BatchLayout.narrow().
+            narrowed = compact(narrowed)
         chosen = _select_entries(key, narrowed, entry, offsets, rows)
         if entry.points_into is not None:
             # The pixel tensor is (entries, patches of an entry, ...).
@@ -278,7 +282,7 @@ def _select_entries(
     has another number of entries than ``offsets``.
     """
     if entry.unit == 'shared':
-        return compact(value) if entry.seq_dims else value
+        return value
     unit_offsets = offsets[entry.unit]
     if unit_offsets[-1] != value.shape[entry.row_dim]:
         units_per_row = [end - start for start, end in pairwise(unit_offsets)]

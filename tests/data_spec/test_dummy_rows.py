@@ -18,6 +18,7 @@ from composer_tokacc.checks.cut_rules import CutRules
 from composer_tokacc.checks.first_batch import FirstBatchCheck
 from composer_tokacc.checks.step import Step
 from composer_tokacc.data_spec import split
+from composer_tokacc.data_spec.document_attention import DocumentAttention
 from composer_tokacc.data_spec.pieces import (
     Piece,
     add_rows,
@@ -256,6 +257,40 @@ def receive(monkeypatch, row):
     """Lets the other rank send this row as its dummy row."""
     dummy = zero_weight(row)
     monkeypatch.setattr(split, 'from_any_rank', lambda row_of_this_rank: row_of_this_rank or dummy)
+
+
+def facts_with_codes(lengths):
+    """Returns facts of three rows of text, 6 columns wide. The first two have an image of 6 codes each.
+
+    The batch shows that the codes are not text, because they are not three rows. Fewer rows would not show it.
+    """
+    image_codes = torch.arange(12).reshape(2, 6)
+    batch = with_counts(text_batch(lengths, num_images=[1, 1, 0], image_codes=image_codes))
+    return describe(BatchLayout.infer(batch), batch)
+
+
+@pytest.mark.parametrize('shortest', [5, 6])
+def test_dummy_row_keeps_image_codes(shortest):
+    facts = facts_with_codes([shortest, 6, 6])
+    dummy = describe(facts.layout, smallest_row([facts], 'image'))
+    all_rows = Piece.from_facts(facts, CutRules(), CutOptions(max_tokens=100))
+    row_without_image = replace(all_rows.take([2]), dummies=[dummy])
+
+    (microbatch,) = build([row_without_image])
+
+    assert dummy.width == shortest
+    assert microbatch['image_codes'].tolist() == [[0, 1, 2, 3, 4, 5]]
+
+
+def test_packed_rows_keep_image_codes():
+    facts = facts_with_codes([6, 6, 4])
+    rules = CutRules(packing='documents')
+    all_rows = Piece.from_facts(facts, rules, CutOptions(max_tokens=100))
+
+    (microbatch,) = build([all_rows.take([0, 1])], DocumentAttention(one_layer_model(), 'documents'))
+
+    assert microbatch['input_ids'].shape == (1, 12)
+    assert torch.equal(microbatch['image_codes'], facts.batch['image_codes'])
 
 
 def packed_microbatches(batch, layout, slot_tokens):

@@ -844,6 +844,17 @@ def test_each_group_keeps_its_columns():
         assert value.is_contiguous()  # models and metrics may view it with another shape
 
 
+def test_shared_mask_is_not_copied():
+    """A mask that is expanded to all heads has gaps in memory. A copy for each group would be much larger."""
+    mask = torch.ones(1, 1, 5, 5).tril().bool().expand(1, 4, 5, 5)
+    batch = three_rows(attention_mask=mask)
+
+    groups = TEXT_LAYOUT.split(batch, [[0], [2, 1]])
+
+    for group in groups:
+        assert group['attention_mask'] is mask
+
+
 def test_rows_are_counted_once(monkeypatch, image_batch):
     """Counting placeholders reads the ids, so a split must not count them for each of its parts."""
     counted_units = []
