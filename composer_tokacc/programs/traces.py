@@ -197,10 +197,10 @@ def _is_for_gpu(config: TrainConfig) -> bool:
 
 
 def _logits_of_run(config: TrainConfig) -> str:
-    """Returns where the run computes logits, ``all``, ``labels`` or ``auto``, as for :func:`.calibrate_fake`.
+    """Returns the argument ``logits`` of :func:`.calibrate_fake`: at which positions the run computes logits.
 
-    It is ``all`` without TokenAccumulation, if its arguments need all logits, with metrics of training, and with a
-    compiled model.
+    A run computes all logits without TokenAccumulation, if its arguments need them all, with metrics of training, and
+    with a compiled model.
     """
     algorithm = build_token_accumulation(config)
     is_compiled = config.trainer.get('compile_config') is not None
@@ -214,10 +214,10 @@ def watch_flops(
     model: HuggingFaceModel,
     state: State,
 ) -> None:
-    """Sets ``flops`` of the run's :class:`.TokenMonitor`, with which it logs MFU; a collective.
+    """Gives the run's :class:`.TokenMonitor` the operations of the model, so that it logs MFU; a collective.
 
-    Does nothing without a monitor, or if the speed of the device is not known. Rank 0 counts the operations of the
-    model in a trace. If the trace fails, ``flops`` is None.
+    Does nothing without a monitor, or if the speed of the device is not known. Rank 0 counts the operations in a trace.
+    If the trace fails, MFU is not logged.
     """
     monitors = (callback for callback in state.callbacks if isinstance(callback, TokenMonitor))
     monitor = next(monitors, None)
@@ -269,8 +269,8 @@ def _model_builder(config: TrainConfig, processor: Processor | None, **changes: 
 def _on_meta_device(build: Callable[[], Any]) -> Any:
     """Builds a model with shapes, but without values.
 
-    A trace lays out its microbatches by the config of this model. The config that it was built from may differ: that of
-    BART has an encoder, but only the decoder is built.
+    A trace lays out its microbatches by the config of this model. The run's own config may differ. For example, BART has
+    an encoder in its config, but only the decoder is built.
     """
     with torch.device('meta'):
         return build()
