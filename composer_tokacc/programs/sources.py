@@ -686,7 +686,7 @@ class ShardSource(Source):
         own_arguments = dict.fromkeys(inspect.signature(LlavaStreamingDataset).parameters, Any)
         # The program supplies the processor. `kwargs` is no key: it collects the arguments of StreamingDataset.
         extra_keys = {**without(own_arguments, 'processor', 'kwargs'), 'streams': Sections | None}
-        # check_arguments() refuses what `partial` binds. The section `loader` decides about these two.
+        # check_arguments() refuses arguments that are bound. The section `loader` sets these two.
         base_class = partial(StreamingDataset, batch_size=None, shuffle=None)
         check_arguments(path, base_class, arguments, extra_keys=extra_keys, hints=SHARD_HINTS)
         if not any(arguments.get(place) for place in SHARD_PLACES):
