@@ -269,8 +269,8 @@ def _model_builder(config: TrainConfig, processor: Processor | None, **changes: 
 def _on_meta_device(build: Callable[[], Any]) -> Any:
     """Builds a model with shapes, but without values.
 
-    A trace lays out its microbatches by the config of this model. The run's own config may differ. For example, BART has
-    an encoder in its config, but only the decoder is built.
+    A trace lays out its microbatches by the config of this model. The run's own config may differ. For example, BART
+    has an encoder in its config, but only the decoder is built.
     """
     with torch.device('meta'):
         return build()
