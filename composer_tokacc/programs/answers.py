@@ -86,7 +86,7 @@ class Answers(Callback):
             keep_lines(path, until=state.timestamp.batch.value)
 
     def eval_end(self, state: State, logger: Logger) -> None:
-        """Lets the model answer, and appends its answers to the file."""
+        """Lets the model answer, and appends its answers to the file. If that raises, warns, and never tries again."""
         if dist.get_global_rank() != 0 or not self.can_generate:
             return
         try:
@@ -162,7 +162,10 @@ def _answer(
     processor: Processor,
     max_new_tokens: int,
 ) -> Answer | None:
-    """Generates from the tokens before the last answer of a sample. Logs a warning and returns None if it cannot."""
+    """Generates from the tokens before the last answer of a sample.
+
+    Returns None, with a warning, for a sample that :func:`answer_eval_samples` leaves out.
+    """
     sample = dataset[index]
     sample_id = str(sample.get('sample_ids', [index])[0])
     labels = sample['labels'][0].tolist()
@@ -171,7 +174,7 @@ def _answer(
     placeholders = image_token_ids(processor)  # includes the placeholders of videos and audio
     token_ids = sample['input_ids'][0]
     has_media_after = not set(placeholders).isdisjoint(token_ids[start:].tolist())
-    if start == end or has_media_after:  # generate() would get only the text before the answer, but all media
+    if start == end or has_media_after:  # generate() gets the text before the answer, but the media of the whole sample
         log.warning('The model does not answer sample %s: no label, or media after its last answer.', sample_id)
         return None
     inner: Any = model.model  # of Transformers

@@ -68,7 +68,10 @@ def build_trainer_parts(config: TrainConfig) -> TrainerParts:
 
 
 def build_parts(config: TrainConfig) -> RunParts:
-    """Seeds this rank, joins the process group and builds data and model."""
+    """Seeds this rank, joins the process group, builds data and model, and finds the microbatch size for ``suggest``.
+
+    Raises ConfigError if a rank would get no batch.
+    """
     reproducibility.seed_all(config.seed)
     # The ranks meet before they read the data, because each of them reads a part.
     if dist.get_world_size() > 1:
@@ -86,7 +89,8 @@ def build_parts(config: TrainConfig) -> RunParts:
     if config.microbatching.device_train_microbatch_size == 'suggest':
         size, slot_tokens = suggested_microbatch(source)
         microbatching = replace(config.microbatching, device_train_microbatch_size=size, slot_tokens=slot_tokens)
-        source.config = replace(config, microbatching=microbatching)  # the loader plans with the suggested size
+        # Loader and Trainer take the size from here. `config` still says `suggest`.
+        source.config = replace(config, microbatching=microbatching)
     layout = BatchLayout.for_model(model)
     train_loader = source.build_loader(layout, model=model)
     # A loader has no length if its epochs have unequal numbers of batches. Then we assume that it has some.
@@ -111,7 +115,7 @@ def build_optimizer(model: torch.nn.Module, section: Section) -> torch.optim.Opt
     else:
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = build_section('optimizer', section, parameters)
-    save_empty_states(optimizer)  # in every checkpoint, for parameters that never had a gradient
+    save_empty_states(optimizer)  # when torch loads a checkpoint, it looks up a state for every parameter
     return optimizer
 
 

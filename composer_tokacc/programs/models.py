@@ -206,11 +206,12 @@ def freeze_parameters(model: nn.Module, names: Sequence[str]) -> set[str]:
 def parameter_groups(model: nn.Module, parts: Mapping[str, Section]) -> list[dict[str, Any]]:
     """Returns the trained parameters in groups for an optimizer: one for each part of the model, and one for the rest.
 
+    Raises ConfigError if a part gets no parameter.
+
     Args:
         model: The model.
-        parts: Arguments of the optimizer for each part, by the name of the part, as in :func:`freeze_parameters`. If
-            two parts contain a parameter, it belongs to the inner one. Parameters of an adapter belong to the part of
-            the layer that it adapts.
+        parts: Arguments of the optimizer by the name of a part, as in :func:`freeze_parameters`. A parameter belongs to
+            the innermost part that contains it, one of an adapter to the part of the layer that it adapts.
     """
     groups: dict[str, dict[str, Any]] = {name: {**arguments, 'params': []} for name, arguments in parts.items()}
     groups[''] = {'params': []}  # all other parameters, with the optimizer's own arguments
@@ -366,7 +367,10 @@ def empty_model(config: PretrainedConfig) -> Any:
 
 
 def _from_checkpoint(path: str, model_class: Any, dtype: torch.dtype, options: dict[str, Any]) -> Any:
-    """Loads a model. Refuses a checkpoint without some of its weights, which Transformers would draw at random."""
+    """Loads a model, and corrects ``tie_word_embeddings`` in its config.
+
+    Refuses a damaged generation config, and a checkpoint that lacks weights, which Transformers would draw at random.
+    """
     with building('model.pretrained'):
         model, loading = model_class.from_pretrained(
             path, **options, dtype=dtype, output_loading_info=True, trust_remote_code=False
@@ -377,8 +381,8 @@ def _from_checkpoint(path: str, model_class: Any, dtype: torch.dtype, options: d
     # Weights that the model has no place for are allowed, because many checkpoints hold heads for other tasks.
     refuse_partial(f'the weights of a {type(model).__name__}', sorted(loading['missing_keys']), path=path)
     if model.get_output_embeddings() is not None and not has_tied_head(model):
-        # Transformers 5 does not tie head and embeddings if the checkpoint holds different ones, even if its config
-        # ties them. With this config, a later change of the embeddings' size would replace the head by the embeddings.
+        # If the checkpoint holds a head of its own, Transformers 5 leaves it untied, even if the config says tied. Then
+        # resize_token_embeddings() would follow the config, and replace the head by the embeddings.
         note_tying(model, is_tied=False)
     return model
 
@@ -396,7 +400,7 @@ def note_tying(model: Any, *, is_tied: bool) -> None:
 
 
 def _fit_embeddings(model: Any, tokenizer: Any, *, has_lora: bool) -> None:
-    """Enlarges the embeddings if the tokenizer has more tokens than the model."""
+    """Enlarges the embeddings if the tokenizer has more tokens than the model. With LoRA raises ConfigError instead."""
     num_rows = model.get_input_embeddings().num_embeddings
     num_tokens = 0 if tokenizer is None else len(tokenizer)
     if num_tokens <= num_rows:
@@ -438,11 +442,10 @@ def set_cache(model: nn.Module, on: bool) -> None:
 
 
 def _unreached_vision_layers(model: Any) -> set[str]:
-    """Returns the names of the parameters after the vision feature layer. No loss reaches them, so they are frozen.
+    """Returns the names of the parameters after the vision feature layer, for the caller to freeze.
 
-    They must not be trained. On one rank they would have no gradient, and so no optimizer state, but torch looks for
-    one when a run is resumed. On several ranks DDP would give them gradients of zero, and weight decay would shrink
-    them.
+    No loss reaches them. On one rank they would have no gradient, and so no optimizer state, but torch looks for one
+    when a run is resumed. On several ranks DDP would give them gradients of zero, and weight decay would shrink them.
     """
     if model.config.model_type not in FEATURE_LAYER_FAMILIES:
         return set()

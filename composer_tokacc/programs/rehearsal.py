@@ -217,8 +217,8 @@ def rehearse(state: State, memory: MemoryModel | None = None) -> RehearsalReport
     max_tokens = sampler.rows.options.max_tokens
     longest_sample = int(sampler.lengths.max())
     with _leaving_no_trace(state), _room_for_optimizers(state):
-        # The token budget is `max_tokens` at `size`, and shrinks in proportion to the size that is tried. It is then
-        # `max_tokens * report.microbatch_size / size`. The longest sample must still fit into it.
+        # The longest sample must fit into the token budget. This is `max_tokens` for `size`, and in proportion for a
+        # smaller size: `max_tokens * report.microbatch_size / size`.
         while max_tokens * report.microbatch_size >= longest_sample * size:
             failed = _run_all(run, candidates, report)
             if failed is None:
@@ -239,10 +239,10 @@ def heaviest_of_run(run: PlannedRun) -> tuple[list[Candidate], int]:
     """Returns the largest microbatches by each size in the rest of a run, and how many global batches were searched."""
     heaviest: list[Candidate] = []
     num_batches = 0
-    for step, ranks, window in _plans_left(run):
+    for step, microbatches_by_rank, window in _plans_left(run):
         num_batches += 1
         candidates = list(heaviest)
-        for planned_microbatches in ranks:
+        for planned_microbatches in microbatches_by_rank:
             candidates += _candidates_of_rank(run, step, planned_microbatches, window)
         heaviest = _largest_by_each_size(candidates)
     return heaviest, num_batches
@@ -429,10 +429,9 @@ def _microbatches_of(run: PlannedRun, candidate: Candidate, size: float) -> list
 
 @contextmanager
 def _leaving_no_trace(state: State) -> Iterator[None]:
-    """Restores gradients, outputs, state of the model and random numbers after the block.
+    """Clears gradients, and restores them after the block, as well as outputs, the model's state and random numbers.
 
-    The block begins without gradients. So does each step of the Trainer, except for gradients of parameters in no
-    optimizer.
+    A step of the Trainer also begins without gradients, except those of parameters that are in no optimizer.
     """
     gradients = [(parameter, parameter.grad) for parameter in state.model.parameters()]
     outputs = getattr(state, 'outputs', ())  # Composer deletes them if memory runs out

@@ -99,7 +99,7 @@ def summarize(
     _, losses = metrics.get('loss/train/total', ([], []))
     evaluation = select(metrics, 'metrics/eval/*')
     monitored = select(metrics, 'token_monitor/*')
-    # For the figures of sources see _sources().
+    # Names are without `token_monitor/`. For the figures under `source/` see _sources().
     means = {}
     for name, series in monitored.items():
         _, finite_values = finite_part(series)
@@ -138,10 +138,10 @@ def _or_none(value: float) -> float | None:
 
 
 def _sources(metrics: Mapping[str, Series]) -> dict[str, dict[str, float | None]]:
-    """Returns the figures of each source: its tokens, its mean shares of weight and cost, its first and last loss.
+    """Returns the figures of each source: its loss tokens, two mean shares, its first and last loss.
 
-    The cost of a source is its number of computed positions. The shares are means over all steps that have sources. A
-    source that came late is not logged in the steps before, and had no share in them.
+    ``weight`` is its share of the weight, ``positions`` its share of the computed positions. Both are means over all
+    steps in which any source was logged. A source that was not logged in a step had a share of 0.
     """
     sources = {}
     tokens_of_sources = select(metrics, 'token_monitor/source/*/tokens')
@@ -173,9 +173,9 @@ def write_report(
     history: InMemoryLogger,
     answers: Sequence[Answer],
 ) -> str:
-    """Writes ``result.json``, the exported model if the config asks for it, and the page. Returns the summary.
+    """Writes ``result.json``, ``report.html`` and, with ``report.export``, the model. Returns the summary.
 
-    Before that, the function under ``report.name`` may add to the result and to the summary.
+    Rank 0 calls it. First the function under ``report.name`` may add to the result and to the summary.
 
     Args:
         config: The run.
@@ -249,6 +249,7 @@ def _lines(result: Section) -> list[tuple[str, str]]:
         lines.append((f'source {name}', figures))
     lines += [('bad samples', report) for report in result['skipped']]
     if result['fitted']:
+        # `share` is how much is left of the processor's budget for media.
         smallest = min(result['fitted'], key=lambda sample: sample['share'])
         figures = f'{len(result["fitted"])} samples, to {smallest["share"]:.0%} at the least ("{smallest["sample"]}")'
         lines.append(('media made smaller to fit', f'{figures}; all: result.json'))

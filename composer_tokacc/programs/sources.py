@@ -121,8 +121,8 @@ class Source(ABC):
 
     def __init__(self, config: TrainConfig) -> None:
         self.config = config
-        """The config of the run. If it says ``suggest``, it gets the suggested microbatch size before a loader is
-        built."""
+        """The config of the run. If it says ``suggest``, ``build_parts`` replaces it by one with the suggested size,
+        before a loader is built."""
         self.section = config.dataset
         self.has_parts = self.section.get('parts') is not None
 
@@ -144,11 +144,11 @@ class Source(ABC):
 
     @abstractmethod
     def open_loader(self, options: Section, *, is_eval: bool) -> OpenedLoader:
-        """Opens the loader of this rank. ``options`` are arguments of torch's DataLoader."""
+        """Returns the loader of this rank, and its slot width. ``options`` are arguments of torch's DataLoader."""
 
     @cached_property
     def processor(self) -> Any:
-        """The processor of the training set and the eval set. Not every class of a user has one; then it is None."""
+        """The processor of both sets. It is None if the ``build_processor`` of a user's class returns None."""
         return self._build_processor()
 
     @cached_property
@@ -186,10 +186,10 @@ class Source(ABC):
         return dataset
 
     def _build_processor(self) -> Any:
-        """Returns the processor of the checkpoint. For a fresh model, builds a small processor.
+        """Returns the processor of the checkpoint. For a fresh model, makes one with :meth:`processor_maker`.
 
-        The small one takes ``image_size`` and ``patch_size`` from the config of the model, unless
-        ``dataset.processor`` has them.
+        A fresh one gets ``image_size`` and ``patch_size`` from the config of the model, unless ``dataset.processor``
+        has them.
         """
         arguments = dict(self.section.get('processor') or {})
         if self.config.model.pretrained is not None:
@@ -336,9 +336,9 @@ class FileSource(Source):
     def settings_of_batches(self) -> dict[str, Any]:
         """Returns the settings that decide which samples a batch holds, by their keys in the config."""
         loader = self.config.loader
-        size = 'global_batch_size' if loader.global_batch_tokens is None else 'global_batch_tokens'
+        size_key = 'global_batch_size' if loader.global_batch_tokens is None else 'global_batch_tokens'
         settings: dict[str, Any] = {'seed': self.config.seed}
-        for name in ('shuffle', 'drop_last', 'modality', size):
+        for name in ('shuffle', 'drop_last', 'modality', size_key):
             settings[f'loader.{name}'] = getattr(loader, name)
         if not self.has_parts:
             return settings
@@ -456,8 +456,8 @@ class FileSource(Source):
         for path, settings in self._datasets(is_eval=is_eval).items():
             dataset = self._open(path, settings)
             datasets.append(dataset)
-            # Other datasets do not say whether their samples have weights. The run fails at the first batch with a
-            # sample that has none.
+            # Token weights are only for training. With `loss_shares_by: weights` the sampler gives them. Only a
+            # LlavaDataset knows the weights of its records. With other datasets a run fails at a batch without weights.
             needs_weights = self.token_weights == 'column' and not (is_eval or self.shares_by_weights)
             if needs_weights and isinstance(dataset, LlavaDataset):
                 _check_loss_weights(dataset)
@@ -669,8 +669,8 @@ class ShardSource(Source):
         """Refuses an eval set that has shards of the training set.
 
         It is only called if ``dataset.eval`` does not say where its shards are. Then both sets read the same streams,
-        and only another ``dataset.eval.split`` makes them differ. A stream with a ``split`` of its own ignores
-        ``dataset.eval.split``. Both sets would read the same shards of it, so the config is refused.
+        and only ``dataset.eval.split`` can make them differ. It has no effect on a stream with its own ``split``, so
+        both sets would read the same shards of such a stream.
         """
         training_shards = self._shards(is_eval=False)
         for places, split in self._shards(is_eval=True):
@@ -698,7 +698,7 @@ class ShardSource(Source):
         own_arguments = dict.fromkeys(inspect.signature(LlavaStreamingDataset).parameters, Any)
         # The program supplies the processor. `kwargs` is no key: it collects the arguments of StreamingDataset.
         extra_keys = {**without(own_arguments, 'processor', 'kwargs'), 'streams': Sections | None}
-        # The section must not have these two, because the section `loader` sets them.
+        # check_arguments() refuses arguments that are bound. The section `loader` sets these two.
         base_class = partial(StreamingDataset, batch_size=None, shuffle=None)
         check_arguments(path, base_class, arguments, extra_keys=extra_keys, hints=SHARD_HINTS)
         if requires_shards and not any(arguments.get(place) for place in SHARD_PLACES):
@@ -776,7 +776,7 @@ class ShardSource(Source):
         return {**arguments, **eval_section}
 
     def _slot_tokens(self) -> int:
-        """Returns the width of a slot in tokens. All ranks must know it before they read a batch."""
+        """Returns the width of a slot in tokens. Raises ConfigError if the config does not give it."""
         slot_tokens = self.config.microbatching.slot_tokens or self.section.get('max_length')
         if slot_tokens is None:
             raise ConfigError(

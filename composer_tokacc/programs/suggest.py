@@ -27,7 +27,8 @@ log = logging.getLogger(__name__)
 def suggested_microbatch(source: Source) -> tuple[int, int]:
     """Returns the microbatch size and the slot width for a config that says ``suggest``; a collective.
 
-    Rank 0 decides, for the smallest device of all ranks. If it refuses, all ranks raise its error.
+    Rank 0 decides, by the memory of the smallest device. All ranks raise its error, for example if a sample does not
+    fit into memory even alone.
     """
     config = source.config
     table = source.train_table
@@ -68,8 +69,8 @@ def suggest_for_run(
         **measured: Further arguments of :func:`.suggest_microbatching`: ``safety``, or costs measured on the machine.
     """
     microbatching = config.microbatching
-    # The simulation needs equally many samples on each rank. With `global_batch_tokens` the mean number of samples may
-    # not be a multiple of the ranks, so it is rounded up.
+    # suggest_microbatching() simulates steps with equally many samples on each rank. With `global_batch_tokens` the
+    # mean number of samples may not be a multiple of the ranks, so it is rounded up.
     samples_of_rank = -(-config.loader.samples_per_batch(table.lengths) // num_ranks)
     reports = []
     packings = [True, False] if microbatching.packing == 'auto' else [bool(microbatching.packing)]

@@ -62,9 +62,9 @@ def memory_of_run(
     traced_samples = _probe_samples(table)
     traced_sizes = table.select(traced_samples)
     precision = _traced_precision(config)
-    # A trace has no ranks, so it shows only one effect of FSDP: in which type the model computes with its weights. If
-    # FSDP gathers them in half precision, the model computes with copies in that type (`fsdp`). Otherwise it computes
-    # with the stored weights, which autocast casts, as under DDP (`ddp`). _as_sharded() adds the other effects.
+    # If FSDP gathers the weights in half precision, the model computes with these copies (strategy `fsdp`). Otherwise
+    # it computes with the stored weights, which autocast casts, as under DDP (strategy `ddp`). A trace has no ranks, so
+    # it shows no other effect of FSDP. _as_sharded() adds the others.
     sharding = _sharding(config, precision)
     gathers_half = sharding is not None and sharding.gathered_dtype in HALF_PRECISION
     strategy = 'fsdp' if gathers_half else 'ddp'
@@ -159,7 +159,8 @@ def _as_sharded(
         num_weights: Number of all weights of the model.
     """
     static = memory.static
-    # Without a type for gathering, weights are gathered as they are stored. Their mean size is taken, rounded up.
+    # Without a type for gathering, weights are gathered as they are stored. `static.parameters` are bytes, so this is
+    # the mean size of a weight, rounded up.
     bytes_of_gathered_weight = math.ceil(static.parameters / num_weights)
     if sharding.gathered_dtype is not None:
         bytes_of_gathered_weight = sharding.gathered_dtype.itemsize
@@ -198,7 +199,8 @@ def _is_for_gpu(config: TrainConfig) -> bool:
 def _logits_of_run(config: TrainConfig) -> str:
     """Returns the argument ``logits`` of :func:`.calibrate_fake`: at which positions the run computes logits.
 
-    A run computes all logits without TokenAccumulation, with metrics of training, and with a compiled model.
+    A run computes all logits without TokenAccumulation, if its arguments need them all, with metrics of training, and
+    with a compiled model.
     """
     algorithm = build_token_accumulation(config)
     is_compiled = config.trainer.get('compile_config') is not None
@@ -212,16 +214,17 @@ def watch_flops(
     model: HuggingFaceModel,
     state: State,
 ) -> None:
-    """Makes the run's :class:`.TokenMonitor` log MFU, if it has one and the speed of the device is known; a collective.
+    """Gives the run's :class:`.TokenMonitor` the operations of the model, so that it logs MFU; a collective.
 
-    The operations of the model are counted in a trace on rank 0.
+    Does nothing without a monitor, or if the speed of the device is not known. Rank 0 counts the operations in a trace.
+    If the trace fails, MFU is not logged.
     """
     monitors = (callback for callback in state.callbacks if isinstance(callback, TokenMonitor))
     monitor = next(monitors, None)
     if monitor is None:
         return
-    has_speed = monitor.device_tflops or get_gpu_flops_available(state)
-    if not has_speed:
+    device_speed = monitor.device_tflops or get_gpu_flops_available(state)
+    if not device_speed:
         return
     table = source.train_table
     coefficients = None
@@ -266,8 +269,8 @@ def _model_builder(config: TrainConfig, processor: Processor | None, **changes: 
 def _on_meta_device(build: Callable[[], Any]) -> Any:
     """Builds a model with shapes, but without values.
 
-    Its config may differ from the config that it was built from. For example, only the decoder of BART is built, and
-    the config of the decoder says that it has no encoder. So labels lie at the positions of the text.
+    A trace lays out its microbatches by the config of this model. The run's own config may differ. For example, BART
+    has an encoder in its config, but only the decoder is built.
     """
     with torch.device('meta'):
         return build()
