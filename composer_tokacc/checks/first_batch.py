@@ -160,7 +160,8 @@ class FirstBatchCheck:
     microbatch_size: float
     """Rows of a microbatch in training. It limits the rows of a check, and the length of packed rows."""
     selector: LabelSelector | None = None
-    """Makes the model compute logits only at labels. None: that is not tried. Nor is it after it has failed."""
+    """Makes the model compute logits only at labels, which is tried in each check until it fails. None: it is not
+    tried."""
     forward_arguments: Collection[str] | None = None
     """The entries of a batch that reach the model. None: all of them may."""
     rule: str | None = field(default=None, init=False)
@@ -218,7 +219,7 @@ class FirstBatchCheck:
     def prove(self, batch: Batch) -> None:
         """Checks rows until no rank has rows outside of the proven ranges, and once if a check is due; a collective.
 
-        Afterwards the cutter, if there is one, cuts by the rules that this has found.
+        Afterwards the cutter, if there is one, cuts by the rules that were found.
 
         Args:
             batch: The batch of this rank, on the CPU.
@@ -418,6 +419,7 @@ class FirstBatchCheck:
         # A known scale stays. If the loss is not a plain mean any more, check_step() refuses the step.
         if self.token_scale is None and None not in scales:
             self.token_scale = scales[0]
+        # A failure stays. The next pass of prove() may check other rows, which do not show it.
         if self.selection_failure is None:
             self.selection_failure = next((failure for failure in failures if failure is not None), None)
         self.has_logits = comparison.reference.has_logits

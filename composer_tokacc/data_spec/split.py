@@ -23,7 +23,7 @@ A split belongs to a loader. It may serve several fits, one after the other:
 3. Each step calls the split.
 4. :meth:`MicrobatchSplit.stop` ends the fit.
 
-The functions at the end of the file find the split and the layout that belong to a loader.
+The functions at the end of the file find the split of a loader, and the layout of a run.
 """
 
 from __future__ import annotations
@@ -81,9 +81,8 @@ class MicrobatchSplit:
 
     Args:
         dataloader: The loader whose batches are split. The algorithm finds the split by its loader.
-        layout: How tensors belong to rows: the user's layout, or the layout of ``model=``. None: the algorithm gives
-            the layout of its model. Without an algorithm it is inferred from the first batch, or without ``model=``
-            from each batch.
+        layout: How tensors belong to rows: the user's layout, or the layout of ``model=``. None: :meth:`start` finds
+            one for the fit. If it is not called, each call of the split infers one from its batch.
         options: The caps, and how to cut under them.
         microbatch_transforms: The user's own transforms of a microbatch on the device.
     """
@@ -133,7 +132,7 @@ class MicrobatchSplit:
     ) -> None:
         """Takes a model whose rules are not known yet, and decides whether to try packing. A collective.
 
-        The layout is the one of the arguments, else the one of :func:`layout_on_ranks`.
+        If the split was made without a layout, it also finds one, see :func:`layout_on_ranks`.
 
         Args:
             model: The model that is trained.
@@ -752,7 +751,7 @@ def _empty_microbatch(facts_of_batches: Sequence[RowFacts], dummies: DummyRows) 
     return zero_weight(facts.layout_of_rows.trim(row))
 
 
-# Which split, and which layout, belongs to a loader.
+# Which split belongs to a loader, and which layout to a run.
 
 _SPLITS: WeakValueDictionary[int, MicrobatchSplit] = WeakValueDictionary()
 
@@ -795,8 +794,8 @@ def layout_on_ranks(model: Any, batch: Batch) -> BatchLayout:
 def layout_without_split(model: Any, batch: Batch) -> BatchLayout | None:
     """Returns the layout of a run that has no split of ours. A collective.
 
-    The user's own split cuts the batch then, so the run does not need a layout. If on some rank the layout cannot tell
-    the rows of the batch apart, all ranks return None. An entry that the layout does not know may be on one rank only.
+    The user's own split cuts the batch then, so the run does not need a layout. If the layout cannot tell the rows of a
+    batch apart, all ranks return None, even if only one rank has such a batch.
     """
     layout = layout_on_ranks(model, batch)
     can_tell_on_ranks = all_gather_object(_tells_rows_apart(layout, batch))

@@ -257,6 +257,30 @@ def test_every_step_is_exact_or_refused(loss, first_changed):
         assert len(steps) >= FIRST_CHANGED, 'refused before the loss changed'
 
 
+class SecondHeadInTurn(ChangingModel):
+    """Has a second mean over tokens, which is not made of the logits, in steps 0 and 2."""
+
+    @property
+    def has_changed(self) -> bool:
+        return self.step % 2 == 0
+
+
+def second_head(outputs):
+    loss = outputs.next_token_loss()
+    if outputs.has_changed:
+        loss = loss + 0.3 * next_token_loss(outputs.heads['next'](outputs.states), outputs.labels)
+    return loss
+
+
+def test_known_term_may_come_back():
+    """Step 1 does not have the term, but step 0 has shown that the loss may have it."""
+    data = [ragged_batch()] * 3
+
+    steps = gradients_of_steps(SecondHeadInTurn(second_head), data)
+
+    assert len(steps) == len(data)
+
+
 @pytest.mark.parametrize('loss', [label_smoothing, doubled])
 def test_change_while_rows_are_checked(loss):
     """The check of the rows must not take the changed loss for the loss of the run."""

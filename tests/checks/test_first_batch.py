@@ -225,6 +225,30 @@ def test_new_rules_recheck_special_rows():
     assert set(model.checked_widths) == {11, 14}
 
 
+class LossAtHole(NeedsWideRows):
+    """Doubles the gradient of its loss if a row has a hole in column 5, and logits are computed only at labels."""
+
+    def forward(self, input_ids=None, attention_mask=None, labels=None):
+        outputs = super().forward(input_ids, attention_mask, labels)
+        # A slice, not a column, because trimmed rows may end before it.
+        has_hole = attention_mask.diff(dim=1)[:, 5:6].eq(1).any()
+        if has_hole and outputs.logits.shape[:2] != input_ids.shape:
+            outputs.loss = 2 * outputs.loss - outputs.loss.detach()
+        return outputs
+
+
+def test_logits_at_labels_fail_in_one_pass():
+    """The row of 3 tokens changes the rules, so the check makes three passes. Only the second has a row with a hole."""
+    first = ragged_batch([(9, 7), (14, 8), (11, 7), (6, 1)])
+    second = ragged_batch([(14, 3), (3, 2), (13, 3), (8, 3), (11, 3), (10, 3)])
+    first['attention_mask'][2, 4] = 0
+    second['attention_mask'][4, 5] = 0
+    assert_exact(gpt2(LossAtHole), first, second)
+
+    with pytest.raises(RuntimeError, match='logits-at-labels'):
+        fit(gpt2(LossAtHole), first, second, logits='labels')
+
+
 class WritesIntoBatch(ColumnCounter):
     """Writes into its inputs, as models that normalise images in place do."""
 

@@ -494,6 +494,17 @@ def test_entry_that_only_another_rank_has(monkeypatch):
     assert layout_without_split(model, batch) is None
 
 
+def test_split_learns_readings_from_check():
+    """An entry of no model family may belong to the rows in several ways. The check finds out which are possible."""
+    batch = {**ragged_batch(), 'scores': torch.arange(6.0)}  # of six rows
+    layouts = On(Event.BEFORE_TRAIN_BATCH, lambda state: split_of(state.train_dataloader).layout)
+
+    fit(one_layer_model(), batch, callbacks=[layouts])
+
+    [layout] = layouts.values
+    assert layout.readings.keys() == {'scores'}
+
+
 def test_unknown_entry_under_either_split():
     """Nothing tells the rows of an entry. Under the user's split there is no layout. Our split refuses the batch."""
     batch = {**ragged_batch(), 'notes': ['one', 'two']}  # of six rows
