@@ -22,7 +22,7 @@ from composer.core import TimeUnit, ensure_time
 from composer.utils import is_compressed_pt
 from composer.utils.parallelism import FSDP2Config, FSDPConfig
 
-from composer_tokacc.programs.checkpoints import check_checkpoint, checkpoint_folder
+from composer_tokacc.programs.checkpoints import check_checkpoint, checkpoint_folder, run_name_of
 from composer_tokacc.programs.errors import ConfigError, building, local_folder
 from composer_tokacc.programs.host_types import Section
 from composer_tokacc.programs.models import EVAL_METRICS, TRAIN_METRICS, check_model
@@ -305,7 +305,7 @@ def check_folders(config: TrainConfig) -> None:
     """Refuses folders of the config that the run cannot write."""
     # Without a name Composer generates one later. Here any text does ('None'), because only the nearest existing parent
     # is checked.
-    run_name = str(config.trainer.get('run_name'))
+    run_name = str(run_name_of(config.trainer))
     folders = {
         'report.folder': config.report['folder'],
         'loader.lengths_folder': config.loader.lengths_folder,
