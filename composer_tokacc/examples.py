@@ -76,8 +76,8 @@ def _sources() -> dict[Path, Path]:
     environment, which is some folder above the package.
     """
     module = Path(__file__)
-    # The folders above the path as it is come first. An installer may have made this file a link into a cache, and
-    # above the target of the link there may be no examples.
+    # An installer may have made this file a link into a cache without examples. So the folders above the link come
+    # before those above its target.
     for parent in (*module.absolute().parents, *module.resolve().parents):
         for folder in (parent, parent / INSTALLED):
             if (folder / 'yamls' / 'llava_json.yaml').exists():

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def token_exact() -> Callable[[torch.nn.Module], AbstractContextManager[TokenWeightsReport]]:
-    """A context around one optimizer step that fails the test unless all tokens weigh the same in the gradient.
+    """Makes a context for one optimizer step, which fails the test unless all tokens weigh the same in the gradient.
 
     The test also fails if a forward adds nothing to the gradient, or leaves out some of its labels; if parameters or
     gradients change between two backwards; if gradients are lost before the step, or not averaged over the ranks; and
@@ -63,7 +63,7 @@ def _exact_step(model: torch.nn.Module) -> Iterator[TokenWeightsReport]:
             'microbatches and ranks.'
         )
     # The spread compares only the absolute values of the weights.
-    if len(set().union(*signs_by_rank)) == 2:
+    if set().union(*signs_by_rank) == {True, False}:
         faults.append('Every token of an optimizer step must weigh the same, got: positive and negative weights.')
     if unequal_names:
         faults.append(

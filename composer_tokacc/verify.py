@@ -221,7 +221,7 @@ class _VerifiedRun:
         would be the same.
         """
         batch = self.layout.concat(self.rows_of_all_ranks[::-1], padding_side='left')
-        (batch,) = with_masks([batch])
+        (batch,) = with_masks([batch])  # or the model would attend to the added padding
         # `widened` rounds up to a multiple. A multiple that is larger than the width is the new width.
         wider = widened(batch, width_multiple=self.layout.width(batch) + COLUMNS_BEFORE, side='left')
         error, _ = relative_error(self.gradients_of(wider), self.whole_step('left'))
@@ -232,10 +232,10 @@ class _VerifiedRun:
         return self.gradients_of(self.layout.concat(self.rows_of_all_ranks, padding_side=padding))
 
     def gradients_of(self, batch: Batch) -> Gradients:
-        """Computes the gradient of one forward without the Trainer, so that nothing of it can scale the loss.
+        """Returns the gradient of one forward without the Trainer, so that nothing of it can scale the loss.
 
-        The loss is the model's own mean over tokens. If tokens have different weights, their weighted mean is computed
-        here, from the logits.
+        The loss is the model's own mean over tokens, or with token weights their weighted mean, from the logits. Notes
+        whether the model has a router loss. Refuses rows whose loss has no gradient.
         """
         model = self.parts.model.train()
         batch = self.device.batch_to_device(self.layout.with_media(batch))
@@ -313,7 +313,7 @@ class _VerifiedRun:
             self._fit(data, steps, UnusedParameters())
 
     def _fit_ours(self, batch: dict[str, Any], steps: _ComparedSteps, *, regroup: bool) -> None:
-        """Trains with this package, on microbatches of at most as many tokens as padded rows of the microbatch size."""
+        """Trains with this package. A microbatch has at most as many tokens as ``microbatch_size`` padded rows."""
         # With Composer's flag Composer itself weights the microbatches, and the data spec counts loss tokens by the
         # model's loss rule. TokenAccumulation counts them itself.
         uses_flag = uses_composers_flag(self.config)
@@ -361,7 +361,7 @@ class _VerifiedRun:
 
 
 def _rows(batch: Batch, layout: BatchLayout, max_rows: int) -> list[dict[str, Any]]:
-    """Returns single rows of this rank's batch, equally many on every rank, so that all ranks compute the same cuts.
+    """Returns single rows of this rank's batch; a collective. All ranks get equally many, and compute the same cuts.
 
     If a global batch has fewer samples than ranks, the loader gives some ranks a copy of a sample, without labels. The
     row counts of the copy say 0 samples. Here all row counts are dropped, so the copy is a row like any other.
@@ -463,7 +463,7 @@ def _make_deterministic(model: torch.nn.Module) -> None:
             for name, value in list(getattr(holder, '__dict__', {}).items()):
                 if isinstance(value, float) and _NAMES_OF_RANDOMNESS.search(name):
                     setattr(holder, name, 0.0)
-    # A fixed seed on the CPU, so that all ranks draw the same values.
+    # A fixed seed on the CPU, so that all ranks draw the same values. 0.02 is usual for new weights.
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         if parameter.requires_grad and not parameter.any():

@@ -60,9 +60,9 @@ def run_name_of(trainer: Section) -> str | None:
 
 
 def latest_link(trainer: Section) -> Path | None:
-    """Returns the path of Composer's link to this rank's latest checkpoint; None without ``autoresume``.
+    """Returns the path of Composer's link to this rank's latest checkpoint; None if the run uses no link.
 
-    The link may not exist yet. The result is also None without a run name, because Composer refuses such a run.
+    It uses one with ``autoresume``, a local folder, and names of the run and of the link. The link may not exist yet.
     """
     folder = checkpoint_folder(trainer)
     run_name = run_name_of(trainer)
@@ -74,9 +74,9 @@ def latest_link(trainer: Section) -> Path | None:
 
 @contextmanager
 def lock_folders(folders: Mapping[str, Path | None]) -> Iterator[None]:
-    """Keeps other runs out of some folders while the block runs.
+    """Makes folders and locks them while the block runs. Raises ConfigError if another run has locked one of them.
 
-    The system releases the locks if the process is killed.
+    The system releases the locks if the process is killed. On a file system without locks this only prints a note.
 
     Args:
         folders: The folders by their keys in the config; None if a key has no folder. Several keys may have the same
@@ -107,11 +107,11 @@ def lock_folders(folders: Mapping[str, Path | None]) -> Iterator[None]:
 
 
 def arguments_to_resume(trainer: Section, loggers: Sequence[LoggerDestination] = ()) -> dict[str, Any]:
-    """Returns arguments of the Trainer that replace ``autoresume``; a collective.
+    """Returns arguments of the Trainer that replace ``autoresume``; empty if it can stay. A collective.
 
     Composer's ``autoresume`` loads the checkpoint behind its link, even if a killed process or a full disk has left it
-    incomplete. It also writes a file into the folder of each node and removes it. In a folder that nodes share this is
-    the same file for all nodes: the first one removes it, the others crash.
+    incomplete. It also writes a file into the folder of each node and removes it. If nodes share the folder, the first
+    one removes the file of all, and the others crash. Raises ConfigError if no checkpoint can be used.
 
     Args:
         trainer: Section ``trainer`` of the config.
@@ -138,15 +138,13 @@ def arguments_to_resume(trainer: Section, loggers: Sequence[LoggerDestination] =
         }
     if any(exists_on_rank):  # each node has its own folder, so `autoresume` works
         # It only finds the checkpoint behind the link of the first rank. Without a link it would begin at step 0.
-        missing_link = None
-        if os.path.realpath(link) != os.path.realpath(str(checkpoint)):
-            missing_link = link
-        missing_link = dist.all_gather_object(missing_link)[0]
-        if missing_link is not None:
+        is_linked = os.path.realpath(link) == os.path.realpath(str(checkpoint))
+        first_link, is_first_linked = dist.all_gather_object((link, is_linked))[0]
+        if not is_first_linked:
             raise ConfigError(
                 'trainer.save_folder',
                 f'must have a link to the checkpoint to go on from, because each node has a folder of its own, got: '
-                f'{checkpoint} without a link. Make it on the first node: ln -sfn {checkpoint} {missing_link}',
+                f'{checkpoint} without a link. Make it on the first node: ln -sfn {checkpoint} {first_link}',
             )
         return {}
     # Some loggers are only enabled on rank 0.
@@ -161,12 +159,12 @@ def arguments_to_resume(trainer: Section, loggers: Sequence[LoggerDestination] =
 def newest_checkpoint(link: Path, run_name: str | None) -> Path | None:
     """Returns the newest complete checkpoint of a run; None if there is no checkpoint.
 
-    That is the latest one. If it is damaged, or if there is no link to it, it is the newest other one. A copy of a
-    folder may lack the link. A run that was killed right after it saved its first checkpoint has none yet. If such a
-    run began at step 0 again, it would overwrite its checkpoints.
+    The link leads to it. If there is no link, or a damaged checkpoint behind it, the folder is searched. A copy of a
+    folder may have no link, and a run that was killed at its first checkpoint has none yet. Without the search such a
+    run would begin at step 0 again, and overwrite its checkpoints.
 
-    If there is a link, but no complete checkpoint, raises an error. Without a link, damaged checkpoints count as
-    absent.
+    Raises ConfigError if a folder is in the place of the link, or if there is a link, but no complete checkpoint.
+    Without a link, damaged checkpoints count as absent.
 
     Args:
         link: Composer's link to the latest checkpoint. A copy of a folder may hold a file in its place.
@@ -304,9 +302,9 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def save_empty_states(optimizer: torch.optim.Optimizer) -> None:
-    """Adds an empty state to the optimizer's ``state_dict()`` for each parameter that never had a gradient.
+    """Lets ``optimizer.state_dict()`` return an empty state for each parameter that never had a gradient.
 
-    An optimizer has no state for them, but torch's ``set_optimizer_state_dict()`` looks one up for every parameter.
+    Without this hook it has none, but torch's ``set_optimizer_state_dict()`` looks one up for every parameter.
     """
 
     def add_empty_states(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -412,7 +410,7 @@ def _state_of_folder(path: Path) -> dict[str, Any]:
         if isinstance(entry, TensorStorageMetadata):
             value = torch.empty(entry.size, dtype=entry.properties.dtype, device='meta')
         state.setdefault(section, {})[name] = value
-    # Torch reads only the entries that this mapping has, and replaces their values by the saved values.
+    # Torch reads only these entries, and replaces their values. An entry that the checkpoint lacks keeps its value.
     saved_state: dict[str, Any] = {'callbacks': {SameData.__qualname__: {'fingerprints': ''}}, 'run_name': None}
     # Not added to a checkpoint without a timestamp, because SavedRun.read() would think that a run can resume from it.
     if 'timestamp' in state:
@@ -473,8 +471,8 @@ class SameData(Callback):
     ) -> None:
         self.trainer = trainer
         self.on_other_data = on_other_data
-        self._unsharded = None if model is None else ModelShapes.of(model)
-        """Noted before FSDP divides the weights. FSDP 1 also changes their names."""
+        self._shapes_before_fsdp = None if model is None else ModelShapes.of(model)
+        """FSDP later divides the weights. FSDP 1 also changes their names."""
         # The length of a StreamingDataset counts only the samples of this rank. Its `size` counts all samples.
         num_samples = getattr(dataset, 'size', None)
         if not isinstance(num_samples, int):
@@ -503,10 +501,10 @@ class SameData(Callback):
         nothing."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the fingerprints as one string of JSON. While a checkpoint is loaded, returns nothing.
+        """Returns the fingerprints as one string of JSON; an empty dict while a checkpoint is loaded.
 
-        From a sharded checkpoint torch reads every entry of the run's present state. Older checkpoints have no entry of
-        this callback, so torch would raise an error.
+        Torch reads from a sharded checkpoint whatever the state of the run has at this time, and raises an error if it
+        is missing. Older checkpoints have no entry of this callback.
         """
         if self._is_loading:
             return {}
@@ -518,7 +516,11 @@ class SameData(Callback):
             self._compare_fingerprints(state.get('fingerprints', ''))
 
     def before_load(self, state: State, logger: Logger) -> None:
-        """Compares before Composer loads, because Composer's error would only say which shapes do not fit."""
+        """Refuses a checkpoint with other fingerprints, weights or optimizer, if it is on this machine.
+
+        Composer's own error would only say which shapes do not fit. From now until :meth:`after_load`,
+        :meth:`state_dict` is empty.
+        """
         self._is_loading = True
         path = _checkpoint_to_load(self.trainer, state.run_name)
         if path is None:
@@ -534,10 +536,10 @@ class SameData(Callback):
             return
         if weights_only:
             self._compare_meaning(path, saved.fingerprints)
-        if self._unsharded is None:
+        if self._shapes_before_fsdp is None:
             return
         # FSDP has divided the weights by now. Without it, algorithms may have changed the model since __init__().
-        model_shapes = self._unsharded if state.fsdp_enabled else ModelShapes.of(inner_model(state.model))
+        model_shapes = self._shapes_before_fsdp if state.fsdp_enabled else ModelShapes.of(inner_model(state.model))
         # A resumed run needs every weight. A run that loads only weights may leave some out.
         is_strict = not weights_only or bool(self.trainer.get('load_strict_model_weights', True))
         _compare_shapes(saved, model_shapes, is_strict=is_strict)
@@ -560,7 +562,10 @@ class SameData(Callback):
             )
 
     def _compare_fingerprints(self, saved_json: str) -> None:
-        """Refuses a checkpoint with other fingerprints than this run. Older checkpoints may lack some of them."""
+        """Refuses other fingerprints than those of this run. Notes other batches for :meth:`after_load`.
+
+        Older checkpoints may lack some fingerprints. These are not compared.
+        """
         saved = json.loads(saved_json or '{}')
         # Batches are not refused yet. Only after_load() knows whether they may differ.
         saved_batches = saved.pop('batches', None)

@@ -22,7 +22,7 @@ from composer.core import TimeUnit, ensure_time
 from composer.utils import is_compressed_pt
 from composer.utils.parallelism import FSDP2Config, FSDPConfig
 
-from composer_tokacc.programs.checkpoints import check_checkpoint, checkpoint_folder
+from composer_tokacc.programs.checkpoints import check_checkpoint, checkpoint_folder, run_name_of
 from composer_tokacc.programs.errors import ConfigError, building, local_folder
 from composer_tokacc.programs.host_types import Section
 from composer_tokacc.programs.models import EVAL_METRICS, TRAIN_METRICS, check_model
@@ -69,13 +69,13 @@ KEYS_NEEDING = {
     'trainer.load_path': ('trainer.load_weights_only', 'trainer.load_ignore_keys', 'trainer.load_exclude_algorithms'),
     'dataset.eval': ('loader.global_eval_batch_size', 'report.answers', 'report.answer_tokens'),
 }
-"""For each key, the keys that have no effect without it. They are accepted silently. `trainer.eval_interval` is not
+"""For each key, the keys that have no effect without it. :func:`notes_on` names them. `trainer.eval_interval` is not
 among them, because Composer itself warns if there is no eval set."""
 _FSDP = 'trainer.parallelism_config.fsdp'
 
 
 def check_config(config: TrainConfig, *, num_ranks: int | None = None, reads_data: bool = True) -> None:
-    """Raises a ConfigError for the first mistake that can be seen without data and model.
+    """Raises a ConfigError for the first mistake that can be seen without data, model and the folders to write.
 
     Args:
         config: The run.
@@ -255,10 +255,10 @@ def notes_on(config: TrainConfig) -> list[str]:
     # Not by `asdict`, because a config that was made in Python may hold objects that cannot be copied.
     sections = {**vars(config), 'loader': vars(config.loader)}
     for needed_key, keys in KEYS_NEEDING.items():
-        section_name, _, name = needed_key.partition('.')
+        needed_section, _, needed_name = needed_key.partition('.')
         # If the key is there with a null, the user has switched it off, as `trainer.save_folder=null` does for a short
         # trial. This needs no note.
-        if name in sections[section_name]:
+        if needed_name in sections[needed_section]:
             continue
         for key in keys:
             section_name, _, name = key.partition('.')
@@ -306,7 +306,7 @@ def check_folders(config: TrainConfig) -> None:
     """Refuses folders of the config that the run cannot write."""
     # Without a name Composer generates one later. Here any text does ('None'), because only the nearest existing parent
     # is checked.
-    run_name = str(config.trainer.get('run_name'))
+    run_name = str(run_name_of(config.trainer))
     folders = {
         'report.folder': config.report['folder'],
         'loader.lengths_folder': config.loader.lengths_folder,

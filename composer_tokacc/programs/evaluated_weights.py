@@ -20,15 +20,15 @@ def evaluated_weights(state: State, logger: Logger) -> Iterator[None]:
     With Composer's EMA these are averages of the weights. EMA swaps them in at the start of an evaluation. At its end
     it swaps them out before callbacks are called, so a callback needs this context.
     """
-    averages = []
+    emas = []
     for algorithm in state.algorithms:
         # False before EMA has begun to average, see its argument `ema_start`.
         if isinstance(algorithm, EMA) and algorithm.match(Event.EVAL_START, state):
-            averages.append(algorithm)
-    for average in averages:
-        average.apply(Event.EVAL_START, state, logger)
+            emas.append(algorithm)
+    for ema in emas:
+        ema.apply(Event.EVAL_START, state, logger)
     try:
         yield
     finally:
-        for average in averages:
-            average.apply(Event.EVAL_END, state, logger)
+        for ema in emas:
+            ema.apply(Event.EVAL_END, state, logger)

@@ -193,13 +193,14 @@ def _model_with_weights(config: PretrainedConfig, weights: Mapping[str, torch.Te
     was_tied = has_tied_head(model)
     load_weights(model, weights, assign=True)
     head = model.get_output_embeddings()
+    # A weight that the checkpoint lacks is still on the device `meta`.
     is_stored_twice = was_tied and not head.weight.is_meta and not model.get_input_embeddings().weight.is_meta
     if is_stored_twice:
-        # They may differ, although the config says that they are tied: Transformers 5 does not tie them if the files of
-        # a model hold different ones.
+        # Head and embeddings may differ, although the config says that they are tied: Transformers 5 does not tie them
+        # if the files of a model hold different ones.
         _tie_if_equal(model)
     else:
-        model.tie_weights()  # a head that is tied to the embeddings may be stored once
+        model.tie_weights()  # a checkpoint may hold tied head and embeddings once
     missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     refuse_partial(f'the weights of a {type(model).__name__}', missing)
     return model
@@ -221,7 +222,7 @@ def _merged_model(
         base_fingerprint: Result of :func:`.identify_base` in the run. None: it is not known.
     """
     if contains_base(weights):
-        # The base had random weights. These are replaced below.
+        # Its weights do not matter: with_saved_adapter() replaces all of them.
         model = auto_class(config).from_config(config)
     else:
         base = adapter_config.get('base_model_name_or_path')
@@ -263,7 +264,10 @@ def _tie_if_equal(model: Any) -> None:
 
 
 def _write_processor(metadata: Section, folder: Path) -> None:
-    """Writes the files of the processor (tokenizer, image processor, chat template) that the checkpoint holds."""
+    """Writes the processor (tokenizer, image processor, chat template) of a checkpoint. Prints a note if it has none.
+
+    Refuses a file that would lie outside the folder.
+    """
     files = metadata.get('processor') or metadata.get('tokenizer') or {}
     if not files:
         print('The checkpoint holds no processor. Save the one of the run beside the weights.', file=sys.stderr)

@@ -3,7 +3,8 @@
 
 """Reads or draws the lengths of samples for ``size lengths=...``, which needs no data.
 
-``size`` predicts memory from a few runs of the model (:class:`.MemoryModel`). :class:`StandIns` makes samples for them.
+``size`` runs the model on a few samples of :class:`StandIns`, and predicts memory from these runs
+(:class:`.MemoryModel`).
 """
 
 from __future__ import annotations
@@ -166,7 +167,7 @@ def _read_csv(file: TextIO) -> tuple[list[str], np.ndarray]:
             # `np.savetxt` begins the header with #
             names = [cell.strip().removeprefix('#').strip() for cell in cells]
             continue
-        # The text of the line tells a comment from a quoted cell ("#7").
+        # Not `cells[0]`, because a quoted "#7" is a wrong number and no comment.
         if not cells or line.startswith('#'):
             continue
         if len(cells) != len(names):

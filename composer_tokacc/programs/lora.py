@@ -72,7 +72,8 @@ class LoraSection:
 def with_adapter(model: Any, lora: Section, *, base: str | None) -> Any:
     """Returns a model with a new adapter, which is trained in float32. The base is frozen.
 
-    With the setting ``bias``, biases of the base are trained too, in the type of the base.
+    With the setting ``bias``, biases of the base are trained too, in the type of the base. Refuses a name in
+    ``modules_to_save`` that no module has, because peft ignores it.
 
     Args:
         model: The base.
@@ -80,6 +81,7 @@ def with_adapter(model: Any, lora: Section, *, base: str | None) -> Any:
         base: Folder or hub name of the frozen weights, which an exported adapter names in its config. None if these
             weights are random.
     """
+    # Defaults, which a value of `lora` replaces.
     settings: dict[str, Any] = {'r': LoraSection.r, 'target_modules': DEFAULT_TARGETS}
     for name, value in lora.items():
         if value is not None and name != 'bits':
@@ -87,7 +89,6 @@ def with_adapter(model: Any, lora: Section, *, base: str | None) -> Any:
             settings[peft_name] = value
     settings.setdefault('lora_alpha', 2 * settings['r'])
     module_names = [f'.{name}' for name, _ in model.named_modules()]
-    # Peft itself ignores a name in `modules_to_save` if no module has it.
     for name in settings.get('modules_to_save', ()):
         if not any(module_name.endswith(f'.{name}') for module_name in module_names):
             raise ConfigError('model.lora.modules_to_save', f'must name modules of the model, got: {name!r}')
@@ -124,7 +125,7 @@ def with_saved_adapter(
     adapter_config = peft.get_peft_config(dict(saved_config))
     model = _attach(model, adapter_config, saved_config.get('base_model_name_or_path'))
     missing = load_weights(model, weights, assign=assign)
-    if not contains_base(weights):  # then it may lack all weights of the base
+    if not contains_base(weights):  # then the checkpoint lacks the base
         missing = [name for name in missing if IN_ADAPTER.search(name)]
     refuse_partial('a whole adapter of its base', missing)
     return model

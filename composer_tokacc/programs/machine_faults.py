@@ -27,16 +27,16 @@ class MachineFault:
 LONGEST_TEXT = 300
 """Most characters of an error's text in a message. The end of the text is shown, because it says most."""
 LOST_RANK = MachineFault(
-    # The words in the second pair of brackets also tell of other connections that are reset, such as one to the Hugging
-    # Face hub. So they count only if the name of gloo or torch.distributed comes before them. Gloo writes its file name
-    # there. It does not before `Application timeout caused pair closure`, but these words are gloo's alone.
+    # A connection to the Hugging Face hub may be reset, too. So the words of the first line count only after the name
+    # of gloo (from its file names) or of the module torch.distributed. Only these two write the words of the second
+    # line.
     r'(gloo|torch\.distributed).*(Connection closed by peer|Connection reset by peer|Timed out waiting)|'
     'Application timeout caused pair closure|DistBackendError|DistNetworkError',
     'another rank ended, or did not answer within `trainer.dist_timeout`, got: {text}. Read what that rank wrote: the '
     'launcher prints it below, or writes it to the file of `composer --stdout`',
 )
-# The first match wins, so the order matters. A port in use comes before the rendezvous, because the rendezvous raises
-# it, too. A lost loader process comes before a lost rank, because a reset connection may mean either.
+# The first match wins, so the order matters. A port in use comes before the rendezvous, because a rendezvous fails if
+# its port is in use. A lost loader process comes before a lost rank, because a reset connection may mean either.
 FAULTS = (
     MachineFault(
         # The last one is all that torch.save() says of a full disk.

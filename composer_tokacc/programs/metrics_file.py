@@ -75,7 +75,7 @@ class JsonLines(LoggerDestination):
         self._write(state)
 
     def _open(self, state: State) -> None:
-        """Finds the file and removes the lines that do not belong to this run. Does nothing after the first call."""
+        """Finds the file. Removes lines of earlier runs and of steps that are trained again. Later calls do nothing."""
         if dist.get_global_rank() != 0 or self._path is not None:
             return
         path = Path(self.folder.format(run_name=state.run_name)) / METRICS_FILE

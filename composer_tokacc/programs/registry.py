@@ -235,8 +235,8 @@ def report_function(report: Section) -> Callable[[Any], Any] | None:
 
 
 def class_by_name(kind: str, name: str) -> Any:
-    """Returns the class that ``name`` stands for in a section. ``kind`` is a key of ``KINDS``."""
-    name = str(name)
+    """Returns the class that ``name`` stands for in the section ``kind``. Raises ConfigError if there is none."""
+    name = str(name)  # a YAML file may have a number here
     base = KINDS[kind].base
     classes = _classes_of(kind)
     if '.' in name:
@@ -249,7 +249,7 @@ def class_by_name(kind: str, name: str) -> Any:
         by_letters = {snake_name.replace('_', ''): cls for snake_name, cls in classes.items()}
         letters = name.replace('_', '').lower().removesuffix(KINDS[kind].suffix)
         cls = by_letters.get(letters)
-    if cls is None or cls in UNSUITED:
+    if cls is None or cls in UNSUITED:  # a dotted name may find an unsuited class
         raise ConfigError(kind, unknown_name('class', name, classes))
     return cls
 

@@ -79,8 +79,8 @@ class ModelConfig:
     """For a fresh model: ``model_type`` and the fields of its Transformers config."""
     freeze: list[str] = field(default_factory=list)
     """Parts that keep their weights, e.g. ``[vision_tower]``. The layers after the vision feature layer of LLaVA
-    models always do: no loss reaches them. With ``lora`` it only keeps biases from ``lora.bias``; an adapter in these
-    parts is trained."""
+    models always do: no loss reaches them. With ``lora``, which freezes the whole model, this key only
+    stops ``lora.bias`` from training biases of these parts. An adapter in them is trained."""
     lora: dict[str, Any] | None = None
     """Train an adapter (peft): ``r``, ``alpha``, ``dropout``, ``target_modules``, ``modules_to_save``; ``bits: 4``:
     the base in 4 bits (bitsandbytes, GPU only)."""
@@ -129,8 +129,8 @@ class LoaderConfig:
     """Where lengths of samples are kept between runs; null means the user's cache folder."""
     on_other_data: Literal['raise', 'warn'] = 'raise'
     """What to do if a resumed run has other data, processor, vocabulary, adapter or optimizer settings than its
-    checkpoint, goes on within an epoch with other batches, or loads only weights, which mean something else with its
-    vocabulary or adapter: ``raise`` an error, or ``warn`` and go on."""
+    checkpoint, or within an epoch other batches: ``raise`` an error, or ``warn`` and go on. The same if a run loads
+    only weights, and its vocabulary or adapter gives them another meaning."""
 
     @property
     def largest_batch(self) -> int:
@@ -301,7 +301,7 @@ def read_overrides(overrides: Sequence[str]) -> Values:
 
 
 def _check_parents(override: str, values: Values) -> None:
-    """Refuses ``dataset.eval.path=x`` if the value of ``dataset.eval`` is no mapping. It would be lost silently.
+    """Refuses ``dataset.eval.path=x`` if ``dataset.eval`` has a value that is no mapping. This value would be lost.
 
     ``dataset.eval={path: x}`` replaces any value.
 
@@ -437,8 +437,8 @@ def check_arguments(
 
     Args:
         path: The section that they come from.
-        target: The class or function. If the program itself supplies some arguments, a ``partial`` with these. They
-            are refused in the section, unless ``extra_keys`` has them.
+        target: The class or function. If the program itself supplies some arguments, a ``partial`` with these. The
+            section must not have them, unless ``extra_keys`` has a key of the same name.
         arguments: The values of the section. Anything but a mapping is refused.
         hints: Annotations by name, which replace those of ``target``. It need not take all of these names.
         extra_keys: Keys of the section that are not for ``target``, with their annotations.
@@ -447,8 +447,8 @@ def check_arguments(
     if not isinstance(arguments, Mapping):
         raise ConfigError(path, f'must be a mapping, got: {shorten(arguments, 200)}. Leave it out for its defaults')
     extra_keys = extra_keys or {}
-    names_of_program = without(getattr(target, 'keywords', {}), *extra_keys)
-    for name in names_of_program:
+    arguments_of_program = without(getattr(target, 'keywords', {}), *extra_keys)
+    for name in arguments_of_program:
         if name in arguments:
             message = f'must be left out here, because the program sets it, got: {shorten(arguments[name], 200)}'
             raise ConfigError(_join(path, name), message)
@@ -460,7 +460,7 @@ def check_arguments(
         if parameter.kind is parameter.VAR_KEYWORD:
             takes_any_name = True
         # The signature of a partial still has the arguments that the program supplies, so these are skipped.
-        elif parameter.kind is not parameter.VAR_POSITIONAL and parameter.name not in names_of_program:
+        elif parameter.kind is not parameter.VAR_POSITIONAL and parameter.name not in arguments_of_program:
             annotations[parameter.name] = Any if parameter.annotation is parameter.empty else parameter.annotation
             is_required = requires_all and parameter.default is parameter.empty
             if is_required and parameter.name not in arguments:

@@ -24,7 +24,7 @@ from composer_tokacc import train as program
 from composer_tokacc.data import to_mds
 from composer_tokacc.programs import ConfigError, TrainConfig, load_config
 from composer_tokacc.programs.build import build_trainer_parts
-from composer_tokacc.programs.config_checks import check_config, notes_on
+from composer_tokacc.programs.config_checks import check_config, check_folders, notes_on
 from composer_tokacc.programs.registry import (
     build_all,
     build_section,
@@ -471,6 +471,13 @@ def test_subclass_counts_as_the_algorithm(monkeypatch):
     config = TrainConfig(algorithms={'algorithms_of_user.Subclass': {'token_weights': 'sqrt'}})
     assert source_of(config).token_weights == 'sqrt'
     assert notes_on(config) == []
+
+
+def test_folders_of_environment_name_are_checked(tmp_path, monkeypatch):
+    monkeypatch.setenv('RUN_NAME', 'mine')
+    (tmp_path / 'mine' / 'result.json').mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r'^`report.folder` must have no folder, .*mine/result.json'):
+        check_folders(TrainConfig(report={'folder': f'{tmp_path}/{{run_name}}'}))
 
 
 def test_notes_on_keys_without_effect():
