@@ -135,7 +135,8 @@ def _documents_of_rows(documents: torch.Tensor, text: torch.Tensor) -> list[_Doc
         documents: The number of the document at each position, ``(rows, width)``.
         text: A tensor of the same shape, see :func:`.text_of`.
     """
-    numbers_by_row = [row[row >= 0].unique().tolist() for row in documents]
+    rows = torch.atleast_1d(documents)  # a single number has no rows, and is refused below
+    numbers_by_row = [row[row >= 0].unique().tolist() for row in rows]
     most_documents = max(map(len, numbers_by_row), default=0)
     if documents.is_floating_point() or documents.shape != text.shape or most_documents < 2:
         raise InvalidInputError(
