@@ -380,9 +380,9 @@ class RowComparison:
         if not (has_tokens and unlabelled_rows and self._rows_with_tokens):
             return False
         # In some models (Mllama) a row without media has another loss if rows with media are in its batch. So the row
-        # with labels has media if possible. If it has none, but an unlabelled row has media, only gradients are
-        # compared. Apart from that, a row outside of `unlabelled_rows` is better, because one of them would be in the
-        # microbatch twice, with and without its labels.
+        # with labels has media if possible. If it has none, but an unlabelled row has some, losses are not compared.
+        # Among equal rows one outside of `unlabelled_rows` is better. Others would be in the microbatch twice, with and
+        # without their labels.
         num_media = self._facts.media
         labelled = max(self._rows_with_tokens, key=lambda row: (num_media[row] > 0, row not in unlabelled_rows))
         comparison = self._followed_by_unlabelled([labelled], unlabelled_rows)
