@@ -96,9 +96,9 @@ class ProbeResult:
     # they may depend on which rows share a forward. If the loss has only such terms, ``'tokens'`` is their sum.
     losses: Mapping[str, float]
     # Gradients of these sums by the outputs of the last layers, each as a sketch with fewer entries,
-    # ``(rows, width, entries)``. If the model has logits, the last gradient is by the logits, and the first one by the
-    # hidden states. In most models no graph connects the two, so the first one comes only from loss terms that use the
-    # hidden states directly. If the model changes the output of its head, a third one is by this output, between them.
+    # ``(rows, width, entries)``. If the model has logits, the first gradient is by the hidden states, and the last one
+    # by the logits. If the model changes the output of its head, one by this output is between them. In most models no
+    # graph connects states and logits, so the first one comes only from loss terms that use the hidden states directly.
     # None: the loss does not use the output.
     gradients: Mapping[str, Sequence[Tensor | None]]
     # The weights of tokens, if targets were passed and the loss is made of the logits.
