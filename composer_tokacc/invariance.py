@@ -158,9 +158,12 @@ def compare_cuts(
     Args:
         padding_sides: ``'right'``, ``'left'`` or a list of both.
         reference: Computes the gradient of one forward over the rows of all ranks, padded on the given side.
-        cases: Computes the cuts of the rows padded on the given side, equally many on every rank. Compares each with
-            the gradient that ``reference`` has computed for this side.
+        cases: Compares each cut of the rows padded on the given side with the gradient of ``reference`` for this side.
+            All ranks have equally many cuts.
         tolerance: Largest relative error that is taken for round-off.
+
+    Raises:
+        ValueError: If there is no side, or ``tolerance`` is negative.
     """
     if not padding_sides:
         raise InvalidInputError(f"`padding_sides` must be 'right', 'left' or both, got: {padding_sides!r}.")

@@ -135,7 +135,8 @@ def _documents_of_rows(documents: torch.Tensor, text: torch.Tensor) -> list[_Doc
         documents: The number of the document at each position, ``(rows, width)``.
         text: A tensor of the same shape, see :func:`.text_of`.
     """
-    numbers_by_row = [row[row >= 0].unique().tolist() for row in documents]
+    rows = torch.atleast_1d(documents)  # a single number has no rows, and is refused below
+    numbers_by_row = [row[row >= 0].unique().tolist() for row in rows]
     most_documents = max(map(len, numbers_by_row), default=0)
     if documents.is_floating_point() or documents.shape != text.shape or most_documents < 2:
         raise InvalidInputError(
@@ -259,8 +260,8 @@ def _replacements(
 ) -> list[torch.Tensor]:
     """Returns several versions of a batch with other ids, because models leak in different ways.
 
-    In the first version each ordinary id becomes the next one, so every token differs. In the others all ids are the
-    same, so all tokens choose the same experts. If experts have a capacity, these overflow, and drop tokens of other
+    In the first version each ordinary id becomes the next one, so every token differs. In the others all ordinary ids
+    become one, so all choose the same experts. If experts have a capacity, these overflow, and drop tokens of other
     documents. Which experts overflow depends on the id, so several ids are tried. There is no version if there are
     fewer than two ordinary ids.
 

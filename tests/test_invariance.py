@@ -354,6 +354,8 @@ def test_isolation_of_documents(is_wrapped):
         verify_isolation(model, running, torch.zeros_like(documents))
     with pytest.raises(ValueError, match=r'`documents` must be integers .* got: \[\[0, 1\], \[0\]\]'):
         verify_isolation(model, running, [[0, 1], [0]])
+    with pytest.raises(ValueError, match=r'`documents` must be integers .* in the shape \(\)'):
+        verify_isolation(model, running, torch.tensor(3))
 
 
 def test_isolation_needs_called_embeddings():

@@ -55,8 +55,8 @@ SMALL_ROW = 1e-3
 """A change of a row's gradient is divided by the size of that gradient, but at least by this part of the largest row's
 gradient. If the model is sure of a row, little more than round-off is left of its gradient."""
 BESIDE_UNLABELLED = ([0, 2], [1])
-"""Two microbatches of three rows, by number. Row 2 has no labels. It shares a microbatch with row 0, because a loss may
-need labels."""
+"""How rows 0, 1 and 2 are cut into two microbatches. Row 2 has no labels. It shares a microbatch with row 0, because a
+loss may need labels."""
 LARGEST_FACTOR_ERROR = 0.1
 """A change of a row's gradient is a factor on it, and a remainder. If the remainder is less than this part of the
 change, the row has a wrong weight. Otherwise something leaks into the row."""
@@ -112,7 +112,8 @@ class _Change:
 
     point: Point
     row: int  # number of the row
-    error: float  # size of the change, relative to the expected gradient. Without the factor if the loss is not checked
+    # Size of the change, relative to the expected gradient. If rows may have any weight, it is error_without_factor.
+    error: float
     factor: float  # how many times as large as expected the whole gradient is; 1 also if that cannot be measured
     error_without_factor: float  # size of the change that is left after division by the factor, relative as ``error``
 
@@ -170,8 +171,8 @@ class RowComparison:
             self.batch,
             targets=targets,
             varies_weights=self.varies_weights,
-            # Only the comparison with varied weights may change the precision. The one without is made in the middle of
-            # the checks. If it changed the precision then, later results of this one would not fit its reference.
+            # Only the comparison with varied weights, which is made first, may change the precision. If the one without
+            # them did so later, the results of the first one would not fit its reference any more.
             decides_precision=self.varies_weights,
         )
         """The result of all rows together."""
@@ -225,7 +226,7 @@ class RowComparison:
     def token_scale(self) -> float | None:
         """Returns the weight of a token in the loss, times the number of tokens: 1 for a plain mean of cross-entropies.
 
-        None: weights are unequal, or the loss has other terms.
+        None: weights are unequal, or the loss has other terms, is not checked, or could not be measured.
         """
         measured = self.reference.measured
         if measured is None or not self.check_loss:
@@ -259,7 +260,9 @@ class RowComparison:
         *,
         are_new: bool,
     ) -> CutRules:
-        """Returns the first rules under which every row keeps its gradient.
+        """Tries rules until every row keeps its gradient, and returns them. Sets :attr:`has_shown_trimming`.
+
+        If no row was trimmed, the returned rules trim only up to the widths of the current rules.
 
         Args:
             cutter: Proposes rules, and cuts by them.
@@ -268,8 +271,7 @@ class RowComparison:
             are_new: Whether some rows are unlike all earlier ones.
 
         Raises:
-            RuntimeError: If there are no such rules, or if the current rules are not exact any more for such rows as
-                before.
+            RuntimeError: If no rules are exact, or if no row is new and the current cut is not exact any more.
         """
         failures: list[CutFailure] = []
         for candidate in cutter.candidates(self._facts, rules):
@@ -297,9 +299,8 @@ class RowComparison:
                 continue
             if self.has_shown_trimming:
                 return candidate
-            # No row was trimmed, for one of two reasons. Either trimming has failed, and this candidate keeps the
-            # padding. Then with_earlier_width() changes nothing. Or no row has padding that may be cut off. Then the
-            # rows have shown nothing about trimming, and with_earlier_width() puts the earlier width back.
+            # No row was trimmed. If trimming has failed, the candidate keeps the padding, and this changes nothing. If
+            # not, no row has padding that may be cut off, and this puts the earlier width back.
             return candidate.with_earlier_width(rules, self._facts.side)
         if cutter.must_pack:
             raise NotExactError(_why_not_packed(failures))
@@ -345,7 +346,7 @@ class RowComparison:
             return False
         select = partial(self.layout.select, comparison.rows)
         comparison._check_microbatches(select, BESIDE_UNLABELLED, CutKind.WITH_UNLABELLED)
-        # Row 2 has no labels, see BESIDE_UNLABELLED. All of these rows may lack the terms.
+        # Row 2 has no labels, see BESIDE_UNLABELLED. If none of the three rows has such a term, there are no gradients.
         gradients = comparison.reference.gradients.get('samples', ())
         return any(gradient is not None and bool(gradient[2].any()) for gradient in gradients)
 
@@ -365,7 +366,7 @@ class RowComparison:
     def has_loss_in_dummies(self) -> bool:
         """Returns whether means over tokens have a gradient or a value in dummy rows: rows with media, without labels.
 
-        A step counts no tokens there, so a microbatch with a dummy row would have a term of the loss too much.
+        A step counts no tokens there, so a dummy row would add to the loss of its microbatch.
         """
         rows_with_media = [row for row in self._all_rows if self._facts.media[row]]
         return self._has_loss_in(rows_with_media)
@@ -379,9 +380,9 @@ class RowComparison:
         if not (has_tokens and unlabelled_rows and self._rows_with_tokens):
             return False
         # In some models (Mllama) a row without media has another loss if rows with media are in its batch. So the row
-        # with labels has media if possible. If it has none, but an unlabelled row has media, only gradients are
-        # compared. Apart from that, a row outside of `unlabelled_rows` is better, because one of them would be in the
-        # microbatch twice, with and without its labels.
+        # with labels has media if possible. If it has none, but an unlabelled row has some, losses are not compared.
+        # Among equal rows one outside of `unlabelled_rows` is better. Others would be in the microbatch twice, with and
+        # without their labels.
         num_media = self._facts.media
         labelled = max(self._rows_with_tokens, key=lambda row: (num_media[row] > 0, row not in unlabelled_rows))
         comparison = self._followed_by_unlabelled([labelled], unlabelled_rows)
@@ -474,8 +475,9 @@ class RowComparison:
         groups: Sequence[list[int]],
         cut_kind: CutKind,
     ) -> None:
-        """Raises CutFailure unless the rows of each group have the expected gradients in one microbatch.
+        """Raises CutFailure unless each group of rows, as one microbatch, has the expected gradients and losses.
 
+        Repeats this without varied weights. Notes in :attr:`has_shown_trimming` whether a row was trimmed.
         ``assemble`` makes the microbatch of a group.
         """
         losses: list[_MicrobatchLosses] = []
@@ -630,8 +632,8 @@ class RowComparison:
             factors = _factors(row_gradients, expected)
             remainders = _relative_errors(row_gradients / factors[:, None, None], expected, sizes)
             errors = _relative_errors(row_gradients, expected, sizes)
-            # If the loss is not checked, rows may have any weight, so only the remainder counts. But packing must not
-            # change it: a mean over the rows of a batch is no mean over samples if a row holds several of them.
+            # If the loss is not checked, rows may have any weight, so only the remainder counts. But packing must keep
+            # the weight of a sample: if a row holds several samples, a mean over rows is no mean over samples.
             is_mean_of_packed = point.unit == 'samples' and cut_kind is CutKind.PACKED
             if not self.check_loss and not is_mean_of_packed:
                 errors = remainders

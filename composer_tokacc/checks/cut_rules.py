@@ -64,8 +64,8 @@ class CutRules:
 
     def widths(self, facts: RowFacts) -> list[int]:
         """Returns the number of columns that each row keeps."""
-        # A row that is packed keeps only its own tokens. Without ids and vectors of a text (Whisper) each length is the
-        # full width, because every position counts as a token.
+        # A row that is packed keeps only its own tokens. In a batch that has neither ids nor vectors of its text
+        # (Whisper), each length is the full width, because every position counts as a token.
         if self.packing or not facts.has_ids:
             return facts.lengths
         if not self.trims(facts):
@@ -121,9 +121,9 @@ def padded_candidates(facts: RowFacts, earlier: CutRules) -> Iterator[CutRules]:
 
     ``earlier`` are the current rules, which the check has found on other rows.
     """
-    # `coupling` says how rows of this model family depend on the media of others. It is empty if they do not.
+    # `coupling` says how rows of this model family depend on the media of others. It is empty if that is not known.
     needs_media = earlier.needs_media or bool(facts.layout.family.coupling)
-    # In other families the check finds out, but only a batch of rows with and without media can show it.
+    # Then the check finds out whether they do, but only if some rows have media and others have none.
     has_media = [count > 0 for count in facts.media]
     is_mixed = any(has_media) and not all(has_media)
     earlier = replace(earlier, packing='', needs_media=needs_media)

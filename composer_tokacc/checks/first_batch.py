@@ -160,8 +160,7 @@ class FirstBatchCheck:
     microbatch_size: float
     """Rows of a microbatch in training. It limits the rows of a check, and the length of packed rows."""
     selector: LabelSelector | None = None
-    """Makes the model compute logits only at labels, which is tried in each check until it fails. None: it is not
-    tried."""
+    """Makes the model compute logits only at labels. None: that is not tried. After a failure it is not tried again."""
     forward_arguments: Collection[str] | None = None
     """The entries of a batch that reach the model. None: all of them may."""
     rule: str | None = field(default=None, init=False)
@@ -180,7 +179,7 @@ class FirstBatchCheck:
     has_logits: bool = field(default=True, init=False)
     """False if the model returns hidden states, because its loss contains the output embedding."""
     _proven: RowRanges = field(default_factory=RowRanges, init=False)
-    """The ranges of all rows that were compared. They are the same on all ranks."""
+    """The proven ranges, see the module. They are the same on all ranks."""
     _is_check_due: bool = field(default=True, init=False)
     """Whether to check rows even if none are new."""
 
@@ -278,9 +277,9 @@ class FirstBatchCheck:
             if is_new_cut:
                 continue
             # The check may have shown none of the missing properties, because the layout cannot tell media from each
-            # other, or because no row can be trimmed. Without progress this loop would not end. So ranges then count as
-            # proven nevertheless. At first only those of the checked rows: rows that show another property may have
-            # been left out for padded ones, and the next pass can check them. If that is not enough, those of all rows.
+            # other, or because no row can be trimmed. Then this loop would not end. So the ranges of the checked rows
+            # count as proven, although they were not shown. If the same properties are still missing, the ranges of all
+            # rows count. They come second, because the next pass may check rows that were left out for padded ones.
             for ranges in (shared.ranges, offer.ranges):
                 has_progress = len(self._proven.missing(offer.ranges)) < len(offer.missing)
                 if not has_progress:
@@ -319,7 +318,7 @@ class FirstBatchCheck:
         *,
         are_new: bool,
     ) -> tuple[CutRules | None, bool]:
-        """Finds the loss rule if it is not known yet, and checks the rows.
+        """Finds the loss rule if it is not known yet, checks the rows, and sets the attributes about the loss.
 
         Args:
             shared: The rows.
@@ -503,8 +502,8 @@ class FirstBatchCheck:
         loader_batch = without_row_counts(batch)
         rows = self.layout.select(loader_batch, chosen)
         is_unlabelled = lacks_labels(rows)
-        # If packing fails in this check, no row of the fit is packed any more. So it does no harm that packed rows then
-        # lie within the proven ranges.
+        # This length counts as proven even if packing fails in this check. That does no harm, because then no row of
+        # the fit is packed any more.
         largest_packed_row = self._largest_packed_row(describe_all(self.layout, batch))
         return SharedRows(
             rows=_with_labels(self.layout, rows),
@@ -667,7 +666,7 @@ def _row_for_rule(layout: BatchLayout, rows: Batch) -> int:
 
 
 def _any_token(rows: Batch) -> int:
-    """Returns a token of the model's vocabulary: a label of the rows, or one of their ids."""
+    """Returns a token of the model's vocabulary: a label of the rows, else one of their ids, else 0."""
     labels = labels_of(rows)
     tokens = labels[labels != IGNORE_INDEX]
     if not tokens.numel():
@@ -901,7 +900,7 @@ def with_unequal_row(
     rows: BatchDict,
     rule: str,
 ) -> BatchDict:
-    """Adds a row with another number of labels if all rows with labels have nearly the same number.
+    """Adds a copy of a row, with fewer or more labels, unless one row with labels has twice as many as another.
 
     If all of them had the same number, a mean over tokens would equal the mean over the means of rows, and the check
     could not tell the two losses apart.

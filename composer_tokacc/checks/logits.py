@@ -277,11 +277,14 @@ def weigh_tokens(logits: Tensor, weights: Tensor) -> None:
 
 
 def on_gradient(logits: Tensor, hook: Callable[[Tensor], Tensor | None]) -> None:
-    """Calls a function with the gradient by the logits. If it returns a gradient, that one is used instead."""
+    """Calls a function with the gradient by the logits. If it returns a gradient, that one is used instead.
+
+    If the logits are a copy, it is the gradient by the tensor before the copy, see :func:`edge_of`.
+    """
     node, index = edge_of(logits)
     if node is logits.grad_fn:
-        # A hook of the tensor runs before hooks of its node. measure_token_weights() hooks the node, so it sees the
-        # gradient that this hook has returned. The gradient is None if the loss uses only other outputs of the node.
+        # A hook of the tensor runs before those of its node, so measure_token_weights() sees the gradient that this one
+        # returns. The gradient is None if the loss uses only other outputs of the node.
         logits.register_hook(lambda gradient: None if gradient is None else hook(gradient))
         return
 
@@ -301,9 +304,9 @@ def on_gradient(logits: Tensor, hook: Callable[[Tensor], Tensor | None]) -> None
 def raise_if_bypassed(logits: Tensor, refusal: Exception) -> None:
     """Makes a backward raise an error if its loss is not made of the logits. Hooks on the logits then change nothing.
 
-    The backward has come past the logits if it is at a node before them: such a node runs after all nodes that it gives
-    its outputs to. So a hook at these nodes finds out whether a gradient has come to the logits. The nodes are followed
-    back to the output embedding, because the logits may be a part or a copy of the tensor that the loss uses.
+    Autograd runs a node only after all nodes that use its outputs. So if a node before the logits runs and they have no
+    gradient yet, they will get none. Hooks at these nodes find that out. They go back to the output embedding, because
+    the logits may be a part or a copy of the tensor that the loss uses.
     """
     node, index = edge_of(logits)
     was_reached = False

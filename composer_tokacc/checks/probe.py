@@ -96,9 +96,9 @@ class ProbeResult:
     # they may depend on which rows share a forward. If the loss has only such terms, ``'tokens'`` is their sum.
     losses: Mapping[str, float]
     # Gradients of these sums by the outputs of the last layers, each as a sketch with fewer entries,
-    # ``(rows, width, entries)``. If the model has logits, the last gradient is by the logits, and the first one by the
-    # hidden states. In most models no graph connects the two, so the first one comes only from loss terms that use the
-    # hidden states directly. If the model changes the output of its head, a third one is by this output, between them.
+    # ``(rows, width, entries)``. If the model has logits, the first gradient is by the hidden states, and the last one
+    # by the logits. If the model changes the output of its head, one by this output is between them. In most models no
+    # graph connects states and logits, so the first one comes only from loss terms that use the hidden states directly.
     # None: the loss does not use the output.
     gradients: Mapping[str, Sequence[Tensor | None]]
     # The weights of tokens, if targets were passed and the loss is made of the logits.
@@ -129,7 +129,7 @@ class ProbeResult:
         return abs(other - loss) <= NOISE_FACTOR * noise + round_off
 
     def distance(self, other: ProbeResult) -> float:
-        """Returns the largest relative difference of losses and gradients from another result of the same rows."""
+        """Returns the largest relative difference from another result of the same rows; inf if a value is NaN."""
         distances = []
         for unit, loss in self.losses.items():
             # Losses near 0 are compared absolutely.
@@ -192,6 +192,7 @@ class Probe:
         self._forward_model = forward
         self._loss = loss
         self._precision = precision
+        # Returns the sum of the loss terms of each unit, see ProbeResult.losses.
         self._terms = terms or (lambda loss, outputs: {'tokens': loss})
         self.is_training = True
         """Whether the layers run as in training."""
@@ -210,7 +211,7 @@ class Probe:
         # Modules of TorchScript take no hooks.
         self._modules = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
         self._weights = _ReplacedWeights(self._modules, can_convert=_can_convert(model))
-        # All parameters are taken to have the type of the first one.
+        # The other parameters are assumed to have its type.
         parameter = next(model.parameters(), None)
         has_float32 = parameter is not None and parameter.dtype == torch.float32
         self._uses_float32 = has_float32 or self._weights.can_convert
@@ -242,6 +243,8 @@ class Probe:
         decides_precision: bool = False,
     ) -> ProbeResult:
         """Runs the forward and the loss of a batch, not compiled. Random numbers, modes and state stay as they were.
+
+        If the model was not examined yet, runs :meth:`examine` first.
 
         Args:
             batch: On the device of the model.
@@ -317,12 +320,13 @@ class Probe:
                 self._written.setdefault(state.name, state)
 
     def examine(self, batch: Batch) -> ProbeResult:
-        """Finds the last layers, whether the loss is random, and whether it depends on written state.
-
-        :meth:`run` calls this method with its first batch, if nobody has called it before.
+        """Finds the last layers. If the loss is random in training, goes over to evaluation; a collective.
 
         Returns:
             The result of the batch, as :meth:`run` returns it.
+
+        Raises:
+            RuntimeError: If the loss depends on state that forwards write.
         """
         self._was_examined = True  # set first, or run() would call this method again
         self._layers = []
@@ -344,8 +348,8 @@ class Probe:
         """Raises RuntimeError, on all ranks, if a loss changes from forward to forward with the same random numbers.
 
         Then it depends on state that :class:`.StateSnapshot` does not see, such as a tensor in a dict. ``first`` is the
-        result of the first forward. It is compared with a third one, not the second with the third, because the state
-        may be made of the rows of the last forward, which were the same for these two.
+        result of the first forward. Comparing the second and the third one would not do: state that is made of the rows
+        of the forward before would be the same for both.
         """
         # NaN never equals NaN, and is refused later. The ranks agree, because the next forward is a collective.
         if any(self.gather(first.invalid_loss is not None)):
@@ -652,7 +656,7 @@ class _ReplacedWeights:
                     self._restore(module)
 
     def _replace(self, module: Module, *, in_float32: bool, varied: bool) -> None:
-        """Gives a module attributes that hide its weights."""
+        """Gives a module attributes that hide its weights. Before, finds its weights with equal entries once."""
         if varied and module not in self.equal_names:
             # This waits until a forward has reached the module, because FSDP has the whole weight only then.
             equal_names = []
@@ -827,7 +831,7 @@ def _graph_from(
     after the forward that makes the logits, and :func:`_leaves_with` finds the leaves of that forward. If the loss runs
     the model again with gradients (R-Drop), only the leaves of this last forward are kept.
     """
-    # A forward writes into the last dict, which begins as a copy of the leaves of the forward before.
+    # The running forward writes into the last dict. At its end a copy is added for the next forward.
     leaves_of_forwards: list[Leaves] = [{}]
 
     def start_graph(

@@ -137,16 +137,16 @@ class MicrobatchRecord:
 
     batch: Batch  # on the device; from BEFORE_BACKWARD on only the entries that check_step() reads
     rows: Sequence[RowCounts]
-    # Number of this rank's microbatches with samples that the step should have. None: no loss term is divided by it.
+    # How many microbatches with samples this rank should compute in the step. None: no loss term is divided by it.
     num_microbatches: int | None = None
     composers_weight: float = 1.0  # the factor that Composer should apply to its loss
     has_bypass: bool = False  # whether it was seen to have a bypass, see _check_tokens()
     factor: Tensor | None = None  # the factor that Composer did apply to its loss, times the gradient scale
     token_loss: Tensor | None = None  # the unweighted sum of the losses of its tokens, only if tokens have weights
     was_reached: bool = False  # whether a gradient came to its logits
-    # The dummy rows and repeated samples beside other rows, by number, and whether a term of the loss has a gradient in
-    # them, see watch_added_rows(). None: no gradient came to a watched output.
+    # Numbers of the dummy rows and repeated samples that share it with other rows.
     added_rows: Sequence[int] = ()
+    # Whether a term of the loss has a gradient in them, see watch_added_rows(). None: no watched output got a gradient.
     trains_added_rows: Tensor | None = None
     # How far the total of a dict loss is from the sum of its terms, as a multiple of the round-off. None: no total.
     total_error: Tensor | None = None
@@ -179,8 +179,8 @@ class MicrobatchRecord:
         """Adds a hook that measures tokens when the gradient by the logits comes.
 
         Args:
-            logits: ``(rows, width, vocabulary)``; only at labels: ``(1, labels (+ 1), vocabulary)``, see
-                :class:`.LabelledPositions`.
+            logits: ``(rows, width, vocabulary)``. If they are only at labels, rows and width are
+                :attr:`.LabelledPositions.shape`.
             weights: Relative weights of the tokens, ``(rows, width)`` of the logits; None: they are equal.
             plain_token_weight: The weight of a token whose relative weight is 1. None: tokens are not measured, and the
                 hook only notes that a gradient has come.
@@ -198,9 +198,9 @@ class MicrobatchRecord:
         on_gradient(logits, measure_tokens)
 
     def watch_added_rows(self, output: Tensor) -> None:
-        """Adds a hook that notes whether added rows have a gradient by an output of the model, ``(rows, ...)``.
+        """Adds a hook that notes whether a gradient by a model's output, ``(rows, ...)``, is not 0 in added rows.
 
-        Means over tokens have none, because these rows have no labels. So it comes from another term.
+        A mean over tokens has none there, because added rows have no labels. Only another term can have one.
         """
         on_gradient(output, self._note_added_rows)
 
@@ -211,9 +211,9 @@ class MicrobatchRecord:
         self.trains_added_rows = has_gradient
 
     def observe(self, gradient: Tensor) -> None:
-        """Notes the gradient with respect to a scaled term of the loss: Composer's weight times the gradient scale.
+        """Notes Composer's weight times the gradient scale: the gradient of Composer's loss by a term that it adds up.
 
-        It is a hook on that term. If there are several backwards, their gradients are added, as those of the model are.
+        It is a hook on the first term. Several backwards add their gradients, as they do in the model.
         """
         factor = gradient.detach().sum(dtype=torch.float32)
         if self.factor is not None:
@@ -304,8 +304,8 @@ class Step:
     # Whether DDP reduces gradients only in the last microbatch, as earlier steps have shown on some rank.
     reduces_once: bool = False
     gradient_scale: float = 1.0  # of mixed precision
-    # The microbatch size with which its gradient was complete, so that the optimizer may have moved. None: it was not
-    # complete yet.
+    # The microbatch size that completed the gradient of the step. From then on the optimizer may have moved. None:
+    # it is not complete yet.
     completed_size: float | None = None
     # Microbatches that our split has made, on the CPU, in the order of their computation. Empty if another split cuts.
     planned: Sequence[Batch] = ()

@@ -50,7 +50,7 @@ class _WatchedForward:
     """Weights of its positions, float32 ``(positions,)``: 0 without loss, and added over its backwards, as gradients
     are. A single 0 until a gradient comes."""
     is_unclear: Tensor
-    """Which positions have a gradient that no weight can be read off, bool ``(positions,)``."""
+    """True at positions whose gradient does not tell the weight of the token, bool ``(positions,)``."""
     residual: Tensor
     """Share of the gradient's norm that no token's cross-entropy explains, float32 ``()``."""
     has_gradient: bool = False
@@ -102,7 +102,8 @@ class TokenWeightsReport:
     def known_to(self) -> float:
         """The most by which round-off may lift the spread of equal weights above 1.
 
-        It is twice the error of a weight, because round-off may enlarge one weight and shrink another.
+        It is twice the error of a weight, because round-off may enlarge one weight and shrink another. If it leaves a
+        residual in the gradient, it may change the weight by as much.
         """
         return 2 * (self._tolerance + self.residual)
 

@@ -150,7 +150,7 @@ def _check_trainer(trainer: Section) -> None:
     if load_path is not None and '://' not in load_path and '{' not in load_path:
         check_checkpoint('trainer.load_path', Path(load_path))
     # The program locks the folder and looks for a checkpoint in it before the Trainer would generate a name.
-    if '{run_name}' in (trainer.get('save_folder') or '') and trainer.get('run_name') is None:
+    if '{run_name}' in (trainer.get('save_folder') or '') and run_name_of(trainer) is None:
         raise ConfigError('trainer.run_name', 'must be given, because `trainer.save_folder` has {run_name} in it')
 
 
