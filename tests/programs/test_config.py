@@ -480,6 +480,14 @@ def test_folders_of_environment_name_are_checked(tmp_path, monkeypatch):
         check_folders(TrainConfig(report={'folder': f'{tmp_path}/{{run_name}}'}))
 
 
+def test_name_of_environment_is_enough_for_the_checkpoints(monkeypatch):
+    config = load_config(DIGITS, ['trainer.run_name=null', 'trainer.save_folder="x/{run_name}"'])
+    with pytest.raises(ConfigError, match=r'^`trainer.run_name` must be given'):
+        check_config(config)
+    monkeypatch.setenv('RUN_NAME', 'mine')
+    check_config(config)
+
+
 def test_notes_on_keys_without_effect():
     config = TrainConfig(
         algorithms={'token_accumulation': None},
