@@ -271,8 +271,8 @@ class _VerifiedRun:
         num_rows = len(self.rows)
         sizes = sorted({min(size, num_rows) for size in DEFAULT_SIZES})
         # An error may show only in the first step of a fit, or only in later ones, and only with one size. So each of
-        # the four sizes is the first one of a fit: the smallest and the largest of rows that are padded on the right, the
-        # other two of rows that are padded on the left.
+        # the four sizes is the first one of a fit: the smallest and the largest of rows that are padded on the right,
+        # the other two of rows that are padded on the left.
         if padding == 'left':
             sizes = sizes[2:] + sizes[:2]
         fits = [
