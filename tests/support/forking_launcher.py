@@ -71,6 +71,8 @@ def _run_rank(arguments: list[str], stdout: IO | None, stderr: IO | None) -> Non
     random.seed()
     np.random.seed()
     torch.seed()
+    if num_threads := os.environ.get('OMP_NUM_THREADS'):
+        torch.set_num_threads(int(num_threads))  # torch reads the variable only when it is imported
     status = 0
     try:
         run_python(arguments)
