@@ -78,7 +78,7 @@ test-newest: $(STAMP_NEWEST)
 	$(VENV_NEWEST)/bin/python -m pytest -n $(SLICE_WORKERS) -m 'not slow' $(SLICE)
 
 # Keeps its compiled planner in its own folder, because a release of numba deletes what another one has compiled.
-test-oldest: export NUMBA_CACHE_DIR = $(CURDIR)/$(VENV_OLDEST)/numba
+test-oldest: export NUMBA_CACHE_DIR = $(abspath $(VENV_OLDEST))/numba
 test-oldest: $(STAMP_OLDEST)
 	$(VENV_OLDEST)/bin/python -m pytest -n $(SLICE_WORKERS) -m 'not slow' $(SLICE)
 

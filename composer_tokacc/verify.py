@@ -269,17 +269,19 @@ class _VerifiedRun:
         """Compares three cuts for each microbatch size: stock Composer, and this package in order and regrouped."""
         batch = self.layout.concat(self.rows, padding_side=padding)
         num_rows = len(self.rows)
-        rising_sizes = sorted({min(size, num_rows) for size in DEFAULT_SIZES})
-        # An error may show only in the first step of a fit, or only in later ones. So the sizes fall in one fit, and
-        # rise in the other. Falling sizes begin with the largest, with which the first-batch check looks at most rows.
-        falling_sizes = rising_sizes[::-1]
+        sizes = sorted({min(size, num_rows) for size in DEFAULT_SIZES})
+        # An error may show only in the first step of a fit, or only in later ones, and only with one size. So each of
+        # the four sizes is the first one of a fit: the smallest and the largest of rows that are padded on the right,
+        # the other two of rows that are padded on the left.
+        if padding == 'left':
+            sizes = sizes[2:] + sizes[:2]
         fits = [
-            ('stock Composer', rising_sizes, self._fit_stock),
-            ('in order', falling_sizes, partial(self._fit_ours, regroup=False)),
-            ('regrouped', rising_sizes, partial(self._fit_ours, regroup=True)),
+            ('stock Composer', sizes, self._fit_stock),
+            ('in order', sizes[::-1], partial(self._fit_ours, regroup=False)),
+            ('regrouped', sizes, partial(self._fit_ours, regroup=True)),
         ]
         cases = []
-        for cut, sizes, fit in fits:
+        for cut, sizes_of_steps, fit in fits:
             compare = partial(
                 InvarianceCase.from_gradients,
                 expected=expected,
@@ -288,7 +290,7 @@ class _VerifiedRun:
                 # The error of stock Composer is only shown. It may be over the tolerance.
                 is_held=cut != 'stock Composer',
             )
-            steps = _ComparedSteps(sizes, compare)
+            steps = _ComparedSteps(sizes_of_steps, compare)
             fit(batch, steps)
             cases += steps.cases
         # The cases of one size stand together in the table.
@@ -313,7 +315,7 @@ class _VerifiedRun:
             self._fit(data, steps, UnusedParameters())
 
     def _fit_ours(self, batch: dict[str, Any], steps: _ComparedSteps, *, regroup: bool) -> None:
-        """Trains with this package. A microbatch has at most as many tokens as ``microbatch_size`` padded rows."""
+        """Trains with this package. A microbatch size of n limits microbatches to the tokens of n padded rows."""
         # With Composer's flag Composer itself weights the microbatches, and the data spec counts loss tokens by the
         # model's loss rule. TokenAccumulation counts them itself.
         uses_flag = uses_composers_flag(self.config)

@@ -254,6 +254,21 @@ def test_error_in_first_or_later_steps(is_first, capsys, monkeypatch):
         assert (error_of_later_step > 1e-4) != is_first
 
 
+def test_each_size_begins_a_fit(capsys, monkeypatch):
+    """Otherwise an error that only the first step with one size has would not be noticed."""
+    monkeypatch.setattr(program, 'SIDES', BOTH_SIDES)
+    make_steps_wrong(monkeypatch, lambda state: state.timestamp.batch == 0)
+    assert verify(rows=4) == 1
+    printed = capsys.readouterr().out
+    wrong_sizes = []
+    for split in ('in order', 'regrouped'):
+        # Sizes 1, 2, 3 and 4 padded on the right, then on the left.
+        for place, error in enumerate(errors(printed, split)):
+            if error > 1e-4:
+                wrong_sizes.append(1 + place % 4)
+    assert sorted(wrong_sizes) == [1, 2, 3, 4]
+
+
 def test_sizes_share_one_check(monkeypatch):
     """Only another order of the rows, or another padding side, needs another check."""
     right_check_rows = FirstBatchCheck._check_rows

@@ -4,6 +4,9 @@
 """Composer's launcher with ranks that are forked from it. So they have loaded torch, Transformers and Composer already.
 
 A new process of Python takes six seconds of processor time to import them. The arguments are those of ``composer``.
+
+Forked ranks hash strings alike, so their sets have the same order. The ranks of a user do not, and code that depends on
+this order may hang there. So the last of the ranks that wait for runs (``serve.py``) is a new process.
 """
 
 from __future__ import annotations
@@ -11,18 +14,28 @@ from __future__ import annotations
 import atexit
 import logging
 import multiprocessing
+import os
 import random
 import subprocess
 import sys
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
+import torch
 from composer.cli import launcher
 
 from tests.support.loaded import redirect_outputs, run_python
 from tests.support.lookups import shorten_lookups
+
+
+def start_rank(command: Sequence[str], **options: Any) -> ForkedRank | subprocess.Popen:
+    """Starts a rank. Composer's launcher has set its environment, and calls this as ``subprocess.Popen``."""
+    is_last = int(os.environ['RANK']) == int(os.environ['WORLD_SIZE']) - 1
+    if is_last and 'tests.support.serve' in command:
+        return subprocess.Popen(command, **options)
+    return ForkedRank(command, **options)
 
 
 class ForkedRank:
@@ -57,6 +70,9 @@ def _run_rank(arguments: list[str], stdout: IO | None, stderr: IO | None) -> Non
     atexit._clear()
     random.seed()
     np.random.seed()
+    torch.seed()
+    if num_threads := os.environ.get('OMP_NUM_THREADS'):
+        torch.set_num_threads(int(num_threads))  # torch reads the variable only when it is imported
     status = 0
     try:
         run_python(arguments)
@@ -73,6 +89,6 @@ def _run_rank(arguments: list[str], stdout: IO | None, stderr: IO | None) -> Non
 if __name__ == '__main__':
     shorten_lookups()
     launcher.subprocess = SimpleNamespace(
-        Popen=ForkedRank, STDOUT=subprocess.STDOUT, CalledProcessError=subprocess.CalledProcessError
+        Popen=start_rank, STDOUT=subprocess.STDOUT, CalledProcessError=subprocess.CalledProcessError
     )
     sys.exit(launcher.main())

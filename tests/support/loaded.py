@@ -5,7 +5,7 @@
 
 A server loads them once and is forked for each run. It has not loaded Composer or this package. So a run may check that
 they are not imported, and it imports the files of this package as they are. The launcher of Composer runs in this way,
-too; the ranks that it starts are new processes of Python.
+too. Its ranks are forked from it, see ``forking_launcher.py``, or new processes of Python, see ``launch_nodes()``.
 """
 
 from __future__ import annotations
