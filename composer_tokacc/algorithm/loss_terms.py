@@ -59,14 +59,15 @@ class LossTerms:
     """Takes a loss apart, changes its terms by their units, and puts it together again.
 
     Args:
-        loss_units: The unit of each term of a dict loss; None: all terms are means over tokens.
+        loss_units: The unit of each term of a dict loss. None: the loss is one mean over tokens, or a sequence of them;
+            a dict of several terms is refused.
         router_coefficient: The model multiplies its router's load-balancing loss by this number and adds the product
             to its loss. None: the model names no such number, or ``loss_units`` is given.
     """
 
     def __init__(self, loss_units: Mapping[str, str] | None, router_coefficient: float | None = None) -> None:
         self.units = dict(loss_units or {})
-        """The unit of each term. Empty: all terms are means over tokens, unless the loss is a :class:`SplitLoss`."""
+        """The unit of each term in ``loss_units``. Empty without it."""
         self.are_over_tokens = set(self.units.values()) <= {'tokens'}
         """Whether all terms in ``loss_units`` are means over tokens."""
         self.router_coefficient = router_coefficient
@@ -159,7 +160,8 @@ class LossTerms:
         """
 
         def times_scale(term: Term) -> Tensor:
-            return term.value.float() * scales[term.unit]  # a new tensor, because Composer scales a `total` in place
+            # A new tensor, because Composer multiplies `loss['total']` in place, and a dict may have this term alone.
+            return term.value.float() * scales[term.unit]
 
         scaled = self.changed(loss, times_scale)
         if self.units:
@@ -191,14 +193,15 @@ class LossTerms:
         Args:
             loss: The loss of a microbatch, in which all tokens weigh the same.
             logits: Its logits, ``(rows, width, vocabulary)``.
-            targets: As returned by :func:`.targets_of`.
+            targets: The token that each position predicts, ``(rows, width)``, see :func:`.targets_of`.
             weights: The weight of each token, relative to their mean, at the position that predicts it,
                 ``(rows, width)``.
             factor: The sum of all means over tokens, divided by the mean of the cross-entropies, as the first-batch
                 check has found it. None: it is not known, and taken as 1.
         """
         positions = torch.arange(targets.numel(), device=logits.device)
-        losses = token_losses_at(logits, positions, targets.flatten())  # 0 at positions without a target
+        # Without a graph. They are 0 at positions without a target.
+        losses = token_losses_at(logits, positions, targets.flatten())
         num_tokens = (targets != IGNORE_INDEX).sum()
         plain_mean = losses.sum() / num_tokens
         changes = losses.view_as(weights) * (weights - 1)
@@ -211,7 +214,8 @@ class LossTerms:
                 if mean.value.requires_grad:  # not a constant, such as an accuracy
                     added[mean.name] = mean.value.detach().float() * relative_change
         elif means:
-            # There is only one, or no graph tells which of them are constants. The first gets the whole change.
+            # There is only one, or no graph tells which of them are constants. Then the first one gets the change of
+            # their sum.
             added[means[0].name] = change_of_mean * (1.0 if factor is None else factor)
         return self.changed(loss, lambda term: term.value + added.get(term.name, 0.0))
 

@@ -82,7 +82,7 @@ class State:
         current = self.container.get(self.key)
         is_replaced = current is not self.value
         if not isinstance(current, Tensor) or not isinstance(self.value, Tensor):
-            # The state is or was a number.
+            # The state is or was a number, or it is gone.
             if not is_replaced:
                 return False  # not compared, because NaN is not equal to itself
             return type(current) is not type(self.value) or bool(current != self.value)
@@ -91,11 +91,11 @@ class State:
             # The tensor was too large for a copy.
             return is_replaced or was_written_into
         if self.is_sampled:
-            # A parameter may be replaced or written without a change: FSDP1 replaces parameters during a forward, and
-            # parametrizations of torch write a parameter into itself (PEFT adapts experts in this way).
+            # A parameter that was replaced is not compared: FSDP1 replaces parameters during a forward. A write alone
+            # is not enough: parametrizations of torch write a parameter into itself (PEFT adapts experts in this way).
             return was_written_into and not _are_equal(_sample_of(current), self.content)
-        # Any other tensor is compared as well, because torch does not count `buffer.data.copy_(...)` as a write, and
-        # because a tensor may be replaced by an equal one.
+        # Without a counted write the entries decide: torch does not count `buffer.data.copy_(...)`, and a tensor that
+        # is replaced by an equal one has not changed.
         return was_written_into or not _are_equal(current, self.content)
 
 
@@ -107,7 +107,9 @@ class StateSnapshot:
 
     @classmethod
     def of_states(cls, states: Iterable[State]) -> StateSnapshot:
-        """Takes a snapshot of the present values of some states. Leaves out states that the module has deleted.
+        """Takes a snapshot of the present values of some states.
+
+        Leaves out states that are gone: deleted, or replaced by something that is no number or tensor, such as None.
 
         All entries of a state are copied, even of a parameter, so :meth:`restore` puts it back.
         """
@@ -224,8 +226,8 @@ def undisturbed(
 def _can_be_compared(tensor: Tensor) -> bool:
     """Returns whether torch can copy a tensor of this kind, and compare it with another one.
 
-    It cannot if the tensor wraps others. Ranks hold parts of a DTensor, and FSDP replaces it during a forward. The
-    classes of torchao's quantized weights know few of torch's functions.
+    It cannot if the tensor is meta, nested, quantized or sparse, or if it wraps others: a DTensor, of which each rank
+    holds a part, or one of torchao's quantized weights, which know few of torch's functions.
     """
     if hasattr(tensor, '__tensor_flatten__'):
         return False
@@ -255,8 +257,8 @@ def _states_of(model: Module, *, watches_parameters: bool) -> Iterator[State]:
         attributes = vars(module)
         containers = [parameters, buffers, attributes]
         if isinstance(module, torch.jit.ScriptModule):
-            # Its attributes cannot be read. Its buffers are never replaced, so a copy of their dict is enough. Only
-            # lend_copies() has no effect on it.
+            # Only its buffers are states, because its attributes cannot be read. They are never replaced, so a copy of
+            # their dict is enough. Only lend_copies() has no effect on it.
             containers = [dict(module.named_buffers(recurse=False))]
         for container in containers:
             is_parameter = container is parameters

@@ -48,19 +48,19 @@ def pack_rows(
         The packed row. Its entries are:
 
         - ``input_ids``, ``labels`` and all other tensors along the text, ``(1, total)``;
-        - ``position_ids``, which restart with each document, ``(1, total)``; rotary positions of media are
-          ``(3, 1, total)``;
-        - ``attention_mask``, the packed mask, bool ``(documents, total)``, True at the tokens of a document. If the
-          attention takes no packed masks, it is missing, and rotary ``position_ids`` are ``(4, 1, total)``: the
-          position in the text, then the three rotary ones;
-        - lists and other values, see :func:`_pack_value`.
+        - ``position_ids``, which restart with each document, ``(1, total)``. Rotary positions of media are
+          ``(3, 1, total)``. If the attention takes no packed mask, they are ``(4, 1, total)``: the position in the
+          text, then the three rotary ones;
+        - ``attention_mask``, the packed mask, bool ``(documents, total)``, True at the tokens of a document. It is
+          missing if the attention takes no packed mask;
+        - the counts of the rows, and lists and other values, see :func:`_pack_value`.
 
     Raises:
         ValueError: If the batch has an entry that cannot be packed.
     """
     rule = row_counts_of(batch)[0].rule
     if rule == 'causal_attended':
-        # This rule does not count labels on padding. Packed, the padding under such a label would become a token.
+        # This rule does not count labels on padding. But real_positions() takes padding with a label for a token.
         labels = batch['labels'].masked_fill(~attended_positions(batch), IGNORE_INDEX)
         batch = {**batch, 'labels': labels}
     is_shifted = rule != 'unshifted'
@@ -94,9 +94,10 @@ def pack_rows(
 
 
 def _documents_among(rows: Sequence[RowCounts], real: Tensor) -> list[RowCounts]:
-    """Returns the counts of rows without those of dummy rows and repeated samples that have no real positions.
+    """Returns the counts of the rows that become documents of the packed row.
 
-    Such a row leaves nothing in the packed row. An empty row of a sample stays, because the sample counts.
+    A dummy row or a repeated sample without real positions leaves nothing in it. An empty sample stays, because it
+    counts as a sample.
     """
     documents = []
     for row, has_positions in zip(rows, real.any(dim=1).tolist(), strict=True):
@@ -167,9 +168,9 @@ def _pack_tensor(
         # Each row has slots for its images (Idefics3). From (rows, slots, ...) to (1, rows * slots, ...).
         return value.flatten(0, 1)[None]
     if entry.unit != 'row' or entry.is_media:
-        # All rows share the tensor, or it has one entry per image (video, patch ...). These already are in the order of
-        # the rows. Mllama's `cross_attention_mask` never comes here: rows of Mllama are not packed, see
-        # `Family.coupling`.
+        # All rows share the tensor, or it has one entry per image (video, patch ...), or one image per row. The packed
+        # row has them all, in the same order. Mllama's `cross_attention_mask`, with rows and images, never comes here:
+        # rows of Mllama are not packed, see `Family.coupling`.
         return value
     if value.shape == real.shape and entry.seq_dims:
         # The tensor lies along the text. Takes its values at the real tokens, row after row.

@@ -70,8 +70,8 @@ class RankWidth:
                 continue
             # These rows are padded on the left, or not at all. Rows without padding might get it on the left in a wider
             # batch.
-            # The label is named first, because the user can mask it. Rows with such a label are never trimmed, so the
-            # label alone may be why nothing is known about positions.
+            # The label is named first, because the user can mask it. Rows with such a label are never trimmed. So the
+            # label may be why the check could not see whether the model counts positions.
             if loss_rule != 'unshifted' and any(facts.has_first_label):
                 reason = 'the first token of a row has a label, which the pad before it would predict'
             elif _may_depend_on_padding(facts, rules):
@@ -103,8 +103,9 @@ def _may_depend_on_padding(facts: RowFacts, rules: CutRules | None) -> bool:
         return True
     if rules.has_trimmed_left(facts):
         return False
-    # The check has trimmed nothing on the left. Padded rows that may not be trimmed at all are of models with rotary
-    # embeddings, which see only distances.
+    # The check has trimmed nothing on the left. Padded rows that may not be trimmed at all (RowFacts.may_be_trimmed)
+    # are beyond a rotary limit, or have audio along the text (Voxtral). Both kinds of models have rotary embeddings,
+    # which see only distances.
     sees_only_distances = facts.is_padded and not facts.may_be_trimmed
     # Of other models it is not known whether they count positions from the first column. `position_ids` in the batch do
     # not help, because the model may ignore them. The check may have seen only rows that are not trimmed: rows without
@@ -120,7 +121,7 @@ def check_widths(
     was_checked: bool,
     is_trimmed: bool,
 ) -> None:
-    """Raises RuntimeError on all ranks if the widest rank's padding on the left would change the rows of another rank.
+    """Raises RuntimeError on all ranks if padding on the left, up to the width of the widest rank, would change rows.
 
     It also raises if only some ranks have rows beyond the limit of a rotary embedding.
 

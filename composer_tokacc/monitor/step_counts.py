@@ -39,7 +39,7 @@ class StepCounts(NamedTuple):
     loader_seconds: float  # time that the rank waited for the data of the step
     peak_memory: float  # most bytes of the device that were allocated so far; 0 without a GPU
     gradient_square: float  # the rank's share of the squared norm of the gradient; NaN or infinite after an overflow
-    weighting_distance: float  # of the previous step, for `sample_weighting_error`; see _distance_of_weights()
+    weighting_distance: float  # what `sample_weighting_error` sums over the ranks, of the previous step
 
 
 class MicrobatchCounts(NamedTuple):
@@ -69,7 +69,7 @@ def count_microbatch(batch: Batch, rule: str) -> MicrobatchCounts:
     for row, row_positions in _unpacked(batch):
         if row.samples == 0:  # a dummy row or a repeated sample
             dummy_positions += row_positions
-    counts = summed(row_counts_of(batch))
+    counts = summed(row_counts_of(batch))  # if nobody has counted, each row is one sample without tokens
     loss_tokens: int | torch.Tensor = counts.loss_tokens
     if not is_counted(batch):
         loss_tokens = loss_mask(batch, rule).sum()
@@ -109,7 +109,7 @@ def rows_with_positions(batch: Batch) -> list[tuple[RowCounts, int]]:
 
 
 def rows_by_width(batch: Batch) -> Counter[int]:
-    """Returns the number of rows of each width in a microbatch, so that attention is counted within a row.
+    """Returns the number of rows of each width in a microbatch, because the cost of attention depends on the width.
 
     A packed row is replaced by its documents, because each document attends only to itself.
     """
@@ -125,8 +125,8 @@ def _unpacked(batch: Batch) -> list[tuple[RowCounts, int]]:
             counts.append((row, width))
             continue
         # A packed row has no padding, except that a document may end with one labelled pad. So a sample has about as
-        # many positions as real tokens. The counts of dummy rows have no real tokens. These rows share the other
-        # positions equally.
+        # many positions as real tokens. The counts of dummy rows and repeated samples have no real tokens. These
+        # rows share the other positions equally.
         num_dummies = sum(document.samples == 0 for document in row.documents)
         positions_of_dummy = (width - row.real_tokens) // max(num_dummies, 1)
         for document in row.documents:

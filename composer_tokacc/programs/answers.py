@@ -52,7 +52,7 @@ class Answer:
         return self.generated == self.expected
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the line of ``answers.jsonl``. The images are only in ``report.html``."""
+        """Returns the values for a line of ``answers.jsonl``. The images are only in ``report.html``."""
         return without(vars(self), 'images')
 
 
@@ -77,12 +77,12 @@ class Answers(Callback):
     def fit_start(self, state: State, logger: Logger) -> None:
         """Removes the answers of another run from the file, and those after the step that this run resumes from.
 
-        A run that begins at step 0 has no answers yet, so :func:`.keep_lines` removes all lines then.
+        At step 0 :func:`.keep_lines` removes all lines: a new run has no answers yet, so they are of another run.
         """
         if dist.get_global_rank() != 0:
             return
         path = self._path(state)
-        if path.exists():
+        if path.exists():  # keep_lines() would create it, even if no evaluation follows
             keep_lines(path, until=state.timestamp.batch.value)
 
     def eval_end(self, state: State, logger: Logger) -> None:
@@ -118,8 +118,8 @@ class Answers(Callback):
 def answers_of(config: TrainConfig, parts: RunParts) -> Answers | None:
     """Returns the callback for ``report.answers``; None if that is 0, without an eval set, or for a sharded model."""
     num_samples = config.report.get('answers', 4)
-    # A rank of a sharded model cannot generate without the others.
     source = parts.source
+    # A rank of a sharded model cannot generate without the others.
     if source.eval_dataset is None or not num_samples or config.is_sharded:
         return None
     return Answers(

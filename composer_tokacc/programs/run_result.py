@@ -133,15 +133,15 @@ def summarize(
 
 
 def _or_none(value: float) -> float | None:
-    """Returns the value, or None for NaN, because JSON has no number for it."""
+    """Returns the value; None if it is not finite, because JSON has no number for that."""
     return value if math.isfinite(value) else None
 
 
 def _sources(metrics: Mapping[str, Series]) -> dict[str, dict[str, float | None]]:
     """Returns the figures of each source: its loss tokens, two mean shares, its first and last loss.
 
-    ``weight`` is its share of the weight, ``positions`` its share of the computed positions. Both are means over all
-    steps in which any source was logged. A source that was not logged in a step had a share of 0.
+    ``weight`` is its share of the weight of all tokens, ``positions`` its share of the computed positions. Both are
+    means over all steps in which any source was logged. A source that was not logged in a step had a share of 0.
     """
     sources = {}
     tokens_of_sources = select(metrics, 'token_monitor/source/*/tokens')
@@ -249,7 +249,7 @@ def _lines(result: Section) -> list[tuple[str, str]]:
         lines.append((f'source {name}', figures))
     lines += [('bad samples', report) for report in result['skipped']]
     if result['fitted']:
-        # `share` is how much is left of the processor's budget for media.
+        # `share` is the part of the processor's budget for media that the sample was given.
         smallest = min(result['fitted'], key=lambda sample: sample['share'])
         figures = f'{len(result["fitted"])} samples, to {smallest["share"]:.0%} at the least ("{smallest["sample"]}")'
         lines.append(('media made smaller to fit', f'{figures}; all: result.json'))

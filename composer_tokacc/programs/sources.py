@@ -67,7 +67,8 @@ DATASET_HINTS: dict[str, Hint] = {
     'max_length': Annotated[int | None, Field(ge=1)],
     'num_workers': Annotated[int | None, Field(ge=0, le=256)],
 }
-"""Ranges of arguments of LlavaDataset. Without them a wrong value would be found late, or replaced by a limit."""
+"""Ranges of arguments of LlavaDataset. Without them a wrong value would be found late, and a ``max_length`` of 0 would
+count as not given."""
 SHARE_KEYS = {
     'epochs': Annotated[float, Field(gt=0, le=10_000)],
     'weight': Annotated[float, Field(gt=0, lt=1e9)],
@@ -81,9 +82,9 @@ once. With ``loss_shares_by: weights`` a part may have ``epochs`` in addition to
 SECTION_KEYS = ('processor', 'eval', 'parts', 'loss_shares_by')
 """Keys of the section ``dataset`` that are not settings of a single dataset, and so are not passed on to the parts."""
 SHARD_HINTS: dict[str, Hint] = {'replication': Literal[1] | None}
-"""Ranks that replicate one another read the same samples. Only tensor parallelism needs this, which a run from a file
-does not have. A step would have fewer samples than ``loader.global_batch_size``. Composer counts each replica of a
-sample, so a checkpoint within an epoch would name a place that is too far on, and a resumed run would leave some out.
+"""With another ``replication``, ranks would read the same samples. Only tensor parallelism needs this, which a run from
+a file does not have. A step would have fewer samples than ``loader.global_batch_size``. Composer counts each replica of
+a sample, so a checkpoint within an epoch would name a place that is too far on, and a resumed run would leave some out.
 """
 SHARD_PLACES = ('local', 'remote', 'streams')
 """Arguments of StreamingDataset that name the shards."""
@@ -121,8 +122,8 @@ class Source(ABC):
 
     def __init__(self, config: TrainConfig) -> None:
         self.config = config
-        """The config of the run. If it says ``suggest``, ``build_parts`` replaces it by one with the suggested size,
-        before a loader is built."""
+        """The config of the run. If its microbatch size is ``suggest``, ``build_parts`` sets a config with the
+        suggested size here, before a loader is built."""
         self.section = config.dataset
         self.has_parts = self.section.get('parts') is not None
 
@@ -131,7 +132,7 @@ class Source(ABC):
         """Refuses unknown datasets and arguments, before anything is read.
 
         Args:
-            reads_data: Whether the program reads the data. If not, arguments that say where they are may be missing.
+            reads_data: Whether the program reads the data. If not, required arguments, such as paths, may be missing.
         """
 
     @abstractmethod
@@ -355,7 +356,7 @@ class FileSource(Source):
         return settings
 
     def check(self, *, reads_data: bool = True) -> None:
-        """Refuses unknown datasets and arguments, and settings of the loader that do not go together."""
+        """Refuses unknown datasets and arguments, and parts or settings of the loader that do not go together."""
         if self.has_parts:
             check_value('dataset.parts', self.section['parts'], Annotated[Sections, Field(min_length=1)])
             shares_by = self.section.get('loss_shares_by')
@@ -429,7 +430,7 @@ class FileSource(Source):
                 return {}
             return {'dataset.eval': {**shared, **changes}}
         if not self.has_parts:
-            # The whole section, so that check() also refuses a key that is only for `parts`.
+            # The whole section, so that check() also refuses `loss_shares_by`, which is only for `parts`.
             return {'dataset': dict(self.section)}
         return {f'dataset.parts.{name}': {**shared, **changes} for name, changes in self.section['parts'].items()}
 
@@ -525,7 +526,7 @@ class FileSource(Source):
         longest = int(table.lengths.max())
         size = microbatching.device_train_microbatch_size
         if not isinstance(size, int):
-            # A microbatch may hold the whole device batch. So the size is the number of its samples, rounded up.
+            # 'auto': a microbatch may hold the whole device batch. So the size is its number of samples, rounded up.
             size = -(-loader.samples_per_batch(table.lengths) // dist.get_world_size())
         # The sampler plans before any batch exists, so the width of a device batch cannot be the default here.
         slot_tokens = microbatching.slot_tokens or longest
@@ -668,9 +669,9 @@ class ShardSource(Source):
     def _check_other_split(self) -> None:
         """Refuses an eval set that has shards of the training set.
 
-        It is only called if ``dataset.eval`` does not say where its shards are. Then both sets read the same streams,
-        and only ``dataset.eval.split`` can make them differ. It has no effect on a stream with its own ``split``, so
-        both sets would read the same shards of such a stream.
+        Called only if ``dataset.eval`` does not say where its shards are. Then both sets read the same streams, and
+        only ``dataset.eval.split`` can make them differ. But that key has no effect on a stream with its own ``split``,
+        so both sets would read the same shards of such a stream.
         """
         training_shards = self._shards(is_eval=False)
         for places, split in self._shards(is_eval=True):

@@ -109,7 +109,7 @@ def simulate_steps(
             for samples, width in microbatches:
                 if width is None:
                     widths = table.tokens[samples]
-                    text_cost = price.packed(widths.tolist())  # includes `launch`
+                    text_cost = price.packed(widths.tolist())  # includes `launch`, the cost of starting it
                 else:
                     widths = np.full(len(samples), width)
                     text_cost = float(price.rows(widths).sum()) + price.launch
@@ -181,7 +181,7 @@ def _planned_microbatches(
 ) -> list[_ComputedMicrobatch]:
     """Returns the microbatches of one rank by its part of a plan.
 
-    The plan has a dummy in the place of a missing microbatch. If rows are packed, a rank with samples leaves it out.
+    The plan has a dummy in the place of a missing microbatch. With packing, only a rank without samples computes it.
     """
     if options.packing is True:
         # The plan only decides which samples the rank reads. Then the rank packs them itself.

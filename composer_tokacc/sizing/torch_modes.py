@@ -75,7 +75,7 @@ class RealInputs(TorchDispatchMode):
         tensors = [value for value in tree_iter((args, kwargs)) if isinstance(value, torch.Tensor)]
         num_fake = sum(isinstance(tensor, FakeTensor) for tensor in tensors)
         if num_fake == 0:
-            # The result depends only on the batch.
+            # The result depends on the batch alone, or on no tensor.
             input_storages = {storage_key(tensor) for tensor in tensors}
             without_memory = partial(self._without_memory, input_storages=input_storages)
             result = func(*args, **kwargs)
@@ -85,7 +85,7 @@ class RealInputs(TorchDispatchMode):
         if func in INDEXING_OPERATIONS:
             args = (args[0], _without_masks(args[1]), *args[2:])
         with self.fake_mode:
-            if num_fake < len(tensors):  # seldom; a walk through all arguments each time slows a trace by a tenth
+            if num_fake < len(tensors):  # seldom true; to map all arguments each time slows a trace by a tenth
                 args, kwargs = tree_map_only(torch.Tensor, self._fake, (args, kwargs))
             return func(*args, **kwargs)
 
@@ -173,14 +173,14 @@ def _upcast(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Counts the bytes of tensors by part. A tensor counts from the operation that makes it until its memory is freed.
+    """Counts the bytes of tensors by part, from the first operation that returns a tensor until its memory is freed.
 
     torch's own ``MemTracker`` separates activations and gradients, but not text, logits and vision encoder. The tests
     compare the totals of both.
 
     Copies of parameters that autocast makes count as weights. Everything else that is made in the forward pass of an
-    encoder counts as vision. A tensor whose last dimension is `vocab_size` counts as logits. All other tensors count as
-    text, also gradients in an encoder. Parameters and buffers do not count.
+    encoder counts as vision. A tensor of two or three dimensions whose last one is `vocab_size` counts as logits. All
+    other tensors count as text, also gradients in an encoder. Parameters and buffers do not count.
 
     Attributes:
         current: Bytes by part now.
