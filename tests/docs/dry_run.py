@@ -128,8 +128,17 @@ def _module(name: str, arguments: Sequence[str], *, num_ranks: int = 1) -> None:
 def _program_with_yaml(module: ModuleType, arguments: Sequence[str], num_ranks: int) -> None:
     """Lets a program check its config, as on a machine with a GPU, because most readers have one."""
 
-    def check(_program: Any, path: str, overrides: Sequence[str], *, num_ranks: int = num_ranks, **_: Any) -> int:
-        check_config(load_config(path, overrides), num_ranks=num_ranks)
+    def check(
+        _program: Any,
+        path: str,
+        overrides: Sequence[str],
+        *,
+        num_ranks: int = num_ranks,
+        reads_data: bool = True,
+        **_: Any,
+    ) -> int:
+        config = load_config(path, overrides, reads_data=reads_data)
+        check_config(config, num_ranks=num_ranks, reads_data=reads_data)
         return 0
 
     with_gpu = mock.patch.object(torch.cuda, 'is_available', return_value=True)
