@@ -42,8 +42,7 @@ def launch(ranks: int, plan: Row) -> list[Row]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / 'cells.json'
         launcher = [COMPOSER, '-n', str(ranks), '-m', 'benchmarks.rivals.speed']
-        # ODB makes a gloo group for each loader. Without this variable, the group may choose an address that the other
-        # ranks cannot reach.
+        # ODB makes a gloo group for each loader. Without GLOO_SOCKET_IFNAME, ranks may not reach each other.
         variables = environment(TOKENIZERS_PARALLELISM='false', GLOO_SOCKET_IFNAME='lo')
         command = [*launcher, str(path), json.dumps(plan)]
         process = subprocess.Popen(command, cwd=ROOT, env=variables, start_new_session=True)
