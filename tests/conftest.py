@@ -84,18 +84,10 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 @pytest.fixture(scope='session', autouse=True)
-def _short_lookups():
-    from tests.support.lookups import shorten_lookups
+def _short_lookups_and_waits():
+    from tests.support.lookups import shorten_lookups_and_waits
 
-    shorten_lookups()
-
-
-@pytest.fixture(scope='session', autouse=True)
-def _short_waits_of_workers():
-    """Torch waits five seconds for each worker of a loader that only the garbage collector ends, and then kills it."""
-    from torch.utils.data import _utils
-
-    _utils.MP_STATUS_CHECK_INTERVAL = 0.5
+    shorten_lookups_and_waits()
 
 
 def pytest_sessionfinish():

@@ -27,7 +27,7 @@ import torch
 from composer.cli import launcher
 
 from tests.support.loaded import redirect_outputs, run_python
-from tests.support.lookups import shorten_lookups
+from tests.support.lookups import shorten_lookups_and_waits
 
 
 def start_rank(command: Sequence[str], **options: Any) -> ForkedRank | subprocess.Popen:
@@ -87,7 +87,7 @@ def _run_rank(arguments: list[str], stdout: IO | None, stderr: IO | None) -> Non
 
 
 if __name__ == '__main__':
-    shorten_lookups()
+    shorten_lookups_and_waits()
     launcher.subprocess = SimpleNamespace(
         Popen=start_rank, STDOUT=subprocess.STDOUT, CalledProcessError=subprocess.CalledProcessError
     )

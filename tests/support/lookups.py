@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Shortens slow lookups of Composer and torch, so that tests take less time."""
+"""Shortens slow lookups and waits of Composer and torch, so that tests take less time."""
 
 from __future__ import annotations
 
@@ -10,17 +10,21 @@ import sys
 from typing import Any
 
 import torch
+from torch.utils.data import _utils
 
 
-def shorten_lookups() -> None:
-    """Changes three functions of Composer, if it is loaded, and one of torch.
+def shorten_lookups_and_waits() -> None:
+    """Changes three functions of Composer, if it is loaded, and a function and a time of torch.
 
     Each Trainer searches all files of the installation for a commit, a tenth of the time of a small test. Now only the
     first one does. The first Trainer of a process takes 1 s to find the name of the CPU, which it only logs. The first
     model of a process imports all causal models of transformers, which takes 2 s. Now their names are compared.
 
     Each forward of Transformers asks whether CUDA captures it. Without a GPU torch needs half a millisecond to fail.
+
+    Torch waits five seconds for each worker of a loader that only the garbage collector ends, and then kills it.
     """
+    _utils.MP_STATUS_CHECK_INTERVAL = 0.5
     if not torch.cuda.is_available():
         torch.cuda.is_current_stream_capturing = lambda: False
     if module := sys.modules.get('composer.utils.collect_env'):

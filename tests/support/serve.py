@@ -22,9 +22,9 @@ def serve(address: str) -> None:
     # Imported here, because workers of loaders import this module as their main module.
     from composer.utils import dist, get_device
 
-    from tests.support.lookups import shorten_lookups
+    from tests.support.lookups import shorten_lookups_and_waits
 
-    shorten_lookups()  # again, in a rank that is forked
+    shorten_lookups_and_waits()  # again, in a rank that is forked
     # The fork server imports this once for all workers of a rank.
     multiprocessing.set_forkserver_preload(['tests.support.length_dataset'])
     dist.initialize_dist(get_device('cpu'), timeout=120.0)
