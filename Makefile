@@ -1,15 +1,15 @@
-# Everything runs in .venv, which is made on first use from PyPI and again when the dependencies change.
+# Everything runs in .venv. It is made from PyPI on first use, and again if the dependencies change.
 VENV ?= .venv
 PYTHON ?= python3
 STAMP := $(VENV)/.installed
-# Small models on few cores: more than one thread a rank only makes the ranks fight for them.
+# Models are small, and cores are few. With more than one thread each, ranks would only compete for the cores.
 export OMP_NUM_THREADS ?= 1
 
 # mosaicml-streaming wants transformers<5 and an older numpy, so it has an environment of its own.
 VENV_STREAMING ?= .venv-streaming
 STAMP_STREAMING := $(VENV_STREAMING)/.installed
 
-# Composer's last release pins torch below 2.7.1 and numpy below 2.3; on newer GPUs people install it without its pins.
+# Composer's last release pins torch below 2.7.1 and numpy below 2.3. For newer GPUs it is installed without its pins.
 VENV_NEWEST ?= .venv-newest
 STAMP_NEWEST := $(VENV_NEWEST)/.installed
 
@@ -17,7 +17,7 @@ STAMP_NEWEST := $(VENV_NEWEST)/.installed
 VENV_OLDEST ?= .venv-oldest
 STAMP_OLDEST := $(VENV_OLDEST)/.installed
 
-# llm-foundry pins torch 2.7.0 and transformers 4.51. Large (7 GB), so only its own example uses it.
+# llm-foundry pins torch 2.7.0 and transformers 4.51. It takes 7 GB, so only its own example uses this environment.
 VENV_FOUNDRY ?= .venv-llmfoundry
 STAMP_FOUNDRY := $(VENV_FOUNDRY)/.installed
 
@@ -25,33 +25,33 @@ STAMP_FOUNDRY := $(VENV_FOUNDRY)/.installed
 VENV_RIVALS ?= .venv-rivals
 STAMP_RIVALS := $(VENV_RIVALS)/.installed
 
-# What other packages broke before, and soonest; SLICE= for all tests. Left out: losses of our own, which ask little of other packages.
-# (Qwen2.5-Omni's processor takes minutes on Transformers 4.57.)
+# The tests that break first with other releases of other packages; `SLICE=` for all tests. Tests of our own losses are left out,
+# because they use little of other packages. So is Qwen2.5-Omni, because its processor takes minutes on Transformers 4.57.
 SLICE ?= tests/sizing/test_trace.py tests/checks tests/algorithm tests/data_spec tests/layout tests/data/test_media_training.py \
 	tests/programs/test_models.py tests/programs/test_errors.py --ignore=tests/algorithm/test_token_weights.py \
 	--ignore=tests/algorithm/test_loss_terms.py --ignore=tests/checks/test_changing_losses.py \
 	--deselect='tests/data/test_media_training.py::test_gradient_is_that_of_one_forward[qwen2_5_omni'
 
-# Where Python may not write bytecode, as in many containers, each process compiles torch and Transformers anew: 19 s instead of 5.
+# If Python may not write bytecode, as in many containers, each process compiles torch and Transformers again: 19 s instead of 5.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Takes seconds where pip takes minutes, and keeps what it has fetched; the machine's own, or one for all environments.
+# uv takes seconds instead of pip's minutes, and keeps downloads. It is the one of the machine, or else one for all environments.
 UV := $(or $(shell command -v uv),.uv/bin/uv)
 
-# $(call install,FOLDER,WHAT): an environment.
+# $(call install,FOLDER,WHAT) makes an environment, and installs WHAT in it.
 define install
 	$(UV) venv --quiet --seed --clear --python "$$(command -v $(PYTHON))" $(1)
 	$(UV) pip install --quiet --python $(1)/bin/python $(2)
 	@touch $(1)/.installed
 endef
 
-# Made anew each time: what a stranger gets from the wheel alone.
+# Made again each time, with only the wheel, as a user installs it.
 VENV_DIST ?= .venv-dist
 
 .PHONY: demo test test-slow test-gpu test-streaming test-newest test-oldest test-rivals lint model-types bench bench-rivals docs dist \
 	example-llm-foundry
 
-# A small LLaVA learns to read scanned digits on two ranks; ends with a summary and a picture.
+# Trains a small LLaVA to read scanned digits on two ranks. Ends with a summary and a picture.
 demo: $(STAMP)
 	$(VENV)/bin/composer -n 2 -m composer_tokacc.train yamls/digits.yaml
 
@@ -62,17 +62,17 @@ test: $(STAMP)
 test-slow: $(STAMP)
 	$(VENV)/bin/python -m pytest -n 2 --dist loadgroup -m slow
 
-# What only a GPU can show; all of it is skipped where there is none.
+# Tests that need a GPU. They are skipped on a machine without one.
 test-gpu: $(STAMP)
 	$(VENV)/bin/python -m pytest -m gpu
 
-# Everything about MDS shards, runs of up to four ranks included (six minutes); MARKED='not slow' leaves those out. And, as only here
-# their packages are, what loggers have written.
+# Tests of MDS shards, also with runs of up to four ranks (six minutes). MARKED='not slow' leaves these runs out. The tests of loggers
+# are here, because only this environment has the packages of the loggers.
 MARKED ?= slow or not slow
 test-streaming: $(STAMP_STREAMING)
 	$(VENV_STREAMING)/bin/python -m pytest tests/streaming tests/monitor/test_loggers.py -m '$(MARKED)'
 
-# Processes of each target below; 0 is one. In a new environment each process compiles packages and the planner, for 20 s.
+# Worker processes of the next two targets; 0: no worker, only pytest itself. In a new environment each process compiles for 20 s.
 SLICE_WORKERS ?= 2
 test-newest: $(STAMP_NEWEST)
 	$(VENV_NEWEST)/bin/python -m pytest -n $(SLICE_WORKERS) -m 'not slow' $(SLICE)
@@ -82,8 +82,8 @@ test-oldest: export NUMBA_CACHE_DIR = $(abspath $(VENV_OLDEST))/numba
 test-oldest: $(STAMP_OLDEST)
 	$(VENV_OLDEST)/bin/python -m pytest -n $(SLICE_WORKERS) -m 'not slow' $(SLICE)
 
-# Every command of examples/llm_foundry/README.md: llm-foundry's own `train` with our entry points on one and two ranks, and
-# with token_data_spec, then the gradient of its first step.
+# Runs every command of examples/llm_foundry/README.md: llm-foundry's own `train` with our entry points, on one and two ranks,
+# and with token_data_spec. Then checks the gradient of its first step.
 example-llm-foundry: $(STAMP_FOUNDRY)
 	$(VENV_FOUNDRY)/bin/python examples/llm_foundry/make_inputs.py
 	$(VENV_FOUNDRY)/bin/llmfoundry train examples/llm_foundry/tiny.yaml
@@ -94,7 +94,7 @@ example-llm-foundry: $(STAMP_FOUNDRY)
 			variables.model=$$model || exit 1; \
 	done; done
 
-# Every model type of transformers, tiny, held to the table in docs/families.md (half an hour); TRY=1 makes the table anew.
+# Tries a tiny model of every type of transformers, and compares it with docs/families.md (half an hour). TRY=1 writes this page.
 model-types: $(STAMP)
 ifdef TRY
 	$(VENV)/bin/python -m tests.model_types.table try multimodal
@@ -114,12 +114,12 @@ lint: $(STAMP)
 bench: $(STAMP)
 	$(VENV)/bin/python -m benchmarks.invariance
 
-# Strictly: a warning, a broken link or reference fails.
+# A warning, a broken link or a broken reference is an error.
 docs: $(STAMP)
 	$(VENV)/bin/python -m sphinx -E -W -n --keep-going -q -b html docs docs/_build/html
 	@echo docs/_build/html/index.html
 
-# The sdist, and the wheel that uv builds of it: installed where nothing else is and tried outside of the checkout.
+# Builds the sdist, and the wheel from it. Installs the wheel in an empty environment, and tries it outside of the checkout.
 dist: | $(UV)
 	rm -rf dist && $(UV) build --quiet --out-dir dist
 	$(UV) venv --quiet --clear --python "$$(command -v $(PYTHON))" $(VENV_DIST)
@@ -127,7 +127,7 @@ dist: | $(UV)
 	.ci/smoke "$(CURDIR)/$(VENV_DIST)"
 	@ls -l dist
 
-# Hours on two cores; RIVALS="--sets 'lognormal 0.9' --ranks 1" for a part. COMPOSER_TOKACC_LENGTHS: folder of real tables.
+# Takes hours on two cores. A part: RIVALS="--sets 'lognormal 0.9' --ranks 1". COMPOSER_TOKACC_LENGTHS: folder of real tables.
 RIVALS ?=
 bench-rivals: $(STAMP_RIVALS)
 	$(VENV_RIVALS)/bin/python -m benchmarks.rivals $(RIVALS)
@@ -135,10 +135,10 @@ bench-rivals: $(STAMP_RIVALS)
 test-rivals: $(STAMP_RIVALS)
 	$(VENV_RIVALS)/bin/python -m pytest tests/benchmarks/test_rivals.py tests/benchmarks/test_prove.py tests/benchmarks/test_logits.py
 
-# By name, as a comma would end an argument of $(call).
+# Variables, because a comma would end an argument of $(call).
 EVERYTHING := '.[demo,bench,datasets,lora,media,dev]'
 HERE := '.[demo,bench,datasets,lora,media,dev,docs]'
-# Composer's logger for W&B asks for what 0.20 has no more; MLflow's store, for SQLAlchemy before 2.1.
+# Composer's logger for W&B uses a part of wandb that 0.20 removed. MLflow's store needs SQLAlchemy before 2.1.
 LOGGERS := tensorboard 'wandb>=0.18,<0.20' 'mlflow-skinny>=2.14.1,<3' alembic 'sqlalchemy<2.1'
 STREAMING := '.[streaming,demo,media,dev]' $(LOGGERS)
 RIVAL_PACKAGES := '.[rivals,bench,dev]'
@@ -147,7 +147,7 @@ RIVAL_PACKAGES := '.[rivals,bench,dev]'
 	$(PYTHON) -m venv .uv
 	.uv/bin/python -m pip install --quiet --disable-pip-version-check uv
 
-# Compiled at once, because its commands are also typed by hand. COMPILE= leaves it to the first import.
+# Packages are compiled when they are installed, so that no command has to wait. `COMPILE=` leaves this to the first import.
 COMPILE ?= --compile-bytecode
 $(STAMP): setup.cfg pyproject.toml | $(UV)
 	$(call install,$(VENV),$(COMPILE) -e $(HERE))

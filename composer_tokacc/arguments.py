@@ -48,7 +48,7 @@ def check_choice(
 
 
 def check_state(state: Any, keys: set[str], *, counts: Sequence[str] = ()) -> None:
-    """Raises ValueError unless a state to load has all ``keys``, with integers of at least 0 under ``counts``."""
+    """Raises ValueError unless a state to load has all ``keys``, with integers from 0 under those in ``counts``."""
     is_good = isinstance(state, Mapping) and keys <= state.keys()
     for name in counts:
         is_good = is_good and _is_integer(state[name]) and state[name] >= 0

@@ -42,10 +42,10 @@ def text_of(batch: Batch) -> Tensor:
 
 
 def has_text(batch: Batch) -> bool:
-    """Returns whether the batch has the text of its rows: ids of any type, or ``inputs_embeds``, one for each label.
+    """Returns whether the batch has the text of its rows: ``input_ids`` of any class, or a vector for each label.
 
-    If it has neither (Whisper), its labels are the text of a decoder, and its mask belongs to another input. Vectors in
-    a batch with ``decoder_input_ids`` do not count, because its labels belong to the decoder.
+    If it has neither (Whisper), its labels are the text of a decoder, and its mask belongs to another input. With
+    ``decoder_input_ids`` the vectors, ``inputs_embeds``, do not count, because the labels belong to the decoder.
     """
     if batch.get('input_ids') is not None:
         return True
@@ -60,8 +60,8 @@ def labels_at_text(batch: Batch) -> Tensor | None:
     """Returns the labels if they lie at the positions of the text, else None.
 
     The labels of an encoder-decoder model lie at positions of the decoder, but may have the shape of the text by
-    chance. In a batch only ``decoder_input_ids`` show that. Without them such labels are returned. To trim
-    batches, use :func:`.labels_along_text`, which also reads the config of the model.
+    chance. If the batch has no ``decoder_input_ids``, nothing shows this, and the labels are returned. To trim batches,
+    use :func:`.labels_along_text`, which also reads the config of the model.
     """
     labels = batch.get('labels')
     if not isinstance(labels, Tensor) or batch.get('decoder_input_ids') is not None:
@@ -155,7 +155,9 @@ def _is_mask_of(mask: object, ids: Tensor | None) -> bool:
 
 
 def check_batch(batch: Batch, *, labels_are_at_ids: bool = False) -> None:
-    """Raises ValueError if the batch has no tokens, or tokens that cannot be counted: wrong labels, ids or mask.
+    """Raises ValueError if labels, ids or mask are wrong, if a tensor is not plain, or if the batch has no token.
+
+    Also if the mask hides all of a row that has labels.
 
     Args:
         batch: A batch on the CPU.

@@ -48,7 +48,7 @@ def cache_folder(name: str) -> Path:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Yields a path to write to. At the end this file replaces ``path``, so that nobody reads a half-written file."""
+    """Yields a path to write to. Without an error, its file replaces ``path`` at the end. Nobody reads half a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # In the same folder, because a file can be replaced in one operation only within one file system.
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:

@@ -151,9 +151,9 @@ def are_equal_on_ranks(total: float, total_of_squares: float, num_ranks: int) ->
     """Returns whether a number is the same on all ranks.
 
     Numbers are all equal if and only if the mean of their squares is the square of their mean (Cauchy-Schwarz). That
-    holds only without rounding. So the numbers must be integers. If the ranks added them as floats, which hold integers
-    exactly only below 2**53, both sums must be below that. If the sums are passed as floats, ``num_ranks *
-    total_of_squares`` must be below it, too.
+    holds only without rounding. So the numbers must be integers. Floats hold integers exactly only below 2**53. So if
+    the ranks added floats, both sums must be below it. If the sums are floats here, ``num_ranks * total_of_squares``
+    must be, too.
 
     Args:
         total: Sum over the ranks of the number.

@@ -3,8 +3,9 @@
 
 """Uses of private names of the hosts: torch, Transformers, accelerate and Composer.
 
-If a release of a host changes one, this is the only module that breaks. All of them exist in torch 2.7, transformers
-5.24 and mosaicml 0.32. The only private name of numba is in ``planning/compiled.py``, which must not load torch.
+If a release of a host changes one, this is the only module that breaks. All of them exist in the releases that the
+tests run with (docs/hosts.md). The only private name of numba is in ``planning/compiled.py``, which must not load
+torch.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def is_encoder_decoder(config: Any) -> bool:
 
 
 def inner_model(model: torch.nn.Module) -> torch.nn.Module:
-    """Returns the model without the wrappers of DDP and torch.compile."""
+    """Returns the model without the wrappers of DataParallel, DDP and torch.compile."""
     while True:
         # Not every child with the name `module` is wrapped: a user's model may have one.
         if isinstance(model, (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)):
@@ -73,7 +74,7 @@ def inner_model(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def name_in_state_dict(parameter_name: str) -> str:
-    """Returns the name of a parameter in a state dict, which has no names of FSDP1 and of checkpoint wrappers in it."""
+    """Returns the name of a parameter in a state dict: without the parts that FSDP1 and checkpoint wrappers add."""
     return parameter_name.replace('_fsdp_wrapped_module.', '').replace('_checkpoint_wrapped_module.', '')
 
 
@@ -123,7 +124,7 @@ def reduced_parameters(model: torch.nn.parallel.DistributedDataParallel) -> set[
 
 
 def reset_reduction(model: torch.nn.parallel.DistributedDataParallel) -> None:
-    """Sets DDP back to its state before a step, after a step that has ended with an error. Call it on all ranks."""
+    """Makes DDP ready for the next step, if the last one has ended with an error. Call it on all ranks."""
     model.reducer._reset_state()
     model.require_forward_param_sync = True
 
@@ -134,9 +135,9 @@ def mixed_precision_of(unit: FSDPModule) -> MixedPrecisionPolicy:
 
 
 DDP_SINK = '_DDPSinkBackward'
-"""Name of the node of the graph with which DDP returns the outputs of the model unchanged.
+"""Name of the node of autograd through which DDP passes the outputs of the model unchanged: its sink.
 
-DDP has such a sink if it is made with ``find_unused_parameters`` or ``static_graph``.
+DDP has one if it is made with ``find_unused_parameters`` or ``static_graph``.
 """
 
 
@@ -147,11 +148,10 @@ def edge_before_sink(sink: Any, index: int) -> tuple[Any, int]:
         sink: The sink of DDP.
         index: The number of the sink's output. The output must have a gradient.
     """
-    # `index` counts all outputs of the model, also the ones that are not tensors. `next_functions` has an edge for each
-    # tensor, and the edge of a tensor without a gradient leads to no node. So there is one edge to a
-    # node for each output with a gradient, in the same order.
+    # `index` counts all outputs of the model, also the ones that are not tensors. Only outputs with a gradient have an
+    # edge that leads to a node. The edges are in the order of the outputs.
     has_gradient = sink.needs_input_grad[1:]  # by output; the first input is DDP itself
-    place_of_edge = sum(has_gradient[:index])
+    place_of_edge = sum(has_gradient[:index])  # edges of earlier outputs
     edges = [edge for edge in sink.next_functions if edge[0] is not None]
     return edges[place_of_edge]
 
@@ -257,13 +257,12 @@ def separate_iterator(loader: DataLoader) -> Iterator[None]:
 def keep_from_accelerate(loader: DataLoader) -> None:
     """Makes ``prepare`` of accelerate return the loader as it is. Otherwise it divides the batches of a rank again."""
     loader._is_accelerate_prepared = True  # pyright: ignore[reportAttributeAccessIssue]
-    # `join_uneven_inputs` of accelerate reads and overrides it, so it must exist. Nothing else does, because all ranks
-    # have equally many batches.
+    # `join_uneven_inputs` of accelerate reads and overrides this attribute, so it must exist. Its value has no effect.
     loader.batch_sampler.even_batches = True  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Returns a number for the memory of a tensor, which is the same for all its views. It is unique while one exists.
+    """Returns a number for the memory of a tensor, the same for all its views. Unique while the memory exists.
 
     The address could be used instead, but fake tensors have none.
     """
@@ -296,8 +295,8 @@ def composer_state_types() -> list[Any]:
 def read_sharded(path: Path, state: dict[str, Any]) -> None:
     """Reads a sharded checkpoint into ``state``: replaces the values of the keys that both have.
 
-    Does not wait for other ranks, because rank 0 looks for a checkpoint alone. The public function waits. Its argument
-    ``no_dist`` is newer than torch 2.6.
+    Does not wait for other ranks, because rank 0 looks for a checkpoint alone. The public function waits in torch 2.6,
+    which has no argument ``no_dist``.
     """
     # Imported here, because code that only reads data imports this module.
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner

@@ -190,9 +190,9 @@ def with_one_label(batch: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the batch with a label that carries loss, for a batch without any. Does not wait for the device.
 
     A mean over no labels is 0 / 0, so NaN, and stays NaN if the caller multiplies the loss by 0. The label is written
-    at the first attended position after an attended one. If there is none, it is written at the first attended position
-    behind the first column, or else at the first pad there. In a batch of one column it is written in this column,
-    where models that shift labels do not count it.
+    at the first attended position after an attended one, so that a real token predicts it. If there is none, it is
+    written at the first attended position behind the first column, or else at the first pad there. In a batch of one
+    column it is written in this column, where models that shift labels do not count it.
 
     The label is 0, because every vocabulary has this token. Ids of image placeholders may lie outside of it.
     """

@@ -260,10 +260,10 @@ def _replacements(
 ) -> list[torch.Tensor]:
     """Returns several versions of a batch with other ids, because models leak in different ways.
 
-    In the first version each ordinary id becomes the next one, so every token differs. In the others all ordinary ids
-    become one, so all choose the same experts. If experts have a capacity, these overflow, and drop tokens of other
-    documents. Which experts overflow depends on the id, so several ids are tried. There is no version if there are
-    fewer than two ordinary ids.
+    In the first version each ordinary id becomes the next one, so every token differs. In each of the others all
+    ordinary ids become the same one, so all tokens choose the same experts. If experts have a capacity, these overflow,
+    and drop tokens of other documents. Which experts overflow depends on the id, so several ids are tried. There is no
+    version if there are fewer than two ordinary ids.
 
     Reserved ids are neither replaced nor inserted. They may tell the model where documents and padding end, and there
     must be one placeholder for each image feature. So other reserved ids in a document could change the logits of other

@@ -180,7 +180,7 @@ class LabelSelector:
         # For a backward that computes the output embedding again, because a checkpoint is around it.
         self._positions_at = WeakTensorKeyDictionary()  # the positions of a forward, by its hidden states
         self._last_positions: LabelledPositions | None = None  # the positions of the last forward with gradients
-        self._num_open_forwards = 0  # forwards with gradients since a backward has last computed it again
+        self._num_open_forwards = 0  # forwards with gradients since the last such backward
         self.num_head_calls = 0
         """Calls of the output embedding in the last forward that computed all logits.
 
@@ -262,7 +262,7 @@ class LabelSelector:
         hidden_states = args[0]
         if is_in_backward() and not self._is_recomputed:
             # Activation checkpointing of the output embedding computes this part of a forward again.
-            positions = self._positions_of_earlier(hidden_states)
+            positions = self._recomputed_positions(hidden_states)
         else:
             positions = self._positions
             if positions is not None and hidden_states.shape[:2] != self._labels_shape:
@@ -276,13 +276,13 @@ class LabelSelector:
             return None
         return (positions.select(hidden_states), *args[1:])
 
-    def _positions_of_earlier(self, hidden_states: torch.Tensor) -> LabelledPositions | None:
-        """Returns the positions of an earlier forward, whose output embedding is computed again; None: all positions.
+    def _recomputed_positions(self, hidden_states: torch.Tensor) -> LabelledPositions | None:
+        """Returns the positions of the forward whose output embedding is computed again; None: all positions.
 
         It need not be the last forward, because a loss may be the sum of the losses of several forwards. A checkpoint
         keeps the tensor that it got, which tells the forward. If the checkpoint begins before the hidden states (a norm
         is in it), they are another tensor. Then it must be the last forward. Raises RuntimeError if there were several
-        since the last call.
+        since the embedding was last computed again. Counts them from 0 again.
         """
         num_forwards = self._num_open_forwards
         self._num_open_forwards = 0

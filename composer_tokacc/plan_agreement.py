@@ -121,11 +121,12 @@ def plan_record_of(batch: Any, dataloader: Any, batch_index: int) -> PlanRecord 
 
 
 def learning_rates_of(optimizers: Iterable[Optimizer]) -> tuple[str, ...]:
-    """Returns the learning rate of each group of parameters, as text, rounded to 1e-8 of the group's initial rate.
+    """Returns the learning rate of each group of parameters, as text, without the digits that are round-off.
 
-    With all digits, ranks on machines of different kinds may differ, because a cosine is not the same to the last bit.
-    Near the end of a cosine schedule, where the rate is nearly 0, they may differ in all digits of the rate. Tensors on
-    a GPU are left out, because the host would wait for them.
+    Ranks on machines of different kinds may differ in the last digits, because a cosine is not the same to the last
+    bit. Near the end of a cosine schedule, where the rate is nearly 0, they may differ in all digits. So the rate is
+    rounded to 1e-8 of the initial rate, or of itself if it is higher. Tensors on a GPU are left out, because the host
+    would wait for them.
     """
     learning_rates = []
     for optimizer in optimizers:
@@ -143,9 +144,10 @@ def learning_rates_of(optimizers: Iterable[Optimizer]) -> tuple[str, ...]:
 
 
 def numbers_to_sum(record: PlanRecord | None) -> list[int]:
-    """Returns three integers whose sums over the ranks tell :func:`check_plans` whether all plans are equal.
+    """Returns three integers whose sums over the ranks tell :func:`check_plans` whether the records agree.
 
-    A rank without a record takes part with an empty one.
+    The first two compare the checksums. The third shows whether each rank has its own part of the plan. A rank without
+    a record takes part with an empty one.
     """
     record = record or PlanRecord()
     checksum = record.checksum
@@ -153,22 +155,24 @@ def numbers_to_sum(record: PlanRecord | None) -> list[int]:
 
 
 def check_plans(sums: Sequence[float], record: PlanRecord | None) -> None:
-    """Raises RuntimeError on all ranks if their plans differ.
+    """Raises RuntimeError on all ranks if their records contradict each other.
+
+    Exchanges the records only if the sums show a difference. So this is a collective on all ranks, or on none.
 
     Args:
-        sums: Sums over the ranks of :func:`numbers_to_sum`. They are equal on all ranks, so all of them raise.
+        sums: Sums over the ranks of :func:`numbers_to_sum`, equal on all ranks.
         record: The record of this rank.
     """
     world_size = get_world_size()
     checksums, squared_checksums, squared_ranks = (int(value) for value in sums)
     are_equal = are_equal_on_ranks(checksums, squared_checksums, world_size)
-    # A process may have the sampler of a wrong rank. Usually this means that one part of the plan is computed twice and
-    # another part never, and then the sum changes. If two processes have swapped their samplers, the sum stays. That
-    # does no harm, because each part is computed once.
+    # A process may have the sampler of a wrong rank. Then one part of the plan is usually computed twice and another
+    # never, which changes the sum of squares. If two processes have swapped their samplers, the sum stays. That does no
+    # harm, because each part is computed once.
     has_all_ranks = squared_ranks == sum(rank**2 for rank in range(world_size))
-    # compare_plans() is a collective, so all ranks must call it, or none. If this value differs between ranks, so do
-    # the checksums, because they cover the number of ranks.
     record = record or PlanRecord()
+    # The only condition that is not a sum. If it differs between ranks, so do the checksums, because they cover the
+    # number of ranks. So all ranks call compare_plans(), or none.
     is_for_all_ranks = record.num_ranks == world_size
     if not (are_equal and has_all_ranks and is_for_all_ranks):
         compare_plans(record)
@@ -193,7 +197,7 @@ def checksum_of(facts: Facts) -> int:
 
 
 def extended_checksum(checksum: int, data: bytes) -> int:
-    """Returns the checksum of earlier data followed by ``data``, from the checksum of the earlier data."""
+    """Returns a checksum of ``data`` and of all earlier data, whose checksum is ``checksum``."""
     return zlib.crc32(data, checksum) % 2**CHECKSUM_BITS
 
 
@@ -225,7 +229,7 @@ def reading_facts(dataloader: DataLoader) -> Facts:
 
 def find_difference(records: Sequence[PlanRecord]) -> str | None:
     """Returns the error for the first difference between the records of all ranks; None if they agree."""
-    # The arguments come first, because they explain most other differences. All ranks usually have the same names.
+    # The arguments come first, because they explain most other differences. A rank with another loader may lack some.
     names = dict.fromkeys(chain.from_iterable(record.facts for record in records))
     for name in names:
         values = [str(record.facts.get(name, 'none')) for record in records]

@@ -41,7 +41,7 @@ def kept_random_state() -> Iterator[None]:
 
 @contextmanager
 def same_random_numbers(seed: int = 0) -> Iterator[None]:
-    """Seeds the random numbers inside of the context, so that two forwards have the same dropout."""
+    """Seeds the random numbers inside of the context, for the same dropout in two forwards. Restores them after it."""
     with kept_random_state():
         seed_everything(seed)
         yield

@@ -24,17 +24,17 @@ def num_repeated(dataloader: Any, batch_index: int, num_rows: int) -> int:
     RegroupingBatchSampler repeats one for a rank that would have none. Another rank has the same sample, too. If the
     sample counted on both, the last step of an epoch would depend on the number of ranks.
 
-    Other samplers and iterable datasets repeat none. Loaders with ``marks_added_rows`` mark repeated samples
-    themselves.
+    If the row of a repeated sample is not known, warns and returns 0. Other samplers and iterable datasets repeat none.
+    Loaders with ``marks_added_rows`` mark repeated samples themselves.
 
     Args:
         dataloader: The DataLoader that Composer iterates.
         batch_index: Counts the batches of the epoch from 0, skipped ones included.
-        num_rows: The rows of this batch. If a collator has joined samples to one row, no row can be left out.
+        num_rows: The rows of this batch. A collator may have joined several samples to one row.
     """
     if not isinstance(dataloader, DataLoader) or getattr(dataloader, 'marks_added_rows', False):
         return 0
-    expected_rows = num_rows  # compared only for a DistributedSampler
+    expected_rows = num_rows  # replaced below for a DistributedSampler, whose batches may have several samples
     # A RegroupingBatchSampler tells whether the only sample of this rank's batch is a copy.
     has_only_copies = getattr(dataloader.batch_sampler, 'has_only_copies', None)
     if has_only_copies is not None:
@@ -66,10 +66,13 @@ def num_repeated(dataloader: Any, batch_index: int, num_rows: int) -> int:
 
 
 def sampler_of(dataloader: DataLoader) -> tuple[Any, int | None]:
-    """Returns the sampler that decides the order of a loader, and the number of samples in a batch, None if unknown."""
+    """Returns the sampler of a loader, and the number of samples in a batch.
+
+    The number is None if torch's BatchSampler does not make the batches. Then the sampler may decide nothing.
+    """
     batch_sampler = dataloader.batch_sampler
-    # With `DataLoader(batch_sampler=...)` the loader's own `sampler` and `batch_size` say nothing. Only the batches of
-    # torch's own BatchSampler are known. A subclass with another `__iter__` may make other batches.
+    # With `DataLoader(batch_sampler=...)` the loader's own `sampler` and `batch_size` say nothing. A subclass with
+    # another `__iter__` may make other batches.
     if isinstance(batch_sampler, BatchSampler) and type(batch_sampler).__iter__ is BatchSampler.__iter__:
         return batch_sampler.sampler, batch_sampler.batch_size
     return dataloader.sampler, dataloader.batch_size
@@ -108,7 +111,7 @@ def warn_of_unknown_copies(dataloader: Any) -> None:
         return  # the length of a subclass is not known before the end of the epoch
     num_ranks = getattr(sampler, 'num_replicas', get_world_size())  # a subclass may not have it
     num_copies = num_samples * num_ranks - len(dataloader.dataset)
-    # Fewer copies than ranks are enough to fill them up. A sampler with more was asked to repeat samples.
+    # Fewer copies than ranks give all ranks equally many samples. A sampler with more was asked to repeat samples.
     if 0 < num_copies < num_ranks:
         log.warning(
             'Samples that fill up the ranks count twice, got: %d in each epoch, from %s. Their rows are not known, '
@@ -140,7 +143,7 @@ def check_order(dataloader: DataLoader) -> None:
 
 
 def first_batch_of(dataloader: Any) -> int:
-    """Returns the number of the batch in the epoch that a loader yields first, counted from 0.
+    """Returns the index in the epoch, from 0, of the first batch that a loader yields.
 
     It is above 0 only if a :class:`.RegroupingBatchSampler` resumes an epoch. At the end of the epoch it is 0 again.
     """

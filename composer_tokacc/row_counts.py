@@ -117,19 +117,16 @@ def with_counts(batch: Batch, loss_tokens: str = 'causal', token_weights: str = 
 
 
 def check_loss_shares(batch: object, token_weights: str, rule: str, tokens_of_rows: Sequence[int] = ()) -> None:
-    """Refuses a batch whose ``loss_shares`` are not applied, or were computed from wrong numbers of loss tokens.
+    """Raises ValueError if the sampler's ``loss_shares`` are not applied, or come from wrong numbers of loss tokens.
 
-    The sampler takes the numbers from a table, which may be out of date. With a wrong number the datasets would not
-    have the shares of the loss that the user has set. Does nothing unless the sampler has ``loss_shares``.
+    The sampler takes the numbers, ``batch.loss_tokens``, from a table that may be out of date. With a wrong number the
+    datasets would not have the shares of the loss that the user has set. Does nothing unless the sampler has shares.
 
     Args:
-        batch: A batch. Only one of a :class:`.RegroupingDataLoader` can have planned numbers.
+        batch: A batch. Only one of a :class:`.RegroupingDataLoader` can have such numbers.
         token_weights: The weights that tokens get. Only ``'column'`` applies those of the batch.
         rule: The loss rule by which the tokens were counted.
         tokens_of_rows: The loss tokens of each row. Not needed if ``token_weights`` is not ``'column'``.
-
-    Raises:
-        ValueError: If the batch is refused.
     """
     if not isinstance(batch, PreSplitBatch) or batch.loss_tokens is None:
         return

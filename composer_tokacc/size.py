@@ -143,7 +143,7 @@ def size(config: TrainConfig, options: SizeOptions) -> SizingReport:
             raise ConfigError('time_steps', 'needs the data itself, got: `lengths`. Leave one of them out')
         longest = config.dataset.get('max_length')
         table = lengths_of(options.lengths, longest=longest, seed=config.seed)
-        # The memory model is traced with samples of made-up content. For a fresh model they need no processor.
+        # The memory model is traced with made-up samples. Those of a fresh model need no processor.
         processor = None if config.model.pretrained is None else source.processor
         dataset = StandIns(table, processor, source.model_config(processor))
     else:

@@ -26,7 +26,7 @@ from composer_tokacc.compat import inner_model, is_in_backward, when_backward_en
 from composer_tokacc.random_state import same_random_numbers
 
 SAME_GRADIENT = 1e-3
-"""If a gradient was averaged, its sizes (:class:`Checksum`) on two ranks differ relatively by at most this, which is
+"""Largest relative difference between ranks of the size (:class:`Checksum`) of a gradient that was averaged. It is
 round-off of float16 and bfloat16. Gradients of different rows differ by far more."""
 MASKED_LOGIT = -1e4
 """Logits at or below this value count as masked, and as equal. Some models mask the logits of ids that no text
@@ -61,9 +61,9 @@ class StepWatch:
         self.faults: list[str] = []
         """A sentence for each fault that was found on this rank. The list is complete when the context ends."""
         self.gradients_at_step: dict[str, Checksum] = {}
-        """Checksums of the gradients that an optimizer used in its last step. If no optimizer of the parameters made a
-        step, those of the finite gradients at the end of the context. Sharded parameters are left out. Empty with
-        FSDP1, or if optimizers step within the backward."""
+        """Checksums of the gradients that an optimizer of the parameters used in its last step. Without such a step, of
+        the gradients at the end of the context that are finite. Sharded parameters are left out. Empty with FSDP1, or
+        if optimizers step within the backward."""
         self._model = inner_model(model)
         parameters = self._model.named_parameters()
         trained = {name: parameter for name, parameter in parameters if parameter.requires_grad}

@@ -125,7 +125,7 @@ def _train(config: TrainConfig) -> None:
     answers = answers_of(config, parts)
     if answers is not None:
         trainer.state.callbacks.append(answers)
-    # Above 0 if the run was resumed. `first_step` in the result counts from 0, so it is the same number.
+    # Above 0 if the run was resumed. It is also the index of the first step, counted from 0, for the result.
     finished_steps = int(trainer.state.timestamp.batch.value)
     started = time.monotonic()
     if not _has_ended(trainer):

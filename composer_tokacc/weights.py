@@ -21,9 +21,9 @@ from composer_tokacc.refusals import InvalidInputError
 log = logging.getLogger(__name__)
 
 LOSS_WEIGHTS = 'loss_weights'
-"""Key of the tokens' weights in a batch. A collator writes a float per row or per position. If tokens may have
-different weights, :func:`.with_counts` replaces these at BATCH_START by float32 weights of the labels' shape. They are
-0 at labels without loss."""
+"""Key of the tokens' weights in a batch. A collator writes a float per row or per position. Unless ``token_weights`` is
+``'token'``, :func:`.with_counts` replaces these at BATCH_START by float32 weights of the labels' shape. They are 0 at
+labels without loss."""
 TOKEN_WEIGHTS: dict[str, float | None] = {'token': 0.0, 'sqrt': 0.5, 'sample': 1.0, 'column': None}
 """The power p of each scheme: a token weighs n ** -p, where n is the number of loss tokens of its sample. None: the
 batch holds the weights."""
@@ -135,7 +135,7 @@ def _weights_in(batch: Batch, counted: Tensor) -> Tensor:
     unrounded = column.view(rows, -1).expand(rows, width)
     weights = unrounded.float()
     is_in_range = (weights >= MIN_LOSS_WEIGHT) & (weights <= MAX_LOSS_WEIGHT)
-    # Rounded to float32, a tiny weight would pass for a 0, and the error would show a huge one as inf.
+    # Rounding makes a tiny weight 0 and a huge one inf. So `unrounded` is compared with 0, and shown in the error.
     is_bad = counted & ~((unrounded == 0) | is_in_range)
     if bool(is_bad.any()):
         row, place = is_bad.nonzero()[0].tolist()
