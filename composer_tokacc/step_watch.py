@@ -62,8 +62,8 @@ class StepWatch:
         """A sentence for each fault that was found on this rank. The list is complete when the context ends."""
         self.gradients_at_step: dict[str, Checksum] = {}
         """Checksums of the gradients that an optimizer of the parameters used in its last step. Without such a step, of
-        the gradients at the end of the context that are finite. Sharded parameters are left out. Empty with FSDP1, or
-        if optimizers step within the backward."""
+        the gradients at the end of the context. Those that are NaN or infinite are left out, and sharded parameters.
+        Empty with FSDP1, or if optimizers step within the backward."""
         self._model = inner_model(model)
         parameters = self._model.named_parameters()
         trained = {name: parameter for name, parameter in parameters if parameter.requires_grad}
@@ -180,7 +180,7 @@ class StepWatch:
     ) -> None:
         """Records a step of an optimizer of these parameters, and the gradients that it uses.
 
-        It is a fault if gradients of its parameters were set to 0 before.
+        It is a fault if gradients of its parameters were set to 0 before, or are NaN or infinite.
         """
         stepped_ids: set[int] = set()
         for group in optimizer.param_groups:
@@ -193,9 +193,13 @@ class StepWatch:
         if self._in_backward or not self._gradients_at_last_end:
             return
         lost_names = []
+        infinite_names = []
         gradients = {}
         for name, gradient in self._gradient_checksums().items():
             if id(self._parameters[name]) not in stepped_ids:
+                continue
+            if not math.isfinite(gradient.size):
+                infinite_names.append(name)
                 continue
             gradients[name] = gradient
             if gradient == ZERO and self._gradients_at_last_end[name] != ZERO:
@@ -206,6 +210,12 @@ class StepWatch:
                 'Gradients were set to 0 between the last backward and the step of the optimizer: '
                 f'{listed(lost_names)}. Call `zero_grad` after the step, and freeze parameters by '
                 '`requires_grad_(False)`.'
+            )
+        # A GradScaler tells a fused optimizer by this attribute to leave out a step with such gradients.
+        if infinite_names and not hasattr(optimizer, 'found_inf'):
+            self.faults.append(
+                f'Gradients were NaN or infinite at the step of the optimizer: {listed(infinite_names)}. They do not '
+                'show what tokens weigh.'
             )
 
     def _keep_gradients(self, gradients: Mapping[str, Checksum]) -> None:

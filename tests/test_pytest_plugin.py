@@ -329,16 +329,38 @@ def test_lost_label_of_each_row():
     assert 'Forward 1 of 1 adds only 5 of its 6 labels to the gradient' in faults_of(model, step)
 
 
-def test_gradient_that_overflows():
-    """A GradScaler leaves out the step."""
+@pytest.mark.parametrize('fused', [False, True])
+def test_gradient_that_overflows(fused):
+    """A GradScaler leaves out the step, or lets a fused optimizer leave it out."""
     model = torch.nn.Embedding(9, 9)
     model.weight.register_hook(lambda gradient: gradient * torch.inf)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+    scaler = torch.amp.GradScaler('cpu')
+    before = model.weight.detach().clone()
+
+    def step():
+        for loss in losses(model):
+            scaler.scale(loss).backward()
+        scaler.step(optimizer)
+
+    assert faults_of(model, step) == ''
+    assert torch.equal(model.weight, before)
+
+
+@pytest.mark.parametrize('factor', [torch.nan, torch.inf])
+def test_step_with_gradients_that_are_not_finite(factor):
+    model = torch.nn.Embedding(9, 9)
+    model.weight.register_hook(lambda gradient: gradient * factor)
+    optimizer = torch.optim.SGD(model.parameters())
 
     def step():
         for loss in losses(model):
             loss.backward()
+        optimizer.step()
 
-    assert faults_of(model, step) == ''
+    faults = faults_of(model, step)
+    assert 'NaN or infinite at the step of the optimizer: `weight`' in faults
+    assert 'rank' not in faults
 
 
 def test_gradient_that_is_set_to_zero():
