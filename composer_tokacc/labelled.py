@@ -26,6 +26,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from composer_tokacc.batch import IGNORE_INDEX, Batch, labels_of
 from composer_tokacc.compat import is_encoder_decoder, is_in_backward
 from composer_tokacc.counting import loss_mask
+from composer_tokacc.model_structure import output_embedding
 from composer_tokacc.refusals import InvalidInputError, NotExactError
 from composer_tokacc.weights import LOSS_WEIGHTS
 
@@ -318,24 +319,6 @@ class LabelSelector:
                 f'{self._num_calls} calls. The model computes its loss in another way (a fused kernel, or more '
                 'than one head).'
             )
-
-
-def output_embedding(model: Any) -> torch.nn.Module | None:
-    """Returns the module that computes logits from hidden states, or None if the model does not name one."""
-    return _module_of(model, 'get_output_embeddings')
-
-
-def input_embedding(model: Any) -> torch.nn.Module | None:
-    """Returns the module that turns token ids into embeddings, or None if the model does not name one."""
-    return _module_of(model, 'get_input_embeddings')
-
-
-def _module_of(model: Any, method: str) -> torch.nn.Module | None:
-    # Transformers raises one of these errors for a model without such a module.
-    try:
-        return getattr(model, method)()
-    except (AttributeError, NotImplementedError):
-        return None
 
 
 def is_worth_selecting(num_labels: int, num_positions: int) -> bool:

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Finds parts of a Transformers model by the names and types of its modules, and the arguments of its forward."""
+"""Finds parts of a Transformers model by its modules and methods, and the arguments of its forward."""
 
 from __future__ import annotations
 
@@ -36,6 +36,24 @@ def transformers_model(model: Any) -> Any:
     if hasattr(model, 'eval_forward'):
         return getattr(model, 'model', model)
     return model
+
+
+def output_embedding(model: Any) -> nn.Module | None:
+    """Returns the module that computes logits from hidden states, or None if the model does not name one."""
+    return _module_of(model, 'get_output_embeddings')
+
+
+def input_embedding(model: Any) -> nn.Module | None:
+    """Returns the module that turns token ids into embeddings, or None if the model does not name one."""
+    return _module_of(model, 'get_input_embeddings')
+
+
+def _module_of(model: Any, method: str) -> nn.Module | None:
+    # Transformers raises one of these errors for a model without such a module.
+    try:
+        return getattr(model, method)()
+    except (AttributeError, NotImplementedError):
+        return None
 
 
 def media_modules(model: nn.Module) -> list[nn.Module]:

@@ -20,9 +20,10 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from composer_tokacc.checks.logits import TINY, edge_of, logits_of, tolerance_of
+from composer_tokacc.checks.logits import TINY, logits_of, tolerance_of
 from composer_tokacc.checks.written_state import StateSnapshot, undisturbed
 from composer_tokacc.compat import inner_model, is_in_backward, when_backward_ends
+from composer_tokacc.graph import edge_of
 from composer_tokacc.random_state import same_random_numbers
 
 SAME_GRADIENT = 1e-3

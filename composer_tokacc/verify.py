@@ -39,7 +39,6 @@ from composer.utils import dist
 from pydantic import Field
 
 from composer_tokacc.algorithm import TokenAccumulation
-from composer_tokacc.algorithm.loss_terms import empty_sum, tensors_in
 from composer_tokacc.algorithm.setup import check_trains_something
 from composer_tokacc.batch import IGNORE_INDEX, Batch, labels_of
 from composer_tokacc.checks.first_batch import find_loss_rule, rule_batch
@@ -47,6 +46,7 @@ from composer_tokacc.checks.logits import at_predictions, router_loss_of, target
 from composer_tokacc.checks.probe import Probe
 from composer_tokacc.compat import Dropout
 from composer_tokacc.data_spec import token_data_spec
+from composer_tokacc.graph import empty_sum, tensors_in
 from composer_tokacc.invariance import (
     DEFAULT_SIZES,
     Gradients,

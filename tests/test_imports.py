@@ -174,6 +174,7 @@ ORDER = (
     'refusals',
     'arguments',
     'compat',
+    'graph',
     'model_structure',
     'random_state',
     'batch',

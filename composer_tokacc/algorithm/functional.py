@@ -13,9 +13,10 @@ import torch
 
 from composer_tokacc.arguments import check_count
 from composer_tokacc.batch import Batch, BatchDict, check_vocabulary, labels_of
-from composer_tokacc.checks.logits import at_predictions, raise_if_bypassed, weigh_tokens
+from composer_tokacc.checks.logits import at_predictions, weigh_tokens
 from composer_tokacc.collectives import get_world_size, sum_over_ranks
 from composer_tokacc.counting import loss_mask, with_one_label
+from composer_tokacc.graph import raise_if_bypassed
 from composer_tokacc.layout import BatchLayout, PreSplitBatch, describe
 from composer_tokacc.layout.facts import COLLATED_BY_LOADER, check_first_labels
 from composer_tokacc.plan_agreement import check_plans, numbers_to_sum

@@ -25,9 +25,9 @@ from composer_tokacc.checks.logits import entry_of
 from composer_tokacc.checks.probe import Probe
 from composer_tokacc.compat import inner_model
 from composer_tokacc.counting import loss_mask, with_one_label
-from composer_tokacc.labelled import LabelSelector, output_embedding
+from composer_tokacc.labelled import LabelSelector
 from composer_tokacc.layout import BatchLayout
-from composer_tokacc.model_structure import fsdp_units, transformers_model
+from composer_tokacc.model_structure import fsdp_units, output_embedding, transformers_model
 from composer_tokacc.refusals import InvalidInputError, NotExactError
 from composer_tokacc.row_counts import without_row_counts
 

@@ -15,18 +15,17 @@ It is left out of the loss that Composer differentiates, because Composer sums u
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from numbers import Real
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
-from torch.distributed.tensor import DTensor
 
 from composer_tokacc.batch import IGNORE_INDEX
-from composer_tokacc.checks.logits import TINY, edge_of, logits_of, nodes_of, router_loss_of, token_losses_at
+from composer_tokacc.checks.logits import TINY, logits_of, router_loss_of, token_losses_at
 from composer_tokacc.checks.step import check_total_of_loss
+from composer_tokacc.graph import edge_of, empty_sum, gradient_of, nodes_of_graph, tensors_in
 from composer_tokacc.model_structure import transformers_model
 from composer_tokacc.refusals import NotExactError
 
@@ -252,19 +251,17 @@ class LossTerms:
         coefficient = self.router_coefficient
         if router is None or not isinstance(loss, Tensor) or not router.requires_grad:
             return
-        node, index = edge_of(router)
-        assert node is not None  # the forward has computed it
+        node_of_router, _ = edge_of(router)
         node_of_loss, _ = edge_of(loss)
         dtypes = [router.dtype]
-        if node is node_of_loss:
+        if node_of_router is node_of_loss:
             # In a compiled forward one node of the graph computes both losses, and there is no gradient between them.
             # So the coefficient of the config is trusted. Without one the check fails, because NaN equals nothing.
             measured = math.nan if coefficient is None else coefficient
         else:
-            # DDP may return a copy of the router's loss, and `loss` was made before the copy. So the gradient is not
-            # taken by the tensor, but by the edge, which edge_of() follows back through copies.
-            edge = GradientEdge(node, index)
-            (gradient,) = torch.autograd.grad(loss.mean(), edge, retain_graph=True, allow_unused=True)
+            # DDP may return a copy of the router's loss, and `loss` was made before the copy. gradient_of() follows the
+            # graph back through copies.
+            gradient = gradient_of(loss.mean(), router)
             measured = 0.0
             if gradient is not None:
                 measured = float(gradient)
@@ -355,7 +352,7 @@ def attached_zero(outputs: Any, loss: Any) -> Tensor:
     3. The loss itself. This comes last, because the gradient in its graph may be NaN: the mean divides by 0.
     """
     losses_with_graph = [value for value in tensors_in(loss) if value.requires_grad]
-    nodes = set(nodes_of(losses_with_graph))
+    nodes = set(nodes_of_graph(losses_with_graph))
     logits = logits_of(outputs)
     outputs_with_graph = []
     outputs_of_loss = []
@@ -375,31 +372,6 @@ def attached_zero(outputs: Any, loss: Any) -> Tensor:
     for source in outputs_of_loss or outputs_with_graph or losses_with_graph:
         zero = zero + empty_sum(source).to(zero)
     return zero
-
-
-def empty_sum(tensor: Tensor) -> Tensor:
-    """Returns the sum of no elements of a tensor. It is 0, and its backward adds 0 to the gradient of the tensor.
-
-    Unlike ``0 * tensor`` it is 0 even if the tensor is NaN.
-    """
-    if isinstance(tensor, DTensor):
-        tensor = tensor.to_local()  # because a DTensor cannot be added to a loss that is a plain tensor
-    return torch.atleast_1d(tensor)[:0].sum()
-
-
-def tensors_in(value: Any) -> list[Tensor]:
-    """Returns all tensors in a value, which may be a tensor or nested mappings and sequences of tensors."""
-    if isinstance(value, Tensor):
-        return [value]
-    items: Iterable[Any] = ()
-    if isinstance(value, Mapping):
-        items = value.values()
-    elif isinstance(value, Sequence) and not isinstance(value, str):
-        items = value
-    tensors = []
-    for item in items:
-        tensors += tensors_in(item)
-    return tensors
 
 
 def sum_of_means(terms: Iterable[Tensor]) -> Tensor:

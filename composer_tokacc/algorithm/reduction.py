@@ -20,7 +20,6 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from composer_tokacc.algorithm.loss_terms import empty_sum
 from composer_tokacc.collectives import get_world_size, max_over_ranks
 from composer_tokacc.compat import (
     is_reduced,
@@ -30,6 +29,7 @@ from composer_tokacc.compat import (
     reset_reduction,
     state_of_gradient,
 )
+from composer_tokacc.graph import empty_sum
 from composer_tokacc.model_structure import fsdp_units
 from composer_tokacc.refusals import NotExactError
 

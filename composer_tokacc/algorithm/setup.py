@@ -43,10 +43,10 @@ from composer_tokacc.compat import BatchNorm, hook_numbers, inner_model, is_comp
 from composer_tokacc.counting import check_rule
 from composer_tokacc.data_spec.rank_widths import RankWidth
 from composer_tokacc.data_spec.split import MicrobatchSplit, layout_without_split, split_of
-from composer_tokacc.labelled import LabelSelector, input_embedding, output_embedding
+from composer_tokacc.labelled import LabelSelector
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.layout.placeholders import all_placeholders, modality_of
-from composer_tokacc.model_structure import media_modules, shard_again
+from composer_tokacc.model_structure import input_embedding, media_modules, output_embedding, shard_again
 from composer_tokacc.refusals import InvalidInputError, NotExactError
 from composer_tokacc.repeated_samples import warn_of_unknown_copies
 from composer_tokacc.row_counts import RowCounts

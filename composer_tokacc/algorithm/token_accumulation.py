@@ -41,9 +41,7 @@ from composer_tokacc.algorithm.loss_terms import (
     SplitLoss,
     Term,
     attached_zero,
-    empty_sum,
     sum_of_means,
-    tensors_in,
 )
 from composer_tokacc.algorithm.setup import (
     AlgorithmOptions,
@@ -54,18 +52,7 @@ from composer_tokacc.algorithm.setup import (
 )
 from composer_tokacc.arguments import check_state
 from composer_tokacc.batch import Batch, BatchDict, labels_of, sample_name
-from composer_tokacc.checks.logits import (
-    Edge,
-    at_predictions,
-    edge_of,
-    edges_of_graph,
-    gradient_by_logits,
-    has_bypass,
-    logits_of,
-    router_loss_of,
-    targets_of,
-    weigh_tokens,
-)
+from composer_tokacc.checks.logits import at_predictions, logits_of, router_loss_of, targets_of, weigh_tokens
 from composer_tokacc.checks.step import (
     MicrobatchRecord,
     Step,
@@ -78,6 +65,16 @@ from composer_tokacc.collectives import max_over_ranks, raise_on_all_ranks, sum_
 from composer_tokacc.counting import real_tokens, with_one_label
 from composer_tokacc.data_spec.rank_widths import RankWidth, check_widths
 from composer_tokacc.data_spec.split import split_of
+from composer_tokacc.graph import (
+    Edge,
+    edge_of,
+    edges_of,
+    edges_of_graph,
+    empty_sum,
+    gradient_of,
+    has_bypass,
+    tensors_in,
+)
 from composer_tokacc.labelled import LabelSelector, batch_at_logits
 from composer_tokacc.layout import describe_all, microbatches_of
 from composer_tokacc.plan_agreement import PlanRecord, check_plans, learning_rates_of, numbers_to_sum, plan_record_of
@@ -578,7 +575,7 @@ class TokenAccumulation(Algorithm):
         if microbatch.record.is_empty:
             self._zero_token_terms(state)
         self._attach_gradient(state)
-        microbatch.edges_of_loss = _edges_of(state.loss)
+        microbatch.edges_of_loss = edges_of(state.loss)
 
     def _zero_token_terms(self, state: State) -> None:
         """Sets the means over tokens of a microbatch without tokens to 0. They are NaN, or of the added label."""
@@ -722,7 +719,7 @@ class TokenAccumulation(Algorithm):
         # The backward tells the record which weight Composer has applied. FSDP2 on CPUs makes the reduced gradient too
         # large by a factor, `excess`, and scaled() divides by it.
         state.loss = run.terms.scaled(state.loss, scales, observe=record.observe, excess=run.excess_of_reduction)
-        microbatch.edges_of_loss = _edges_of(state.loss)
+        microbatch.edges_of_loss = edges_of(state.loss)
 
     def _watch_other_terms(self, state: State, microbatch: CurrentMicrobatch) -> None:
         """Makes sure that the step is refused if a term that is not a mean over tokens would have a wrong gradient.
@@ -752,7 +749,7 @@ class TokenAccumulation(Algorithm):
         logits = logits_of(microbatch.outputs)
         gradient = None
         if is_weighted and logits is not None:
-            gradient = gradient_by_logits(sum_of_means(term.value for term in other_terms), logits)
+            gradient = gradient_of(sum_of_means(term.value for term in other_terms), logits)
         if gradient is not None and gradient.any():  # a term may be 0 times the logits
             raise NotExactError(
                 '`token_weights` must apply to means over tokens only, got: another term of `loss_units` that is '
@@ -776,7 +773,7 @@ class TokenAccumulation(Algorithm):
 
         Such a term makes a path in the graph from the new loss to a parameter that passes none of these edges.
         """
-        if self.options.check_loss and has_bypass(tensors_in(state.loss), self._current.edges_of_loss):
+        if self.options.check_loss and has_bypass(state.loss, self._current.edges_of_loss):
             raise NotExactError(
                 "The loss of a step must be the model's own loss, got: another term, which an algorithm or a callback "
                 'has added. Its weight in the step would be wrong. Put TokenAccumulation last, have the model return '
@@ -828,7 +825,7 @@ class TokenAccumulation(Algorithm):
         if weights is not None:
             weigh_tokens(logits, weights)  # before watch(), whose hook must see the weighted gradient
         # A bypass is a part of the mean over tokens that comes neither from the logits nor from the router.
-        edges = _edges_of([logits, router_loss_of(microbatch.outputs)])
+        edges = edges_of([logits, router_loss_of(microbatch.outputs)])
         record.has_bypass = has_bypass(run.terms.of_unit(state.loss, 'tokens'), edges)
         plain_token_weight = self._plain_token_weight(weight_of_mean, num_tokens)
         measures_all = self._token_choice.draws_all()  # if False, only some tokens of this microbatch are measured
@@ -1096,14 +1093,6 @@ def _check_carries_counts(batch: Batch, *, is_weighted: bool) -> None:
         )
 
 
-def _edges_of(value: Any) -> set[Edge]:
-    """Returns the edge of each tensor in a value, see :func:`.tensors_in` and :func:`.edge_of`.
-
-    An edge keeps the graph that makes its tensor in memory, so edges must not be kept beyond the backward.
-    """
-    return {edge_of(tensor) for tensor in tensors_in(value)}
-
-
 def _outputs_to_watch(outputs: Any, terms: Sequence[Term], num_rows: int) -> list[torch.Tensor]:
     """Returns the outputs of the model whose gradient shows which rows the terms see.
 
@@ -1118,14 +1107,15 @@ def _outputs_to_watch(outputs: Any, terms: Sequence[Term], num_rows: int) -> lis
     # ``(rows, rows)``. There an added row is also a column of all other rows, and the gradient of its own row may not
     # show that a term sees it. So what they are made of is watched as well.
     ends = {edge_of(output) for output in outputs_of_rows if output.dim() == 3}
-    edges = edges_of_graph((term.value for term in terms), ends)
+    edges = edges_of_graph([term.value for term in terms], ends)
     watched = [output for output in outputs_of_rows if edge_of(output) in edges]
     logits = logits_of(outputs)
     if all(output is logits for output in watched):
         return watched  # the logits stay in any case, so the graph need not be followed again
     # A router's loss has a gradient in the hidden states of all rows, also of added ones. So what it is made of is not
     # watched, except for the logits.
-    edges_of_statistics = edges_of_graph(term.value for term in terms if term.unit == 'microbatches')
+    statistics = [term.value for term in terms if term.unit == 'microbatches']
+    edges_of_statistics = edges_of_graph(statistics)
     return [output for output in watched if output is logits or edge_of(output) not in edges_of_statistics]
 
 

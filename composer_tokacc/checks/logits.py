@@ -17,18 +17,17 @@ Gradients by logits are large, so they are read for a few positions at a time. N
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node
 from torch.distributed.tensor import DTensor
 
 from composer_tokacc.batch import IGNORE_INDEX, Batch, labels_of
-from composer_tokacc.compat import DDP_SINK, edge_before_sink
 from composer_tokacc.counting import loss_mask
+from composer_tokacc.graph import on_gradient
 
 CHUNK = 2**23
 """Logits that are converted to float32 at a time: 32 MiB, 55 positions for a vocabulary of 150,000."""
@@ -47,9 +46,6 @@ SKETCH_BLOCK = 128
 blocks the error is 4e-7."""
 TINY = torch.finfo(torch.float32).tiny
 """The least divisor, so that nothing is divided by 0."""
-
-Edge: TypeAlias = tuple[Node | None, int]
-"""A node of the graph of autograd, and the number of one of its outputs."""
 
 
 class MeasuredTokens(NamedTuple):
@@ -257,7 +253,7 @@ def token_losses_at(logits: Tensor, positions: Tensor, targets: Tensor) -> Tenso
     return torch.cat(parts)
 
 
-# Hooks in the graph.
+# The weights of tokens.
 
 
 def weigh_tokens(logits: Tensor, weights: Tensor) -> None:
@@ -274,144 +270,6 @@ def weigh_tokens(logits: Tensor, weights: Tensor) -> None:
         return product.to(gradient.dtype)
 
     on_gradient(logits, weighted)
-
-
-def on_gradient(logits: Tensor, hook: Callable[[Tensor], Tensor | None]) -> None:
-    """Calls a function with the gradient by the logits. If it returns a gradient, that one is used instead.
-
-    If the logits are a copy, it is the gradient by the tensor before the copy, see :func:`edge_of`.
-    """
-    node, index = edge_of(logits)
-    if node is logits.grad_fn:
-        # A hook of the tensor runs before those of its node, so measure_token_weights() sees the gradient that this one
-        # returns. The gradient is None if the loss uses only other outputs of the node.
-        logits.register_hook(lambda gradient: None if gradient is None else hook(gradient))
-        return
-
-    def change(gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None] | None:
-        gradient = gradients[index]
-        if gradient is None:
-            return None
-        changed = hook(gradient)
-        if changed is None:
-            return None
-        return (*gradients[:index], changed, *gradients[index + 1 :])
-
-    assert node is not None
-    node.register_prehook(change)
-
-
-def raise_if_bypassed(logits: Tensor, refusal: Exception) -> None:
-    """Makes a backward raise an error if its loss is not made of the logits. Hooks on the logits then change nothing.
-
-    Autograd runs a node only after all nodes that use its outputs. So if a node before the logits runs and they have no
-    gradient yet, they will get none. Hooks at these nodes find that out. They go back to the output embedding, because
-    the logits may be a part or a copy of the tensor that the loss uses.
-    """
-    node, index = edge_of(logits)
-    was_reached = False
-
-    def note(gradients: Sequence[Tensor | None]) -> None:
-        nonlocal was_reached
-        # A compiled forward has one node for loss and logits. The gradient is None if only the loss was used.
-        if gradients[index] is None:
-            raise refusal
-        was_reached = True
-
-    def check(gradients: Sequence[Tensor | None]) -> None:
-        if not was_reached:
-            raise refusal
-
-    if node is not None:
-        node.register_prehook(note)
-    while node is not None:
-        # Nodes of parameters (`variable`) are left out, because they outlive the graph, and so would their hooks.
-        inputs = [source for source, _ in node.next_functions if source and not hasattr(source, 'variable')]
-        for source in inputs:
-            source.register_prehook(check)
-        # A node with one input may be a view, a cast or a cap of its input. One with several is the output embedding.
-        node = inputs[0] if len(inputs) == 1 else None
-
-
-def gradient_by_logits(loss: Tensor, logits: Tensor) -> Tensor | None:
-    """Returns the gradient of a loss by the logits, and keeps the graph.
-
-    None: the loss is not made of the logits, or no parameter before the logits is trained. If the logits are a copy,
-    the gradient is the one by the tensor before the copy, see :func:`edge_of`.
-
-    This backward runs the hooks of FSDP, which communicate, so under FSDP all ranks must call it.
-    """
-    node, index = edge_of(logits)
-    if node is None:
-        return None
-    (gradient,) = torch.autograd.grad(loss, GradientEdge(node, index), retain_graph=True, allow_unused=True)
-    return gradient
-
-
-def edge_of(tensor: Tensor) -> Edge:
-    """Returns the node of the graph that makes a tensor, such as the logits, and its number among the node's outputs.
-
-    If the tensor is a copy, the node makes the tensor before the copy.
-    """
-    return _before_copies((tensor.grad_fn, tensor.output_nr))
-
-
-def _before_copies(edge: Edge) -> Edge:
-    """Follows an edge back to the node that makes the values, past nodes that only copy them.
-
-    accelerate and FSDP return a copy of the logits in another type, and DDP may return copies of all outputs. The loss
-    may use the tensor before the copy.
-    """
-    node, index = edge
-    while node is not None:
-        name = node.name()
-        if name == 'ToCopyBackward0':
-            node, index = node.next_functions[0]
-        elif name == DDP_SINK:
-            node, index = edge_before_sink(node, index)
-        else:
-            break
-    return node, index
-
-
-def has_bypass(losses: Iterable[Tensor], ends: Collection[Edge]) -> bool:
-    """Returns whether losses depend on parameters in another way than through some tensors, such as the logits.
-
-    If so, some term of the losses is not made of these tensors. ``ends`` are their edges, see :func:`edge_of`.
-    """
-    # The node at which a parameter enters the graph holds it as `variable`.
-    return any(hasattr(node, 'variable') for node in nodes_of(losses, ends))
-
-
-def edges_of_graph(losses: Iterable[Tensor], ends: Collection[Edge] = ()) -> set[Edge]:
-    """Returns the edges of all tensors that some losses are made of, see :func:`edge_of`, up to the ``ends``.
-
-    It reads no values. Unlike a backward to these tensors it runs no hooks, and those of FSDP would communicate.
-    """
-    losses = list(losses)
-    edges = {edge_of(loss) for loss in losses}
-    for node in nodes_of(losses, ends):
-        edges.update(_before_copies(edge) for edge in node.next_functions)
-    return edges
-
-
-def nodes_of(losses: Iterable[Tensor], ends: Collection[Edge] = ()) -> Iterator[Node]:
-    """Yields the nodes of the graph that makes some losses. Does not follow the graph beyond the ``ends``.
-
-    It reads no values, so nothing waits for the device.
-    """
-    visited: set[Node] = set()
-    pending: list[Edge] = [(loss.grad_fn, loss.output_nr) for loss in losses]
-    while pending:
-        edge = _before_copies(pending.pop())
-        node, _ = edge
-        # An end is only one output of its node. Other outputs are followed: one `split` may make the logits and the
-        # values of a second head.
-        if node is None or node in visited or edge in ends:
-            continue
-        visited.add(node)
-        yield node
-        pending += node.next_functions
 
 
 # Helpers.

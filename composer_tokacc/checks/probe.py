@@ -28,10 +28,11 @@ from torch.nn import Module
 from torch.overrides import TorchFunctionMode
 
 from composer_tokacc.batch import Batch, labels_of, with_copied_tensors
-from composer_tokacc.checks.logits import TINY, MeasuredTokens, are_logits, edge_of, logits_of, measure, sketch
+from composer_tokacc.checks.logits import TINY, MeasuredTokens, are_logits, logits_of, measure, sketch
 from composer_tokacc.checks.written_state import State, StateSnapshot, perturb, undisturbed
 from composer_tokacc.collectives import Gather, only_of_this_rank
 from composer_tokacc.compat import BatchNorm
+from composer_tokacc.graph import edge_of
 from composer_tokacc.labelled import LabelledPositions, LabelSelector
 from composer_tokacc.model_structure import HALF_PRECISION, forward_parameters
 from composer_tokacc.random_state import seed_everything

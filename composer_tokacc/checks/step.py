@@ -22,14 +22,9 @@ import torch
 from torch import Tensor
 
 from composer_tokacc.batch import IGNORE_INDEX, Batch, labels_of, sample_name
-from composer_tokacc.checks.logits import (
-    measure,
-    on_gradient,
-    targets_of,
-    tolerance_of,
-    whole_vocabulary,
-)
+from composer_tokacc.checks.logits import measure, targets_of, tolerance_of, whole_vocabulary
 from composer_tokacc.counting import loss_mask
+from composer_tokacc.graph import on_gradient
 from composer_tokacc.labelled import LabelledPositions, places_of
 from composer_tokacc.layout import RowFacts, microbatches_of
 from composer_tokacc.refusals import NotExactError

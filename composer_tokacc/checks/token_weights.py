@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from composer_tokacc.batch import IGNORE_INDEX
-from composer_tokacc.checks.logits import edge_of, logits_of, measure, tolerance_of
+from composer_tokacc.checks.logits import logits_of, measure, tolerance_of
 from composer_tokacc.collectives import get_world_size, values_of_ranks
 from composer_tokacc.compat import inner_model, is_in_backward
 from composer_tokacc.counting import counted_tokens, with_one_label
+from composer_tokacc.graph import edge_of
 from composer_tokacc.refusals import NotExactError
 
 SURE = 1e-3

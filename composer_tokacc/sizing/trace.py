@@ -34,9 +34,9 @@ from composer_tokacc.compat import (
     tree_iter,
 )
 from composer_tokacc.counting import loss_mask
-from composer_tokacc.labelled import LabelSelector, input_embedding, output_embedding
+from composer_tokacc.labelled import LabelSelector
 from composer_tokacc.layout import BatchLayout
-from composer_tokacc.model_structure import forward_parameters, transformers_model
+from composer_tokacc.model_structure import forward_parameters, input_embedding, output_embedding, transformers_model
 from composer_tokacc.refusals import InvalidInputError
 from composer_tokacc.sizing.memory_model import (
     ActivationFit,

@@ -12,13 +12,10 @@ import pytest
 import torch
 from composer.core import Algorithm, DataSpec, Event
 from composer.models import HuggingFaceModel
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 from composer_tokacc import TokenAccumulation, token_data_spec
-from composer_tokacc.algorithm.loss_terms import LossTerms, attached_zero, empty_sum
+from composer_tokacc.algorithm.loss_terms import LossTerms, attached_zero
 from composer_tokacc.row_counts import RowCounts, attach_row_counts
-from tests.support.process_group import group_of_one_rank
 from tests.support.text import next_token_loss, one_layer_model, ragged_batch, single_rows
 from tests.support.training import fit, gradients_of, loader, relative_error, weights_unchanged
 
@@ -576,14 +573,3 @@ def test_zero_reaches_only_parameters_of_the_loss(uses_logits):
 
     assert torch.equal(head.weight.grad, torch.zeros(5, 3))
     assert pooler.weight.grad is None
-
-
-def test_empty_sum_of_sharded_parameters(tmp_path):
-    """A step of text under FSDP2 adds it to a loss without a gradient, if only layers of an encoder are trained."""
-    layer = torch.nn.Linear(3, 5)
-    with group_of_one_rank(tmp_path):
-        fully_shard(layer, mesh=init_device_mesh('cpu', (1,)))
-        loss = torch.tensor(1.5) + empty_sum(layer.weight)
-        loss.backward()
-    assert type(loss) is torch.Tensor
-    assert torch.equal(layer.weight.grad.to_local(), torch.zeros(5, 3))

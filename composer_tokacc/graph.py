@@ -1,0 +1,196 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""The graph of autograd: which tensors and parameters a loss is made of, and the gradients in between.
+
+Each node of the graph makes one or more tensors, and has an edge to each tensor that it makes them of. A walk along
+the edges goes from a loss to everything that it is made of, and ends at the parameters. It reads no values, so it does
+not wait for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node
+from torch.distributed.tensor import DTensor
+
+from composer_tokacc.compat import DDP_SINK, edge_before_sink
+
+Edge: TypeAlias = tuple[Node | None, int]
+"""A node of the graph of autograd, and the number of one of its outputs.
+
+An edge keeps the graph that makes its tensor in memory, so edges must not be kept beyond the backward."""
+
+
+# The walk.
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Returns all tensors in a value, which may be a tensor or nested mappings and sequences of tensors."""
+    if isinstance(value, Tensor):
+        return [value]
+    items: Iterable[Any] = ()
+    if isinstance(value, Mapping):
+        items = value.values()
+    elif isinstance(value, Sequence) and not isinstance(value, str):
+        items = value
+    tensors = []
+    for item in items:
+        tensors += tensors_in(item)
+    return tensors
+
+
+def edge_of(tensor: Tensor) -> Edge:
+    """Returns the node of the graph that makes a tensor, such as the logits, and its number among the node's outputs.
+
+    If the tensor is a copy, the node makes the tensor before the copy.
+    """
+    return _before_copies((tensor.grad_fn, tensor.output_nr))
+
+
+def edges_of(value: Any) -> set[Edge]:
+    """Returns the edge of each tensor in a value, see :func:`tensors_in` and :func:`edge_of`."""
+    return {edge_of(tensor) for tensor in tensors_in(value)}
+
+
+def edges_of_graph(losses: Any, ends: Collection[Edge] = ()) -> set[Edge]:
+    """Returns the edges of all tensors that the tensors in ``losses`` are made of, up to the ``ends``.
+
+    Unlike a backward to these tensors it runs no hooks, and those of FSDP would communicate.
+    """
+    edges = edges_of(losses)
+    for node in nodes_of_graph(losses, ends):
+        edges.update(_before_copies(edge) for edge in node.next_functions)
+    return edges
+
+
+def has_bypass(losses: Any, ends: Collection[Edge]) -> bool:
+    """Returns whether losses depend on parameters in another way than through some tensors, such as the logits.
+
+    If so, some term of the losses is not made of these tensors. ``ends`` are their edges, see :func:`edges_of`.
+    """
+    # The node at which a parameter enters the graph holds it as `variable`.
+    return any(hasattr(node, 'variable') for node in nodes_of_graph(losses, ends))
+
+
+def nodes_of_graph(losses: Any, ends: Collection[Edge] = ()) -> Iterator[Node]:
+    """Yields the nodes of the graph that makes the tensors in ``losses``. Does not follow it beyond the ``ends``."""
+    visited: set[Node] = set()
+    pending: list[Edge] = list(edges_of(losses))
+    while pending:
+        edge = _before_copies(pending.pop())
+        node, _ = edge
+        # An end is only one output of its node. Other outputs are followed: one `split` may make the logits and the
+        # values of a second head.
+        if node is None or node in visited or edge in ends:
+            continue
+        visited.add(node)
+        yield node
+        pending += node.next_functions
+
+
+def _before_copies(edge: Edge) -> Edge:
+    """Follows an edge back to the node that makes the values, past nodes that only copy them.
+
+    accelerate and FSDP return a copy of the logits in another type, and DDP may return copies of all outputs. The loss
+    may use the tensor before the copy.
+    """
+    node, index = edge
+    while node is not None:
+        name = node.name()
+        if name == 'ToCopyBackward0':
+            node, index = node.next_functions[0]
+        elif name == DDP_SINK:
+            node, index = edge_before_sink(node, index)
+        else:
+            break
+    return node, index
+
+
+# Gradients by a tensor in the graph.
+
+
+def on_gradient(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> None:
+    """Calls a function with the gradient by a tensor. If it returns a gradient, that one is used instead.
+
+    If the tensor is a copy, it is the gradient by the tensor before the copy, see :func:`edge_of`.
+    """
+    node, index = edge_of(tensor)
+    if node is tensor.grad_fn:
+        # A hook of the tensor runs before those of its node, so measure_token_weights() sees the gradient that this one
+        # returns. The gradient is None if the loss uses only other outputs of the node.
+        tensor.register_hook(lambda gradient: None if gradient is None else hook(gradient))
+        return
+
+    def change(gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None] | None:
+        gradient = gradients[index]
+        if gradient is None:
+            return None
+        changed = hook(gradient)
+        if changed is None:
+            return None
+        return (*gradients[:index], changed, *gradients[index + 1 :])
+
+    assert node is not None
+    node.register_prehook(change)
+
+
+def raise_if_bypassed(logits: Tensor, refusal: Exception) -> None:
+    """Makes a backward raise an error if its loss is not made of the logits. Hooks on the logits then change nothing.
+
+    Autograd runs a node only after all nodes that use its outputs. So if a node before the logits runs and they have no
+    gradient yet, they will get none. Hooks at these nodes find that out. They go back to the output embedding, because
+    the logits may be a part or a copy of the tensor that the loss uses.
+    """
+    node, index = edge_of(logits)
+    was_reached = False
+
+    def note(gradients: Sequence[Tensor | None]) -> None:
+        nonlocal was_reached
+        # A compiled forward has one node for loss and logits. The gradient is None if only the loss was used.
+        if gradients[index] is None:
+            raise refusal
+        was_reached = True
+
+    def check(gradients: Sequence[Tensor | None]) -> None:
+        if not was_reached:
+            raise refusal
+
+    if node is not None:
+        node.register_prehook(note)
+    while node is not None:
+        # Nodes of parameters (`variable`) are left out, because they outlive the graph, and so would their hooks.
+        inputs = [source for source, _ in node.next_functions if source and not hasattr(source, 'variable')]
+        for source in inputs:
+            source.register_prehook(check)
+        # A node with one input may be a view, a cast or a cap of its input. One with several is the output embedding.
+        node = inputs[0] if len(inputs) == 1 else None
+
+
+def gradient_of(loss: Tensor, tensor: Tensor) -> Tensor | None:
+    """Returns the gradient of a loss by a tensor, and keeps the graph.
+
+    None: the loss is not made of the tensor, or no parameter before the tensor is trained. If the tensor is a copy, the
+    gradient is the one by the tensor before the copy, see :func:`edge_of`.
+
+    This backward runs the hooks of FSDP, which communicate, so under FSDP all ranks must call it.
+    """
+    node, index = edge_of(tensor)
+    if node is None:
+        return None
+    (gradient,) = torch.autograd.grad(loss, GradientEdge(node, index), retain_graph=True, allow_unused=True)
+    return gradient
+
+
+def empty_sum(tensor: Tensor) -> Tensor:
+    """Returns the sum of no elements of a tensor. It is 0, and its backward adds 0 to the gradient of the tensor.
+
+    Unlike ``0 * tensor`` it is 0 even if the tensor is NaN.
+    """
+    if isinstance(tensor, DTensor):
+        tensor = tensor.to_local()  # because a DTensor cannot be added to a loss that is a plain tensor
+    return torch.atleast_1d(tensor)[:0].sum()
