@@ -68,25 +68,18 @@ class CurrentMicrobatch:
         self._step = run.step
         self._record = record
         self._batch = record.batch
-        totals = self._step.totals
+        counts = record.counts
+        totals = run.step.totals
         # Composer will multiply the loss by this number. _scales() divides by it.
         record.composers_weight = sample_weight(
-            run.samples_for_composer(record.counts),
+            run.samples_for_composer(counts),
             int(totals.composers_samples),
             world_size=run.world_size,
         )
         # The factors that a mean over the samples, and the mean over the tokens, of the microbatch must have in the
         # step. They may be over 1, because gradients are averaged over the ranks.
-        self._weight_of_samples = sample_weight(
-            record.counts.samples,
-            int(totals.samples),
-            world_size=run.world_size,
-        )
-        self._weight_of_mean = token_weight(
-            record.counts.loss_weight,
-            totals.loss_weight,
-            world_size=run.world_size,
-        )
+        self._weight_of_samples = sample_weight(counts.samples, int(totals.samples), world_size=run.world_size)
+        self._weight_of_mean = token_weight(counts.loss_weight, totals.loss_weight, world_size=run.world_size)
         self._outputs: Any = None
         """The outputs of the model, between :meth:`prepare_loss` and :meth:`scale_loss`. They are kept here, because
         Composer's FreeOutputs empties ``state.outputs`` in between."""
@@ -370,22 +363,21 @@ class CurrentMicrobatch:
         # refuses the step, because no gradient has come to the logits of this record.
         if logits is None:
             return loss
-        at_logits = batch_at_logits(record.batch, logits, record.counts.rule, num_tokens)
+        rule = record.counts.rule
+        at_logits = batch_at_logits(record.batch, logits, rule, num_tokens)
         if at_logits is None:
             return loss
-        selected = at_logits.batch
+        selected = at_logits.batch  # labels and weights in the shape of the logits
         record.positions_of_logits = at_logits.positions
         weights = None
         if step.is_weighted:
-            weights = self._relative_weights(selected)
-            # This changes the value. weigh_tokens() will weight the gradient.
-            loss = run.terms.with_weighted_values(
-                loss,
-                logits,
-                targets_of(selected, record.counts.rule),
-                weights,
-                factor=run.check.token_scale,
-            )
+            # The plain mean is sum(loss) / loss_tokens, the weighted mean is sum(weight * loss) / loss_weight. So a
+            # token weighs weight * loss_tokens / loss_weight times as much as in the plain mean.
+            weights_of_labels = selected[LOSS_WEIGHTS] * (num_tokens / record.counts.loss_weight)
+            weights = at_predictions(weights_of_labels, rule)
+            targets = targets_of(selected, rule)
+            # Weights the value of the loss. weigh_tokens() will weight its gradient.
+            loss = run.terms.with_weighted_values(loss, logits, targets, weights, factor=run.check.token_scale)
         # The logits have no gradient if no parameter before them is trained, for example if only an encoder of media is
         # trained, and there are no media. The value of the loss is weighted nevertheless, because it is logged.
         if logits.grad_fn is None:
@@ -399,18 +391,6 @@ class CurrentMicrobatch:
         measures_all = run.token_choice.draws_all()  # if False, only some tokens of this microbatch are measured
         record.watch(logits, weights, plain_token_weight, batch=selected, measures_all=measures_all)
         return loss
-
-    def _relative_weights(self, selected: Batch) -> torch.Tensor:
-        """Returns the weight of each token, relative to their mean, at the position whose logits predict the token.
-
-        Args:
-            selected: The labels and weights in the shape of the logits, see :func:`.batch_at_logits`.
-        """
-        counts = self._record.counts
-        # The plain mean is sum(loss) / loss_tokens, the weighted mean is sum(weight * loss) / loss_weight. So a token
-        # weighs weight * loss_tokens / loss_weight times as much as in the plain mean.
-        weights_of_labels = selected[LOSS_WEIGHTS] * (counts.loss_tokens / counts.loss_weight)
-        return at_predictions(weights_of_labels, counts.rule)
 
     def _plain_token_weight(self) -> float | None:
         """Returns the weight that a plain token must have in the gradient by the logits; None: it cannot be measured.
