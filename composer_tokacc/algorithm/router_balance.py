@@ -126,7 +126,7 @@ class StepBalance:
 
         Args:
             microbatches: The microbatches of this rank in the step.
-            hides_weights: Whether to take out the weights of tokens, see :class:`.CurrentMicrobatch`.
+            hides_weights: Whether to take out the weights of tokens. True if this package has written them.
 
         Raises:
             RuntimeError: If the model has no load-balancing loss, or another one at the first comparison.

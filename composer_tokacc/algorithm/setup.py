@@ -37,7 +37,7 @@ from composer_tokacc.arguments import check_choice
 from composer_tokacc.batch import Batch, check_batch, check_vocabulary
 from composer_tokacc.checks.first_batch import FirstBatchCheck, check_gradient_hooks
 from composer_tokacc.checks.probe import Probe
-from composer_tokacc.checks.step import Step
+from composer_tokacc.checks.step import Step, TokenChoice
 from composer_tokacc.collectives import all_gather_object, get_world_size
 from composer_tokacc.compat import BatchNorm, hook_numbers, inner_model, is_compiled, is_encoder_decoder
 from composer_tokacc.counting import check_rule
@@ -160,9 +160,10 @@ class RunContext:
     def __init__(self, state: State, options: AlgorithmOptions) -> None:
         check_weights_are_used(state.dataloader, state.batch, options.token_weights)
         _warn_of_inexactness(state)
-        self._options = options
+        self.options = options
         model: Any = inner_model(state.model)
-        self._model: Any = model
+        self.model: Any = model
+        """The model without the wrapper of DDP."""
         check_trains_something(model)
         shard_again(state.model)  # an earlier evaluation may have left weights gathered
         self._unsharded = unsharded_parameters(state.model)
@@ -185,6 +186,8 @@ class RunContext:
         # which gathers statistics in every forward.
         may_gather = bool(self.terms.coupled) or not options.check_loss
         self.reductions = ReductionWatch(state, may_gather=may_gather)
+        self.token_choice = TokenChoice()
+        """Chooses which tokens to measure."""
         self.step_number = 0
         """The number of the step that runs now, counted from 0 at the start of the fit."""
         self.has_bypass: bool | None = None
@@ -198,7 +201,7 @@ class RunContext:
             self._check_equal_counts(state, self.split)
             self._check_coupled_terms(self.split)
             # The split may have served another model before, and must forget it.
-            self.split.start(model, state.batch, _microbatch_size_of(state))
+            self.split.start(model, state.batch, microbatch_size_of(state))
             layout = self.split.layout
         precision = partial(get_precision_context, state.precision, state.precision_config)
         to_device = partial(_to_device, state, self.split)
@@ -219,9 +222,9 @@ class RunContext:
     ) -> FirstBatchCheck:
         """Returns the first-batch check, which has compared no rows yet."""
         probe = Probe(
-            forward=self._model,
-            loss=self._model.loss,
-            model=self._model,
+            forward=self.model,
+            loss=self.model.loss,
+            model=self.model,
             precision=precision,
             terms=self.terms.probed,
             gather=all_gather_object,
@@ -231,25 +234,25 @@ class RunContext:
             layout,
             to_device,
             cutter=self.split,
-            loss_tokens=self._options.loss_tokens,
-            check_loss=self._options.needs_loss_check,
-            microbatch_size=_microbatch_size_of(state),
+            loss_tokens=self.options.loss_tokens,
+            check_loss=self.options.needs_loss_check,
+            microbatch_size=microbatch_size_of(state),
             selector=self.selector,
-            forward_arguments=_forward_arguments(self._model),
+            forward_arguments=_forward_arguments(self.model),
         )
 
     def _new_selector(self, state: State, layout: BatchLayout | None) -> LabelSelector | None:
         """Adds the hooks for logits at labels to the model. If the run needs all logits, returns None, or raises."""
-        why_all_logits = _why_all_logits(state, layout, self._options, self._model)
+        why_all_logits = _why_all_logits(state, layout, self.options, self.model)
         if why_all_logits is not None:
             self._log_all_logits(why_all_logits)
             return None
-        return LabelSelector(self._model.model)
+        return LabelSelector(self.model.model)
 
     def read_router_coefficient(self) -> None:
         """Reads the factor of the load-balancing loss from the model, because a schedule may change it."""
-        if not self._options.loss_units:  # `loss_units` may name the load-balancing loss as a term
-            self.terms.router_coefficient = router_coefficient(self._model)
+        if not self.options.loss_units:  # `loss_units` may name the load-balancing loss as a term
+            self.terms.router_coefficient = router_coefficient(self.model)
 
     def begin_step(self, step: Step) -> None:
         """Begins a step. The split gets the record of the step, too, because it will note the microbatches there."""
@@ -262,7 +265,7 @@ class RunContext:
 
         Larger microbatches hold longer packed rows, which the check must see first.
         """
-        self.check.microbatch_size = _microbatch_size_of(state)
+        self.check.microbatch_size = microbatch_size_of(state)
 
     def samples_for_composer(self, counts: RowCounts) -> int:
         """Returns the number of samples that Composer counts in some rows, to weight the loss of their microbatch.
@@ -301,7 +304,7 @@ class RunContext:
         If no rows are new, but a check is due, it checks some known rows. Afterwards the split cuts by the rules that
         the check has found. If logits at labels fail the check, the model computes all logits from now on.
         """
-        if self._options.token_weights == 'column':
+        if self.options.token_weights == 'column':
             # The data may have one weight for each row. In training, batches have a weight for each position, so the
             # check gets the same.
             batch = with_weights_of_positions(batch)
@@ -333,7 +336,7 @@ class RunContext:
 
     def _log_all_logits(self, why: str) -> None:
         """Logs why all logits are computed. Raises RuntimeError if the user requires logits at labels."""
-        if self._options.logits == 'labels':
+        if self.options.logits == 'labels':
             raise NotExactError(
                 f"`logits='labels'` must leave loss and gradient the same, got: {why}. Set `logits='auto'`, which "
                 'computes all logits in this case (docs/errors.md#logits-at-labels).'
@@ -348,7 +351,7 @@ class RunContext:
         """
         numbers = hook_numbers(self._parameters)
         if numbers != self._hook_numbers:
-            check_gradient_hooks(self._model)  # the function, not this method
+            check_gradient_hooks(self.model)  # the function, not this method
             self._hook_numbers = numbers
 
     def check_sharding(self) -> None:
@@ -390,7 +393,7 @@ class RunContext:
             )
 
 
-def _microbatch_size_of(state: State) -> int | float:
+def microbatch_size_of(state: State) -> int | float:
     """Returns the microbatch size; 1 if Composer has none.
 
     Without a size from the user Composer takes the batch size of the loader, which is None with a batch sampler.

@@ -9,7 +9,8 @@ Four objects hold the knowledge of the algorithm:
 - :class:`.Step`, for an optimizer step: the counts of its rows, and a record of each microbatch.
 - :class:`.MicrobatchRecord`: the counts of a microbatch, and the facts that its backward has shown. The step check
   reads it.
-- :class:`CurrentMicrobatch`: objects that only the computation of a microbatch needs, such as the model's outputs.
+- :class:`.CurrentMicrobatch`: what happens to the loss of a microbatch, and objects that only its computation needs,
+  such as the model's outputs.
 
 Three words:
 
@@ -26,7 +27,7 @@ from __future__ import annotations
 import copy
 import logging
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain, islice
 from typing import Any, NoReturn
@@ -35,47 +36,15 @@ import torch
 from composer.core import Algorithm, Event, Precision, State
 from composer.loggers import Logger
 
-from composer_tokacc.algorithm.functional import sample_weight, token_weight
-from composer_tokacc.algorithm.loss_terms import (
-    LOSS_UNITS,
-    SplitLoss,
-    Term,
-    attached_zero,
-    sum_of_means,
-)
-from composer_tokacc.algorithm.setup import (
-    AlgorithmOptions,
-    RunContext,
-    check_labels_and_ids,
-    check_trains_something,
-    takes_media,
-)
+from composer_tokacc.algorithm.microbatch import CurrentMicrobatch
+from composer_tokacc.algorithm.setup import AlgorithmOptions, RunContext, check_labels_and_ids, microbatch_size_of
 from composer_tokacc.arguments import check_state
-from composer_tokacc.batch import Batch, BatchDict, labels_of, sample_name
-from composer_tokacc.checks.logits import at_predictions, logits_of, router_loss_of, targets_of, weigh_tokens
-from composer_tokacc.checks.step import (
-    MicrobatchRecord,
-    Step,
-    StepTotals,
-    TokenChoice,
-    check_step,
-    trained_added_rows,
-)
+from composer_tokacc.batch import Batch, labels_of, sample_name
+from composer_tokacc.checks.step import MicrobatchRecord, Step, StepTotals, check_step
 from composer_tokacc.collectives import max_over_ranks, raise_on_all_ranks, sum_over_ranks
-from composer_tokacc.counting import real_tokens, with_one_label
 from composer_tokacc.data_spec.rank_widths import RankWidth, check_widths
 from composer_tokacc.data_spec.split import split_of
-from composer_tokacc.graph import (
-    Edge,
-    edge_of,
-    edges_of,
-    edges_of_graph,
-    empty_sum,
-    gradient_of,
-    has_bypass,
-    tensors_in,
-)
-from composer_tokacc.labelled import LabelSelector, batch_at_logits
+from composer_tokacc.labelled import LabelSelector
 from composer_tokacc.layout import describe_all, microbatches_of
 from composer_tokacc.plan_agreement import PlanRecord, check_plans, learning_rates_of, numbers_to_sum, plan_record_of
 from composer_tokacc.refusals import InvalidInputError, NotExactError, RefusalError
@@ -85,10 +54,8 @@ from composer_tokacc.row_counts import (
     attach_row_counts,
     check_loss_shares,
     num_rows,
-    num_samples,
     row_counts_of,
     with_counts,
-    without_row_counts,
 )
 from composer_tokacc.weights import LOSS_WEIGHTS, with_weights_of_positions
 
@@ -179,7 +146,6 @@ class TokenAccumulation(Algorithm):
         # Whether DDP has reduced gradients only in the last microbatch of earlier steps. Then the split may give ranks
         # unequal numbers of microbatches.
         self._reduces_once = False
-        self._token_choice = TokenChoice()  # which tokens to measure
         self._context: RunContext | None = None  # made at the first batch of a fit
         self._microbatch: CurrentMicrobatch | None = None  # from BEFORE_FORWARD to AFTER_BACKWARD
 
@@ -302,7 +268,6 @@ class TokenAccumulation(Algorithm):
         """
         self._fit_end(state)  # because FIT_END does not come after an error
         self._context = None
-        self._token_choice = TokenChoice()
         # Not 0 if a RegroupingBatchSampler resumes within an epoch.
         self._num_batches_read = first_batch_of(state.train_dataloader)
         self._num_batches_of_shortest_rank = _compare_lengths(state)
@@ -397,7 +362,7 @@ class TokenAccumulation(Algorithm):
         plan = plan_record_of(state.batch, state.dataloader, batch_index) or PlanRecord()
         plan = replace(plan, learning_rates=learning_rates_of(state.optimizers))
         run.read_microbatch_size(state)  # a callback, or too little memory, may have changed it
-        self._token_choice.begin_step(run.check.microbatch_size)
+        run.token_choice.begin_step(run.check.microbatch_size)
         try:
             step = self._count_batch(state, batch_index)
             # Facts about rows are found when they are first read, so these may refuse the batch, too.
@@ -495,7 +460,7 @@ class TokenAccumulation(Algorithm):
 
         The microbatches of these rows are measured, because a loss may treat some labels in another way.
         """
-        has_new_label = self._token_choice.rows_with_new_labels(batch, self._known_rule)
+        has_new_label = self._run.token_choice.rows_with_new_labels(batch, self._known_rule)
         if not any(has_new_label):
             return batch
         marked_rows = []
@@ -557,353 +522,35 @@ class TokenAccumulation(Algorithm):
         _check_carries_counts(batch, is_weighted=step.is_weighted)
         record = MicrobatchRecord(batch=batch, rows=row_counts_of(batch))
         step.microbatches.append(record)
-        adds_label = record.is_empty and run.terms.are_over_tokens
-        microbatch = CurrentMicrobatch(batch, record, hides_weights=step.is_weighted, adds_label=adds_label)
-        self._microbatch = microbatch
-        state.batch = microbatch.entries
+        self._microbatch = CurrentMicrobatch(run, record)
+        state.batch = self._microbatch.entries
         self.select_logits(state, batch, record.counts.loss_tokens)
 
     def _after_loss(self, state: State) -> None:
-        """Puts our entries back into the batch, and prepares the loss for :meth:`_before_backward`, which scales it.
-
-        A router's loss is split off, a mean over no tokens becomes 0, and a loss without a gradient gets one.
-        """
+        """Puts our entries back into the batch, and prepares the loss for :meth:`_before_backward`, which scales it."""
         microbatch = self._current
         state.batch = microbatch.put_back(state.batch)
-        microbatch.outputs = state.outputs
-        self._split_router_loss(state)
-        if microbatch.record.is_empty:
-            self._zero_token_terms(state)
-        self._attach_gradient(state)
-        microbatch.edges_of_loss = edges_of(state.loss)
-
-    def _zero_token_terms(self, state: State) -> None:
-        """Sets the means over tokens of a microbatch without tokens to 0. They are NaN, or of the added label."""
-        terms = self._run.terms
-        empty_units = ['tokens']
-        if terms.of_unit(state.loss, 'microbatches') and not any(real_tokens(state.batch)):
-            # All positions are padding, which the router's loss does not count. So it is 0 / 0.
-            empty_units.append('microbatches')
-        zero = attached_zero(state.outputs, state.loss)
-        has_samples = self._current.record.counts.samples > 0
-
-        def value_without_tokens(term: Term) -> torch.Tensor:
-            if term.unit in empty_units:
-                return zero
-            # If there are no samples, no row has labels. A term that averages over the rows with labels is then NaN.
-            # _scales_of() multiplies it by 0, but a gradient of NaN times 0 is NaN.
-            if not has_samples and term.value.isnan().any():
-                return zero
-            return term.value
-
-        state.loss = terms.changed(state.loss, value_without_tokens)
-
-    def _split_router_loss(self, state: State) -> None:
-        """Splits the loss of a mixture of experts into the mean over tokens and the load-balancing loss."""
-        if router_loss_of(state.outputs) is None:
-            return
-        run = self._run
-        run.read_router_coefficient()
-        # Not only in step 0, because a loss may change, and then use another coefficient than the config says.
-        is_check_due = (run.step_number & (run.step_number - 1)) == 0  # steps 0, 1, 2, 4, 8 and so on
-        # With a wrong coefficient the split would be wrong, so it is checked even with `check_loss=False`. Without a
-        # coefficient nothing is split, and the check only makes sure that the loss has no such term.
-        needs_check = self.options.check_loss or run.terms.router_coefficient is not None
-        if is_check_due and needs_check:
-            run.terms.check_coefficient(state.loss, state.outputs)
-        state.loss = run.terms.split(state.loss, state.outputs)
-        if isinstance(state.loss, SplitLoss) and self._is_first_microbatch:
-            self._warn_of_router_loss(state.loss)
-
-    @property
-    def _is_first_microbatch(self) -> bool:
-        """Whether the microbatch that is computed now is the first one of this rank in the fit."""
-        return self._run.step_number == 0 and len(self._run.step.microbatches) == 1
-
-    def _warn_of_router_loss(self, loss: SplitLoss) -> None:
-        """Warns if the load-balancing loss has no gradient, or if it depends on how the batch is cut."""
-        if loss['tokens'].requires_grad and not loss['router'].requires_grad:
-            # A reentrant checkpoint computes its forward without a graph, and Transformers collects the router's logits
-            # there. One plain forward and backward over the batch loses this gradient, too.
-            log.warning(
-                'The load-balancing loss of the router has no gradient, so it changes no weight. If the model has '
-                'activation checkpointing, set `use_reentrant=False`. Otherwise all weights before the last router '
-                'are frozen, or the model detaches this loss.'
-            )
-        if self._run.balance is None:
-            log.warning(
-                'The mean over tokens is exact. The load-balancing loss of the router is a statistic of microbatches, '
-                'and depends on how the batch is cut; with `router_balance=step` it does not.'
-            )
-
-    def _attach_gradient(self, state: State) -> None:
-        """Makes the backward possible if the loss has no gradient: adds a zero, whose gradient is 0.
-
-        A microbatch may have such a loss if other microbatches train. For example, only an encoder of images is
-        trained, and it has no image. Or only some experts are trained, and its tokens chose others. If the microbatch
-        has media, or no layout finds media, the loss is left as it is, and the backward raises.
-
-        If the first microbatch of a fit has such a loss, probably all have one. Then a model that takes no media is
-        refused. One that takes media only gets a warning.
-        """
-        if any(term.requires_grad for term in tensors_in(state.loss)):
-            return
-        check_trains_something(state.model)  # all may have been frozen during training
-        layout = self._run.check.layout
-        if layout is None or layout.media_of(state.batch):
-            return
-        if self._is_first_microbatch:
-            if not takes_media(state.model):
-                raise NotExactError(
-                    'The loss must depend on a trained parameter, got: a loss without a gradient. The parameters that '
-                    f'are trained ({_name_trained(state.model)}) take no part in it, or the forward '
-                    'runs without a graph. A reentrant checkpoint does so if its inputs have no gradient: set '
-                    '`use_reentrant=False` (docs/errors.md#model-loss).'
-                )
-            log.warning(
-                'The loss of the first microbatch, which has no media, depends on no trained parameter. Such '
-                'microbatches change no weight.'
-            )
-        first_parameter = next(parameter for parameter in state.model.parameters() if parameter.requires_grad)
-        zero = empty_sum(first_parameter)
-        self._current.record.has_weight = False  # so check_step() expects no gradient at its logits
-        state.loss = self._run.terms.changed(state.loss, lambda term: term.value + zero)
+        state.loss = microbatch.prepare_loss(state.loss, state.outputs, state.batch)
 
     def _before_backward(self, state: State) -> None:
         """Scales the loss, so that its tokens get their weight in the step, and adds hooks that measure this weight.
 
         This algorithm must be the last one, because later changes of the loss are not scaled.
         """
-        run = self._run
         microbatch = self._current
-        record = microbatch.record
         # Called a second time, because algorithms may have taken our entries or the labels out of the batch since.
         state.batch = microbatch.put_back(state.batch)
-        record.batch = _checked_entries(state.batch)
-        if not self.options.loss_units:  # with units a term may be added, because its unit tells its factor
-            self._check_no_added_term(state)
-        # scaled() drops the entry 'total' of a dict loss. If an algorithm has added a term only there, it would be lost
-        # without a word. So check_step() refuses a total that is not the sum of the terms.
-        record.total_error = run.terms.total_error(state.loss)
-        record.num_microbatches = self._num_microbatches_with_samples(state)
-        totals = run.step.totals
-        # Composer will multiply the loss by this number. _scales_of() divides by it.
-        record.composers_weight = sample_weight(
-            run.samples_for_composer(record.counts),
-            int(totals.composers_samples),
-            world_size=run.world_size,
-        )
-        # The factors that a mean over the samples, and the mean over the tokens, of the microbatch must have in the
-        # step. They may be over 1, because gradients are averaged over the ranks.
-        weight_of_samples = sample_weight(
-            record.counts.samples,
-            int(totals.samples),
-            world_size=run.world_size,
-        )
-        weight_of_mean = token_weight(
-            record.counts.loss_weight,
-            totals.loss_weight,
-            world_size=run.world_size,
-        )
-        self._watch_other_terms(state, microbatch)
-        self._weigh_and_measure_tokens(state, microbatch, weight_of_mean)
-        microbatch.raw_loss = state.loss
-        if isinstance(state.loss, SplitLoss):  # callbacks get one number again, as the model returned it
-            microbatch.raw_loss = sum(state.loss.values())
-        if run.balance is not None:
-            assert isinstance(state.loss, SplitLoss)  # balance.count() refuses models without a router's loss
-            num_microbatches = record.num_microbatches or 1  # 0 if this rank has only dummy rows
-            state.loss = run.balance.with_part_of_step(state.loss, microbatch.outputs, num_microbatches)
-        microbatch.outputs = None  # the backward needs the memory
-        scales = _scales_of(record, weight_of_mean, weight_of_samples)
-        # The backward tells the record which weight Composer has applied. FSDP2 on CPUs makes the reduced gradient too
-        # large by a factor, `excess`, and scaled() divides by it.
-        state.loss = run.terms.scaled(state.loss, scales, observe=record.observe, excess=run.excess_of_reduction)
-        microbatch.edges_of_loss = edges_of(state.loss)
-
-    def _watch_other_terms(self, state: State, microbatch: CurrentMicrobatch) -> None:
-        """Makes sure that the step is refused if a term that is not a mean over tokens would have a wrong gradient.
-
-        There are two cases:
-
-        - Tokens have weights, and such a term has a gradient at the logits. The weights would change it, too. This
-          raises RuntimeError.
-        - Such a term has a gradient in added rows, which are dummy rows and repeated samples. They should not count.
-          Means over tokens leave them out, because they have no labels. If it cannot be told now, the backward shows
-          it: hooks on the outputs note such a gradient, and check_step() refuses it.
-        """
-        run = self._run
-        record = microbatch.record
-        added_rows = [number for number, row in enumerate(record.rows) if row.samples == 0]
-        # If all rows are added ones, _scales_of() multiplies all terms by 0.
-        are_some_added = 0 < len(added_rows) < len(record.rows)
-        is_weighted = run.step.is_weighted
-        if not (are_some_added or is_weighted):
-            return
-        other_terms = []
-        for term in run.terms.terms_of(state.loss):
-            if term.unit != 'tokens' and term.value.requires_grad:
-                other_terms.append(term)
-        if not other_terms:
-            return
-        logits = logits_of(microbatch.outputs)
-        gradient = None
-        if is_weighted and logits is not None:
-            gradient = gradient_of(sum_of_means(term.value for term in other_terms), logits)
-        if gradient is not None and gradient.any():  # a term may be 0 times the logits
-            raise NotExactError(
-                '`token_weights` must apply to means over tokens only, got: another term of `loss_units` that is '
-                'made of the logits, so that the weights would change its gradient. Make it of the hidden states, '
-                "or set `token_weights='token'` (docs/errors.md#model-loss)."
-            )
-        if not are_some_added:
-            return
-        record.added_rows = added_rows
-        # Means over samples need not be made of the outputs, so the gradient by them may not show that they see the
-        # added rows. The first-batch check has seen whether they have a gradient in rows without labels.
-        if run.check.trains_unlabelled_rows and run.terms.of_unit(state.loss, 'samples'):
-            raise trained_added_rows(record)
-        # The gradient is read in the backward of the step. A backward of its own would run the hooks of FSDP, which
-        # communicate, and only on this rank.
-        for output in _outputs_to_watch(microbatch.outputs, other_terms, len(record.rows)):
-            record.watch_added_rows(output)
-
-    def _check_no_added_term(self, state: State) -> None:
-        """Raises RuntimeError if a term was added to the loss since its edges were noted. Its weight would be wrong.
-
-        Such a term makes a path in the graph from the new loss to a parameter that passes none of these edges.
-        """
-        if self.options.check_loss and has_bypass(state.loss, self._current.edges_of_loss):
-            raise NotExactError(
-                "The loss of a step must be the model's own loss, got: another term, which an algorithm or a callback "
-                'has added. Its weight in the step would be wrong. Put TokenAccumulation last, have the model return '
-                'it as a term of a dict and name the units of all terms in `loss_units`, or set `check_loss=False` '
-                '(docs/errors.md#model-loss).'
-            )
-
-    def _weigh_and_measure_tokens(
-        self,
-        state: State,
-        microbatch: CurrentMicrobatch,
-        weight_of_mean: float,
-    ) -> None:
-        """Applies the token weights, if there are any, and adds hooks that measure tokens in the backward.
-
-        With token weights all microbatches are measured, without them only those that :class:`.TokenChoice` chooses.
-
-        ``weight_of_mean`` is the factor that the mean over the tokens must have in the step.
-        """
-        run = self._run
-        step = run.step
-        record = microbatch.record
-        num_tokens = record.counts.loss_tokens
-        if step.is_weighted and num_tokens:
-            # Here the loss is still the plain mean. _weigh_mean() changes it below.
-            mean_loss = sum_of_means(run.terms.of_unit(state.loss, 'tokens'))
-            record.token_loss = mean_loss.detach() * num_tokens
-        place = len(step.microbatches) - 1
-        is_measured = step.is_weighted or self._token_choice.includes(place, record.counts, len(step.planned))
-        if not (record.counts.loss_weight and is_measured and run.check.has_logits):
-            return
-        logits = logits_of(microbatch.outputs)
-        # Without logits that fit the labels, nothing is weighted or measured. If tokens have weights, check_step() then
-        # refuses the step, because no gradient has come to the logits of this record.
-        if logits is None:
-            return
-        at_logits = batch_at_logits(record.batch, logits, record.counts.rule, num_tokens)
-        if at_logits is None:
-            return
-        selected = at_logits.batch
-        record.positions_of_logits = at_logits.positions
-        weights = None
-        if step.is_weighted:
-            weights = self._weigh_mean(state, record, logits, selected)
-        # The logits have no gradient if no parameter before them is trained, for example if only an encoder of media is
-        # trained, and there are no media. The value of the loss is weighted nevertheless, because it is logged.
-        if logits.grad_fn is None:
-            return
-        if weights is not None:
-            weigh_tokens(logits, weights)  # before watch(), whose hook must see the weighted gradient
-        # A bypass is a part of the mean over tokens that comes neither from the logits nor from the router.
-        edges = edges_of([logits, router_loss_of(microbatch.outputs)])
-        record.has_bypass = has_bypass(run.terms.of_unit(state.loss, 'tokens'), edges)
-        plain_token_weight = self._plain_token_weight(weight_of_mean, num_tokens)
-        measures_all = self._token_choice.draws_all()  # if False, only some tokens of this microbatch are measured
-        record.watch(logits, weights, plain_token_weight, batch=selected, measures_all=measures_all)
-
-    def _plain_token_weight(self, weight_of_mean: float, num_tokens: int) -> float | None:
-        """Returns the weight that a plain token must have in the gradient by the logits; None: it cannot be measured.
-
-        A plain token is one with the relative weight 1. Its weight can be measured only if ``loss_units`` is None or
-        names one mean over tokens and no other term, because several terms may use the logits.
-        """
-        run = self._run
-        units_of_terms = list(run.terms.units.values())
-        # The weight of a token in the loss of a forward, times the number of tokens: 1 for a mean of cross-entropies.
-        # The first-batch check has measured it. None: tokens weigh differently, or the loss is not checked.
-        scale = run.check.token_scale
-        if scale is None or units_of_terms not in ([], ['tokens']):
-            return None
-        weight = scale * weight_of_mean * run.step.gradient_scale / num_tokens
-        # LossTerms.scaled() divides the gradient by this factor.
-        return weight / run.excess_of_reduction
-
-    def _weigh_mean(
-        self,
-        state: State,
-        record: MicrobatchRecord,
-        logits: torch.Tensor,
-        selected: Batch,
-    ) -> torch.Tensor:
-        """Turns the value of the mean over tokens into the weighted mean, and returns the weights for its gradient.
-
-        The weights are relative to their mean. Each is at the position whose logits predict the token.
-
-        Args:
-            state: The trainer's state.
-            record: The record of the microbatch.
-            logits: Its logits, ``(rows, width, vocabulary)``.
-            selected: The labels and weights in the shape of the logits, see :func:`.batch_at_logits`.
-        """
-        rule = record.counts.rule
-        # The plain mean is sum(loss) / loss_tokens, the weighted mean is sum(weight * loss) / loss_weight. So a token
-        # weighs weight * loss_tokens / loss_weight times as much as in the plain mean.
-        weights_of_labels = selected[LOSS_WEIGHTS] * (record.counts.loss_tokens / record.counts.loss_weight)
-        weights = at_predictions(weights_of_labels, rule)
-        # weigh_tokens() will weight the gradient.
-        run = self._run
-        state.loss = run.terms.with_weighted_values(
-            state.loss,
-            logits,
-            targets_of(selected, rule),
-            weights,
-            factor=run.check.token_scale,
-        )
-        return weights
-
-    def _num_microbatches_with_samples(self, state: State) -> int | None:
-        """Returns how many microbatches of this rank in the step have samples, and not only dummy rows.
-
-        Terms of the unit ``'microbatches'`` are divided by this number. None: there are no such terms.
-        """
-        step = self._run.step
-        if not self._run.terms.of_unit(state.loss, 'microbatches'):
-            return None
-        if step.planned:
-            return sum(num_samples(microbatch) > 0 for microbatch in step.planned)
-        # Composer's own split makes microbatches of a fixed number of rows. Each row is a sample, except that the last
-        # one may be repeated. A microbatch with only this row does not count. So samples are divided, not rows.
-        microbatch_size = int(state.device_train_microbatch_size or 1)
-        return -(-step.counts.samples // microbatch_size)  # rounded up, because the last one may have fewer rows
+        state.loss = microbatch.scale_loss(state.loss, state.batch, microbatch_size_of(state))
 
     def _after_backward(self, state: State) -> None:
         """Adds the gradients that a reduction waits for, and puts the unscaled loss back.
 
         Callbacks read the loss at the end of the batch.
         """
-        self._check_no_added_term(state)  # a term that is added now is not scaled, whatever its unit is
+        microbatch = self._current
+        microbatch.check_no_added_term(state.loss)  # a term that is added now is not scaled, whatever its unit is
         self._run.reductions.end_microbatch()
-        state.loss = self._current.raw_loss
+        state.loss = microbatch.raw_loss
         self._microbatch = None
 
     # After the step.
@@ -938,7 +585,7 @@ class TokenAccumulation(Algorithm):
         """Ends the step. Before this event an optimizer may compute the step several times (LBFGS, SAM)."""
         run = self._run
         step = run.step
-        self._token_choice.end_step(len(step.microbatches))
+        run.token_choice.end_step(len(step.microbatches))
         run.step_number += 1
         # Otherwise the batch would stay in memory while the next one is read.
         step.facts = ()
@@ -963,77 +610,6 @@ class TokenAccumulation(Algorithm):
             (loss_sum_of_ranks,) = sum_over_ranks(loss_sum)
             metrics['token_accumulation/token_mean_loss'] = loss_sum_of_ranks / max(tokens, 1)
         return metrics
-
-
-class CurrentMicrobatch:
-    """The microbatch that is computed now.
-
-    The model gets it without our entries, because a compiled model would be compiled again whenever their values
-    change.
-
-    Args:
-        batch: The microbatch.
-        record: Its record in the step.
-        hides_weights: Whether to take out the weights of tokens, because this package has written them. If it has not,
-            a column of this name belongs to the user, and the model may read it.
-        adds_label: Whether to add a label, because the microbatch has none. A fused loss computes its gradient in the
-            forward. Without labels it divides by 0, and its gradient stays NaN even if it is multiplied by 0. No label
-            may be added if some terms are not means over tokens, because they would see the label.
-    """
-
-    def __init__(
-        self,
-        batch: Batch,
-        record: MicrobatchRecord,
-        *,
-        hides_weights: bool,
-        adds_label: bool,
-    ) -> None:
-        self._batch = batch
-        self.record = record
-        self.outputs: Any = None
-        """The outputs of the model, from AFTER_LOSS to BEFORE_BACKWARD. They are kept here, because Composer's
-        FreeOutputs empties ``state.outputs`` in between."""
-        self.edges_of_loss: Collection[Edge] = ()
-        """The edges of the loss, one for each of its tensors. Set at AFTER_LOSS, and at BEFORE_BACKWARD for the scaled
-        loss. A term that is added later has a path to a parameter that passes none of these edges."""
-        self.raw_loss: Any = None
-        """The loss before it was scaled; set at BEFORE_BACKWARD."""
-        self.entries = without_row_counts(batch)
-        """The batch that the model gets."""
-        if hides_weights:
-            del self.entries[LOSS_WEIGHTS]
-        if adds_label:
-            self.entries = with_one_label(self.entries)
-
-    def put_back(self, batch: Batch) -> BatchDict:
-        """Returns the batch with the hidden entries and its own labels.
-
-        Entries that somebody has changed since stay changed, so that the checks see it.
-
-        Args:
-            batch: The batch that the model got, perhaps changed since.
-        """
-        # The model may have taken the labels out of its batch.
-        complete = {'labels': self._batch.get('labels'), **batch}
-        for key, value in self._batch.items():
-            # The original replaces an entry that is still the one that the model got. Hidden entries come back as well:
-            # they are in neither of the two dicts, so both get() return None.
-            if complete.get(key) is self.entries.get(key):
-                complete[key] = value
-        return complete
-
-
-def _checked_entries(batch: Batch) -> BatchDict:
-    """Returns the entries that check_step() reads. Others, such as images, need not stay on the device until then."""
-    checked_keys = ('labels', 'attention_mask', 'sample_ids', LOSS_WEIGHTS)
-    return {key: batch[key] for key in checked_keys if key in batch}
-
-
-def _name_trained(model: torch.nn.Module) -> str:
-    """Returns the name of the first trained parameter, and how many others there are."""
-    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    return f'{names[0]!r} and {len(names) - 1} more'
 
 
 def _compare_lengths(state: State) -> int | None:
@@ -1091,56 +667,3 @@ def _check_carries_counts(batch: Batch, *, is_weighted: bool) -> None:
             f'Microbatches must carry the {" and ".join(missing)} written at BATCH_START, got only: {sorted(batch)}. A '
             'custom `split_batch` or `microbatch_transforms` drops them: use token_data_spec() (docs/errors.md#counts).'
         )
-
-
-def _outputs_to_watch(outputs: Any, terms: Sequence[Term], num_rows: int) -> list[torch.Tensor]:
-    """Returns the outputs of the model whose gradient shows which rows the terms see.
-
-    They are those that a term is made of, down to the first output ``(rows, width, ...)``, which is one of them.
-    """
-    outputs_of_rows = []
-    for output in tensors_in(outputs):
-        if output.requires_grad and output.dim() in (2, 3) and len(output) == num_rows:
-            outputs_of_rows.append(output)
-    # The graph is not followed beyond outputs ``(rows, width, ...)``. They may be made of other outputs of this length
-    # whose entries are not the rows, such as states of as many images. Outputs of two dimensions may hold similarities,
-    # ``(rows, rows)``. There an added row is also a column of all other rows, and the gradient of its own row may not
-    # show that a term sees it. So what they are made of is watched as well.
-    ends = {edge_of(output) for output in outputs_of_rows if output.dim() == 3}
-    edges = edges_of_graph([term.value for term in terms], ends)
-    watched = [output for output in outputs_of_rows if edge_of(output) in edges]
-    logits = logits_of(outputs)
-    if all(output is logits for output in watched):
-        return watched  # the logits stay in any case, so the graph need not be followed again
-    # A router's loss has a gradient in the hidden states of all rows, also of added ones. So what it is made of is not
-    # watched, except for the logits.
-    statistics = [term.value for term in terms if term.unit == 'microbatches']
-    edges_of_statistics = edges_of_graph(statistics)
-    return [output for output in watched if output is logits or edge_of(output) not in edges_of_statistics]
-
-
-def _scales_of(record: MicrobatchRecord, weight_of_mean: float, weight_of_samples: float) -> dict[str, float]:
-    """Returns the factor of the terms of each unit.
-
-    Afterwards Composer multiplies the loss by its own weight. The factors are divided by it, so that it cancels.
-
-    Args:
-        record: The record of the microbatch.
-        weight_of_mean: The factor that the mean over the tokens of the microbatch must have in the step.
-        weight_of_samples: The factor that a mean over its samples must have.
-    """
-    if record.counts.samples == 0:
-        # Only rows that must not count. With our split, Composer's weight is 0, too, and must not be divided by.
-        return dict.fromkeys(LOSS_UNITS, 0.0)
-    num_with_samples = sum(row.samples > 0 for row in record.rows)
-    num_microbatches = record.num_microbatches or 1  # None if no term has the unit 'microbatches'
-    scale_of_samples = weight_of_samples / record.composers_weight
-    return {
-        'tokens': weight_of_mean / record.composers_weight,
-        # The model divides a mean over samples by all rows of the microbatch. Dummy rows and repeated samples add 0 to
-        # the sum, so the mean must be over the other rows only.
-        'samples': scale_of_samples * len(record.rows) / num_with_samples,
-        'coupled_samples': scale_of_samples,  # such a term must leave out dummy rows and repeated samples itself
-        # The mean over the microbatches of this rank. The reduction averages it over the ranks.
-        'microbatches': 1.0 / (num_microbatches * record.composers_weight),
-    }
