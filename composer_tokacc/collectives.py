@@ -103,7 +103,8 @@ def from_any_rank(value: T | None) -> T | None:
 def of_first_rank(compute: Callable[[], T]) -> T:
     """Calls a function on rank 0 and returns its result, which is not None, on all ranks; a collective.
 
-    If the function raises a refusal, all ranks raise it. After any other error only rank 0 raises, and the others wait.
+    If the function raises a refusal, all ranks raise it. Any other error is raised on rank 0. The others then raise a
+    refusal that names it, so that only rank 0 prints a traceback.
     """
     outcome: T | RefusalError | None = None
     if get_global_rank() == 0:
@@ -111,6 +112,10 @@ def of_first_rank(compute: Callable[[], T]) -> T:
             outcome = compute()
         except RefusalError as error:
             outcome = error  # raised below on all ranks, because the others wait for the outcome
+        except Exception as error:
+            # The error itself is not sent, because not every error can be pickled.
+            from_any_rank(NotExactError(f'Rank 0 failed with {type(error).__name__}: {error}. Read what it wrote.'))
+            raise
     outcome = from_any_rank(outcome)  # the one of rank 0, because the others have None
     assert outcome is not None, 'rank 0 has an outcome'
     if isinstance(outcome, RefusalError):

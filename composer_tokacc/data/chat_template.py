@@ -442,7 +442,7 @@ def _find_endings(example: _TextsOfExample, tokenizer: Any, tokens: set[str]) ->
 
     Each is a token, or several without space between them (Aya Vision). Most templates have one ending. gpt-oss has
     two: it ends the last answer with ``<|return|>``, and earlier answers and questions with ``<|end|>``. If the
-    template does not end the last answer, the only ending is the tokenizer's ``eos_token``.
+    template has no ending, it is the tokenizer's ``eos_token``.
 
     The endings are found by comparing the texts after answers with each other, and with the texts before and after a
     question. An example with a template that writes a generation prompt after every conversation::
@@ -487,13 +487,16 @@ def _find_endings(example: _TextsOfExample, tokenizer: Any, tokens: set[str]) ->
         shared.append(token_after_last)
     if shared:
         return (''.join(shared),)
+    endings = []
     if tokens_after_last and tokens_after_last[0] not in begins_prompt:
-        # The last answer has its own ending. The first token after an earlier answer may end this answer, or begin the
-        # next question. It is an ending if it also ends questions, and does not begin them.
-        endings = tokens_after_last[:1]
-        for token in tokens_after_answer[:1]:  # one or none
-            if token in after_questions and token not in before_questions:
-                endings.append(token)
+        endings.append(tokens_after_last[0])  # the last answer has its own ending, or only the last one has any
+    # The first token after an earlier answer may end this answer, or begin the next question. It is an ending if it
+    # also ends questions, and begins neither the conversation nor a question.
+    begins_turn = [*before_questions, *_all_tokens(example.before, tokens)[-1:]]
+    for token in tokens_after_answer[:1]:  # one or none
+        if token in after_questions and token not in begins_turn:
+            endings.append(token)
+    if endings:
         return tuple(endings)
     if tokenizer.eos_token is None:
         raise InvalidInputError(
@@ -522,6 +525,13 @@ def _first_tokens(text: str, tokens: Iterable[str]) -> list[str]:
             return first_tokens
         first_tokens.append(token)
         remaining = remaining.removeprefix(token)
+
+
+def _all_tokens(text: str, tokens: Iterable[str]) -> list[str]:
+    """Returns all tokens in a text, in order. Of the tokens that fit at a place, takes the longest."""
+    longest_first = sorted(tokens, key=len, reverse=True)
+    escaped = [re.escape(token) for token in longest_first]
+    return re.findall('|'.join(escaped), text)
 
 
 def _without_space(text: str) -> str:

@@ -63,18 +63,26 @@ class VisionLanguageCollator:
 
 
 def check_samples(samples: Sequence[EncodedSample]) -> None:
-    """Raises ValueError unless there are samples, and each has ``input_ids`` of shape ``(1, length)``."""
+    """Raises ValueError unless there are samples, and each has ``input_ids`` of shape ``(1, length)``.
+
+    Also raises it if the mask or the positions of a sample do not fit its ids.
+    """
     # If one sample or a batch was passed by mistake, this loop gets its keys.
-    if len(samples) == 0 or not all(_is_sample(sample) for sample in samples):
+    if len(samples) == 0 or not all(_has_ids(sample) for sample in samples):
         raise InvalidInputError(
             '`samples` must be a list of samples, each with the tensor `input_ids` of shape (1, length). Call the '
             "processor with return_tensors='pt'."
         )
+    for sample in samples:
+        check_ids(sample)
+        shape = tuple(sample['input_ids'].shape)
+        if shape[0] != 1:
+            raise InvalidInputError(
+                f'`samples` must be single rows, each with `input_ids` of shape (1, length), got: {shape}. Make one '
+                'sample of each row.'
+            )
 
 
-def _is_sample(value: object) -> bool:
-    """Tells whether a value has ``input_ids`` of one row. Raises ValueError for malformed ids, mask or positions."""
-    if not isinstance(value, Mapping) or not isinstance(value.get('input_ids'), torch.Tensor):
-        return False
-    check_ids(value)
-    return len(value['input_ids']) == 1
+def _has_ids(value: object) -> bool:
+    """Tells whether a value is a mapping with the tensor ``input_ids``."""
+    return isinstance(value, Mapping) and isinstance(value.get('input_ids'), torch.Tensor)

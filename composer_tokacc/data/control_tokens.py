@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from typing import Any, Literal, get_args
 
@@ -16,7 +16,7 @@ from tokenizers import AddedToken
 
 from composer_tokacc.arguments import check_choice
 from composer_tokacc.batch import IGNORE_INDEX
-from composer_tokacc.data.records import PLACEHOLDERS, Message, Record
+from composer_tokacc.data.records import PLACEHOLDERS, Message
 from composer_tokacc.refusals import InvalidInputError
 
 ControlTokens = Literal['warn', 'text', 'refuse']
@@ -59,25 +59,28 @@ class ControlTokenPolicy:
         self._spellings: dict[int, torch.Tensor] = {}
         """By the id of a stand-in: the ids that spell its control token, of shape ``(ids,)``."""
 
-    def check(self, record: Record) -> None:
-        """Refuses a record with control tokens in its text (``refuse``), or warns of the first such record (``warn``).
+    def check(self, texts: Iterable[str], make_error: Callable[[str], Exception]) -> None:
+        """Refuses texts of a conversation with control tokens (``refuse``), or warns of the first such one (``warn``).
 
-        Both options refuse a tag such as ``<image>`` that is a token, unless it is the placeholder of a medium:
-        ``record.texts`` has no placeholders. With ``text`` nothing is checked, because :meth:`hide` replaces all
-        control tokens.
+        Both options refuse a tag such as ``<image>`` that is a token. With ``text`` nothing is checked, because
+        :meth:`hide` replaces all control tokens.
+
+        Args:
+            texts: All texts of the conversation, without the placeholders of its media.
+            make_error: Returns the error that names the conversation, for a reason such as "has the control token ...".
         """
         if self.option == 'text':
             return
-        tokens = self._pattern.findall('\n'.join(record.texts))
+        tokens = self._pattern.findall('\n'.join(texts))
         for token in tokens:
             if token in PLACEHOLDERS:  # the model expects a medium at this token
-                raise record.error(
-                    f'`{token}` may stand only in turns of the user and of tools, because the tokenizer has this '
-                    'token. Take it out, or set control_tokens=text if it is a special token'
+                raise make_error(
+                    f'has `{token}` in a text where it stands for no medium, but the tokenizer has this token. Take it '
+                    'out, or set control_tokens=text if it is a special token'
                 )
         if not tokens or self._has_warned:
             return
-        error = record.error(f'has the control token {tokens[0]} in its text. Take it out, or set control_tokens=text')
+        error = make_error(f'has the control token {tokens[0]} in its text. Take it out, or set control_tokens=text')
         if self.option == 'refuse':
             raise error
         self._has_warned = True

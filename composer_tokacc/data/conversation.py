@@ -83,8 +83,8 @@ class ConversationEncoder:
         video: The frames to take of a video. ``None``: two frames a second. A processor that joins frames into patches
             gets at least the frames of one patch.
         control_tokens: Handling of control tokens in texts, such as ``<|im_end|>``. ``'warn'``: encode them as control
-            tokens, and warn of the first record that has one. ``'text'``: encode their characters. ``'refuse'``: refuse
-            the record. A direct call, without a record, neither warns nor refuses.
+            tokens, and warn of the first sample that has one. ``'text'``: encode their characters. ``'refuse'``: refuse
+            the sample.
         train_on: ``'all'`` answers carry loss, or only the ``'last'`` one of a conversation. Templates of reasoning
             models drop the thoughts of earlier answers. With them, only the last answer can be trained.
         add_end_token: Whether to add the ending token after answers that the chat template leaves open.
@@ -166,14 +166,16 @@ class ConversationEncoder:
 
         Raises:
             ValueError: If a message has a wrong form, the number of media is wrong, the processor or its template
-                cannot encode the conversation, the sample is longer than ``max_length``, or the processor cuts off the
-                end of an audio.
+                cannot encode the conversation, the sample is longer than ``max_length``, the processor cuts off the
+                end of an audio, or a text has a control token that ``control_tokens`` refuses.
         """
         if not messages:
             raise InvalidInputError(f'`messages` must hold at least one turn, got: {messages!r}. Leave the sample out.')
         checked_messages = [check_message(message) for message in messages]
         media = {'image': images, 'video': videos, 'audio': audios}
         self._check_number_of_media(checked_messages, media)
+        texts = [text_of(message) for message in checked_messages]
+        self.control.check(texts, _error_of_conversation)
         # With control_tokens=text, `render` writes stand-ins for the control tokens in the messages. At the end,
         # `spell` replaces them, see ControlTokenPolicy.
         rendered = self.render(checked_messages)
@@ -343,7 +345,7 @@ class ConversationEncoder:
                         'for each; set another one'
                     )
         # This comes last, because it warns only of the first record with control tokens. That should be a good record.
-        self.control.check(record)
+        self.control.check(record.texts, record.error)
 
     def render(self, messages: Sequence[Message]) -> Rendered:
         """Writes a conversation as the text for the processor, and finds the answers that carry loss in it.
@@ -622,6 +624,11 @@ class ConversationEncoder:
                 f'`processor` must expand only placeholders, but {name} writes other tokens for {answer_text[:200]!r}.'
             )
         return spans
+
+
+def _error_of_conversation(reason: str) -> InvalidInputError:
+    """Returns the error for a conversation that is no record, so that it has no name."""
+    return InvalidInputError(f'the conversation {reason}')
 
 
 def _without_arguments_of_tokenizer(processor: Any) -> Any:

@@ -23,6 +23,7 @@ from composer_tokacc.batch import (
 )
 from composer_tokacc.data_spec.document_attention import DocumentAttention
 from composer_tokacc.layout import BatchLayout
+from composer_tokacc.layout.layout import labels_along_text
 from composer_tokacc.refusals import InvalidInputError
 from composer_tokacc.row_counts import ROWS_KEY, RowCounts, row_counts_of, summed
 
@@ -65,7 +66,7 @@ def pack_rows(
         batch = {**batch, 'labels': labels}
     is_shifted = rule != 'unshifted'
     real = real_positions(batch)
-    _check_rows(batch, real, attention, is_shifted=is_shifted)
+    _check_rows(layout, batch, real, attention, is_shifted=is_shifted)
     if not bool(real.any()):
         # If all rows are empty, one pad stays, because the model cannot compute a row without tokens.
         real = torch.zeros_like(real)
@@ -107,6 +108,7 @@ def _documents_among(rows: Sequence[RowCounts], real: Tensor) -> list[RowCounts]
 
 
 def _check_rows(
+    layout: BatchLayout,
     batch: Batch,
     real: Tensor,
     attention: DocumentAttention,
@@ -120,6 +122,12 @@ def _check_rows(
     """
     if batch.get('input_ids') is None:
         raise InvalidInputError('`input_ids` must be in the batch for packing, got: no ids.')
+    if labels_along_text(layout, batch) is None:
+        raise InvalidInputError(
+            '`labels` must lie at the tokens of `input_ids` for packing, got: labels of shape '
+            f'{tuple(batch["labels"].shape)} and ids of shape {tuple(real.shape)}. Labels of an encoder-decoder (T5) '
+            'lie at the tokens of its decoder, even if they are as wide as the ids, so its rows cannot be packed.'
+        )
     mask = batch.get('attention_mask')
     if mask is not None and mask.dim() != 2:
         raise InvalidInputError(f'`attention_mask` must be 2-D for packing, got: {mask.dim()}-D.')

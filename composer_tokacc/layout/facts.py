@@ -96,13 +96,18 @@ class RowFacts:
         return _writes_into(self.batch)
 
     @cached_property
+    def _readings(self) -> Readings:
+        """The possible readings of each unregistered tensor of the batch."""
+        return self.layout.readings_of(self.batch)
+
+    @cached_property
     def layout_of_rows(self) -> BatchLayout:
         """The layout of rows that are selected from the batch.
 
         The shapes of a few rows tell less surely how a tensor that is not registered belongs to them: the codes of two
         images may have the shape of the text of two rows. So this layout allows only readings that the batch allows.
         """
-        readings = joined_readings(self.layout.readings, self.layout.readings_of(self.batch))
+        readings = joined_readings(self.layout.readings, self._readings)
         return self.layout.with_readings(readings)
 
     @cached_property
@@ -485,7 +490,7 @@ def ranges_of(facts_of_batches: Sequence[RowFacts], largest_packed_row: int = 0)
             for code in set(chain.from_iterable(codes_of_rows)):
                 if code <= 0 or key not in keys_of_numbers:
                     limits[name_of_code(key, code)] = ()
-        readings = joined_readings(readings, facts.layout.readings_of(facts.batch))
+        readings = joined_readings(readings, facts._readings)
     if len(lengths) > 1:
         limits[SEVERAL_ROWS] = ()
     if any(has_no_label):

@@ -54,12 +54,11 @@ from composer_tokacc.layout.tensors import (
     PART_UNITS,
     Entry,
     cat_padded,
-    compact,
     inferred_unit,
     parse_unit,
     renumbered,
+    select_columns,
     select_rows,
-    text_columns,
 )
 from composer_tokacc.refusals import InvalidInputError
 
@@ -489,7 +488,7 @@ class BatchLayout:
             rows = list(group)
             _check_rows(rows, num_rows)
             if rows == all_rows:
-                selected.append(self.narrow(batch, kept_columns.start, len(kept_columns)))
+                selected.append(select_columns(batch, entries, kept_columns))
                 continue
             # Counted here, because it takes a while, and a group of all rows does not need it.
             if offsets is None:
@@ -569,15 +568,9 @@ class BatchLayout:
         width: int,
     ) -> dict[str, Any]:
         """Returns the batch with ``width`` columns of its text, from column ``start`` on."""
-        narrowed_batch: dict[str, Any] = dict(batch)
         if width == self.width(batch):
-            return narrowed_batch
-        columns = range(start, start + width)
-        for key, entry in self._entries_of(batch).items():
-            if entry.seq_dims:
-                # Composer's LanguageCrossEntropy views labels flat, which torch refuses for a tensor with gaps.
-                narrowed_batch[key] = compact(text_columns(batch[key], entry, columns))
-        return narrowed_batch
+            return dict(batch)
+        return select_columns(batch, self._entries_of(batch), range(start, start + width))
 
     def concat(
         self,

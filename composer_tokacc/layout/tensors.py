@@ -194,6 +194,17 @@ def text_columns(
     return value
 
 
+def select_columns(batch: Batch, entries: Mapping[str, Entry], columns: range) -> dict[str, Any]:
+    """Returns the batch with these columns of its text. A tensor that loses no column is shared with the batch."""
+    selected: dict[str, Any] = dict(batch)
+    for key, entry in entries.items():
+        value = text_columns(batch[key], entry, columns)
+        if value is not batch[key]:
+            # Composer's LanguageCrossEntropy views labels flat, which torch refuses for a tensor with gaps.
+            selected[key] = compact(value)
+    return selected
+
+
 RowOffsets = Mapping[str, Sequence[int]]
 """For each unit, the index of the first entry of each row, then the number of all entries. Row i has the entries
 ``offsets[unit][i]:offsets[unit][i + 1]``."""
@@ -227,7 +238,7 @@ def select_rows(
         # Columns first, so that the other columns are not copied.
         narrowed = text_columns(value, entry, columns)
         if entry.unit == 'shared' and narrowed is not value:
-            # The entries of rows are copied below. This tensor is not, so it may have gaps: see BatchLayout.narrow().
+            # The entries of rows are copied below. This tensor is not, so it may have gaps: see select_columns().
             narrowed = compact(narrowed)
         chosen = _select_entries(key, narrowed, entry, offsets, rows)
         if entry.points_into is not None:

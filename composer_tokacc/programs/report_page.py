@@ -16,6 +16,7 @@ import numpy as np
 from jinja2 import Environment
 from PIL import Image
 
+from composer_tokacc.cache import whole_file
 from composer_tokacc.programs.answers import Answer
 from composer_tokacc.programs.metrics_file import Series, finite_part, select
 
@@ -135,7 +136,8 @@ def write_page(
     environment.filters['as_png'] = _as_png
     template = environment.from_string(TEMPLATE)
     page = template.render(title=title, lines=lines, charts=charts, picture=picture, answers=answers)
-    path.write_text(page, encoding='utf-8')
+    with whole_file(path) as new_file:
+        new_file.write_text(page, encoding='utf-8')
 
 
 def _as_text(data: bytes) -> str:

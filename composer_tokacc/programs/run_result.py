@@ -18,6 +18,7 @@ from composer.loggers import InMemoryLogger
 from composer.models import HuggingFaceModel
 from torch.utils.data import ConcatDataset
 
+from composer_tokacc.cache import whole_file
 from composer_tokacc.data import LlavaDataset
 from composer_tokacc.programs.answers import Answer
 from composer_tokacc.programs.build import RunParts
@@ -202,7 +203,8 @@ def write_report(
         )
         lines += add_to_result(run) or ()
     text = json.dumps(result, indent=2, default=str)
-    (folder / 'result.json').write_text(f'{text}\n')
+    with whole_file(folder / 'result.json') as new_file:
+        new_file.write_text(f'{text}\n')
     if config.report.get('export'):
         export_model(parts.model, folder / 'exported')
         lines.append(('model for transformers', str(folder / 'exported')))

@@ -265,6 +265,31 @@ def test_last_answer_that_ends_like_questions():
     assert ConversationEncoder(words).template.end_token == '<|end|>'
 
 
+@pytest.mark.parametrize('default', ['', '<|start|>system:Be brief.<|end|>'])
+def test_last_answer_that_is_left_open(default, warnings):
+    """The last answer gets the ending of the earlier ones, and no answer gets the `eos_token` as a second ending."""
+    words = tokenizer('<|start|>', '<|end|>', '</s>', eos_token='</s>')
+    words.chat_template = (
+        default + '{% for m in messages %}<|start|>{{ m.role }}:{{ m.content }}'
+        '{% if not loop.last %}<|end|>{% endif %}{% endfor %}'
+    )
+    sample = ConversationEncoder(words)(PLAIN)
+    text = words.apply_chat_template(PLAIN, tokenize=False)
+    assert words.decode(sample['input_ids'][0]) == f'{text}<|end|>'
+    assert learned_text(sample, words) == 'Red.<|end|>Red.<|end|>'
+    assert len(warnings.messages) == 1
+
+
+@pytest.mark.parametrize('default', ['', '<s>', '<s>Be brief.'])
+def test_token_between_all_turns_that_begins_them(default):
+    """The template writes no ending. `<|turn|>` also stands before the first question, so it ends no answer."""
+    words = tokenizer('<s>', '<|turn|>', '</s>', eos_token='</s>')
+    words.chat_template = (
+        f'{default}{{% for m in messages %}}<|turn|>{{{{ m.role }}}}:{{{{ m.content }}}}{{% endfor %}}'
+    )
+    assert learned_text(ConversationEncoder(words)(PLAIN), words) == 'Red.</s>Red.</s>'
+
+
 @pytest.mark.parametrize('question_end', ['<|end|>', '', '<|next|>'])
 @pytest.mark.parametrize('ending', ['<|end|>', ''])
 @pytest.mark.parametrize('turn', ['<|start|>{}:', '<|{}|>'])

@@ -63,5 +63,5 @@ def test_tokenizer_without_pad_token():
 def test_sample_of_two_rows_is_refused():
     """Its second row would be trained on, but have no name and no number of images."""
     two_rows = {'input_ids': torch.ones(2, 3, dtype=torch.long), 'labels': torch.ones(2, 3, dtype=torch.long)}
-    with pytest.raises(ValueError, match=r'`samples` must be .* of shape \(1, length\)'):
+    with pytest.raises(ValueError, match=r'`samples` must be single rows, .* \(1, length\), got: \(2, 3\)'):
         VisionLanguageCollator(make_tokenizer())([ROWS[0], two_rows])

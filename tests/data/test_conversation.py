@@ -352,6 +352,20 @@ def test_first_control_token_is_named_once(caplog):
     assert line.startswith('sample "a" (data.json, line 3): has the control token <|end|>')
 
 
+def test_control_tokens_of_a_direct_call(caplog):
+    """Without a record, the texts of the messages are checked in the same way."""
+    with pytest.raises(InvalidInputError, match=r'the conversation has the control token <\|end\|> in its text'):
+        ConversationEncoder(small(), control_tokens='refuse')(SPOKEN)
+    with pytest.raises(InvalidInputError, match=r'the conversation has `<image>` in a text where it stands for no'):
+        ConversationEncoder(small())([user('Write <image>.'), assistant('Yes.')])
+    assert not caplog.messages
+    encoder = ConversationEncoder(small())
+    encoder(SPOKEN)
+    encoder(SPOKEN)
+    (line,) = caplog.messages
+    assert line.startswith('the conversation has the control token <|end|>')
+
+
 @pytest.mark.parametrize('token', ['<|im_start|>', '<|im_end|>'])
 def test_token_of_the_template_that_is_not_special(token):
     """Plain tokens that begin or end turns are control tokens, too. Such a tokenizer cannot spell them."""

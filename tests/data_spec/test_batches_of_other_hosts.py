@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from transformers import InstructBlipConfig, InstructBlipForConditionalGeneration
 
 from composer_tokacc import RegroupingBatchSampler, RegroupingDataLoader, TokenAccumulation, token_data_spec
+from composer_tokacc.refusals import NotExactError
 from tests.matrix.harness import kinds_of_steps, plain_gradients
 from tests.matrix.subjects import text_subject
 from tests.support.exactness import split
@@ -184,6 +185,16 @@ def test_labels_as_wide_as_the_text_by_chance(t5, has_vectors):
         batches.append(batch)
 
     assert_exact(t5.model, *batches, microbatch_size=1)
+
+
+@pytest.mark.parametrize('decoder_width', [12, 24])
+@pytest.mark.parametrize('has_decoder_ids', [False, True])
+def test_rows_with_a_decoder_are_not_packed(t5, decoder_width, has_decoder_ids):
+    """Also if the labels are as wide as the text."""
+    batch = seq2seq_batch(24, decoder_width, has_decoder_ids=has_decoder_ids)
+    shapes = rf'labels of shape \(\d, {decoder_width}\) and ids of shape \(\d, 24\)'
+    with pytest.raises(NotExactError, match=rf'{shapes}\. Labels of an encoder-decoder .* cannot be packed'):
+        fit(t5, batch, packing=True)
 
 
 def instructblip_of_t5():

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import re
@@ -208,6 +209,27 @@ def test_last_figures_that_are_not_finite(tmp_path):
     assert summary.count('2.000 -> NaN') == 2
     page = (tmp_path / 'report.html').read_text()
     assert 'total: nan' in page
+
+
+@pytest.mark.parametrize('name', ['result.json', 'report.html'])
+def test_earlier_result_survives_a_full_disk(name, tmp_path, monkeypatch):
+    """A file of the result is replaced as a whole, so a reader never finds half of it."""
+    (tmp_path / name).write_text('earlier')
+    write_text = Path.write_text
+
+    def run_out_of_disk(path, text, **options):
+        if path.name != name:
+            return write_text(path, text, **options)
+        write_text(path, text[:10], **options)
+        raise OSError(errno.ENOSPC, 'No space left on device')
+
+    monkeypatch.setattr(Path, 'write_text', run_out_of_disk)
+    parts = SimpleNamespace(source=WITHOUT_DATA, model=None)
+    result = summarize(state_at(0), {}, parts, first_step=0, seconds=1.0)
+    config = TrainConfig(report={'folder': str(tmp_path)})
+    with pytest.raises(OSError, match='No space left'):
+        write_report(config, parts, result, {}, InMemoryLogger(), [])
+    assert (tmp_path / name).read_text() == 'earlier'
 
 
 def test_source_whose_name_is_a_pattern():

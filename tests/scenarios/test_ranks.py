@@ -120,6 +120,17 @@ def test_all_ranks_name_a_bad_batch():
 
 
 @pytest.mark.slow
+def test_all_ranks_end_with_the_first_rank():
+    """Only rank 0 calls the function. Its own error is raised there, and the other rank names it."""
+    results = launch_json('tests/ranks/first_rank.py', ranks=2)
+    assert results['answer'] == [['int', '7']] * 2
+    assert results['refuse'] == [['InvalidInputError', 'no sample']] * 2
+    first, second = results['fail']
+    assert first == ['OwnError', 'a bug of ours']
+    assert second == ['NotExactError', 'Rank 0 failed with OwnError: a bug of ours. Read what it wrote.']
+
+
+@pytest.mark.slow
 def test_memory_runs_out_on_one_rank():
     """In each microbatch of the first two steps. Without a reset of DDP the ranks wait forever."""
     errors = launch_json('tests/ranks/memory.py', ranks=2)

@@ -1,0 +1,45 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Under the composer launcher: a function that only rank 0 calls. Returns what every rank gets, or its error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from composer.utils import dist
+
+from composer_tokacc.collectives import of_first_rank
+from composer_tokacc.refusals import InvalidInputError
+
+
+class OwnError(TypeError):
+    """An error that cannot be sent to other ranks."""
+
+    def __reduce__(self) -> str:
+        raise TypeError('cannot pickle')
+
+
+def answer() -> int:
+    return 7
+
+
+def refuse() -> int:
+    raise InvalidInputError('no sample')
+
+
+def fail() -> int:
+    raise OwnError('a bug of ours')
+
+
+def outcomes(compute: Callable[[], int]) -> list[tuple[str, str]]:
+    """Returns the class and the text of the result or the error on each rank."""
+    try:
+        outcome: object = of_first_rank(compute)
+    except Exception as error:
+        outcome = error
+    return dist.all_gather_object((type(outcome).__name__, str(outcome)))
+
+
+def main() -> dict[str, list[tuple[str, str]]]:
+    return {compute.__name__: outcomes(compute) for compute in (answer, refuse, fail)}
