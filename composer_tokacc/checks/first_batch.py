@@ -18,7 +18,6 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
-from itertools import chain
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -27,7 +26,6 @@ from torch.distributed.tensor import DTensor
 
 from composer_tokacc.batch import (
     IGNORE_INDEX,
-    MODALITIES,
     Batch,
     BatchDict,
     labels_at_text,
@@ -42,6 +40,7 @@ from composer_tokacc.checks.comparison import MEAN, NAME_TERMS, NOT_A_NUMBER, Ro
 from composer_tokacc.checks.cut_rules import CutRules, Cutter
 from composer_tokacc.checks.logits import TINY, targets_of
 from composer_tokacc.checks.probe import Probe, ProbeResult
+from composer_tokacc.checks.row_ranges import MIN_ROWS, RowProperty, RowRanges, chosen_rows, ranges_of
 from composer_tokacc.collectives import (
     all_gather_object,
     from_any_rank,
@@ -61,19 +60,6 @@ from composer_tokacc.layout import (
     media_entries,
     microbatches_of,
 )
-from composer_tokacc.layout.facts import (
-    BEYOND_ROTARY_LIMIT,
-    PADDED_ROWS,
-    PADDING_ON_BOTH_SIDES,
-    PARTLY_UNLABELLED,
-    UNATTENDED_LABELS,
-    UNLABELLED_ROWS,
-    WITH_POSITIONS,
-    RowRanges,
-    largest_positions,
-    name_of_code,
-    ranges_of,
-)
 from composer_tokacc.layout.found import joined_readings
 from composer_tokacc.layout.placeholders import all_placeholders, has_any_id
 from composer_tokacc.model_structure import transformers_model
@@ -88,8 +74,6 @@ change in a way that the measurements of steps do not show: rows begin to see ea
 inner states."""
 MAX_ROWS = 6
 """Most rows of a check. There are more if several modalities are new, or if :func:`with_unequal_row` adds one."""
-MIN_ROWS = 4
-"""Fewest rows of a check, if the batch has as many. They differ in length and media, so each may show another fault."""
 NUM_LABELS = 4
 """Most labels that :func:`rule_batch` puts after the first token, and that :func:`with_unequal_row` puts on a row."""
 LARGEST_ELSEWHERE = 0.1
@@ -119,7 +103,7 @@ class RowOffer:
     """Message of a rank to the others. It tells how much a check of its rows would show."""
 
     can_show_rule: bool  # see _can_show_rule(). True if the loss rule is known already
-    missing: Sequence[str]  # the properties in which its rows are new
+    missing: Sequence[RowProperty]  # the properties in which its rows are new
     num_rows: int
     ranges: RowRanges  # of all its rows
 
@@ -127,16 +111,6 @@ class RowOffer:
     def priority(self) -> tuple[bool, int, int]:
         """A sort key: the rows of the largest offer are checked. Rows that cannot show the rule come last."""
         return self.can_show_rule, len(self.missing), self.num_rows
-
-
-class Criterion(NamedTuple):
-    """Chooses one row of a batch: among the rows that have a certain property, the one with the lowest cost."""
-
-    costs: Sequence[float]
-    # Which rows have the property. None: it does not matter. If no row has it, any row may be chosen.
-    has_property: Sequence[bool] | None = None
-    needs_new_row: bool = False  # whether to choose a row that no earlier criterion has chosen, if there is one
-    needs_label: bool = True  # whether a row with labels comes before one without, whatever their costs are
 
 
 @dataclass(eq=False)
@@ -492,7 +466,7 @@ class FirstBatchCheck:
         """Returns a copy of the batch as the model gets it, without the counts of its rows."""
         return self.to_device(with_copied_tensors(without_row_counts(batch)))
 
-    def _rows_to_share(self, batch: Batch, missing: Sequence[str]) -> SharedRows:
+    def _rows_to_share(self, batch: Batch, missing: Sequence[RowProperty]) -> SharedRows:
         """Returns the rows of this rank that all ranks probe."""
         if self.layout is None:
             return SharedRows(dict(batch), {}, 0, [], RowRanges())
@@ -680,120 +654,6 @@ def _columns(is_marked: Tensor) -> list[int]:
 
 
 # The rows of a check.
-
-
-def chosen_rows(
-    layout: BatchLayout,
-    batch: Batch,
-    missing: Sequence[str],
-    max_rows: int,
-) -> list[int]:
-    """Returns the numbers of a few rows that differ from each other.
-
-    Args:
-        layout: Which parts of each tensor belong to which row.
-        batch: The batch of a rank.
-        missing: The properties that are new in the batch, as returned by :meth:`.RowRanges.missing`.
-        max_rows: The most rows, unless new modalities and rows without labels need more.
-    """
-    facts = describe(layout, batch)
-    has_no_label = lacks_labels(batch)
-    rows: list[int] = []
-
-    def add_row(criterion: Criterion) -> None:
-        """Adds the row that the criterion chooses, unless an earlier one has chosen it."""
-        keys = []
-        for row, length in enumerate(facts.lengths):
-            lacks_property = criterion.has_property is not None and not criterion.has_property[row]
-            is_repeated = criterion.needs_new_row and row in rows
-            lacks_label = criterion.needs_label and has_no_label[row]
-            cost = criterion.costs[row]
-            # The row with the smallest key is chosen, so an earlier entry of the key counts more. A row with labels is
-            # better than one that gets them for the check, but to have the property is more important. If the criterion
-            # needs no label, labels count only between rows of equal cost.
-            key = (lacks_property, is_repeated, lacks_label, cost, has_no_label[row], length)
-            keys.append(key)
-        cheapest = keys.index(min(keys))
-        if cheapest not in rows:
-            rows.append(cheapest)
-
-    for criterion in _criteria(facts, missing):
-        add_row(criterion)
-    # All rows with new media or without labels are kept, because this check runs for them. After the first two
-    # criteria, one chooses a row without labels, and two choose rows for each modality.
-    num_kept = 2 + 2 * len(_new_modalities(missing))
-    if _has_unlabelled(missing):
-        num_kept += 1
-    del rows[max(max_rows, num_kept) :]
-    # Fill up with short rows, which cost little.
-    for _ in range(MIN_ROWS - len(rows)):
-        add_row(Criterion(facts.lengths, needs_new_row=True))
-    return rows
-
-
-def _new_modalities(missing: Sequence[str]) -> list[str]:
-    """Returns the modalities that are new. A name about images, videos or audios begins with that word."""
-    return [modality for modality in MODALITIES if any(name.startswith(modality) for name in missing)]
-
-
-def _has_unlabelled(missing: Sequence[str]) -> bool:
-    """Returns whether rows without labels are new, or rows with and without labels in one batch."""
-    return UNLABELLED_ROWS in missing or PARTLY_UNLABELLED in missing
-
-
-def _criteria(facts: RowFacts, missing: Sequence[str]) -> list[Criterion]:
-    """Returns the criteria to choose rows by, the most important one first."""
-    lengths = facts.lengths
-    sizes = lengths
-    if BEYOND_ROTARY_LIMIT + WITH_POSITIONS in missing:
-        # The largest position counts. In a row of several documents it is less than the length.
-        sizes = largest_positions(facts)
-    longest_first = [-size for size in sizes]
-    # The longest row has the least padding to trim, and the shortest row has the most. The longest row is often
-    # truncated and has no label. It is chosen nevertheless, because the other rows may depend on its length.
-    criteria = [Criterion(longest_first, needs_label=False), Criterion(sizes)]
-    if _has_unlabelled(missing):
-        criteria.append(Criterion(lengths, lacks_labels(facts.batch), needs_label=False))
-    for modality in _new_modalities(missing):
-        media_sizes = facts.media_sizes(modality)
-        has_modality = [size is not None for size in media_sizes]
-        smallest_first = [size or 0 for size in media_sizes]
-        largest_first = [-size for size in smallest_first]
-        criteria.append(Criterion(smallest_first, has_modality))
-        # Two rows have the modality, even if their items have equal sizes, because a model may mix the items of rows.
-        criteria.append(Criterion(largest_first, has_modality, needs_new_row=True))
-    # A hole is a position without attention between attended ones.
-    if {'holes', 'holes beside media'}.intersection(missing):
-        criteria.append(Criterion(lengths, facts.has_hole))
-    if UNATTENDED_LABELS in missing:
-        criteria.append(Criterion(lengths, facts.has_unattended_label))
-    if PADDING_ON_BOTH_SIDES in missing:
-        criteria.append(Criterion(lengths, facts.begins_with_padding))
-    # A row whose first label is predicted by the padding before it. Such a row is not trimmed. But packing drops the
-    # padding, and the check must see that. Without such a row this criterion chooses the shortest row again.
-    criteria.append(Criterion(lengths, facts.has_label_behind_padding))
-    # A model may compute in another way above some width. Rows as long as the batch is wide do not show that, because
-    # they are not trimmed. Two other rows are taken: the longest one with padding, and one of medium length.
-    has_padding = [length < facts.width for length in lengths]
-    about_half = (min(lengths) + facts.width) / 2
-    medium_first = [abs(length - about_half) for length in lengths]
-    criteria_of_widths = [Criterion(longest_first, has_padding), Criterion(medium_first)]
-    # They always come at the end. If the check runs for a new width, they come here, too, because chosen_rows() drops
-    # the rows that it has chosen last.
-    if any(name.startswith(PADDED_ROWS) for name in missing):
-        criteria += criteria_of_widths
-    # By a flag, a mask or a category a loss may leave out rows or tokens. A row with a new code shows that.
-    for key, codes_of_rows in facts.codes.items():
-        for code in sorted(set(chain.from_iterable(codes_of_rows))):
-            if name_of_code(key, code) in missing:
-                has_code = [code in codes for codes in codes_of_rows]
-                criteria.append(Criterion(lengths, has_code, needs_label=False))
-    # The shortest row of text only, and the row with the most media.
-    is_text_only = [num_media == 0 for num_media in facts.media]
-    most_media_first = [-num_media for num_media in facts.media]
-    criteria.append(Criterion(lengths, is_text_only))
-    criteria.append(Criterion(most_media_first))
-    return criteria + criteria_of_widths
 
 
 def media_as_collated(

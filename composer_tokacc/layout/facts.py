@@ -1,31 +1,23 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Facts about the rows of a collated batch, which decide how it is cut, and ranges of such facts.
-
-The first-batch check computes gradients of a few rows to show that no cut of a batch changes them. :class:`RowRanges`
-remember which rows the check has looked at. If a later step has rows outside of them, the check runs again.
-"""
+"""Facts about the rows of a collated batch, which decide how it is cut."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain
 
 import torch
 
 from composer_tokacc.batch import (
     COUNT_KEYS,
     IGNORE_INDEX,
-    MODALITIES,
     Batch,
     Reach,
     attended_positions,
     has_text,
-    lacks_labels,
     num_runs,
     outer_positions,
     sample_name,
@@ -33,8 +25,6 @@ from composer_tokacc.batch import (
 from composer_tokacc.compat import num_writes
 from composer_tokacc.layout.families import Media
 from composer_tokacc.layout.found import (
-    Readings,
-    agreed_readings,
     has_audio_along_text,
     joined_readings,
     lengths_of_runs,
@@ -57,7 +47,7 @@ LOWEST_CODE = -128
 """Lowest code, see :attr:`RowFacts.codes`. Lower integers count as this one. Usual codes are not below -100."""
 HIGHEST_CODE = 16
 """Highest code. Higher integers are usually ids or counts. If they were codes, the check would run in nearly every
-step. For the same reason codes above 0 count only if the tensor has no higher one, see :func:`_keys_of_numbers`."""
+step. For the same reason codes above 0 count only if the tensor has no higher one."""
 
 
 @dataclass(frozen=True)
@@ -96,18 +86,13 @@ class RowFacts:
         return _writes_into(self.batch)
 
     @cached_property
-    def _readings(self) -> Readings:
-        """The possible readings of each unregistered tensor of the batch."""
-        return self.layout.readings_of(self.batch)
-
-    @cached_property
     def layout_of_rows(self) -> BatchLayout:
         """The layout of rows that are selected from the batch.
 
         The shapes of a few rows tell less surely how a tensor that is not registered belongs to them: the codes of two
         images may have the shape of the text of two rows. So this layout allows only readings that the batch allows.
         """
-        readings = joined_readings(self.layout.readings, self._readings)
+        readings = joined_readings(self.layout.readings, self.layout.readings_of(self.batch))
         return self.layout.with_readings(readings)
 
     @cached_property
@@ -387,161 +372,6 @@ def describe_all(layout: BatchLayout | None, batch: Batch) -> list[RowFacts]:
     return [describe(layout, microbatch) for microbatch in microbatches_of(batch)]
 
 
-Limit = tuple[float, ...]
-"""The largest values of a property that were seen. For example, a limit of images ``(3, True, -16, 64, False)`` begins
-with: up to 3 images in a row, several rows with images, 16 to 64 placeholders. A smallest value, such as 16, is kept as
-its negative, and a bool says whether rows had something. So rows lie within a limit if none of their values is larger.
-A property without values has the limit ``()``: it is enough to have seen it once."""
-
-# Names of properties.
-PACKED_ROWS = 'packed rows'
-UNATTENDED_LABELS = 'labels without attention'
-PADDING_ON_BOTH_SIDES = 'padding on both sides'
-UNLABELLED_ROWS = 'rows without labels'
-PARTLY_UNLABELLED = 'rows with and without labels'
-SEVERAL_ROWS = 'several rows'
-PADDED_ROWS = 'rows padded'
-"""The beginning of the name. It goes on with the side, such as ``' on the left'``."""
-BEYOND_ROTARY_LIMIT = 'rows beyond the rotary limit'
-WITH_POSITIONS = ', with position_ids'
-"""The end of the names of padded rows and of rows beyond the rotary limit if the batch has ``position_ids``."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RowRanges:
-    """Ranges of the properties of some rows, for example of those that the first-batch check has looked at.
-
-    The check shows on a few rows that no cut changes their gradient. This holds for other rows only if the model treats
-    them in the same way. But models change at some size. DeepSeek-V3.2 attends to the best k keys as soon as there are
-    more than k columns, Llama 4 scales attention from some column on, HunYuan-VL numbers the images of a batch,
-    Qwen3-Omni pads short audios to the longest one, and in GLM-ASR the padding changes the output. Nobody knows these
-    thresholds beforehand.
-
-    So the ranges are exact: a row outside of them is looked at before the step is cut, and the ranges grow to include
-    it. A range ends at the smallest and the largest value that was seen, never at a rounded one, because a threshold
-    could lie in between. Random lengths set a new maximum about log(n) times in n steps. With the lengths of AI2D,
-    ChartQA and DocVQA, rows lie outside of a range in 5 to 15 of the first 200 steps (`tests/checks/test_ranges.py`).
-
-    Args:
-        limits: Limits of the properties that the rows had, by name. A name about images, videos or audios begins with
-            that word.
-        readings: Possible readings of the tensors that no family registers.
-    """
-
-    limits: Mapping[str, Limit] = field(default_factory=dict)
-    readings: Readings = field(default_factory=dict)
-
-    def missing(self, other: RowRanges) -> list[str]:
-        """Returns names of the properties in which the other rows lie outside of these ranges."""
-        missing = []
-        for name, other_limit in other.limits.items():
-            limit = self.limits.get(name)
-            if limit is None or _larger(limit, other_limit) != limit:
-                missing.append(name)
-        for key, possible in other.readings.items():
-            # The key is missing if it is new, or if its most likely reading would change.
-            earlier = self.readings.get(key)
-            if earlier is None or agreed_readings(earlier, possible)[:1] != earlier[:1]:
-                missing.append(f'the key {key!r}')
-        return missing
-
-    def joined(self, other: RowRanges) -> RowRanges:
-        """Returns the smallest ranges that cover both. Raises ValueError if a key means different things in them."""
-        limits = dict(self.limits)
-        for name, limit in other.limits.items():
-            limits[name] = _larger(limits.get(name, limit), limit)
-        return RowRanges(limits=limits, readings=joined_readings(self.readings, other.readings))
-
-    def without_padding(self) -> RowRanges:
-        """Returns the ranges without the limits of padded rows, for a check that has not trimmed any row."""
-        limits = {name: limit for name, limit in self.limits.items() if not name.startswith(PADDED_ROWS)}
-        return RowRanges(limits=limits, readings=self.readings)
-
-
-def _larger(first: Limit, second: Limit) -> Limit:
-    """Returns the larger one of each pair of values."""
-    return tuple(map(max, first, second))
-
-
-def ranges_of(facts_of_batches: Sequence[RowFacts], largest_packed_row: int = 0) -> RowRanges:
-    """Returns the ranges of the rows of one rank's batch.
-
-    Args:
-        facts_of_batches: Facts of the batch, or of each of its microbatches.
-        largest_packed_row: The most tokens that a packed row made of these rows can have; 0: they are not packed.
-    """
-    lengths: list[int] = []
-    media_per_row: list[int] = []
-    has_no_label: list[bool] = []
-    has_holes = False
-    limits: dict[str, Limit] = {}
-    readings: Readings = {}
-    keys_of_numbers = _keys_of_numbers(facts_of_batches)
-    for facts in facts_of_batches:
-        lengths += facts.lengths
-        media_per_row += facts.media
-        has_holes = has_holes or any(facts.has_hole)
-        if any(facts.has_unattended_label):
-            limits[UNATTENDED_LABELS] = ()
-        if any(facts.begins_with_padding):
-            limits[PADDING_ON_BOTH_SIDES] = ()
-        has_no_label += lacks_labels(facts.batch)
-        for key, codes_of_rows in facts.codes.items():
-            for code in set(chain.from_iterable(codes_of_rows)):
-                if code <= 0 or key not in keys_of_numbers:
-                    limits[name_of_code(key, code)] = ()
-        readings = joined_readings(readings, facts._readings)
-    if len(lengths) > 1:
-        limits[SEVERAL_ROWS] = ()
-    if any(has_no_label):
-        limits[UNLABELLED_ROWS] = ()
-        if not all(has_no_label):
-            limits[PARTLY_UNLABELLED] = ()
-    # Without ids or vectors (Whisper) no row is trimmed.
-    with_ids = [facts for facts in facts_of_batches if facts.has_ids]
-    suffix = ''
-    if any(facts.has_positions for facts in with_ids):
-        suffix = WITH_POSITIONS
-    limits |= _rotary_limits(with_ids, suffix)
-    limits |= _padded_limits(with_ids, suffix)
-    if largest_packed_row:
-        # The longest document, and the largest packed row.
-        limits[PACKED_ROWS] = (max(lengths), largest_packed_row)
-    for modality in MODALITIES:
-        limit = _media_limit(modality, facts_of_batches)
-        if limit is not None:
-            limits[f'{modality}s'] = limit
-    has_media = any(media_per_row)
-    if has_media and not all(media_per_row):
-        limits['rows with and without media'] = ()
-    # Two names, because a model may handle holes in another way if the batch has media. So holes that were seen in text
-    # alone say nothing about holes in a batch with media.
-    if has_holes and has_media:
-        limits['holes beside media'] = ()
-    elif has_holes:
-        limits['holes'] = ()
-    return RowRanges(limits=limits, readings=readings)
-
-
-def _keys_of_numbers(facts_of_batches: Iterable[RowFacts]) -> set[str]:
-    """Returns the keys of tensors that have a value above ``HIGHEST_CODE``, so that they hold ids or counts.
-
-    In such a tensor every small number comes up sooner or later. Only 0 and negative values, such as -100, may have a
-    meaning of their own.
-    """
-    keys: set[str] = set()
-    for facts in facts_of_batches:
-        for key in facts.codes:
-            if int(facts.batch[key].long().max()) > HIGHEST_CODE:
-                keys.add(key)
-    return keys
-
-
-def name_of_code(key: str, code: int) -> str:
-    """Returns the name of the property that a row has this code under this key, see :attr:`RowFacts.codes`."""
-    return f'the value {code} of {key}'
-
-
 def largest_positions(facts: RowFacts) -> list[int]:
     """Returns for each row its largest position plus one. Without ``position_ids`` this is the length of the row.
 
@@ -565,83 +395,7 @@ def is_beyond_rotary_limit(facts: RowFacts) -> bool:
     return facts.layout.width_matters(facts.batch)
 
 
-def _rotary_limits(facts_of_batches: Iterable[RowFacts], suffix: str) -> dict[str, Limit]:
-    """Returns the limit of all rows together if some of them are beyond the rotary limit, else an empty dict.
-
-    Its two values are the smallest one of the :func:`largest_positions`, as its negative, and the largest one.
-    """
-    positions: list[int] = []
-    is_beyond = False
-    for facts in facts_of_batches:
-        if facts.layout.width_limit is not None:
-            positions += largest_positions(facts)
-            is_beyond |= is_beyond_rotary_limit(facts)
-    if not is_beyond:
-        return {}
-    return {f'{BEYOND_ROTARY_LIMIT}{suffix}': (-min(positions), max(positions))}
-
-
-def _padded_limits(facts_of_batches: Iterable[RowFacts], suffix: str) -> dict[str, Limit]:
-    """Returns the limit of padded rows, as if all batches were one padded batch; an empty dict if no row is padded.
-
-    Its values are the length of the shortest row, as its negative, the length of the longest row with padding, and the
-    width.
-    """
-    lengths: list[int] = []
-    width = 0
-    side = 'right'
-    for facts in facts_of_batches:
-        for length, needs_padding in zip(facts.lengths, facts.has_label_behind_padding, strict=True):
-            if not needs_padding:  # a row that cannot be trimmed shows nothing about trimming
-                lengths.append(length)
-        width = max(width, facts.width)
-        # Rows without padding have the side 'right', so one 'left' decides.
-        if facts.side == 'left':
-            side = 'left'
-    # A row without padding shows nothing about trimming.
-    padded_lengths = [length for length in lengths if length < width]
-    if not padded_lengths:
-        return {}
-    name = f'{PADDED_ROWS} on the {side}{suffix}'
-    return {name: (-min(lengths), max(padded_lengths), width)}
-
-
-def _media_limit(modality: str, facts_of_batches: Sequence[RowFacts]) -> Limit | None:
-    """Returns the limit of a modality's items; None: no row has any.
-
-    Its five values are:
-
-    - the largest number of items in a row;
-    - whether several rows have items;
-    - two values for the range of :meth:`RowFacts.media_sizes`: the smallest size as its negative, and the largest size;
-    - whether the microbatches of a pre-split batch pad items to different sizes, so that a row that moves to another
-      microbatch meets another padding.
-    """
-    counts: list[int] = []
-    sizes: list[float] = []
-    for facts in facts_of_batches:
-        items_per_row = facts.counts.get(modality, ())
-        if any(items_per_row):
-            counts += [num_items for num_items in items_per_row if num_items]
-            sizes += [size for size in facts.media_sizes(modality) if size is not None]
-    if not counts:
-        return None
-    smallest = min(sizes)
-    largest = max(sizes)
-    if smallest == largest:
-        # No row pads the items of another, so their size does not matter. An empty range lies within any other.
-        smallest = math.inf
-        largest = -math.inf
-    return (
-        max(counts),
-        len(counts) > 1,
-        -smallest,
-        largest,
-        _is_ragged(modality, facts_of_batches),
-    )
-
-
-def _is_ragged(modality: str, facts_of_batches: Sequence[RowFacts]) -> bool:
+def is_ragged(modality: str, facts_of_batches: Sequence[RowFacts]) -> bool:
     """Returns whether microbatches pad a tensor of the modality to different sizes."""
     first_shapes: dict[str, torch.Size] = {}
     for facts in facts_of_batches:

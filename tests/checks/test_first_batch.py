@@ -17,7 +17,8 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from composer_tokacc import token_data_spec
 from composer_tokacc.checks.cut_rules import FAILED, CutRules
-from composer_tokacc.checks.first_batch import chosen_rows, media_as_collated, rule_batch
+from composer_tokacc.checks.first_batch import media_as_collated, rule_batch
+from composer_tokacc.checks.row_ranges import MediaItems, chosen_rows
 from composer_tokacc.data_spec.split import split_of
 from composer_tokacc.layout import BatchLayout, PreSplitBatch
 from composer_tokacc.layout.tensors import Entry
@@ -373,7 +374,7 @@ def test_rows_with_new_images_are_kept(layout_with_images):
     largest_image = 4
     smallest_image = 5
 
-    chosen = chosen_rows(layout_with_images, batch, missing=['images'], max_rows=2)
+    chosen = chosen_rows(layout_with_images, batch, missing=[MediaItems('image')], max_rows=2)
 
     assert chosen == [longest, shortest, smallest_image, largest_image]
 

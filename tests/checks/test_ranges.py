@@ -21,8 +21,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from benchmarks.length_sets import read_tables
 from composer_tokacc import BatchLayout
+from composer_tokacc.checks.row_ranges import Code, PaddedRows, RowRanges, Trait, ranges_of
 from composer_tokacc.layout import Family, Media, describe
-from composer_tokacc.layout.facts import RowRanges, name_of_code, ranges_of
 from tests.matrix.harness import kinds_of_steps
 from tests.matrix.native_models import NativeModel
 from tests.model_types.tiny import tiny_config
@@ -345,6 +345,8 @@ def ranges_of_batch(lengths: list[int], largest_packed_row: int = 0, **options: 
     return ranges_of([facts], largest_packed_row)
 
 
+PADDED_RIGHT = PaddedRows('right', has_positions=False)
+PADDED_LEFT = PaddedRows('left', has_positions=False)
 PROVEN = ranges_of_batch([5, 10, 20])
 
 
@@ -357,12 +359,12 @@ def test_rows_inside_proven_ranges(lengths):
 @pytest.mark.parametrize(
     ('ranges', 'missing'),
     [
-        pytest.param(ranges_of_batch([6, 21]), 'rows padded on the right', id='wider'),
-        pytest.param(ranges_of_batch([4, 20]), 'rows padded on the right', id='shorter row'),
-        pytest.param(ranges_of_batch([6, 11, 20]), 'rows padded on the right', id='longer row with padding'),
-        pytest.param(ranges_of_batch([6, 11], width=40), 'rows padded on the right', id='all rows padded'),
-        pytest.param(ranges_of_batch([5, 10, 20], side='left'), 'rows padded on the left', id='other side'),
-        pytest.param(ranges_of_batch([5, 10, 20], largest_packed_row=30), 'packed rows', id='packed'),
+        pytest.param(ranges_of_batch([6, 21]), PADDED_RIGHT, id='wider'),
+        pytest.param(ranges_of_batch([4, 20]), PADDED_RIGHT, id='shorter row'),
+        pytest.param(ranges_of_batch([6, 11, 20]), PADDED_RIGHT, id='longer row with padding'),
+        pytest.param(ranges_of_batch([6, 11], width=40), PADDED_RIGHT, id='all rows padded'),
+        pytest.param(ranges_of_batch([5, 10, 20], side='left'), PADDED_LEFT, id='other side'),
+        pytest.param(ranges_of_batch([5, 10, 20], largest_packed_row=30), Trait.PACKED_ROWS, id='packed'),
     ],
 )
 def test_rows_outside_of_proven_ranges(ranges, missing):
@@ -376,8 +378,8 @@ def test_packed_rows_outside_of_proven():
     longer_documents = ranges_of_batch([21, 21], largest_packed_row=40)
 
     assert proven.missing(equal_rows) == []
-    assert proven.missing(larger_packed_row) == ['packed rows']
-    assert proven.missing(longer_documents) == ['packed rows']
+    assert proven.missing(larger_packed_row) == [Trait.PACKED_ROWS]
+    assert proven.missing(longer_documents) == [Trait.PACKED_ROWS]
 
 
 def test_larger_microbatches_of_packed_rows_are_new(caplog):
@@ -398,14 +400,14 @@ def test_padding_with_positions_is_new():
     proven = ranges_of_batch([5, 20], side='left')
     ranges = ranges_of_batch([5, 20], side='left', position_ids=positions)
 
-    assert proven.missing(ranges) == ['rows padded on the left, with position_ids']
+    assert proven.missing(ranges) == [PaddedRows('left', has_positions=True)]
 
 
 def test_label_behind_padding_says_nothing_about_trimming():
     """On another rank, rows that can be trimmed must not count as checked because of such rows."""
     facts = describe(TEXT_LAYOUT, text_batch([4, 9, 14], side='left'))
     assert all(facts.has_first_label)
-    assert 'rows padded on the left' not in ranges_of([facts]).limits
+    assert PADDED_LEFT not in ranges_of([facts]).limits
 
 
 def test_codes():
@@ -454,7 +456,7 @@ def test_joined_ranges_cover_both():
 
     assert joined.missing(first) == []
     assert joined.missing(second) == []
-    assert first.missing(joined) == ['rows padded on the left']
+    assert first.missing(joined) == [PADDED_LEFT]
 
 
 def test_small_ids_and_counts_are_not_new():
@@ -465,11 +467,10 @@ def test_small_ids_and_counts_are_not_new():
     # The microbatches of a pre-split batch are one batch.
     facts_of_microbatches = [describe(TEXT_LAYOUT, batch) for batch in batches]
 
-    names = ranges_of(facts_of_microbatches).limits.keys()
+    properties = ranges_of(facts_of_microbatches).limits.keys()
 
-    codes = [name for name in names if name.startswith('the value')]
-    codes_of_tasks = [name_of_code('tasks', task) for task in (1, 2, 3)]
-    assert sorted(codes) == [name_of_code('ids', -1), *codes_of_tasks]
+    codes = {row_property for row_property in properties if isinstance(row_property, Code)}
+    assert codes == {Code('ids', -1), Code('tasks', 1), Code('tasks', 2), Code('tasks', 3)}
 
 
 def test_random_lengths_are_seldom_outside():
