@@ -270,7 +270,7 @@ def real_positions(batch: Batch) -> Tensor:
     return is_real
 
 
-def outer_positions(real: Tensor) -> Tensor:
+def padding_positions(real: Tensor) -> Tensor:
     """Returns the padding of each row, bool ``(rows, width)``: before its first real position, and after its last one.
 
     A hole between real positions is not padding. It is never trimmed.
