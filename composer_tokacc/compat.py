@@ -176,7 +176,7 @@ def num_writes(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def evaluates_steps(optimizer: torch.optim.Optimizer) -> bool:
+def uses_closure(optimizer: torch.optim.Optimizer) -> bool:
     """Returns whether an optimizer uses the loss of a closure, or calls it several times.
 
     Most optimizers take a closure only for the interface, and it is optional. It is taken as used if it is required
