@@ -445,6 +445,8 @@ def step_with_fault(model, fault):
     ],
 )
 def test_sharded_and_frozen_parameters(shards, fault, message, tmp_path):
+    if shards and not hasattr(torch.cpu.Stream, 'record_event'):
+        pytest.skip('FSDP2 of torch 2.6 needs a GPU')
     model = text_model()
     with group_of_one_rank(tmp_path):
         if shards:
