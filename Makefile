@@ -147,7 +147,8 @@ RIVAL_PACKAGES := '.[rivals,bench,dev]'
 	$(PYTHON) -m venv .uv
 	.uv/bin/python -m pip install --quiet --disable-pip-version-check uv
 
-# Packages are compiled when they are installed, so that no command has to wait. `COMPILE=` leaves this to the first import.
+# Packages of .venv are compiled when they are installed, because its commands are also typed by hand. `COMPILE=` leaves this to the
+# first import.
 COMPILE ?= --compile-bytecode
 $(STAMP): setup.cfg pyproject.toml | $(UV)
 	$(call install,$(VENV),$(COMPILE) -e $(HERE))

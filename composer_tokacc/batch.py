@@ -155,7 +155,7 @@ def _is_mask_of(mask: object, ids: Tensor | None) -> bool:
 
 
 def check_batch(batch: Batch, *, labels_are_at_ids: bool = False) -> None:
-    """Raises ValueError if labels, ids or mask are wrong, if a tensor is not plain, or if the batch has no token.
+    """Raises ValueError if labels, ids, mask or positions are wrong, a tensor is not plain, or there is no token.
 
     Also if the mask hides all of a row that has labels.
 
@@ -270,7 +270,7 @@ def real_positions(batch: Batch) -> Tensor:
     return is_real
 
 
-def outer_positions(real: Tensor) -> Tensor:
+def padding_positions(real: Tensor) -> Tensor:
     """Returns the padding of each row, bool ``(rows, width)``: before its first real position, and after its last one.
 
     A hole between real positions is not padding. It is never trimmed.

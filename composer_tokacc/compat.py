@@ -176,7 +176,7 @@ def num_writes(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def evaluates_steps(optimizer: torch.optim.Optimizer) -> bool:
+def uses_closure(optimizer: torch.optim.Optimizer) -> bool:
     """Returns whether an optimizer uses the loss of a closure, or calls it several times.
 
     Most optimizers take a closure only for the interface, and it is optional. It is taken as used if it is required
@@ -295,8 +295,8 @@ def composer_state_types() -> list[Any]:
 def read_sharded(path: Path, state: dict[str, Any]) -> None:
     """Reads a sharded checkpoint into ``state``: replaces the values of the keys that both have.
 
-    Does not wait for other ranks, because rank 0 looks for a checkpoint alone. The public function waits in torch 2.6,
-    which has no argument ``no_dist``.
+    Does not wait for other ranks, because rank 0 looks for a checkpoint alone. The public ``load`` waits in torch
+    2.6. Its argument ``no_dist`` is newer.
     """
     # Imported here, because code that only reads data imports this module.
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner

@@ -155,9 +155,10 @@ def numbers_to_sum(record: PlanRecord | None) -> list[int]:
 
 
 def check_plans(sums: Sequence[float], record: PlanRecord | None) -> None:
-    """Raises RuntimeError on all ranks if their records contradict each other.
+    """Raises RuntimeError on all ranks if their records do not agree.
 
-    Exchanges the records only if the sums show a difference. So this is a collective on all ranks, or on none.
+    Exchanges the records only if the sums, or the number of ranks in the records, show that something is wrong. So this
+    is a collective on all ranks, or on none.
 
     Args:
         sums: Sums over the ranks of :func:`numbers_to_sum`, equal on all ranks.

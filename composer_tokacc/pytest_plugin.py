@@ -22,9 +22,9 @@ def token_exact() -> Callable[[torch.nn.Module], AbstractContextManager[TokenWei
     """Makes a context for one optimizer step, which fails the test unless all tokens weigh the same in the gradient.
 
     The test also fails if a forward adds nothing to the gradient, or leaves out some of its labels; if parameters or
-    gradients change between two backwards; if gradients are lost before the step, or not averaged over the ranks; and
-    if a forward writes state on which the next one depends. Run an evaluation inside of the context under
-    ``torch.no_grad()``. Otherwise its forwards count as forwards that add nothing to the gradient.
+    gradients change between two backwards; if gradients are lost before the step, NaN or infinite at the step, or not
+    averaged over the ranks; and if a forward writes state on which the next one depends. Run an evaluation inside of
+    the context under ``torch.no_grad()``. Otherwise its forwards count as forwards that add nothing to the gradient.
 
     Example:
         .. code-block:: python

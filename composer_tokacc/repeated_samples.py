@@ -24,8 +24,9 @@ def num_repeated(dataloader: Any, batch_index: int, num_rows: int) -> int:
     RegroupingBatchSampler repeats one for a rank that would have none. Another rank has the same sample, too. If the
     sample counted on both, the last step of an epoch would depend on the number of ranks.
 
-    If the row of a repeated sample is not known, warns and returns 0. Other samplers and iterable datasets repeat none.
-    Loaders with ``marks_added_rows`` mark repeated samples themselves.
+    If the row of a repeated sample is not known, warns and returns 0. Returns 0 for other samplers, too. Before
+    training, :func:`warn_of_unknown_copies` warns if they repeat samples. Loaders with ``marks_added_rows`` mark
+    repeated samples themselves.
 
     Args:
         dataloader: The DataLoader that Composer iterates.

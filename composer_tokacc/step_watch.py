@@ -177,11 +177,12 @@ class StepWatch:
         self,
         optimizer: torch.optim.Optimizer,
         args: object,
-        kwargs: object,
+        kwargs: Mapping[str, Any],
     ) -> None:
         """Records a step of an optimizer of these parameters, and the gradients that it uses.
 
-        It is a fault if gradients of its parameters were set to 0 before, or are NaN or infinite.
+        It is a fault if gradients of its parameters were set to 0 before. It is also one if they are NaN or infinite,
+        unless a GradScaler lets the optimizer leave out such a step.
         """
         stepped_ids: set[int] = set()
         for group in optimizer.param_groups:
@@ -194,13 +195,13 @@ class StepWatch:
         if self._in_backward or not self._gradients_at_last_end:
             return
         lost_names = []
-        infinite_names = []
+        nonfinite_names = []
         gradients = {}
         for name, gradient in self._gradient_checksums().items():
             if id(self._parameters[name]) not in stepped_ids:
                 continue
             if not math.isfinite(gradient.size):
-                infinite_names.append(name)
+                nonfinite_names.append(name)
                 continue
             gradients[name] = gradient
             if gradient == ZERO and self._gradients_at_last_end[name] != ZERO:
@@ -212,11 +213,13 @@ class StepWatch:
                 f'{listed(lost_names)}. Call `zero_grad` after the step, and freeze parameters by '
                 '`requires_grad_(False)`.'
             )
-        # A GradScaler tells a fused optimizer by this attribute to leave out a step with such gradients.
-        if infinite_names and not hasattr(optimizer, 'found_inf'):
+        # A GradScaler leaves out the step of most optimizers itself. It tells a fused one by this attribute whether to
+        # leave it out, and an older kind, such as that of Transformer Engine, by this argument.
+        may_leave_out = hasattr(optimizer, 'found_inf') or kwargs.get('grad_scaler') is not None
+        if nonfinite_names and not may_leave_out:
             self.faults.append(
-                f'Gradients were NaN or infinite at the step of the optimizer: {listed(infinite_names)}. They do not '
-                'show what tokens weigh.'
+                f'Gradients were NaN or infinite at the step of the optimizer: {listed(nonfinite_names)}. Is a loss a '
+                'mean over no labels, or does float16 overflow without a GradScaler?'
             )
 
     def _keep_gradients(self, gradients: Mapping[str, Checksum]) -> None:

@@ -113,7 +113,7 @@ def test_reduction_is_reset_after_an_error(tmp_path):
 
 
 @pytest.mark.parametrize('is_scheduled', [False, True])
-def test_optimizers_that_evaluate_steps(is_scheduled):
+def test_optimizers_that_use_closures(is_scheduled):
     """A learning rate scheduler replaces the method of the optimizer."""
     weights = [nn.Parameter(torch.ones(2))]
     adam = DecoupledAdamW(weights)
@@ -124,10 +124,10 @@ def test_optimizers_that_evaluate_steps(is_scheduled):
         torch.optim.LBFGS(weights): True,
         SAMOptimizer(adam): True,
     }
-    for optimizer, evaluates in expected.items():
+    for optimizer, uses_closure in expected.items():
         if is_scheduled:
             torch.optim.lr_scheduler.ConstantLR(optimizer)
-        assert compat.evaluates_steps(optimizer) == evaluates, optimizer
+        assert compat.uses_closure(optimizer) == uses_closure, optimizer
 
 
 def test_mixed_precision_of_a_unit(tmp_path):

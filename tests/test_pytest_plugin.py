@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from configparser import ConfigParser
+from functools import partial
 from importlib import import_module
 
 import pytest
@@ -329,12 +330,26 @@ def test_lost_label_of_each_row():
     assert 'Forward 1 of 1 adds only 5 of its 6 labels to the gradient' in faults_of(model, step)
 
 
-@pytest.mark.parametrize('fused', [False, True])
-def test_gradient_that_overflows(fused):
-    """A GradScaler leaves out the step, or lets a fused optimizer leave it out."""
+class SGDWithScaler(torch.optim.SGD):
+    """Takes the GradScaler as an argument, as fused optimizers of other packages do."""
+
+    _step_supports_amp_scaling = True
+
+    def step(self, closure=None, grad_scaler=None):
+        if grad_scaler is None:
+            super().step(closure)
+
+
+@pytest.mark.parametrize(
+    'make_optimizer',
+    [torch.optim.AdamW, partial(torch.optim.AdamW, fused=True), SGDWithScaler],
+    ids=['plain', 'fused', 'with scaler'],
+)
+def test_gradient_that_overflows(make_optimizer):
+    """A GradScaler leaves out the step, or lets the optimizer leave it out."""
     model = torch.nn.Embedding(9, 9)
     model.weight.register_hook(lambda gradient: gradient * torch.inf)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+    optimizer = make_optimizer(model.parameters())
     scaler = torch.amp.GradScaler('cpu')
     before = model.weight.detach().clone()
 
@@ -412,6 +427,9 @@ def step_with_fault(model, fault):
         (model(**microbatch).loss * weight).backward()
         if fault == 'step':
             optimizer.step()
+    if fault == 'nan':
+        model.lm_head.weight.grad.mul_(torch.nan)
+        optimizer.step()
 
 
 @pytest.mark.parametrize(
@@ -423,9 +441,12 @@ def step_with_fault(model, fault):
         (True, 'none', ''),
         (True, 'zero_grad', 'Gradients changed between backward 1 and 2: '),
         (True, 'step', 'An optimizer made a step'),
+        (True, 'nan', 'NaN or infinite at the step of the optimizer: `lm_head.weight`.'),
     ],
 )
 def test_sharded_and_frozen_parameters(shards, fault, message, tmp_path):
+    if shards and not hasattr(torch.cpu.Stream, 'record_event'):
+        pytest.skip('FSDP2 of torch 2.6 needs a GPU')
     model = text_model()
     with group_of_one_rank(tmp_path):
         if shards:

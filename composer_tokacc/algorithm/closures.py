@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
 from composer_tokacc.collectives import get_world_size, sum_over_ranks
-from composer_tokacc.compat import evaluates_steps
+from composer_tokacc.compat import uses_closure
 from composer_tokacc.model_structure import fsdp_units
 from composer_tokacc.refusals import NotExactError
 
@@ -56,7 +56,7 @@ def give_loss_of_step(state: State) -> list[RemovableHandle]:
 
 def _optimizers_with_closure(state: State) -> list[torch.optim.Optimizer]:
     """Returns the optimizers that evaluate a step themselves."""
-    return [optimizer for optimizer in state.optimizers if evaluates_steps(optimizer)]
+    return [optimizer for optimizer in state.optimizers if uses_closure(optimizer)]
 
 
 def check_sees_gradients(state: State) -> None:

@@ -19,7 +19,7 @@ from composer_tokacc.batch import (
     attended_positions,
     has_text,
     num_runs,
-    outer_positions,
+    padding_positions,
     sample_name,
 )
 from composer_tokacc.compat import num_writes
@@ -356,7 +356,7 @@ def _check_types_on_padding(layout: BatchLayout, batch: Batch, real: torch.Tenso
     types = batch.get('mm_token_type_ids')
     if not isinstance(types, torch.Tensor) or types.shape != real.shape:
         return
-    is_wrong = outer_positions(real) & (types != 0) & ~layout.is_placeholder(batch)
+    is_wrong = padding_positions(real) & (types != 0) & ~layout.is_placeholder(batch)
     if bool(is_wrong.any()):
         row, column = is_wrong.nonzero()[0].tolist()
         raise InvalidInputError(

@@ -30,7 +30,7 @@ from composer_tokacc.batch import (
     attended_positions,
     has_text,
     labels_at_text,
-    outer_positions,
+    padding_positions,
     real_positions,
     sample_name,
     text_of,
@@ -1058,7 +1058,7 @@ def _value_on_padding(key: str, batches: Sequence[Batch]) -> float | None:
     parts: list[torch.Tensor] = []
     for batch in batches:
         value: torch.Tensor = batch[key]
-        is_padding = outer_positions(real_positions(batch))
+        is_padding = padding_positions(real_positions(batch))
         if value.shape[:2] == is_padding.shape:
             parts.append(value[is_padding].flatten())
     if not parts:

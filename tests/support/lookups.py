@@ -22,7 +22,8 @@ def shorten_lookups_and_waits() -> None:
 
     Each forward of Transformers asks whether CUDA captures it. Without a GPU torch needs half a millisecond to fail.
 
-    Torch waits five seconds for each worker of a loader that only the garbage collector ends, and then kills it.
+    Torch waits five seconds for each worker of a loader that only the garbage collector ends, and then kills it. Now it
+    waits half a second.
     """
     _utils.MP_STATUS_CHECK_INTERVAL = 0.5
     if not torch.cuda.is_available():
