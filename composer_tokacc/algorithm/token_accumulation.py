@@ -69,7 +69,6 @@ from composer_tokacc.checks.logits import (
 from composer_tokacc.checks.step import (
     MicrobatchRecord,
     Step,
-    StepTotals,
     TokenChoice,
     check_step,
     trained_added_rows,
@@ -85,6 +84,7 @@ from composer_tokacc.refusals import InvalidInputError, NotExactError, RefusalEr
 from composer_tokacc.repeated_samples import first_batch_of, num_repeated
 from composer_tokacc.row_counts import (
     ROWS_KEY,
+    CountSums,
     attach_row_counts,
     check_loss_shares,
     num_rows,
@@ -409,17 +409,14 @@ class TokenAccumulation(Algorithm):
         except RefusalError as refusal_of_counts:
             self._refuse(state, refusal_of_counts)
         # One all-reduce for everything that ranks must know of each other before the batch is cut.
-        composers_samples = run.samples_for_composer(step.counts)
-        # In the order of StepTotals.
-        counts = [step.counts.loss_tokens, step.counts.samples, step.counts.loss_weight, composers_samples]
         flags = [has_new_rows, self._reduces_once]
         refusals = [0]  # a rank that refuses its batch sends 1, see _refuse()
-        lists = [counts, flags, width.numbers(), numbers_to_sum(plan), refusals]
+        lists = [step.counts, flags, width.numbers(), numbers_to_sum(plan), refusals]
         totals, sums_of_flags, sums_of_widths, sums_of_plans, (num_refusals,) = self._sums_over_ranks(state, lists)
         if num_refusals:
             raise_on_all_ranks(None)  # raises the refusal of the other rank
         num_ranks_with_new_rows, num_ranks_reducing_once = sums_of_flags
-        step.totals = StepTotals(*totals)
+        step.totals = CountSums._make(totals)
         # If one rank has seen that DDP reduces once, it holds for all. A rank that makes only one microbatch cannot see
         # it, but with `equal_counts=False` another rank may make several.
         self._reduces_once = num_ranks_reducing_once > 0
@@ -693,7 +690,7 @@ class TokenAccumulation(Algorithm):
         # Composer will multiply the loss by this number. _scales_of() divides by it.
         record.composers_weight = sample_weight(
             run.samples_for_composer(record.counts),
-            int(totals.composers_samples),
+            int(run.samples_for_composer(totals)),
             world_size=run.world_size,
         )
         # The factors that a mean over the samples, and the mean over the tokens, of the microbatch must have in the
@@ -805,7 +802,7 @@ class TokenAccumulation(Algorithm):
             mean_loss = sum_of_means(run.terms.of_unit(state.loss, 'tokens'))
             record.token_loss = mean_loss.detach() * num_tokens
         place = len(step.microbatches) - 1
-        is_measured = step.is_weighted or self._token_choice.includes(place, record.counts, len(step.planned))
+        is_measured = step.is_weighted or self._token_choice.includes(place, record.rows, len(step.planned))
         if not (record.counts.loss_weight and is_measured and run.check.has_logits):
             return
         logits = logits_of(microbatch.outputs)
@@ -813,7 +810,7 @@ class TokenAccumulation(Algorithm):
         # refuses the step, because no gradient has come to the logits of this record.
         if logits is None:
             return
-        at_logits = batch_at_logits(record.batch, logits, record.counts.rule, num_tokens)
+        at_logits = batch_at_logits(record.batch, logits, record.rule, num_tokens)
         if at_logits is None:
             return
         selected = at_logits.batch
@@ -868,7 +865,7 @@ class TokenAccumulation(Algorithm):
             logits: Its logits, ``(rows, width, vocabulary)``.
             selected: The labels and weights in the shape of the logits, see :func:`.batch_at_logits`.
         """
-        rule = record.counts.rule
+        rule = record.rule
         # The plain mean is sum(loss) / loss_tokens, the weighted mean is sum(weight * loss) / loss_weight. So a token
         # weighs weight * loss_tokens / loss_weight times as much as in the plain mean.
         weights_of_labels = selected[LOSS_WEIGHTS] * (record.counts.loss_tokens / record.counts.loss_weight)
@@ -1057,7 +1054,7 @@ def _compare_lengths(state: State) -> int | None:
 
 def _no_counts() -> list[Sequence[float]]:
     """Returns lists in place of the counts, flags, widths and plan of a refused batch. Only their lengths matter."""
-    return [[0] * len(StepTotals._fields), [0, 0], RankWidth.of((), None, None).numbers(), numbers_to_sum(None)]
+    return [[0] * len(CountSums._fields), [0, 0], RankWidth.of((), None, None).numbers(), numbers_to_sum(None)]
 
 
 def _check_has_weight(step: Step, batch: Batch) -> None:
