@@ -66,11 +66,11 @@ class RowCounts:
 class CountSums(NamedTuple):
     """Sums of the counts of several rows, such as the rows of a microbatch. Fields as in :class:`RowCounts`."""
 
-    num_rows: int
-    samples: int
-    real_tokens: int
-    loss_tokens: int
-    loss_weight: float
+    num_rows: int = 0
+    samples: int = 0
+    real_tokens: int = 0
+    loss_tokens: int = 0
+    loss_weight: float = 0.0
 
     @classmethod
     def of(cls, rows: Iterable[RowCounts]) -> CountSums:
