@@ -73,20 +73,18 @@ class CountSums(NamedTuple):
     loss_weight: float = 0.0
 
     @classmethod
-    def of(cls, rows: Iterable[RowCounts]) -> CountSums:
+    def of(cls, rows: Sequence[RowCounts]) -> CountSums:
         """Adds up the counts of some rows."""
-        num_rows = 0
         samples = 0
         num_real = 0
         num_loss = 0
         loss_weight = 0.0
         for row in rows:
-            num_rows += 1
             samples += row.samples
             num_real += row.real_tokens
             num_loss += row.loss_tokens
             loss_weight += row.loss_weight
-        return cls(num_rows, samples, num_real, num_loss, loss_weight)
+        return cls(len(rows), samples, num_real, num_loss, loss_weight)
 
 
 def packed_counts(rows: Sequence[RowCounts]) -> RowCounts:
