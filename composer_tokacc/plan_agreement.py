@@ -19,7 +19,7 @@ import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -143,35 +143,39 @@ def learning_rates_of(optimizers: Iterable[Optimizer]) -> tuple[str, ...]:
     return tuple(learning_rates)
 
 
-def numbers_to_sum(record: PlanRecord | None) -> list[int]:
-    """Returns three integers whose sums over the ranks tell :func:`check_plans` whether the records agree.
+class PlanSums(NamedTuple):
+    """Sums over ranks that show whether their records agree, see :func:`check_plans`.
 
-    The first two compare the checksums. The third shows whether each rank has its own part of the plan. A rank without
-    a record takes part with an empty one.
+    The first two compare the checksums. The third shows whether each rank has its own part of the plan.
     """
-    record = record or PlanRecord()
-    checksum = record.checksum
-    return [checksum, checksum**2, record.rank**2]
+
+    checksums: float = 0
+    squared_checksums: float = 0
+    squared_ranks: float = 0
+
+    @classmethod
+    def of(cls, record: PlanRecord) -> PlanSums:
+        """Returns what one rank adds to the sums. A rank without a plan takes part with an empty record."""
+        return cls(record.checksum, record.checksum**2, record.rank**2)
 
 
-def check_plans(sums: Sequence[float], record: PlanRecord | None) -> None:
+def check_plans(sums: PlanSums, record: PlanRecord) -> None:
     """Raises RuntimeError on all ranks if their records do not agree.
 
     Exchanges the records only if the sums, or the number of ranks in the records, show that something is wrong. So this
     is a collective on all ranks, or on none.
 
     Args:
-        sums: Sums over the ranks of :func:`numbers_to_sum`, equal on all ranks.
+        sums: The sums over the ranks, equal on all ranks.
         record: The record of this rank.
     """
     world_size = get_world_size()
-    checksums, squared_checksums, squared_ranks = (int(value) for value in sums)
-    are_equal = are_equal_on_ranks(checksums, squared_checksums, world_size)
+    # As integers, whose products are not rounded.
+    are_equal = are_equal_on_ranks(int(sums.checksums), int(sums.squared_checksums), world_size)
     # A process may have the sampler of a wrong rank. Then one part of the plan is usually computed twice and another
     # never, which changes the sum of squares. If two processes have swapped their samplers, the sum stays. That does no
     # harm, because each part is computed once.
-    has_all_ranks = squared_ranks == sum(rank**2 for rank in range(world_size))
-    record = record or PlanRecord()
+    has_all_ranks = sums.squared_ranks == sum(rank**2 for rank in range(world_size))
     # The only condition that is not a sum. If it differs between ranks, so do the checksums, because they cover the
     # number of ranks. So all ranks call compare_plans(), or none.
     is_for_all_ranks = record.num_ranks == world_size
@@ -179,14 +183,14 @@ def check_plans(sums: Sequence[float], record: PlanRecord | None) -> None:
         compare_plans(record)
 
 
-def compare_plans(record: PlanRecord | None, gather: Gather = all_gather_object) -> None:
+def compare_plans(record: PlanRecord, gather: Gather = all_gather_object) -> None:
     """Raises RuntimeError about the difference between the ranks if there is one; a collective.
 
     Args:
         record: The record of this rank.
         gather: Returns the records of all ranks.
     """
-    difference = find_difference(gather(record or PlanRecord()))
+    difference = find_difference(gather(record))
     if difference is not None:
         raise NotExactError(difference)
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 import torch
 
@@ -34,7 +34,7 @@ device. So reading the counts never waits for the device. ``HuggingFaceModel.for
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowCounts:
-    """Counts of one row of a batch, or the sums of several rows.
+    """Counts of one row of a batch.
 
     Args:
         samples: Samples of the dataset: 0 for a dummy row or a repeated sample, several for a packed row.
@@ -46,8 +46,7 @@ class RowCounts:
         has_new_label: Whether a token id counts as a label in this row for the first time in the run. The algorithm
             marks such rows after it has counted them. It measures the token weights of their microbatches, because a
             loss may treat some labels differently from others.
-        documents: The counts of the rows that were packed or summed, each perhaps with its own documents; empty: this
-            is one row.
+        documents: The counts of the rows that were packed into this row; empty: it is not packed.
     """
 
     samples: int = 1
@@ -64,29 +63,43 @@ class RowCounts:
         return self
 
 
-def summed(rows: Sequence[RowCounts]) -> RowCounts:
-    """Returns the sums of the counts of several rows, at least one. The rows become the ``documents``.
+class CountSums(NamedTuple):
+    """Sums of the counts of several rows, such as the rows of a microbatch. Fields as in :class:`RowCounts`."""
 
-    All rows have the same loss rule. The sum has no source, because they may have several.
+    num_rows: int = 0
+    samples: int = 0
+    real_tokens: int = 0
+    loss_tokens: int = 0
+    loss_weight: float = 0.0
+
+    @classmethod
+    def of(cls, rows: Sequence[RowCounts]) -> CountSums:
+        """Adds up the counts of some rows."""
+        samples = 0
+        num_real = 0
+        num_loss = 0
+        loss_weight = 0.0
+        for row in rows:
+            samples += row.samples
+            num_real += row.real_tokens
+            num_loss += row.loss_tokens
+            loss_weight += row.loss_weight
+        return cls(len(rows), samples, num_real, num_loss, loss_weight)
+
+
+def packed_counts(rows: Sequence[RowCounts]) -> RowCounts:
+    """Returns the counts of a row into which these rows are packed, at least one. They become its ``documents``.
+
+    All rows have the same loss rule. The packed row has no source, because its documents may have several.
     """
-    samples = 0
-    num_real = 0
-    num_loss = 0
-    loss_weight = 0.0
-    has_new_label = False
-    for row in rows:
-        samples += row.samples
-        num_real += row.real_tokens
-        num_loss += row.loss_tokens
-        loss_weight += row.loss_weight
-        has_new_label |= row.has_new_label
+    sums = CountSums.of(rows)
     return RowCounts(
-        samples=samples,
-        real_tokens=num_real,
-        loss_tokens=num_loss,
-        loss_weight=loss_weight,
+        samples=sums.samples,
+        real_tokens=sums.real_tokens,
+        loss_tokens=sums.loss_tokens,
+        loss_weight=sums.loss_weight,
         rule=rows[0].rule,
-        has_new_label=has_new_label,
+        has_new_label=any(row.has_new_label for row in rows),
         documents=tuple(rows),
     )
 
@@ -229,12 +242,14 @@ def without_row_counts(batch: Batch) -> BatchDict:
     return {key: value for key, value in batch.items() if key != ROWS_KEY}
 
 
-def row_counts_of(batch: Batch) -> list[RowCounts]:
+def row_counts_of(batch: Batch) -> Sequence[RowCounts]:
     """Returns the counts of each row. If the batch has none, each row is one sample, without further counts."""
-    counts: list[RowCounts] = []
-    for microbatch in microbatches_of(batch):
-        counts += microbatch.get(ROWS_KEY) or [RowCounts()] * len(text_of(microbatch))
-    return counts
+    if isinstance(batch, PreSplitBatch):
+        counts: list[RowCounts] = []
+        for microbatch in batch.microbatches:
+            counts += row_counts_of(microbatch)
+        return counts
+    return batch.get(ROWS_KEY) or [RowCounts()] * len(text_of(batch))
 
 
 def is_counted(batch: object) -> bool:

@@ -19,7 +19,7 @@ from composer_tokacc.counting import loss_mask, with_one_label
 from composer_tokacc.graph import raise_if_bypassed
 from composer_tokacc.layout import BatchLayout, PreSplitBatch, describe
 from composer_tokacc.layout.facts import COLLATED_BY_LOADER, check_first_labels
-from composer_tokacc.plan_agreement import check_plans, numbers_to_sum
+from composer_tokacc.plan_agreement import PlanRecord, PlanSums, check_plans
 from composer_tokacc.refusals import InvalidInputError, NotExactError
 from composer_tokacc.row_counts import check_loss_shares, row_counts_of, with_counts, without_row_counts
 from composer_tokacc.weights import MIN_LOSS_WEIGHT, weights_at
@@ -202,11 +202,11 @@ def _factors(
         RuntimeError: On all ranks, if they have planned different batches, or if the step has tokens, but all of them
             have weight 0.
     """
-    plan = getattr(microbatches, 'plan', None)
-    numbers = [sum(weight_sums), num_tokens, *numbers_to_sum(plan)]
+    plan = getattr(microbatches, 'plan', None) or PlanRecord()
+    numbers = [sum(weight_sums), num_tokens, *PlanSums.of(plan)]
     on_device = torch.tensor(numbers, dtype=torch.float64, device=device)
     step_sum, step_tokens, *plan_sums = sum_over_ranks(on_device)
-    check_plans(plan_sums, plan)
+    check_plans(PlanSums._make(plan_sums), plan)
     if step_sum == 0 and step_tokens > 0:
         raise NotExactError(
             f'The weights of a step must not all be 0, got: 0 for each of its {step_tokens:.0f} loss-generating '

@@ -70,12 +70,12 @@ class CurrentMicrobatch:
         # Composer will multiply the loss by this number. _scales() divides by it.
         record.composers_weight = sample_weight(
             run.samples_for_composer(counts),
-            int(totals.composers_samples),
+            run.samples_for_composer(totals),
             world_size=run.world_size,
         )
         # The factors that a mean over the samples, and the mean over the tokens, of the microbatch must have in the
         # step. They may be over 1, because gradients are averaged over the ranks.
-        self._weight_of_samples = sample_weight(counts.samples, int(totals.samples), world_size=run.world_size)
+        self._weight_of_samples = sample_weight(counts.samples, totals.samples, world_size=run.world_size)
         self._weight_of_mean = token_weight(counts.loss_weight, totals.loss_weight, world_size=run.world_size)
         self._outputs: Any = None
         """The outputs of the model, between :meth:`prepare_loss` and :meth:`scale_loss`. They are kept here, because
@@ -352,7 +352,7 @@ class CurrentMicrobatch:
             mean_loss = sum_of_means(run.terms.of_unit(loss, 'tokens'))
             record.token_loss = mean_loss.detach() * num_tokens
         place = len(step.microbatches) - 1
-        is_measured = step.is_weighted or run.token_choice.includes(place, record.counts, len(step.planned))
+        is_measured = step.is_weighted or run.token_choice.includes(place, record.rows, len(step.planned))
         if not (record.counts.loss_weight and is_measured and run.check.has_logits):
             return loss
         logits = logits_of(self._outputs)
@@ -360,7 +360,7 @@ class CurrentMicrobatch:
         # refuses the step, because no gradient has come to the logits of this record.
         if logits is None:
             return loss
-        rule = record.counts.rule
+        rule = record.rule
         at_logits = batch_at_logits(record.batch, logits, rule, num_tokens)
         if at_logits is None:
             return loss

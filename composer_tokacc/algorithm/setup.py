@@ -49,7 +49,7 @@ from composer_tokacc.layout.placeholders import all_placeholders, modality_of
 from composer_tokacc.model_structure import input_embedding, media_modules, output_embedding, shard_again
 from composer_tokacc.refusals import InvalidInputError, NotExactError
 from composer_tokacc.repeated_samples import warn_of_unknown_copies
-from composer_tokacc.row_counts import RowCounts
+from composer_tokacc.row_counts import CountSums
 from composer_tokacc.weights import TOKEN_WEIGHTS, check_weights_are_used, with_weights_of_positions
 
 log = logging.getLogger(__name__)
@@ -267,16 +267,13 @@ class RunContext:
         """
         self.check.microbatch_size = microbatch_size_of(state)
 
-    def samples_for_composer(self, counts: RowCounts) -> int:
+    def samples_for_composer(self, counts: CountSums) -> int:
         """Returns the number of samples that Composer counts in some rows, to weight the loss of their microbatch.
 
         A CountingDataSpec tells it the number of samples. Another DataSpec counts all rows, repeated samples too.
-
-        Args:
-            counts: The sums over these rows. Its ``documents`` are the rows, see :func:`.summed`.
         """
         if self.split is None:
-            return len(counts.documents)
+            return counts.num_rows
         return counts.samples
 
     @property

@@ -27,9 +27,7 @@ from __future__ import annotations
 import copy
 import logging
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain, islice
 from typing import Any, NoReturn
 
 import torch
@@ -37,16 +35,17 @@ from composer.core import Algorithm, Event, Precision, State
 from composer.loggers import Logger
 
 from composer_tokacc.algorithm.microbatch import CurrentMicrobatch
+from composer_tokacc.algorithm.rank_report import RankFlags, RankReport, summed_over_ranks
 from composer_tokacc.algorithm.setup import AlgorithmOptions, RunContext, check_labels_and_ids, microbatch_size_of
 from composer_tokacc.arguments import check_state
 from composer_tokacc.batch import Batch, labels_of, sample_name
-from composer_tokacc.checks.step import MicrobatchRecord, Step, StepTotals, check_step
+from composer_tokacc.checks.step import MicrobatchRecord, Step, check_step
 from composer_tokacc.collectives import max_over_ranks, raise_on_all_ranks, sum_over_ranks
-from composer_tokacc.data_spec.rank_widths import RankWidth, check_widths
+from composer_tokacc.data_spec.rank_widths import WidthSums, check_widths
 from composer_tokacc.data_spec.split import split_of
 from composer_tokacc.labelled import LabelSelector
 from composer_tokacc.layout import describe_all, microbatches_of
-from composer_tokacc.plan_agreement import PlanRecord, check_plans, learning_rates_of, numbers_to_sum, plan_record_of
+from composer_tokacc.plan_agreement import PlanRecord, PlanSums, check_plans, learning_rates_of, plan_record_of
 from composer_tokacc.refusals import InvalidInputError, NotExactError, RefusalError
 from composer_tokacc.repeated_samples import first_batch_of, num_repeated
 from composer_tokacc.row_counts import (
@@ -371,32 +370,31 @@ class TokenAccumulation(Algorithm):
         except RefusalError as refusal_of_counts:
             self._refuse(state, refusal_of_counts)
         # One all-reduce for everything that ranks must know of each other before the batch is cut.
-        composers_samples = run.samples_for_composer(step.counts)
-        # In the order of StepTotals.
-        counts = [step.counts.loss_tokens, step.counts.samples, step.counts.loss_weight, composers_samples]
-        flags = [has_new_rows, self._reduces_once]
-        refusals = [0]  # a rank that refuses its batch sends 1, see _refuse()
-        lists = [counts, flags, width.numbers(), numbers_to_sum(plan), refusals]
-        totals, sums_of_flags, sums_of_widths, sums_of_plans, (num_refusals,) = self._sums_over_ranks(state, lists)
-        if num_refusals:
-            raise_on_all_ranks(None)  # raises the refusal of the other rank
-        num_ranks_with_new_rows, num_ranks_reducing_once = sums_of_flags
-        step.totals = StepTotals(*totals)
+        report = RankReport(
+            counts=step.counts,
+            widths=WidthSums.of(width),
+            plan=PlanSums.of(plan),
+            flags=RankFlags(has_new_rows=has_new_rows, reduces_once=self._reduces_once),
+        )
+        sums = summed_over_ranks(report, state.device.tensor_to_device)
+        if sums.flags.refuses_batch:
+            raise_on_all_ranks(None)  # raises the refusal of the other rank, see _refuse()
+        step.totals = sums.counts
         # If one rank has seen that DDP reduces once, it holds for all. A rank that makes only one microbatch cannot see
         # it, but with `equal_counts=False` another rank may make several.
-        self._reduces_once = num_ranks_reducing_once > 0
+        self._reduces_once = sums.flags.reduces_once > 0
         step.reduces_once = self._reduces_once
-        check_plans(sums_of_plans, plan)
+        check_plans(sums.plan, plan)
         _check_has_weight(step, state.batch)
         # In the first step no check is due, because prove() has just checked its rows. In steps 16, 32, 64 and so on it
         # is due even without new rows, because a model may begin to treat known rows in another way.
-        is_check_due = run.check.is_due(run.step_number, has_new_rows=num_ranks_with_new_rows > 0)
+        is_check_due = run.check.is_due(run.step_number, has_new_rows=sums.flags.has_new_rows > 0)
         if is_check_due:
             run.prove(state.batch)  # new rows are cut only by rules that were proven for them
         # Each rank pads to its own longest row. One forward over all rows would pad some of them more. More padding on
         # the left may change a row. So may a greater width, if it is over the limit of a rotary embedding.
         check_widths(
-            sums_of_widths,
+            sums.widths,
             lambda: run.width_of(step),  # not `width`, because prove() may have changed the rules
             was_checked=is_check_due,
             is_trimmed=run.split is not None,
@@ -420,8 +418,8 @@ class TokenAccumulation(Algorithm):
 
     def _refuse(self, state: State, refusal: RefusalError) -> NoReturn:
         """Raises the refusal of this rank's batch, and tells it to the ranks that wait in :meth:`_batch_start`."""
-        # The other ranks wait for this all-reduce. They only read its last number, the number of refusals.
-        self._sums_over_ranks(state, [*_no_counts(), [1]])
+        report = RankReport(flags=RankFlags(refuses_batch=1))
+        summed_over_ranks(report, state.device.tensor_to_device)  # the other ranks wait for this all-reduce
         raise_on_all_ranks(refusal)
         raise refusal  # never reached, because the line above raises it
 
@@ -468,21 +466,6 @@ class TokenAccumulation(Algorithm):
             marked_row = replace(row, has_new_label=is_new)
             marked_rows.append(marked_row)
         return attach_row_counts(batch, marked_rows)
-
-    def _sums_over_ranks(self, state: State, lists: Sequence[Sequence[float]]) -> Sequence[Sequence[float]]:
-        """Sums each number in the lists over the ranks, and returns lists of the same lengths. One all-reduce."""
-        if self._run.world_size == 1:
-            return lists
-        in_one_list = list(chain.from_iterable(lists))
-        # Without token weights all numbers are integers, because each token weighs 1. With them, checksums are still
-        # exact, see CHECKSUM_BITS.
-        dtype = torch.float64 if self.is_weighted else torch.int64
-        on_device = state.device.tensor_to_device(torch.tensor(in_one_list, dtype=dtype))
-        sums_in_order = iter(sum_over_ranks(on_device))
-        sums = []
-        for numbers in lists:
-            sums.append(list(islice(sums_in_order, len(numbers))))
-        return sums
 
     def _before_train_batch(self, state: State) -> None:
         """Prepares an attempt to compute the step: forgets an earlier one, and repeats the checks of the model.
@@ -593,7 +576,7 @@ class TokenAccumulation(Algorithm):
 
     def _metrics(self, state: State, step: Step) -> dict[str, float]:
         """Returns the metrics of a step. A collective if tokens have weights."""
-        tokens = int(step.totals.loss_tokens)
+        tokens = step.totals.loss_tokens
         num_empty_on_rank = sum(record.is_empty for record in step.microbatches)
         metrics: dict[str, float] = {
             'token_accumulation/loss_generating_tokens': tokens,
@@ -628,16 +611,11 @@ def _compare_lengths(state: State) -> int | None:
     return fewest_batches if fewest_batches < most_batches else None
 
 
-def _no_counts() -> list[Sequence[float]]:
-    """Returns lists in place of the counts, flags, widths and plan of a refused batch. Only their lengths matter."""
-    return [[0] * len(StepTotals._fields), [0, 0], RankWidth.of((), None, None).numbers(), numbers_to_sum(None)]
-
-
 def _check_has_weight(step: Step, batch: Batch) -> None:
     """Raises RuntimeError if the step has loss-generating tokens, but all of them have weight 0."""
     if step.totals.loss_weight == 0 and step.totals.loss_tokens:
         raise NotExactError(
-            f'The weights of a step must not all be 0, got: 0 for each of its {step.totals.loss_tokens:.0f} '
+            f'The weights of a step must not all be 0, got: 0 for each of its {step.totals.loss_tokens} '
             f'loss-generating tokens, {sample_name(batch, 0)} among them. Fix `{LOSS_WEIGHTS}` (docs/errors.md#counts).'
         )
 

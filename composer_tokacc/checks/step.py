@@ -15,7 +15,6 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -28,7 +27,7 @@ from composer_tokacc.graph import on_gradient
 from composer_tokacc.labelled import LabelledPositions, places_of
 from composer_tokacc.layout import RowFacts, microbatches_of
 from composer_tokacc.refusals import NotExactError
-from composer_tokacc.row_counts import RowCounts, summed
+from composer_tokacc.row_counts import CountSums, RowCounts
 from composer_tokacc.weights import LOSS_WEIGHTS
 
 RELATIVE_TOLERANCE = 1e-5
@@ -103,18 +102,18 @@ class TokenChoice:
                 self._is_unknown[labels[is_new]] = False
         return has_new_label
 
-    def includes(self, place: int, counts: RowCounts, num_planned: int = 0) -> bool:
+    def includes(self, place: int, rows: Sequence[RowCounts], num_planned: int = 0) -> bool:
         """Returns whether tokens of a microbatch are measured.
 
         Args:
             place: Its place in the step, from 0.
-            counts: Its counts.
+            rows: The counts of its rows.
             num_planned: The number of microbatches of the step; 0: it is not known.
         """
         num_microbatches = num_planned or self._num_microbatches
         turn = int(self._turn * num_microbatches)
         is_its_turn = place % num_microbatches == turn
-        return self._measures_step or is_its_turn or counts.has_new_label
+        return self._measures_step or is_its_turn or any(row.has_new_label for row in rows)
 
     def draws_all(self) -> bool:
         """Draws whether all tokens of a microbatch that is measured are measured, or only some."""
@@ -153,12 +152,14 @@ class MicrobatchRecord:
     tolerance: float = 0.0  # largest deviation that round-off explains
     positions_of_logits: LabelledPositions | None = None  # where logits were computed; None: at every position
     observed: dict[str, float] = field(default_factory=dict)  # numbers that were read from the device, by name
-    counts: RowCounts = field(init=False)  # of all rows together
+    rule: str = field(init=False)  # the loss rule that counted its tokens
+    counts: CountSums = field(init=False)  # of all rows together
     is_empty: bool = field(init=False)  # whether it has no loss-generating token, or no sample (only dummy rows)
     has_weight: bool = field(init=False)  # whether it changes the gradient of the step
 
     def __post_init__(self) -> None:
-        self.counts = summed(self.rows)
+        self.rule = self.rows[0].rule  # all rows have the same
+        self.counts = CountSums.of(self.rows)
         self.is_empty = self.counts.loss_tokens == 0 or self.counts.samples == 0
         self.has_weight = self.counts.loss_weight > 0 and self.counts.samples > 0
 
@@ -232,7 +233,7 @@ class MicrobatchRecord:
         # The two types differ if the model has converted its logits: this gradient is the one before the conversion,
         # see edge_of(). Then both hold numbers that were rounded to the coarser type.
         self.tolerance = max(tolerance_of(gradient.dtype), tolerance_of(logits.dtype))
-        targets = targets_of(batch, self.counts.rule)
+        targets = targets_of(batch, self.rule)
         if not measures_all:
             # The number of tokens up to each position. At a token it is the token's own number, from 1, by which
             # places_of() finds the position.
@@ -265,7 +266,7 @@ class MicrobatchRecord:
         if self.positions_of_logits is not None:
             # From the place among the selected logits to the place in the rows.
             position = int(self.positions_of_logits.of_logits[position])
-        targets = targets_of(self.batch, self.counts.rule)
+        targets = targets_of(self.batch, self.rule)
         width = targets.shape[1]
         row, column = divmod(position, width)
         label = int(targets[row, column])
@@ -277,21 +278,13 @@ def _at(positions: Tensor, values: Tensor) -> Tensor:
     return whole_vocabulary(values).flatten(0, 1).index_select(0, positions)[None]
 
 
-class StepTotals(NamedTuple):
-    """Counts of a step over all ranks."""
-
-    loss_tokens: float
-    samples: float
-    loss_weight: float  # sum of the weights of loss-generating tokens
-    composers_samples: float  # samples as Composer counts them, perhaps also repeated ones
-
-
 @dataclass(kw_only=True, eq=False)
 class Step:
     """Everything that is known of one optimizer step on this rank."""
 
     rows: Sequence[RowCounts]
-    totals: StepTotals = field(init=False)  # over all ranks
+    counts: CountSums = field(init=False)  # of all rows together
+    totals: CountSums = field(init=False)  # the counts of all ranks together
     # Facts about the rows: one entry for a batch, or one for each microbatch of a pre-split batch. Empty without a
     # layout, which says how to divide the entries of the batch among its rows.
     facts: Sequence[RowFacts] = ()
@@ -305,10 +298,9 @@ class Step:
     # Microbatches that our split has made, on the CPU, in the order of their computation. Empty if another split cuts.
     planned: Sequence[Batch] = ()
     microbatches: list[MicrobatchRecord] = field(default_factory=list)  # that were computed so far, in order
-    counts: RowCounts = field(init=False)  # of all rows together
 
     def __post_init__(self) -> None:
-        self.counts = summed(self.rows)
+        self.counts = CountSums.of(self.rows)
 
     @property
     def with_weight(self) -> list[MicrobatchRecord]:
@@ -367,7 +359,7 @@ def _read_from_device(step: Step) -> None:
     anyway, to read the loss.
     """
     for record in step.microbatches:
-        counted = loss_mask(record.batch, record.counts.rule)
+        counted = loss_mask(record.batch, record.rule)
         values = {'tokens': counted.sum()}
         if step.is_weighted:
             values['weight'] = (record.batch[LOSS_WEIGHTS] * counted).sum()
@@ -386,21 +378,18 @@ def _read_from_device(step: Step) -> None:
 def _check_totals(step: Step) -> None:
     """Raises RuntimeError if samples or tokens were lost or repeated between BATCH_START and the backwards."""
     counted = step.counts
-    num_samples = 0
-    num_tokens = 0
-    weight = 0.0
+    computed_rows: list[RowCounts] = []
     for record in step.microbatches:
-        num_samples += record.counts.samples
-        num_tokens += record.counts.loss_tokens
-        weight += record.counts.loss_weight
-    has_all = num_samples == counted.samples and num_tokens == counted.loss_tokens
-    is_same_weight = math.isclose(weight, counted.loss_weight, rel_tol=RELATIVE_TOLERANCE)
+        computed_rows += record.rows
+    computed = CountSums.of(computed_rows)
+    has_all = computed.samples == counted.samples and computed.loss_tokens == counted.loss_tokens
+    is_same_weight = math.isclose(computed.loss_weight, counted.loss_weight, rel_tol=RELATIVE_TOLERANCE)
     if not has_all or not is_same_weight:
         raise NotExactError(
             f'The microbatches of a step must hold its {counted.samples} samples and {counted.loss_tokens} '
-            f'loss-generating tokens of weight {counted.loss_weight:g}, got: {num_samples} and {num_tokens} of '
-            f'weight {weight:g}. `split_batch` drops or repeats rows, or a later algorithm does: use '
-            'token_data_spec(), and put TokenAccumulation last (docs/errors.md#counts).'
+            f'loss-generating tokens of weight {counted.loss_weight:g}, got: {computed.samples} and '
+            f'{computed.loss_tokens} of weight {computed.loss_weight:g}. `split_batch` drops or repeats rows, or a '
+            'later algorithm does: use token_data_spec(), and put TokenAccumulation last (docs/errors.md#counts).'
         )
 
 

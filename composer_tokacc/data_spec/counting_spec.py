@@ -21,7 +21,7 @@ from composer_tokacc.checks.first_batch import FirstBatchCheck
 from composer_tokacc.checks.probe import Probe
 from composer_tokacc.collectives import all_gather_object, get_world_size, max_over_ranks
 from composer_tokacc.counting import real_tokens
-from composer_tokacc.data_spec.rank_widths import RankWidth, check_widths
+from composer_tokacc.data_spec.rank_widths import RankWidth, WidthSums, check_widths
 from composer_tokacc.data_spec.split import MicrobatchSplit, register_split
 from composer_tokacc.layout import PreSplitBatch, describe_all, microbatches_of
 from composer_tokacc.refusals import InvalidInputError, NotExactError
@@ -194,8 +194,8 @@ class CountingDataSpec(DataSpec):
         may_matter = max_over_ranks([width.pads_left, width.is_beyond_rotary_limit is True])
         if not any(may_matter):
             return
-        numbers_of_ranks = np.array(all_gather_object(width.numbers()))
-        sums = numbers_of_ranks.sum(axis=0).tolist()
+        sums_of_ranks = np.array(all_gather_object(WidthSums.of(width)))
+        sums = WidthSums._make(sums_of_ranks.sum(axis=0).tolist())
         # `was_checked` is False, because the check ran before `width` was made, so the sums show what it has found.
         check_widths(sums, lambda: width, was_checked=False, is_trimmed=True)
 

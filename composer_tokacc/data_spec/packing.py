@@ -25,7 +25,7 @@ from composer_tokacc.data_spec.document_attention import DocumentAttention
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.layout.layout import labels_along_text
 from composer_tokacc.refusals import InvalidInputError
-from composer_tokacc.row_counts import ROWS_KEY, RowCounts, row_counts_of, summed
+from composer_tokacc.row_counts import ROWS_KEY, RowCounts, packed_counts, row_counts_of
 
 
 def pack_rows(
@@ -74,7 +74,7 @@ def pack_rows(
     packed: BatchDict = {}
     for key, value in batch.items():
         if key == ROWS_KEY:
-            packed[key] = [summed(_documents_among(value, real))]
+            packed[key] = [packed_counts(_documents_among(value, real))]
         elif isinstance(value, Tensor):
             if key != 'attention_mask':  # the packed mask is written below
                 packed[key] = _pack_tensor(layout, batch, key, real)

@@ -21,6 +21,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 from composer_tokacc.batch import IGNORE_INDEX, labels_of
 from composer_tokacc.checks.cut_rules import CutRules
@@ -78,20 +79,29 @@ class RankWidth:
                 reason = 'more padding changes its losses (the model may count positions from the first column)'
         return cls(width, pads_left, reason, is_beyond)
 
-    def numbers(self) -> list[int]:
-        """Returns integers for :func:`check_widths`. Their sums over the ranks show whether widths differ and matter.
 
-        The sums of widths and of their squares show whether all ranks have the same width.
-        """
-        is_beyond = self.is_beyond_rotary_limit
-        return [
-            is_beyond is True,
-            is_beyond is False,
-            self.pads_left,
-            bool(self.reason),
-            self.width,
-            self.width**2,
-        ]
+class WidthSums(NamedTuple):
+    """Sums over ranks that show whether their widths differ, and whether that may matter, see :func:`check_widths`."""
+
+    num_beyond: int = 0  # ranks with rows beyond the limit of a rotary embedding
+    num_within: int = 0  # ranks with rows within it
+    num_left: int = 0  # ranks with padding on the left
+    num_with_reason: int = 0  # ranks that know why more padding may change the losses
+    # The sums of widths and of their squares show whether all ranks have the same width.
+    widths: int = 0
+    squared_widths: int = 0
+
+    @classmethod
+    def of(cls, rank_width: RankWidth) -> WidthSums:
+        """Returns what one rank adds to the sums."""
+        return cls(
+            num_beyond=rank_width.is_beyond_rotary_limit is True,
+            num_within=rank_width.is_beyond_rotary_limit is False,
+            num_left=rank_width.pads_left,
+            num_with_reason=bool(rank_width.reason),
+            widths=rank_width.width,
+            squared_widths=rank_width.width**2,
+        )
 
 
 def _may_depend_on_padding(facts: RowFacts, rules: CutRules | None) -> bool:
@@ -115,7 +125,7 @@ def _may_depend_on_padding(facts: RowFacts, rules: CutRules | None) -> bool:
 
 
 def check_widths(
-    sums: Sequence[float],
+    sums: WidthSums,
     width_of_rank: Callable[[], RankWidth],
     *,
     was_checked: bool,
@@ -126,7 +136,7 @@ def check_widths(
     It also raises if only some ranks have rows beyond the limit of a rotary embedding.
 
     Args:
-        sums: Sums over the ranks of :meth:`RankWidth.numbers`.
+        sums: The sums over the ranks.
         width_of_rank: Returns the width of this rank by the rules that hold now. Called only if the sums show unequal
             widths that may matter.
         was_checked: Whether the first-batch check ran after the sums were made. It may have found that padding matters,
@@ -134,19 +144,18 @@ def check_widths(
         is_trimmed: Whether the run trims rows. If not, :meth:`RankWidth.of` gets no rules, and no check shows whether
             the model counts positions from the first column. Then unequal widths give a warning.
     """
-    num_beyond, num_within, num_left, num_with_reason, sum_of_widths, sum_of_squares = sums
-    if num_beyond and num_within:
+    if sums.num_beyond and sums.num_within:
         raise NotExactError(
             'All ranks must have rows on one side of the width at which the rotary embedding of this model begins to '
-            f'depend on the width, got: {num_beyond:.0f} ranks beyond it and {num_within:.0f} within. The gradient '
+            f'depend on the width, got: {sums.num_beyond} ranks beyond it and {sums.num_within} within. The gradient '
             'would depend on the number of ranks. Pad all rows to one width, or shorten them (docs/errors.md#ranks).'
         )
-    are_equal = are_equal_on_ranks(sum_of_widths, sum_of_squares, get_world_size())
-    if are_equal or not num_left:
+    are_equal = are_equal_on_ranks(sums.widths, sums.squared_widths, get_world_size())
+    if are_equal or not sums.num_left:
         return
     if not is_trimmed:
         _warn_of_unknown_positions()
-    may_matter = num_with_reason > 0 or was_checked
+    may_matter = sums.num_with_reason > 0 or was_checked
     if not may_matter:
         return
     widths = all_gather_object(width_of_rank())

@@ -17,7 +17,7 @@ import torch
 from composer_tokacc.batch import Batch, text_of
 from composer_tokacc.counting import loss_mask
 from composer_tokacc.layout import microbatches_of
-from composer_tokacc.row_counts import RowCounts, count_rows, is_counted, row_counts_of, summed
+from composer_tokacc.row_counts import CountSums, RowCounts, count_rows, is_counted, row_counts_of
 
 
 class StepCounts(NamedTuple):
@@ -51,13 +51,13 @@ class MicrobatchCounts(NamedTuple):
     dummy_positions: int
 
 
-def count_device_batch(batch: Batch, rule: str) -> RowCounts:
+def count_device_batch(batch: Batch, rule: str) -> CountSums:
     """Returns the sums of the counts of all rows of a device batch, which is still on the CPU.
 
     If nobody has counted its tokens, they are counted by ``rule``.
     """
     rows = row_counts_of(batch) if is_counted(batch) else count_rows(batch, rule)
-    return summed(rows)
+    return CountSums.of(rows)
 
 
 def count_microbatch(batch: Batch, rule: str) -> MicrobatchCounts:
@@ -69,7 +69,7 @@ def count_microbatch(batch: Batch, rule: str) -> MicrobatchCounts:
     for row, row_positions in _unpacked(batch):
         if row.samples == 0:  # a dummy row or a repeated sample
             dummy_positions += row_positions
-    counts = summed(row_counts_of(batch))  # if nobody has counted, each row is one sample without tokens
+    counts = CountSums.of(row_counts_of(batch))  # if nobody has counted, each row is one sample without tokens
     loss_tokens: int | torch.Tensor = counts.loss_tokens
     if not is_counted(batch):
         loss_tokens = loss_mask(batch, rule).sum()

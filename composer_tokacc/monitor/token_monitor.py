@@ -36,7 +36,7 @@ from composer_tokacc.monitor.step_counts import (
     rows_by_width,
 )
 from composer_tokacc.refusals import InvalidInputError
-from composer_tokacc.row_counts import RowCounts
+from composer_tokacc.row_counts import CountSums
 
 NUM_TIMED_STEPS = 200
 """Number of last steps whose seconds are kept: enough that two of them are above the 99th percentile."""
@@ -142,7 +142,7 @@ class TokenMonitor(Callback):
         # Of the present step: the wait for its data, and counts of the device batch.
         self._wait_began = 0.0
         self._loader_seconds = 0.0
-        self._device_batch: RowCounts
+        self._device_batch: CountSums
         self._device_batch_positions = 0
         self._media_flops = 0.0
         # Counts of the present attempt to compute the step. If it runs out of memory, Composer makes another one.

@@ -45,7 +45,7 @@ from composer_tokacc.programs.errors import ConfigError, shorten
 from composer_tokacc.programs.process import say
 from composer_tokacc.programs.schema import TrainConfig, without
 from composer_tokacc.programs.traces import memory_of_run
-from composer_tokacc.row_counts import row_counts_of, summed, with_counts, without_row_counts
+from composer_tokacc.row_counts import CountSums, row_counts_of, with_counts, without_row_counts
 from composer_tokacc.sampling import RegroupingBatchSampler, RegroupingDataLoader
 from composer_tokacc.sampling.rank_assignment import RankAssignment
 from composer_tokacc.sizing import GIB, BatchShape, MemoryModel
@@ -401,7 +401,7 @@ def _run_microbatch(run: PlannedRun, microbatch: Batch) -> None:
             # Logits are selected only if the labels of all samples are known. Otherwise a microbatch with more labels
             # than the candidates may come later, so all logits are computed.
             if run.accumulation is not None and run.labels_per_sample is not None:
-                run.accumulation.select_logits(state, batch, summed(row_counts_of(microbatch)).loss_tokens)
+                run.accumulation.select_logits(state, batch, CountSums.of(row_counts_of(microbatch)).loss_tokens)
             # As in Composer, the outputs of the last microbatch stay in memory until this forward has ended.
             state.outputs = model(batch)
             loss = inner_model(model).loss(state.outputs, batch)  # pyright: ignore[reportCallIssue]

@@ -15,7 +15,7 @@ import transformers
 from composer_tokacc import TokenAccumulation
 from composer_tokacc.checks.cut_rules import FAILED, CutRules
 from composer_tokacc.data_spec import rank_widths
-from composer_tokacc.data_spec.rank_widths import RankWidth, check_widths
+from composer_tokacc.data_spec.rank_widths import RankWidth, WidthSums, check_widths
 from composer_tokacc.layout import BatchLayout, describe, describe_all
 from tests.support.launch import launch_json
 from tests.support.small_batches import text_batch
@@ -163,24 +163,24 @@ def test_rotary_limit_of_a_rank(lengths, has_positions, expected):
 def test_ranks_on_both_sides_of_a_rotary_limit():
     within = RankWidth(8, pads_left=False, reason='', is_beyond_rotary_limit=False)
     beyond = RankWidth(12, pads_left=False, reason='', is_beyond_rotary_limit=True)
-    sums = np.sum([within.numbers(), beyond.numbers()], axis=0)
+    sums = np.sum([WidthSums.of(within), WidthSums.of(beyond)], axis=0)
     with pytest.raises(RuntimeError, match=r'rotary.* 1 ranks beyond it and 1 within'):
-        check_widths(sums, lambda: within, was_checked=False, is_trimmed=True)
+        check_widths(WidthSums._make(sums), lambda: within, was_checked=False, is_trimmed=True)
 
 
 def check_two_ranks(monkeypatch, reason_after_check='', **options):
     """Checks widths of 9 and 14. The sums are made before the check of this step, so they show no reason."""
-    numbers_of_ranks = []
+    sums_of_ranks = []
     widths_after_check = []
     for width in (9, 14):
         before_check = RankWidth(width, pads_left=True, reason='')
         after_check = RankWidth(width, pads_left=True, reason=reason_after_check)
-        numbers_of_ranks.append(before_check.numbers())
+        sums_of_ranks.append(WidthSums.of(before_check))
         widths_after_check.append(after_check)
-    sums = np.sum(numbers_of_ranks, axis=0)
+    sums = np.sum(sums_of_ranks, axis=0)
     monkeypatch.setattr(rank_widths, 'get_world_size', lambda: 2)
     monkeypatch.setattr(rank_widths, 'all_gather_object', lambda _: widths_after_check)
-    check_widths(sums, lambda: widths_after_check[0], **options)
+    check_widths(WidthSums._make(sums), lambda: widths_after_check[0], **options)
 
 
 def test_check_of_this_step_counts(monkeypatch):

@@ -17,10 +17,10 @@ from composer_tokacc import plan_agreement
 from composer_tokacc.plan_agreement import (
     RANDOM,
     PlanRecord,
+    PlanSums,
     check_plans,
     find_difference,
     learning_rates_of,
-    numbers_to_sum,
     plan_record_of,
 )
 from composer_tokacc.planning import CostModel
@@ -255,14 +255,14 @@ def test_sums_tell_equal_checksums(checksums, are_equal):
     if are_equal:
         checksums = [checksums[0]] * num_ranks
     records = [PlanRecord(checksum, rank, num_ranks) for rank, checksum in enumerate(checksums)]
-    numbers_of_ranks = [numbers_to_sum(record) for record in records]
+    numbers_of_ranks = [PlanSums.of(record) for record in records]
     sums = np.sum(numbers_of_ranks, axis=0, dtype=np.float64)  # float64, as if tokens had weights
 
     compared_records = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan_agreement, 'get_world_size', lambda: num_ranks)
         patch.setattr(plan_agreement, 'compare_plans', compared_records.append)
-        check_plans(sums.tolist(), records[0])
+        check_plans(PlanSums._make(sums.tolist()), records[0])
 
     have_compared = len(compared_records) > 0
     checksums_differ = len(set(checksums)) > 1
