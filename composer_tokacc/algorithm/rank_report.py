@@ -34,20 +34,27 @@ class RankReport(NamedTuple):
     flags: RankFlags = RankFlags()
 
 
-def summed_over_ranks(report: RankReport, to_device: Callable[[torch.Tensor], torch.Tensor]) -> RankReport:
+def summed_over_ranks(
+    report: RankReport,
+    to_device: Callable[[torch.Tensor], torch.Tensor],
+    *,
+    is_weighted: bool,
+) -> RankReport:
     """Adds up the reports of all ranks, number by number; one all-reduce.
 
     Args:
         report: The report of this rank.
         to_device: Moves a tensor to the device on which the process group reduces.
+        is_weighted: Whether tokens have weights. All other numbers are integers.
     """
     if get_world_size() == 1:
         return report
     numbers = list(chain.from_iterable(report))
-    # All numbers are integers, except weights of tokens. float64 holds the sums of the integers exactly, see
-    # CHECKSUM_BITS.
+    # float64 holds the sums of the integers exactly, too, see CHECKSUM_BITS. But some devices do not have it.
+    dtype = torch.float64 if is_weighted else torch.int64
     sums: list[float] = []
-    for total in sum_over_ranks(to_device(torch.tensor(numbers, dtype=torch.float64))):
-        sums.append(int(total) if total.is_integer() else total)
+    for total in sum_over_ranks(to_device(torch.tensor(numbers, dtype=dtype))):
+        is_integer = float(total).is_integer()  # only a sum of weights may have a fraction
+        sums.append(int(total) if is_integer else total)
     sums_in_order = iter(sums)
     return RankReport._make(part._make(islice(sums_in_order, len(part))) for part in report)

@@ -376,7 +376,7 @@ class TokenAccumulation(Algorithm):
             plan=PlanSums.of(plan),
             flags=RankFlags(has_new_rows=has_new_rows, reduces_once=self._reduces_once),
         )
-        sums = summed_over_ranks(report, state.device.tensor_to_device)
+        sums = summed_over_ranks(report, state.device.tensor_to_device, is_weighted=self.is_weighted)
         if sums.flags.refuses_batch:
             raise_on_all_ranks(None)  # raises the refusal of the other rank, see _refuse()
         step.totals = sums.counts
@@ -419,7 +419,8 @@ class TokenAccumulation(Algorithm):
     def _refuse(self, state: State, refusal: RefusalError) -> NoReturn:
         """Raises the refusal of this rank's batch, and tells it to the ranks that wait in :meth:`_batch_start`."""
         report = RankReport(flags=RankFlags(refuses_batch=1))
-        summed_over_ranks(report, state.device.tensor_to_device)  # the other ranks wait for this all-reduce
+        # The other ranks wait for this all-reduce.
+        summed_over_ranks(report, state.device.tensor_to_device, is_weighted=self.is_weighted)
         raise_on_all_ranks(refusal)
         raise refusal  # never reached, because the line above raises it
 

@@ -22,7 +22,7 @@ def test_each_number_stays_in_its_place(monkeypatch):
         flags=RankFlags(has_new_rows=True, reduces_once=False),
     )
 
-    sums = summed_over_ranks(report, lambda tensor: tensor)
+    sums = summed_over_ranks(report, lambda tensor: tensor, is_weighted=True)
 
     assert sums == RankReport(
         counts=CountSums(num_rows=2, samples=4, real_tokens=6, loss_tokens=8, loss_weight=0.2),
