@@ -247,7 +247,7 @@ class CurrentMicrobatch:
         # without a word. So check_step() refuses a total that is not the sum of the terms.
         record.total_error = run.terms.total_error(loss)
         record.num_microbatches = self._num_microbatches_with_samples(loss, microbatch_size)
-        self._watch_other_terms(loss)
+        self._check_other_terms(loss)
         loss = self._weigh_and_measure_tokens(loss)
         self.raw_loss = loss
         if isinstance(loss, SplitLoss):  # callbacks get one number again, as the model returned it
@@ -290,47 +290,47 @@ class CurrentMicrobatch:
         # one may be repeated. A microbatch with only this row does not count. So samples are divided, not rows.
         return -(-step.counts.samples // int(microbatch_size))  # rounded up, because the last one may have fewer rows
 
-    def _watch_other_terms(self, loss: Any) -> None:
-        """Makes sure that the step is refused if a term that is not a mean over tokens would have a wrong gradient.
-
-        There are two cases:
-
-        - Tokens have weights, and such a term has a gradient at the logits. The weights would change it, too. This
-          raises RuntimeError.
-        - Such a term has a gradient in added rows, which are dummy rows and repeated samples. They should not count.
-          Means over tokens leave them out, because they have no labels. If it cannot be told now, the backward shows
-          it: hooks on the outputs note such a gradient, and check_step() refuses it.
-        """
-        run = self._run
-        record = self._record
-        added_rows = [number for number, row in enumerate(record.rows) if row.samples == 0]
-        # If all rows are added ones, _scales() multiplies all terms by 0.
-        are_some_added = 0 < len(added_rows) < len(record.rows)
-        is_weighted = self._step.is_weighted
-        if not (are_some_added or is_weighted):
-            return
+    def _check_other_terms(self, loss: Any) -> None:
+        """Makes sure that the step is refused if a term that is not a mean over tokens would have a wrong gradient."""
         other_terms = []
-        for term in run.terms.terms_of(loss):
+        for term in self._run.terms.terms_of(loss):
             if term.unit != 'tokens' and term.value.requires_grad:
                 other_terms.append(term)
         if not other_terms:
             return
+        if self._step.is_weighted:
+            self._check_not_weighted(other_terms)
+        self._watch_added_rows(other_terms)
+
+    def _check_not_weighted(self, other_terms: Sequence[Term]) -> None:
+        """Raises RuntimeError if terms have a gradient at the logits, because the token weights would change it."""
         logits = logits_of(self._outputs)
-        gradient = None
-        if is_weighted and logits is not None:
-            gradient = gradient_of(sum_of_means(term.value for term in other_terms), logits)
+        if logits is None:
+            return
+        gradient = gradient_of(sum_of_means(term.value for term in other_terms), logits)
         if gradient is not None and gradient.any():  # a term may be 0 times the logits
             raise NotExactError(
                 '`token_weights` must apply to means over tokens only, got: another term of `loss_units` that is '
                 'made of the logits, so that the weights would change its gradient. Make it of the hidden states, '
                 "or set `token_weights='token'` (docs/errors.md#model-loss)."
             )
-        if not are_some_added:
-            return
+
+    def _watch_added_rows(self, other_terms: Sequence[Term]) -> None:
+        """Makes sure that the step is refused if terms have a gradient in added rows, which must not count.
+
+        Added rows are dummy rows and repeated samples. Means over tokens leave them out, because they have no labels.
+        Other terms may not. In the backward, hooks on the outputs note the gradient in added rows, and check_step()
+        refuses it. Raises RuntimeError if such a gradient is certain before.
+        """
+        record = self._record
+        added_rows = [number for number, row in enumerate(record.rows) if row.samples == 0]
+        if not added_rows or len(added_rows) == len(record.rows):
+            return  # if all rows are added ones, _scales() multiplies all terms by 0
         record.added_rows = added_rows
-        # Means over samples need not be made of the outputs, so the gradient by them may not show that they see the
-        # added rows. The first-batch check has seen whether they have a gradient in rows without labels.
-        if run.check.trains_unlabelled_rows and run.terms.of_unit(loss, 'samples'):
+        # A mean over samples need not be made of the outputs, so the gradient by the outputs may not show that it sees
+        # the added rows. The first-batch check has seen whether it has a gradient in rows without labels.
+        has_means_over_samples = any(term.unit == 'samples' for term in other_terms)
+        if has_means_over_samples and self._run.check.trains_unlabelled_rows:
             raise trained_added_rows(record)
         # The gradient is read in the backward of the step. A backward of its own would run the hooks of FSDP, which
         # communicate, and only on this rank.
