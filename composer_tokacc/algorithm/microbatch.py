@@ -75,8 +75,8 @@ class CurrentMicrobatch:
         )
         # The factors that a mean over the samples, and the mean over the tokens, of the microbatch must have in the
         # step. They may be over 1, because gradients are averaged over the ranks.
-        self._weight_of_samples = sample_weight(counts.samples, int(totals.samples), world_size=run.world_size)
-        self._weight_of_mean = token_weight(counts.loss_weight, totals.loss_weight, world_size=run.world_size)
+        self._weight_of_sample_mean = sample_weight(counts.samples, int(totals.samples), world_size=run.world_size)
+        self._weight_of_token_mean = token_weight(counts.loss_weight, totals.loss_weight, world_size=run.world_size)
         self._outputs: Any = None
         """The outputs of the model, between :meth:`prepare_loss` and :meth:`scale_loss`. They are kept here, because
         Composer's FreeOutputs empties ``state.outputs`` in between."""
@@ -340,20 +340,17 @@ class CurrentMicrobatch:
     def _weigh_and_measure_tokens(self, loss: Any) -> Any:
         """Applies the token weights, if there are any, and adds hooks that measure tokens in the backward.
 
-        With token weights all microbatches are measured, without them only those that :class:`.TokenChoice` chooses.
         Returns the loss. With token weights its means over tokens have become weighted means.
         """
         run = self._run
-        step = self._step
         record = self._record
         num_tokens = record.counts.loss_tokens
-        if step.is_weighted and num_tokens:
-            # Here the loss is still the plain mean.
+        is_weighted = self._step.is_weighted
+        if is_weighted and num_tokens:
+            # For a metric. Here the loss is still the plain mean.
             mean_loss = sum_of_means(run.terms.of_unit(loss, 'tokens'))
             record.token_loss = mean_loss.detach() * num_tokens
-        place = len(step.microbatches) - 1
-        is_measured = step.is_weighted or run.token_choice.includes(place, record.counts, len(step.planned))
-        if not (record.counts.loss_weight and is_measured and run.check.has_logits):
+        if not self._is_measured:
             return loss
         logits = logits_of(self._outputs)
         # Without logits that fit the labels, nothing is weighted or measured. If tokens have weights, check_step() then
@@ -364,15 +361,14 @@ class CurrentMicrobatch:
         at_logits = batch_at_logits(record.batch, logits, rule, num_tokens)
         if at_logits is None:
             return loss
-        selected = at_logits.batch  # labels and weights in the shape of the logits
         record.positions_of_logits = at_logits.positions
         weights = None
-        if step.is_weighted:
+        if is_weighted:
             # The plain mean is sum(loss) / loss_tokens, the weighted mean is sum(weight * loss) / loss_weight. So a
             # token weighs weight * loss_tokens / loss_weight times as much as in the plain mean.
-            weights_of_labels = selected[LOSS_WEIGHTS] * (num_tokens / record.counts.loss_weight)
+            weights_of_labels = at_logits.batch[LOSS_WEIGHTS] * (num_tokens / record.counts.loss_weight)
             weights = at_predictions(weights_of_labels, rule)
-            targets = targets_of(selected, rule)
+            targets = targets_of(at_logits.batch, rule)
             # Weights the value of the loss. weigh_tokens() will weight its gradient.
             loss = run.terms.with_weighted_values(loss, logits, targets, weights, factor=run.check.token_scale)
         # The logits have no gradient if no parameter before them is trained, for example if only an encoder of media is
@@ -386,8 +382,22 @@ class CurrentMicrobatch:
         record.has_bypass = has_bypass(run.terms.of_unit(loss, 'tokens'), edges)
         plain_token_weight = self._plain_token_weight()
         measures_all = run.token_choice.draws_all()  # if False, only some tokens of this microbatch are measured
-        record.watch(logits, weights, plain_token_weight, batch=selected, measures_all=measures_all)
+        record.watch(logits, weights, plain_token_weight, batch=at_logits.batch, measures_all=measures_all)
         return loss
+
+    @property
+    def _is_measured(self) -> bool:
+        """Whether the weights of tokens are measured in the backward.
+
+        With token weights every microbatch is measured, without them only those that :class:`.TokenChoice` chooses.
+        """
+        counts = self._record.counts
+        if counts.loss_weight == 0 or not self._run.check.has_logits:
+            return False  # there is no token with a gradient at the logits
+        if self._step.is_weighted:
+            return True
+        place = len(self._step.microbatches) - 1
+        return self._run.token_choice.includes(place, counts, len(self._step.planned))
 
     def _plain_token_weight(self) -> float | None:
         """Returns the weight that a plain token must have in the gradient by the logits; None: it cannot be measured.
@@ -402,7 +412,7 @@ class CurrentMicrobatch:
         scale = run.check.token_scale
         if scale is None or units_of_terms not in ([], ['tokens']):
             return None
-        weight = scale * self._weight_of_mean * self._step.gradient_scale / self._record.counts.loss_tokens
+        weight = scale * self._weight_of_token_mean * self._step.gradient_scale / self._record.counts.loss_tokens
         # LossTerms.scaled() divides the gradient by this factor.
         return weight / run.excess_of_reduction
 
@@ -417,9 +427,9 @@ class CurrentMicrobatch:
             return dict.fromkeys(LOSS_UNITS, 0.0)
         num_with_samples = sum(row.samples > 0 for row in record.rows)
         num_microbatches = record.num_microbatches or 1  # None if no term has the unit 'microbatches'
-        scale_of_samples = self._weight_of_samples / record.composers_weight
+        scale_of_samples = self._weight_of_sample_mean / record.composers_weight
         return {
-            'tokens': self._weight_of_mean / record.composers_weight,
+            'tokens': self._weight_of_token_mean / record.composers_weight,
             # The model divides a mean over samples by all rows of the microbatch. Dummy rows and repeated samples add 0
             # to the sum, so the mean must be over the other rows only.
             'samples': scale_of_samples * len(record.rows) / num_with_samples,
