@@ -3,9 +3,12 @@
 
 """The loss of one microbatch: from the loss that the model returns to the one that Composer differentiates.
 
-:class:`CurrentMicrobatch` gives each term of the loss its weight in the step. It also adds hooks, by which the backward
-tells the :class:`.MicrobatchRecord` what the step check reads. It takes and returns batches and losses. Only
-``token_accumulation.py`` reads and changes Composer's state. It also explains the words *measured* and *bypass*.
+:class:`CurrentMicrobatch` gives each term of the loss its weight in the step. It also adds hooks to the graph. In the
+backward they write into the :class:`.MicrobatchRecord` which weights were really applied, and the step check compares
+these with the right ones.
+
+This module takes and returns batches and losses. ``token_accumulation.py`` puts them into Composer's state, and
+explains the words *measured* and *bypass*.
 """
 
 from __future__ import annotations
@@ -17,13 +20,7 @@ from typing import Any
 import torch
 
 from composer_tokacc.algorithm.functional import sample_weight, token_weight
-from composer_tokacc.algorithm.loss_terms import (
-    LOSS_UNITS,
-    SplitLoss,
-    Term,
-    attached_zero,
-    sum_of_means,
-)
+from composer_tokacc.algorithm.loss_terms import LOSS_UNITS, SplitLoss, Term, attached_zero, sum_of_means
 from composer_tokacc.algorithm.setup import RunContext, check_trains_something, takes_media
 from composer_tokacc.batch import Batch, BatchDict
 from composer_tokacc.checks.logits import at_predictions, logits_of, router_loss_of, targets_of, weigh_tokens
@@ -50,10 +47,12 @@ log = logging.getLogger(__name__)
 class CurrentMicrobatch:
     """The microbatch that is computed now, from before its forward to after its backward.
 
-    It holds the graph of the loss, so it must not be kept longer.
+    It holds the graph of the loss, so it must not be kept longer. :class:`.TokenAccumulation` uses it in this order:
 
-    The model gets the batch without our entries, because a compiled model would be compiled again whenever their values
-    change.
+    1. Before the forward: it makes the object, and gives :attr:`entries` to the model.
+    2. After the loss: :meth:`put_back`, then :meth:`prepare_loss`.
+    3. Before the backward: :meth:`put_back` again, then :meth:`scale_loss`.
+    4. After the backward: :meth:`check_no_added_term`. Then callbacks get :attr:`raw_loss`.
 
     Args:
         run: The parts of the fit. The step must be the one that is computed now.
@@ -73,20 +72,21 @@ class CurrentMicrobatch:
             int(totals.composers_samples),
             world_size=run.world_size,
         )
-        # The factors that a mean over the samples, and the mean over the tokens, of the microbatch must have in the
-        # step. They may be over 1, because gradients are averaged over the ranks.
+        # The factor that a mean over the samples of the microbatch must have in the step, and the factor of a mean over
+        # its tokens. They may be over 1, because gradients are averaged over the ranks.
         self._weight_of_sample_mean = sample_weight(counts.samples, int(totals.samples), world_size=run.world_size)
         self._weight_of_token_mean = token_weight(counts.loss_weight, totals.loss_weight, world_size=run.world_size)
         self._outputs: Any = None
         """The outputs of the model, between :meth:`prepare_loss` and :meth:`scale_loss`. They are kept here, because
         Composer's FreeOutputs empties ``state.outputs`` in between."""
         self._edges_of_loss: Collection[Edge] = ()
-        """The edges of the last loss that this object has returned, one for each of its tensors. A term that is added
-        later has a path to a parameter that passes none of these edges."""
+        """The edges of the last loss that this object has returned, one for each of its tensors. See
+        :meth:`check_no_added_term`."""
         self.raw_loss: Any = None
         """The loss before it was scaled; set by :meth:`scale_loss`."""
         self.entries: BatchDict = without_row_counts(self._batch)
-        """The batch that the model gets."""
+        """The batch that the model gets. It lacks our entries, because a compiled model would be compiled again
+        whenever their values change."""
         if self._step.is_weighted:
             # This package has written the weights of tokens. Without token weights a column of this name belongs to the
             # user, and the model may read it.
@@ -174,7 +174,10 @@ class CurrentMicrobatch:
             )
 
     def _zero_token_terms(self, loss: Any, batch: Batch) -> Any:
-        """Sets the means over tokens of a microbatch without tokens to 0. They are NaN, or of the added label."""
+        """Sets the means over tokens of a microbatch without tokens to 0.
+
+        They are NaN, or the loss of the label that was added.
+        """
         terms = self._run.terms
         empty_units = ['tokens']
         if terms.of_unit(loss, 'microbatches') and not any(real_tokens(batch)):
@@ -197,12 +200,13 @@ class CurrentMicrobatch:
     def _attach_gradient(self, loss: Any, batch: Batch) -> Any:
         """Makes the backward possible if the loss has no gradient: adds a zero, whose gradient is 0.
 
-        A microbatch may have such a loss if other microbatches train. For example, only an encoder of images is
-        trained, and it has no image. Or only some experts are trained, and its tokens chose others. If the microbatch
-        has media, or no layout finds media, the loss is left as it is, and the backward raises.
+        The loss of a microbatch may have no gradient although others have one. For example, only an encoder of images
+        is trained, and this microbatch has no image. Or only some experts are trained, and its tokens chose others. But
+        if the microbatch has media, or if this is not known because there is no layout, the loss stays as it is, and
+        the backward raises.
 
-        If the first microbatch of a fit has such a loss, probably all have one. Then a model that takes no media is
-        refused. One that takes media only gets a warning.
+        If even the first microbatch of a fit has such a loss, probably all have such a loss. So a model that takes no
+        media is refused. For a model that takes media there is only a warning.
         """
         if any(term.requires_grad for term in tensors_in(loss)):
             return loss
@@ -236,7 +240,8 @@ class CurrentMicrobatch:
         Args:
             loss: The loss of :meth:`prepare_loss`, perhaps changed by other algorithms since.
             batch: The microbatch with all its entries, see :meth:`put_back`.
-            microbatch_size: The number of rows of the microbatches of Composer's own split.
+            microbatch_size: How many rows Composer's own split puts into a microbatch. Not read if our split has cut
+                the batch.
         """
         run = self._run
         record = self._record
@@ -264,9 +269,9 @@ class CurrentMicrobatch:
         return loss
 
     def check_no_added_term(self, loss: Any) -> None:
-        """Raises RuntimeError if a term was added to the loss since its edges were noted. Its weight would be wrong.
+        """Raises RuntimeError if a term was added since this object returned the loss. Its weight would be wrong.
 
-        Such a term makes a path in the graph from the new loss to a parameter that passes none of these edges.
+        Such a term adds a path to the graph: from the new loss to a parameter, but not through the returned loss.
         """
         if self._run.options.check_loss and has_bypass(loss, self._edges_of_loss):
             raise NotExactError(
@@ -454,16 +459,18 @@ def _name_trained(model: torch.nn.Module) -> str:
 def _outputs_to_watch(outputs: Any, terms: Sequence[Term], num_rows: int) -> list[torch.Tensor]:
     """Returns the outputs of the model whose gradient shows which rows the terms see.
 
-    They are those that a term is made of, down to the first output ``(rows, width, ...)``, which is one of them.
+    They are the outputs that the terms are made of. From each term the graph is followed to the first output ``(rows,
+    width, ...)`` on the way, and not beyond it.
     """
     outputs_of_rows = []
     for output in tensors_in(outputs):
         if output.requires_grad and output.dim() in (2, 3) and len(output) == num_rows:
             outputs_of_rows.append(output)
-    # The graph is not followed beyond outputs ``(rows, width, ...)``. They may be made of other outputs of this length
-    # whose entries are not the rows, such as states of as many images. Outputs of two dimensions may hold similarities,
-    # ``(rows, rows)``. There an added row is also a column of all other rows, and the gradient of its own row may not
-    # show that a term sees it. So what they are made of is watched as well.
+    # The graph is not followed beyond an output ``(rows, width, ...)``, because it may be made of another output that
+    # has the same length by chance, such as the states of as many images. It is followed beyond an output of two
+    # dimensions, because such an output may hold similarities, ``(rows, rows)``. An added row is also a column there,
+    # and a term may see only this column. Then the gradient by the row itself is 0, but not the gradient by the output
+    # that the similarities are made of.
     ends = {edge_of(output) for output in outputs_of_rows if output.dim() == 3}
     edges = edges_of_graph([term.value for term in terms], ends)
     watched = [output for output in outputs_of_rows if edge_of(output) in edges]
