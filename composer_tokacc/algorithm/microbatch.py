@@ -235,7 +235,9 @@ class CurrentMicrobatch:
     # Before the backward.
 
     def scale_loss(self, loss: Any, batch: Batch, microbatch_size: float) -> Any:
-        """Returns the loss whose tokens have their weight in the step, and adds hooks that measure this weight.
+        """Returns the loss times the factors that give its terms their weight in the step.
+
+        Also adds hooks, which measure the weights in the backward.
 
         Args:
             loss: The loss of :meth:`prepare_loss`, perhaps changed by other algorithms since.
