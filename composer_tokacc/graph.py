@@ -3,7 +3,7 @@
 
 """The graph of autograd: which tensors and parameters a loss is made of, and the gradients in between.
 
-Each node of the graph makes one or more tensors, and has an edge to each tensor that it makes them of. A walk along
+Each node of the graph computes one or more tensors from others, and has an edge to each of these others. A walk along
 the edges goes from a loss to everything that it is made of, and ends at the parameters. It reads no values, so it does
 not wait for the device.
 """
@@ -24,6 +24,10 @@ Edge: TypeAlias = tuple[Node | None, int]
 """A node of the graph of autograd, and the number of one of its outputs.
 
 An edge keeps the graph that makes its tensor in memory, so edges must not be kept beyond the backward."""
+Tensors: TypeAlias = Tensor | Mapping[Any, Any] | Sequence[Any] | None
+"""A value in which :func:`tensors_in` finds tensors: a tensor, nested mappings and sequences of tensors, or None.
+
+Not an iterator. No tensors would be found in it."""
 
 
 # The walk.
@@ -52,12 +56,12 @@ def edge_of(tensor: Tensor) -> Edge:
     return _before_copies((tensor.grad_fn, tensor.output_nr))
 
 
-def edges_of(value: Any) -> set[Edge]:
+def edges_of(value: Tensors) -> set[Edge]:
     """Returns the edge of each tensor in a value, see :func:`tensors_in` and :func:`edge_of`."""
     return {edge_of(tensor) for tensor in tensors_in(value)}
 
 
-def edges_of_graph(losses: Any, ends: Collection[Edge] = ()) -> set[Edge]:
+def edges_of_graph(losses: Tensors, ends: Collection[Edge] = ()) -> set[Edge]:
     """Returns the edges of all tensors that the tensors in ``losses`` are made of, up to the ``ends``.
 
     Unlike a backward to these tensors it runs no hooks, and those of FSDP would communicate.
@@ -68,7 +72,7 @@ def edges_of_graph(losses: Any, ends: Collection[Edge] = ()) -> set[Edge]:
     return edges
 
 
-def has_bypass(losses: Any, ends: Collection[Edge]) -> bool:
+def has_bypass(losses: Tensors, ends: Collection[Edge]) -> bool:
     """Returns whether losses depend on parameters in another way than through some tensors, such as the logits.
 
     If so, some term of the losses is not made of these tensors. ``ends`` are their edges, see :func:`edges_of`.
@@ -77,7 +81,7 @@ def has_bypass(losses: Any, ends: Collection[Edge]) -> bool:
     return any(hasattr(node, 'variable') for node in nodes_of_graph(losses, ends))
 
 
-def nodes_of_graph(losses: Any, ends: Collection[Edge] = ()) -> Iterator[Node]:
+def nodes_of_graph(losses: Tensors, ends: Collection[Edge] = ()) -> Iterator[Node]:
     """Yields the nodes of the graph that makes the tensors in ``losses``. Does not follow it beyond the ``ends``."""
     visited: set[Node] = set()
     pending: list[Edge] = list(edges_of(losses))
@@ -174,8 +178,8 @@ def raise_if_bypassed(logits: Tensor, refusal: Exception) -> None:
 def gradient_of(loss: Tensor, tensor: Tensor) -> Tensor | None:
     """Returns the gradient of a loss by a tensor, and keeps the graph.
 
-    None: the loss is not made of the tensor, or no parameter before the tensor is trained. If the tensor is a copy, the
-    gradient is the one by the tensor before the copy, see :func:`edge_of`.
+    None: the loss is not made of the tensor, or the tensor is not made of a trained parameter. If the tensor is a copy,
+    the gradient is the one by the tensor before the copy, see :func:`edge_of`.
 
     This backward runs the hooks of FSDP, which communicate, so under FSDP all ranks must call it.
     """

@@ -249,7 +249,8 @@ class LossTerms:
         """
         router = router_loss_of(outputs)
         coefficient = self.router_coefficient
-        if router is None or not isinstance(loss, Tensor) or not router.requires_grad:
+        # If the load-balancing loss is not made of parameters, it changes no weight, and has no gradient to measure.
+        if router is None or not isinstance(loss, Tensor) or router.grad_fn is None:
             return
         node_of_router, _ = edge_of(router)
         node_of_loss, _ = edge_of(loss)

@@ -3,9 +3,12 @@
 
 """The loss of one microbatch: from the loss that the model returns to the one that Composer differentiates.
 
-:class:`CurrentMicrobatch` gives each term of the loss its weight in the step. It also adds hooks, by which the backward
-tells the :class:`.MicrobatchRecord` what the step check reads. It takes and returns batches and losses. Only
-``token_accumulation.py`` reads and changes Composer's state. It also explains the words *measured* and *bypass*.
+:class:`CurrentMicrobatch` gives each term of the loss its weight in the step. It also adds hooks to the graph. In the
+backward they write into the :class:`.MicrobatchRecord` which weights were really applied, and the step check compares
+these with the right ones.
+
+This module takes and returns batches and losses. ``token_accumulation.py`` puts them into Composer's state, and
+explains the words *measured* and *bypass*.
 """
 
 from __future__ import annotations
@@ -17,13 +20,7 @@ from typing import Any
 import torch
 
 from composer_tokacc.algorithm.functional import sample_weight, token_weight
-from composer_tokacc.algorithm.loss_terms import (
-    LOSS_UNITS,
-    SplitLoss,
-    Term,
-    attached_zero,
-    sum_of_means,
-)
+from composer_tokacc.algorithm.loss_terms import LOSS_UNITS, SplitLoss, Term, attached_zero, sum_of_means
 from composer_tokacc.algorithm.setup import RunContext, check_trains_something, takes_media
 from composer_tokacc.batch import Batch, BatchDict
 from composer_tokacc.checks.logits import at_predictions, logits_of, router_loss_of, targets_of, weigh_tokens
@@ -50,10 +47,12 @@ log = logging.getLogger(__name__)
 class CurrentMicrobatch:
     """The microbatch that is computed now, from before its forward to after its backward.
 
-    It holds the graph of the loss, so it must not be kept longer.
+    It holds the graph of the loss, so it must not be kept longer. :class:`.TokenAccumulation` uses it in this order:
 
-    The model gets the batch without our entries, because a compiled model would be compiled again whenever their values
-    change.
+    1. Before the forward: it makes the object, and gives :attr:`entries` to the model.
+    2. After the loss: :meth:`put_back`, then :meth:`prepare_loss`.
+    3. Before the backward: :meth:`put_back` again, then :meth:`scale_loss`.
+    4. After the backward: :meth:`check_no_added_term`. Then callbacks get :attr:`raw_loss`.
 
     Args:
         run: The parts of the fit. The step must be the one that is computed now.
@@ -73,20 +72,21 @@ class CurrentMicrobatch:
             run.samples_for_composer(totals),
             world_size=run.world_size,
         )
-        # The factors that a mean over the samples, and the mean over the tokens, of the microbatch must have in the
-        # step. They may be over 1, because gradients are averaged over the ranks.
-        self._weight_of_samples = sample_weight(counts.samples, totals.samples, world_size=run.world_size)
-        self._weight_of_mean = token_weight(counts.loss_weight, totals.loss_weight, world_size=run.world_size)
+        # The factor that a mean over the samples of the microbatch must have in the step, and the factor of a mean over
+        # its tokens. They may be over 1, because gradients are averaged over the ranks.
+        self._weight_of_sample_mean = sample_weight(counts.samples, totals.samples, world_size=run.world_size)
+        self._weight_of_token_mean = token_weight(counts.loss_weight, totals.loss_weight, world_size=run.world_size)
         self._outputs: Any = None
         """The outputs of the model, between :meth:`prepare_loss` and :meth:`scale_loss`. They are kept here, because
         Composer's FreeOutputs empties ``state.outputs`` in between."""
         self._edges_of_loss: Collection[Edge] = ()
-        """The edges of the last loss that this object has returned, one for each of its tensors. A term that is added
-        later has a path to a parameter that passes none of these edges."""
+        """The edges of the last loss that this object has returned, one for each of its tensors. See
+        :meth:`check_no_added_term`."""
         self.raw_loss: Any = None
         """The loss before it was scaled; set by :meth:`scale_loss`."""
         self.entries: BatchDict = without_row_counts(self._batch)
-        """The batch that the model gets."""
+        """The batch that the model gets. It lacks our entries, because a compiled model would be compiled again
+        whenever their values change."""
         if self._step.is_weighted:
             # This package has written the weights of tokens. Without token weights a column of this name belongs to the
             # user, and the model may read it.
@@ -174,7 +174,10 @@ class CurrentMicrobatch:
             )
 
     def _zero_token_terms(self, loss: Any, batch: Batch) -> Any:
-        """Sets the means over tokens of a microbatch without tokens to 0. They are NaN, or of the added label."""
+        """Sets the means over tokens of a microbatch without tokens to 0.
+
+        They are NaN, or the loss of the label that was added.
+        """
         terms = self._run.terms
         empty_units = ['tokens']
         if terms.of_unit(loss, 'microbatches') and not any(real_tokens(batch)):
@@ -197,12 +200,13 @@ class CurrentMicrobatch:
     def _attach_gradient(self, loss: Any, batch: Batch) -> Any:
         """Makes the backward possible if the loss has no gradient: adds a zero, whose gradient is 0.
 
-        A microbatch may have such a loss if other microbatches train. For example, only an encoder of images is
-        trained, and it has no image. Or only some experts are trained, and its tokens chose others. If the microbatch
-        has media, or no layout finds media, the loss is left as it is, and the backward raises.
+        The loss of a microbatch may have no gradient although others have one. For example, only an encoder of images
+        is trained, and this microbatch has no image. Or only some experts are trained, and its tokens chose others. But
+        if the microbatch has media, or if this is not known because there is no layout, the loss stays as it is, and
+        the backward raises.
 
-        If the first microbatch of a fit has such a loss, probably all have one. Then a model that takes no media is
-        refused. One that takes media only gets a warning.
+        If even the first microbatch of a fit has such a loss, probably all have such a loss. So a model that takes no
+        media is refused. For a model that takes media there is only a warning.
         """
         if any(term.requires_grad for term in tensors_in(loss)):
             return loss
@@ -231,12 +235,15 @@ class CurrentMicrobatch:
     # Before the backward.
 
     def scale_loss(self, loss: Any, batch: Batch, microbatch_size: float) -> Any:
-        """Returns the loss whose tokens have their weight in the step, and adds hooks that measure this weight.
+        """Returns the loss times the factors that give its terms their weight in the step.
+
+        Also adds hooks, which measure the weights in the backward.
 
         Args:
             loss: The loss of :meth:`prepare_loss`, perhaps changed by other algorithms since.
             batch: The microbatch with all its entries, see :meth:`put_back`.
-            microbatch_size: The number of rows of the microbatches of Composer's own split.
+            microbatch_size: How many rows Composer's own split puts into a microbatch. Not read if our split has cut
+                the batch.
         """
         run = self._run
         record = self._record
@@ -247,7 +254,7 @@ class CurrentMicrobatch:
         # without a word. So check_step() refuses a total that is not the sum of the terms.
         record.total_error = run.terms.total_error(loss)
         record.num_microbatches = self._num_microbatches_with_samples(loss, microbatch_size)
-        self._watch_other_terms(loss)
+        self._check_other_terms(loss)
         loss = self._weigh_and_measure_tokens(loss)
         self.raw_loss = loss
         if isinstance(loss, SplitLoss):  # callbacks get one number again, as the model returned it
@@ -264,9 +271,9 @@ class CurrentMicrobatch:
         return loss
 
     def check_no_added_term(self, loss: Any) -> None:
-        """Raises RuntimeError if a term was added to the loss since its edges were noted. Its weight would be wrong.
+        """Raises RuntimeError if a term was added since this object returned the loss. Its weight would be wrong.
 
-        Such a term makes a path in the graph from the new loss to a parameter that passes none of these edges.
+        Such a term adds a path to the graph: from the new loss to a parameter, but not through the returned loss.
         """
         if self._run.options.check_loss and has_bypass(loss, self._edges_of_loss):
             raise NotExactError(
@@ -290,47 +297,47 @@ class CurrentMicrobatch:
         # one may be repeated. A microbatch with only this row does not count. So samples are divided, not rows.
         return -(-step.counts.samples // int(microbatch_size))  # rounded up, because the last one may have fewer rows
 
-    def _watch_other_terms(self, loss: Any) -> None:
-        """Makes sure that the step is refused if a term that is not a mean over tokens would have a wrong gradient.
-
-        There are two cases:
-
-        - Tokens have weights, and such a term has a gradient at the logits. The weights would change it, too. This
-          raises RuntimeError.
-        - Such a term has a gradient in added rows, which are dummy rows and repeated samples. They should not count.
-          Means over tokens leave them out, because they have no labels. If it cannot be told now, the backward shows
-          it: hooks on the outputs note such a gradient, and check_step() refuses it.
-        """
-        run = self._run
-        record = self._record
-        added_rows = [number for number, row in enumerate(record.rows) if row.samples == 0]
-        # If all rows are added ones, _scales() multiplies all terms by 0.
-        are_some_added = 0 < len(added_rows) < len(record.rows)
-        is_weighted = self._step.is_weighted
-        if not (are_some_added or is_weighted):
-            return
+    def _check_other_terms(self, loss: Any) -> None:
+        """Makes sure that the step is refused if a term that is not a mean over tokens would have a wrong gradient."""
         other_terms = []
-        for term in run.terms.terms_of(loss):
+        for term in self._run.terms.terms_of(loss):
             if term.unit != 'tokens' and term.value.requires_grad:
                 other_terms.append(term)
         if not other_terms:
             return
+        if self._step.is_weighted:
+            self._check_not_weighted(other_terms)
+        self._watch_added_rows(other_terms)
+
+    def _check_not_weighted(self, other_terms: Sequence[Term]) -> None:
+        """Raises RuntimeError if terms have a gradient at the logits, because the token weights would change it."""
         logits = logits_of(self._outputs)
-        gradient = None
-        if is_weighted and logits is not None:
-            gradient = gradient_of(sum_of_means(term.value for term in other_terms), logits)
+        if logits is None:
+            return
+        gradient = gradient_of(sum_of_means(term.value for term in other_terms), logits)
         if gradient is not None and gradient.any():  # a term may be 0 times the logits
             raise NotExactError(
                 '`token_weights` must apply to means over tokens only, got: another term of `loss_units` that is '
                 'made of the logits, so that the weights would change its gradient. Make it of the hidden states, '
                 "or set `token_weights='token'` (docs/errors.md#model-loss)."
             )
-        if not are_some_added:
-            return
+
+    def _watch_added_rows(self, other_terms: Sequence[Term]) -> None:
+        """Makes sure that the step is refused if terms have a gradient in added rows, which must not count.
+
+        Added rows are dummy rows and repeated samples. Means over tokens leave them out, because they have no labels.
+        Other terms may not. In the backward, hooks on the outputs note the gradient in added rows, and check_step()
+        refuses it. Raises RuntimeError if such a gradient is certain before.
+        """
+        record = self._record
+        added_rows = [number for number, row in enumerate(record.rows) if row.samples == 0]
+        if not added_rows or len(added_rows) == len(record.rows):
+            return  # if all rows are added ones, _scales() multiplies all terms by 0
         record.added_rows = added_rows
-        # Means over samples need not be made of the outputs, so the gradient by them may not show that they see the
-        # added rows. The first-batch check has seen whether they have a gradient in rows without labels.
-        if run.check.trains_unlabelled_rows and run.terms.of_unit(loss, 'samples'):
+        # A mean over samples need not be made of the outputs, so the gradient by the outputs may not show that it sees
+        # the added rows. The first-batch check has seen whether it has a gradient in rows without labels.
+        has_means_over_samples = any(term.unit == 'samples' for term in other_terms)
+        if has_means_over_samples and self._run.check.trains_unlabelled_rows:
             raise trained_added_rows(record)
         # The gradient is read in the backward of the step. A backward of its own would run the hooks of FSDP, which
         # communicate, and only on this rank.
@@ -340,20 +347,17 @@ class CurrentMicrobatch:
     def _weigh_and_measure_tokens(self, loss: Any) -> Any:
         """Applies the token weights, if there are any, and adds hooks that measure tokens in the backward.
 
-        With token weights all microbatches are measured, without them only those that :class:`.TokenChoice` chooses.
         Returns the loss. With token weights its means over tokens have become weighted means.
         """
         run = self._run
-        step = self._step
         record = self._record
         num_tokens = record.counts.loss_tokens
-        if step.is_weighted and num_tokens:
-            # Here the loss is still the plain mean.
+        is_weighted = self._step.is_weighted
+        if is_weighted and num_tokens:
+            # For a metric. Here the loss is still the plain mean.
             mean_loss = sum_of_means(run.terms.of_unit(loss, 'tokens'))
             record.token_loss = mean_loss.detach() * num_tokens
-        place = len(step.microbatches) - 1
-        is_measured = step.is_weighted or run.token_choice.includes(place, record.rows, len(step.planned))
-        if not (record.counts.loss_weight and is_measured and run.check.has_logits):
+        if not self._is_measured:
             return loss
         logits = logits_of(self._outputs)
         # Without logits that fit the labels, nothing is weighted or measured. If tokens have weights, check_step() then
@@ -364,15 +368,14 @@ class CurrentMicrobatch:
         at_logits = batch_at_logits(record.batch, logits, rule, num_tokens)
         if at_logits is None:
             return loss
-        selected = at_logits.batch  # labels and weights in the shape of the logits
         record.positions_of_logits = at_logits.positions
         weights = None
-        if step.is_weighted:
+        if is_weighted:
             # The plain mean is sum(loss) / loss_tokens, the weighted mean is sum(weight * loss) / loss_weight. So a
             # token weighs weight * loss_tokens / loss_weight times as much as in the plain mean.
-            weights_of_labels = selected[LOSS_WEIGHTS] * (num_tokens / record.counts.loss_weight)
+            weights_of_labels = at_logits.batch[LOSS_WEIGHTS] * (num_tokens / record.counts.loss_weight)
             weights = at_predictions(weights_of_labels, rule)
-            targets = targets_of(selected, rule)
+            targets = targets_of(at_logits.batch, rule)
             # Weights the value of the loss. weigh_tokens() will weight its gradient.
             loss = run.terms.with_weighted_values(loss, logits, targets, weights, factor=run.check.token_scale)
         # The logits have no gradient if no parameter before them is trained, for example if only an encoder of media is
@@ -386,8 +389,22 @@ class CurrentMicrobatch:
         record.has_bypass = has_bypass(run.terms.of_unit(loss, 'tokens'), edges)
         plain_token_weight = self._plain_token_weight()
         measures_all = run.token_choice.draws_all()  # if False, only some tokens of this microbatch are measured
-        record.watch(logits, weights, plain_token_weight, batch=selected, measures_all=measures_all)
+        record.watch(logits, weights, plain_token_weight, batch=at_logits.batch, measures_all=measures_all)
         return loss
+
+    @property
+    def _is_measured(self) -> bool:
+        """Whether the weights of tokens are measured in the backward.
+
+        With token weights every microbatch is measured, without them only those that :class:`.TokenChoice` chooses.
+        """
+        counts = self._record.counts
+        if counts.loss_weight == 0 or not self._run.check.has_logits:
+            return False  # there is no token with a gradient at the logits
+        if self._step.is_weighted:
+            return True
+        place = len(self._step.microbatches) - 1
+        return self._run.token_choice.includes(place, self._record.rows, len(self._step.planned))
 
     def _plain_token_weight(self) -> float | None:
         """Returns the weight that a plain token must have in the gradient by the logits; None: it cannot be measured.
@@ -402,7 +419,7 @@ class CurrentMicrobatch:
         scale = run.check.token_scale
         if scale is None or units_of_terms not in ([], ['tokens']):
             return None
-        weight = scale * self._weight_of_mean * self._step.gradient_scale / self._record.counts.loss_tokens
+        weight = scale * self._weight_of_token_mean * self._step.gradient_scale / self._record.counts.loss_tokens
         # LossTerms.scaled() divides the gradient by this factor.
         return weight / run.excess_of_reduction
 
@@ -417,9 +434,9 @@ class CurrentMicrobatch:
             return dict.fromkeys(LOSS_UNITS, 0.0)
         num_with_samples = sum(row.samples > 0 for row in record.rows)
         num_microbatches = record.num_microbatches or 1  # None if no term has the unit 'microbatches'
-        scale_of_samples = self._weight_of_samples / record.composers_weight
+        scale_of_samples = self._weight_of_sample_mean / record.composers_weight
         return {
-            'tokens': self._weight_of_mean / record.composers_weight,
+            'tokens': self._weight_of_token_mean / record.composers_weight,
             # The model divides a mean over samples by all rows of the microbatch. Dummy rows and repeated samples add 0
             # to the sum, so the mean must be over the other rows only.
             'samples': scale_of_samples * len(record.rows) / num_with_samples,
@@ -444,16 +461,18 @@ def _name_trained(model: torch.nn.Module) -> str:
 def _outputs_to_watch(outputs: Any, terms: Sequence[Term], num_rows: int) -> list[torch.Tensor]:
     """Returns the outputs of the model whose gradient shows which rows the terms see.
 
-    They are those that a term is made of, down to the first output ``(rows, width, ...)``, which is one of them.
+    They are the outputs that the terms are made of. From each term the graph is followed to the first output ``(rows,
+    width, ...)`` on the way, and not beyond it.
     """
     outputs_of_rows = []
     for output in tensors_in(outputs):
         if output.requires_grad and output.dim() in (2, 3) and len(output) == num_rows:
             outputs_of_rows.append(output)
-    # The graph is not followed beyond outputs ``(rows, width, ...)``. They may be made of other outputs of this length
-    # whose entries are not the rows, such as states of as many images. Outputs of two dimensions may hold similarities,
-    # ``(rows, rows)``. There an added row is also a column of all other rows, and the gradient of its own row may not
-    # show that a term sees it. So what they are made of is watched as well.
+    # The graph is not followed beyond an output ``(rows, width, ...)``, because it may be made of another output that
+    # has the same length by chance, such as the states of as many images. It is followed beyond an output of two
+    # dimensions, because such an output may hold similarities, ``(rows, rows)``. An added row is also a column there,
+    # and a term may see only this column. Then the gradient by the row itself is 0, but not the gradient by the output
+    # that the similarities are made of.
     ends = {edge_of(output) for output in outputs_of_rows if output.dim() == 3}
     edges = edges_of_graph([term.value for term in terms], ends)
     watched = [output for output in outputs_of_rows if edge_of(output) in edges]

@@ -163,7 +163,7 @@ class RunContext:
         self.options = options
         model: Any = inner_model(state.model)
         self.model: Any = model
-        """The model without the wrapper of DDP."""
+        """The model without the wrappers of DDP and torch.compile."""
         check_trains_something(model)
         shard_again(state.model)  # an earlier evaluation may have left weights gathered
         self._unsharded = unsharded_parameters(state.model)

@@ -9,8 +9,8 @@ Four objects hold the knowledge of the algorithm:
 - :class:`.Step`, for an optimizer step: the counts of its rows, and a record of each microbatch.
 - :class:`.MicrobatchRecord`: the counts of a microbatch, and the facts that its backward has shown. The step check
   reads it.
-- :class:`.CurrentMicrobatch`: what happens to the loss of a microbatch, and objects that only its computation needs,
-  such as the model's outputs.
+- :class:`.CurrentMicrobatch`, for the microbatch that is computed now: it weights the loss. It holds what is not needed
+  after the backward, such as the model's outputs.
 
 Three words:
 

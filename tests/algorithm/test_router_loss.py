@@ -201,6 +201,13 @@ def test_coefficient_is_measured(dtype, is_copied, num_elements):
         terms.check_coefficient(loss_with(0.0011), outputs)
 
 
+def test_router_loss_without_parameters():
+    """A model without a layer of experts may return it. It changes no weight, so its coefficient is not checked."""
+    router_loss = torch.tensor(0.0, requires_grad=True)
+    loss = torch.tensor(2.0) + 0.3 * router_loss
+    LossTerms(None, 0.001).check_coefficient(loss, {'aux_loss': router_loss})
+
+
 class WithUnnamedCoefficient(NativeModel):
     """Adds a load-balancing loss with a coefficient that is neither in a config nor in the model."""
 
