@@ -25,7 +25,7 @@ from composer_tokacc.collectives import all_gather_object, get_global_rank
 from composer_tokacc.counting import loss_mask
 from composer_tokacc.isolation import IsolationReport, verify_isolation
 from composer_tokacc.layout import BatchLayout
-from composer_tokacc.layout.layout import inferred_layout
+from composer_tokacc.layout.layout import inferred_layout, layout_of_rows, split_trimmed
 from composer_tokacc.refusals import InvalidInputError
 from composer_tokacc.row_counts import without_row_counts
 
@@ -352,11 +352,13 @@ class _UserStep:
         longest_first = sorted(in_order, key=lambda row: -widths[row])
         for size in sorted({min(size, num_rows) for size in self.microbatch_sizes}):
             yield _UserCut('in order', size, self.layout.split(batch, groups_of(in_order, size)))
-            by_length = self.layout.split(batch, groups_of(longest_first, size))
+            groups_by_length = groups_of(longest_first, size)
             # Padding on the left stays. Its last position may predict a label at the first token of a row. And
             # trimming would move tokens to earlier columns, which changes the result of some models.
             if padding == 'right':
-                by_length = [self.layout.trim(microbatch) for microbatch in by_length]
+                by_length = split_trimmed(self.layout, batch, groups_by_length)
+            else:
+                by_length = self.layout.split(batch, groups_by_length)
             yield _UserCut('by length', size, by_length)
         # The microbatch of one row comes last, because some loops drop a smaller last one, as `drop_last` does.
         yield _UserCut('uneven', num_rows - 1, self.layout.split(batch, [in_order[1:], in_order[:1]]))
@@ -405,6 +407,8 @@ def _cloned(gradients: Gradients) -> Gradients:
 def _rows_of_all_ranks(layout: BatchLayout | None, batches: Sequence[Batch]) -> tuple[BatchLayout, list[SingleRows]]:
     """Gathers the rows of all ranks, and refuses rows that prove nothing; a collective. Returns layout and rows.
 
+    The layout is one of rows that are selected from these batches.
+
     Args:
         layout: The layout of the batches. None: it is inferred.
         batches: The batches of this rank, of one row or several.
@@ -423,6 +427,7 @@ def _rows_of_all_ranks(layout: BatchLayout | None, batches: Sequence[Batch]) -> 
         # From the batches of all ranks: perhaps only one rank has media, but all ranks need the same layout.
         layout = inferred_layout(chain.from_iterable(batches_by_rank))
     check_kind('layout', layout, BatchLayout)
+    layout = layout_of_rows(layout, chain.from_iterable(batches_by_rank))
     rows_by_rank = []
     for batches_of_rank in batches_by_rank:
         rows = _single_rows(layout, batches_of_rank)
@@ -436,8 +441,7 @@ def _single_rows(layout: BatchLayout, batches: Sequence[Batch]) -> SingleRows:
     rows = []
     for batch in batches:
         groups = [[row] for row in range(layout.num_rows(batch))]
-        for row in layout.split(batch, groups):
-            rows.append(layout.trim(row))
+        rows += split_trimmed(layout, batch, groups)
     return rows
 
 

@@ -58,7 +58,8 @@ from composer_tokacc.invariance import (
     relative_error,
 )
 from composer_tokacc.layout import BatchLayout
-from composer_tokacc.layout.layout import with_masks
+from composer_tokacc.layout.found import joined_readings
+from composer_tokacc.layout.layout import layout_of_rows, split_trimmed, with_masks
 from composer_tokacc.layout.pre_split import widened
 from composer_tokacc.programs import ConfigError, TrainConfig
 from composer_tokacc.programs.build import build_parts
@@ -190,8 +191,8 @@ class _VerifiedRun:
         self.device: Device = DeviceGPU(allow_tf32=False) if runs_on_gpu(config) else DeviceCPU()
         self.device.module_to_device(self.parts.model)
         _make_deterministic(self.parts.model)
-        self.layout = BatchLayout.for_model(self.parts.model)
         first_batch = next(iter(self.parts.train_loader.dataloader))
+        self.layout = _layout_of_rows(BatchLayout.for_model(self.parts.model), first_batch)
         self.rows = _rows(first_batch, self.layout, max_rows)
         """Single rows of this rank."""
         self.rows_of_all_ranks = joined(dist.all_gather_object(self.rows))
@@ -362,6 +363,15 @@ class _VerifiedRun:
         trainer.close()
 
 
+def _layout_of_rows(layout: BatchLayout, batch: Batch) -> BatchLayout:
+    """Returns a layout for rows that are selected from the batches of all ranks; a collective."""
+    layout = layout_of_rows(layout, [batch])
+    readings = layout.readings
+    for readings_of_rank in dist.all_gather_object(readings):
+        readings = joined_readings(readings, readings_of_rank)
+    return layout.with_readings(readings)
+
+
 def _rows(batch: Batch, layout: BatchLayout, max_rows: int) -> list[dict[str, Any]]:
     """Returns single rows of this rank's batch; a collective. All ranks get equally many, and compute the same cuts.
 
@@ -377,7 +387,7 @@ def _rows(batch: Batch, layout: BatchLayout, max_rows: int) -> list[dict[str, An
     places = torch.linspace(0, num_rows - 1, num_chosen).tolist()
     chosen = sorted(rows_by_labels[round(place)] for place in places)
     groups = [[row] for row in chosen]
-    return [without_row_counts(layout.trim(row)) for row in layout.split(batch, groups)]
+    return [without_row_counts(row) for row in split_trimmed(layout, batch, groups)]
 
 
 class UnusedParameters(Algorithm):

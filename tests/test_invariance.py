@@ -17,6 +17,12 @@ from composer_tokacc.invariance import InvarianceCase, InvarianceReport, relativ
 from tests.checks.test_written_state import Cache, spectral_norm, with_layers
 from tests.ranks.invariance import mean_of_means, step_mean
 from tests.support.families import FAMILIES
+from tests.support.image_codes import (
+    collate_with_codes,
+    gradients_of_single_rows,
+    image_codes_model,
+    rows_with_codes,
+)
 from tests.support.launch import launch_json
 from tests.support.text import collate, packed_row, ragged_batch, text_model, text_rows
 from tests.support.training import hugging_face, reference_gradients
@@ -161,6 +167,23 @@ def test_rows_keep_their_images(family):
 
     assert report.is_exact, report
     assert not report_of_means.is_exact
+
+
+@pytest.mark.parametrize('is_collated', [False, True], ids=['rows', 'batch'])
+@pytest.mark.parametrize('images', [(1, 1, 0), (1, 1, 2)])
+def test_rows_keep_their_image_codes(images, is_collated):
+    """An image has 6 codes, and the widest row 6 tokens. Only all rows together show that the codes are not text."""
+    model = image_codes_model()
+    rows = rows_with_codes([(4, 2), (5, 4), (6, 6)], images)
+    expected = gradients_of_single_rows(model, rows)
+
+    report = verify_invariance(
+        step_mean(model),
+        collate_with_codes(rows) if is_collated else rows,
+        reference=lambda batch: expected,
+    )
+
+    assert report.is_exact, report
 
 
 def test_first_row_has_none_in_place_of_images():

@@ -21,9 +21,16 @@ from composer_tokacc.checks import step
 from composer_tokacc.checks.first_batch import FirstBatchCheck
 from composer_tokacc.refusals import NotExactError
 from composer_tokacc.verify import main
+from tests.support.image_codes import (
+    collate_with_codes,
+    gradients_of_single_rows,
+    image_codes_model,
+    rows_with_codes,
+)
 from tests.support.launch import launch_program
 from tests.support.programs import DIGITS, TINY_DIGITS
 from tests.support.text import ragged_batch
+from tests.support.training import hugging_face
 
 TINY = [*TINY_DIGITS, 'dataset.eval=null', 'report.num_samples=0']
 BOTH_SIDES = program.SIDES
@@ -185,6 +192,28 @@ def test_chosen_rows_have_unlike_numbers_of_labels():
     rows = program._rows(batch, BatchLayout.infer(batch), 3)
     num_labels = [int((row['labels'] != IGNORE_INDEX).sum()) for row in rows]
     assert sorted(num_labels) == [2, 2, 7]
+
+
+@pytest.mark.parametrize(('max_rows', 'images'), [(3, (1, 1, 0)), (2, (1, 2, 1))])
+def test_rows_keep_their_image_codes(max_rows, images, capsys, monkeypatch):
+    """An image has 6 codes, and the widest row 6 tokens. Only the whole batch shows that the codes are not text."""
+    rows = rows_with_codes([(4, 2), (5, 4), (6, 6)], images)
+    model = hugging_face(image_codes_model())
+    loader = mock.Mock(dataloader=[collate_with_codes(rows)])
+    parts = mock.Mock(model=model, train_loader=loader)
+    monkeypatch.setattr(program, 'build_parts', lambda config: parts)
+    relative_error = mock.Mock(wraps=invariance.relative_error)
+    monkeypatch.setattr(invariance, 'relative_error', relative_error)
+
+    assert verify(rows=max_rows) == 0
+
+    assert largest_error(capsys.readouterr().out, 'regrouped') < 1e-6
+    chosen_rows = rows if max_rows == 3 else [rows[0], rows[2]]  # those with the fewest and the most labels
+    expected = gradients_of_single_rows(model.model, chosen_rows)
+    _, reference_gradients = relative_error.call_args.args
+    reference_of_rows = {name.removeprefix('model.'): value for name, value in reference_gradients.items()}
+    error, reason = invariance.relative_error(reference_of_rows, expected)
+    assert error < 1e-6, reason
 
 
 def test_flag_instead_of_the_algorithm(tmp_path, capsys):
