@@ -481,7 +481,7 @@ def ranges_of(facts_of_batches: Sequence[RowFacts], largest_packed_row: int = 0)
             for code in set(chain.from_iterable(codes_of_rows)):
                 if code <= 0 or key not in keys_of_numbers:
                     limits[name_of_code(key, code)] = ()
-        readings = joined_readings(readings, facts.layout.readings_of(facts.batch))
+        readings = joined_readings(readings, facts.layout_of_rows.readings)
     if len(lengths) > 1:
         limits[SEVERAL_ROWS] = ()
     if any(has_no_label):

@@ -14,8 +14,8 @@ import torch
 
 from composer_tokacc import BatchLayout
 from composer_tokacc.layout import describe
-from composer_tokacc.layout.facts import largest_positions
-from composer_tokacc.layout.found import lengths_of_runs
+from composer_tokacc.layout.facts import largest_positions, ranges_of
+from composer_tokacc.layout.found import Reading, lengths_of_runs
 from tests.support.small_batches import IMAGE, LLAVA, QWEN, drawn_batch, text_batch
 
 LAYOUT = BatchLayout(family=QWEN, config=SimpleNamespace(image_token_id=IMAGE))
@@ -41,6 +41,16 @@ def test_types_are_padded_like_the_ids(side, start):
     no_labels = torch.full_like(types, -100)
     hidden_image = {'attention_mask': nothing_attended, 'labels': no_labels, 'mm_token_type_ids': types}
     describe(LAYOUT, {**batch, **hidden_image})
+
+
+def test_ranges_keep_readings_of_the_layout():
+    """Both images have 6 codes, and both rows 6 tokens. The layout knows from a larger batch that codes are no text."""
+    batch = text_batch([4, 6], num_images=[1, 1], image_codes=torch.ones(2, 6, dtype=torch.long))
+    inferred = BatchLayout.infer(batch)
+    informed = inferred.with_readings({'image_codes': (Reading.MEDIA,)})
+
+    assert ranges_of([describe(inferred, batch)]).readings == {'image_codes': (Reading.TEXT, Reading.MEDIA)}
+    assert ranges_of([describe(informed, batch)]).readings == {'image_codes': (Reading.MEDIA,)}
 
 
 def test_largest_image_of_each_row():
