@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from composer_tokacc.arguments import check_count, check_kind
+from composer_tokacc.arguments import as_list, check_choice, check_count, check_kind, check_not_negative
 from composer_tokacc.batch import Batch, BatchDict, labels_of, with_copied_tensors
 from composer_tokacc.collectives import all_gather_object, get_global_rank
 from composer_tokacc.counting import loss_mask
@@ -163,16 +163,16 @@ def compare_cuts(
         tolerance: Largest relative error that is taken for round-off.
 
     Raises:
-        ValueError: If there is no side, or ``tolerance`` is negative.
+        ValueError: If there is no side, or another one, or if ``tolerance`` is not a number from 0.
     """
-    if not padding_sides:
-        raise InvalidInputError(f"`padding_sides` must be 'right', 'left' or both, got: {padding_sides!r}.")
     if isinstance(padding_sides, str):
         padding_sides = [padding_sides]
-    if not tolerance >= 0:
-        raise InvalidInputError(f'`tolerance` must be at least 0, got: {tolerance}.')
+    sides = as_list('padding_sides', padding_sides, 'sides')
+    for padding in sides:
+        check_choice('padding_sides', padding, ('right', 'left'))
+    check_not_negative('tolerance', tolerance)
     cases_of_sides: list[InvarianceCase] = []
-    for padding in padding_sides:
+    for padding in sides:
         cases_of_sides += cases(padding, reference(padding))
     return InvarianceReport(cases=tuple(cases_of_sides), tolerance=tolerance)
 
@@ -276,7 +276,7 @@ def verify_invariance(
         reference=reference,
         layout=layout,
         rows_by_rank=rows_by_rank,
-        microbatch_sizes=microbatch_sizes or DEFAULT_SIZES,
+        microbatch_sizes=_checked_sizes(microbatch_sizes),
     )
     report = compare_cuts(padding_sides, step.reference_gradients, step.cases, tolerance=tolerance)
     if all(case.error == 0 for case in report.cases):
@@ -314,12 +314,8 @@ class _UserStep:
     def __post_init__(self) -> None:
         if not callable(self.gradients):
             raise InvalidInputError(f'`gradients` must be a function of microbatches, got: {self.gradients!r:.80}.')
-        if not isinstance(self.microbatch_sizes, Iterable):
-            raise InvalidInputError(
-                f'`microbatch_sizes` must be a list of numbers of rows, got: {self.microbatch_sizes!r}.'
-            )
-        for size in self.microbatch_sizes:
-            check_count('microbatch_sizes', size)
+        if self.reference is not None and not callable(self.reference):
+            raise InvalidInputError(f'`reference` must be a function of a batch, got: {self.reference!r:.80}.')
 
     def reference_gradients(self, padding: str) -> Gradients:
         """Computes the gradients of one forward over the rows of all ranks, padded on this side."""
@@ -389,6 +385,16 @@ class _UserStep:
         """Returns a copy, with a dummy image if the model needs an image and the batch has none."""
         # A copy, because a trainer may write into its batches, and cuts share their tensors.
         return dict(self.layout.with_media(with_copied_tensors(batch)))
+
+
+def _checked_sizes(microbatch_sizes: Sequence[int] | None) -> list[int]:
+    """Returns the sizes in a list, because they may be a generator, which can be read only once."""
+    if microbatch_sizes is None:
+        return list(DEFAULT_SIZES)
+    sizes = as_list('microbatch_sizes', microbatch_sizes, 'numbers of rows')
+    for size in sizes:
+        check_count('microbatch_sizes', size)
+    return sizes
 
 
 def _cloned(gradients: Gradients) -> Gradients:

@@ -9,6 +9,7 @@ import math
 import pickle
 import re
 
+import numpy as np
 import pytest
 import torch
 
@@ -262,6 +263,42 @@ def test_rows_that_prove_nothing_are_refused(rows, options, message):
 
     with pytest.raises(ValueError, match=message):
         verify_invariance(zero_gradients, text_rows(rows), **options)
+
+
+@pytest.mark.parametrize(
+    ('options', 'message'),
+    [
+        (
+            {'microbatch_sizes': torch.tensor([1, 2])},
+            r'`microbatch_sizes` .* positive integer, got: tensor\(1\)',
+        ),
+        ({'microbatch_sizes': torch.tensor(2)}, r'`microbatch_sizes` must be a list .*, got: tensor\(2\)'),
+        ({'microbatch_sizes': 0}, '`microbatch_sizes` must be a list .*, got: 0'),
+        ({'microbatch_sizes': []}, '`microbatch_sizes` must be a list .*, got: an empty one'),
+        ({'padding_sides': torch.tensor([1, 2])}, "`padding_sides` must be 'right' or 'left'"),
+        ({'padding_sides': None}, '`padding_sides` must be a list'),
+        ({'tolerance': '1e-6'}, "`tolerance` must be a finite number, at least 0, got: '1e-6'"),
+        ({'tolerance': math.inf}, '`tolerance` must be a finite number'),  # every error would be within it
+        ({'tolerance': math.nan}, '`tolerance` must be a finite number'),
+        ({'reference': {'a': torch.ones(2)}}, '`reference` must be a function'),
+    ],
+)
+def test_unusable_arguments_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        verify_invariance(step_mean(text_model()), text_rows(ROWS), **options)
+
+
+@pytest.mark.parametrize('as_sizes', [np.array, iter], ids=['array', 'iterator'])
+def test_sizes_may_be_of_other_types(as_sizes):
+    """An iterator can be read only once, so its sizes must not be used up by their check."""
+    report = verify_invariance(
+        step_mean(text_model()),
+        text_rows(ROWS),
+        microbatch_sizes=as_sizes([1, 2]),
+        padding_sides='right',
+    )
+    sizes_in_order = [case.microbatch_size for case in report.cases if case.cut == 'in order']
+    assert sizes_in_order == [1, 2]
 
 
 def test_arguments_in_another_order_are_refused():
