@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import torch
 
 from composer_tokacc.arguments import as_list, check_choice, check_count, check_kind, check_not_negative
-from composer_tokacc.batch import Batch, BatchDict, labels_of, with_copied_tensors
-from composer_tokacc.collectives import all_gather_object, get_global_rank
+from composer_tokacc.batch import Batch, BatchDict, check_batch, labels_of, with_copied_tensors
+from composer_tokacc.collectives import all_gather_object, get_global_rank, raise_on_all_ranks
 from composer_tokacc.counting import loss_mask
 from composer_tokacc.isolation import IsolationReport, verify_isolation
 from composer_tokacc.layout import BatchLayout
@@ -248,7 +248,7 @@ def verify_invariance(
     Raises:
         ValueError: If the rows prove nothing: fewer than two rows on a rank, different numbers of rows on the ranks, or
             the same number of labels in each row or on each rank. Also if the reference is zero or not finite, or if
-            ``gradients`` does not depend on the rows that it gets.
+            ``gradients`` does not depend on the rows that it gets. Also if tensors of a batch do not fit together.
         TypeError: If ``gradients`` or ``reference`` does not return a mapping of tensors by name.
 
     Example:
@@ -419,6 +419,13 @@ def _rows_of_all_ranks(layout: BatchLayout | None, batches: Sequence[Batch]) -> 
         layout: The layout of the batches. None: it is inferred.
         batches: The batches of this rank, of one row or several.
     """
+    refusal = None
+    try:
+        for batch in batches:
+            check_batch(batch)
+    except InvalidInputError as error:
+        refusal = error
+    raise_on_all_ranks(refusal)  # else the other ranks would wait for this one
     num_rows = sum(len(labels_of(batch)) for batch in batches)
     num_rows_by_rank = all_gather_object(num_rows)
     if len(set(num_rows_by_rank)) > 1 or num_rows_by_rank[0] < 2:

@@ -25,7 +25,7 @@ from tests.support.image_codes import (
     rows_with_codes,
 )
 from tests.support.launch import launch_json
-from tests.support.text import collate, packed_row, ragged_batch, text_model, text_rows
+from tests.support.text import collate, packed_row, ragged_batch, text_model, text_row, text_rows
 from tests.support.training import hugging_face, reference_gradients
 
 ROWS = [(4, 2), (14, 11), (9, 9), (6, 1), (5, 0)]
@@ -299,6 +299,28 @@ def test_sizes_may_be_of_other_types(as_sizes):
     )
     sizes_in_order = [case.microbatch_size for case in report.cases if case.cut == 'in order']
     assert sizes_in_order == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ('change', 'message'),
+    [
+        ({'attention_mask': [[1] * 4]}, '`attention_mask` must be real numbers'),
+        ({'attention_mask': torch.zeros(1, 4)}, '`attention_mask` must be 1 where tokens are'),
+        (
+            {'inputs_embeds': torch.zeros(1, 4, 2, requires_grad=True)},
+            '`.*inputs_embeds.*` must be .* without a gradient',
+        ),
+        (
+            {'input_ids': torch.zeros(1, 0), 'labels': torch.zeros(1, 0, dtype=torch.long)},
+            '`input_ids` must be integers',
+        ),
+    ],
+    ids=['list', 'inverted', 'with gradient', 'no column'],
+)
+def test_unusable_rows_are_refused(change, message):
+    first, *others = text_rows(ROWS)
+    with pytest.raises(ValueError, match=message):
+        verify_invariance(step_mean(text_model()), [{**first, **change}, *others])
 
 
 def test_arguments_in_another_order_are_refused():
