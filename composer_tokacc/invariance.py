@@ -181,8 +181,10 @@ def relative_error(found: Gradients, expected: Gradients) -> tuple[float, str]:
     """Returns ``|found - expected| / |expected|`` over all parameters, and a text that names the worst parameter.
 
     An absent gradient counts as zero. The error is infinite if a gradient has a NaN. Raises ValueError if the reference
-    is zero everywhere, or not finite.
+    is zero everywhere, or not finite. Also if both name their parameters in different ways, or if their shapes differ:
+    then nothing is comparable.
     """
+    _check_comparable(found, expected)
     zero = torch.zeros(())  # for an absent gradient
     squares = {}
     for name in sorted(found.keys() | expected.keys()):
@@ -200,6 +202,25 @@ def relative_error(found: Gradients, expected: Gradients) -> tuple[float, str]:
     worst = max(squares, key=squares.__getitem__)
     error = math.sqrt(sum(squares.values()) / squared_norm)
     return error, f'most of all, {worst} is off'
+
+
+def _check_comparable(found: Gradients, expected: Gradients) -> None:
+    """Raises ValueError if no parameter has a gradient in both, or if its gradients have different shapes."""
+    common_names = found.keys() & expected.keys()
+    if found and expected and not common_names:
+        raise InvalidInputError(
+            'Gradients must have the same names if they are compared, got: '
+            f'{min(found)!r} and so on, and {min(expected)!r} and so on. Use the names of `model.named_parameters()` '
+            'of one model for all.'
+        )
+    for name in sorted(common_names):
+        shapes = [tuple(found[name].shape), tuple(expected[name].shape)]
+        # torch would repeat the smaller one, if it can, and the error would mean nothing.
+        if shapes[0] != shapes[1]:
+            raise InvalidInputError(
+                f'Gradients of `{name}` must have the same shape if they are compared, got: {shapes[0]} and '
+                f'{shapes[1]}. Return each gradient in the shape of its parameter, not sharded and not flattened.'
+            )
 
 
 def _squared_norm(gradients: Gradients) -> float:
@@ -248,7 +269,8 @@ def verify_invariance(
     Raises:
         ValueError: If the rows prove nothing: fewer than two rows on a rank, different numbers of rows on the ranks, or
             the same number of labels in each row or on each rank. Also if the reference is zero or not finite, or if
-            ``gradients`` does not depend on the rows that it gets. Also if tensors of a batch do not fit together.
+            ``gradients`` does not depend on the rows that it gets. Also if tensors of a batch do not fit together, or
+            if the gradients that are compared have different names or shapes.
         TypeError: If ``gradients`` or ``reference`` does not return a mapping of tensors by name.
 
     Example:

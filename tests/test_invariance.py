@@ -323,6 +323,21 @@ def test_unusable_rows_are_refused(change, message):
         verify_invariance(step_mean(text_model()), [{**first, **change}, *others])
 
 
+def test_gradients_must_be_comparable():
+    """Without a refusal, the reference of another name would be lost, and the one of another shape repeated."""
+    model = text_model()
+    rows = text_rows(ROWS)
+    loop = step_mean(model)
+    expected = loop([collate(rows)])
+    of_wrapped_model = {f'module.{name}': gradient for name, gradient in expected.items()}
+    of_one_shard = {name: gradient[:1] for name, gradient in expected.items()}
+
+    with pytest.raises(ValueError, match=r"must have the same names .* got: 'lm_head\.weight' .* 'module\."):
+        verify_invariance(loop, rows, reference=lambda batch: of_wrapped_model)
+    with pytest.raises(ValueError, match=r'`lm_head.weight` must have the same shape .* \(64, 32\) and \(1, 32\)'):
+        verify_invariance(loop, rows, reference=lambda batch: of_one_shard)
+
+
 def test_arguments_in_another_order_are_refused():
     with pytest.raises(ValueError, match='`rows` must be one-row batches'):
         verify_invariance(text_rows(ROWS), changed_step)
