@@ -310,10 +310,7 @@ def test_sizes_may_be_of_other_types(as_sizes):
             {'inputs_embeds': torch.zeros(1, 4, 2, requires_grad=True)},
             '`.*inputs_embeds.*` must be .* without a gradient',
         ),
-        (
-            {'input_ids': torch.zeros(1, 0), 'labels': torch.zeros(1, 0, dtype=torch.long)},
-            '`input_ids` must be integers',
-        ),
+        (dict.fromkeys(text_row(4, 2), torch.ones(1, 0, dtype=torch.long)), 'at least one row of one token'),
     ],
     ids=['list', 'inverted', 'with gradient', 'no column'],
 )
