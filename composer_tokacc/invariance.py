@@ -441,13 +441,7 @@ def _rows_of_all_ranks(layout: BatchLayout | None, batches: Sequence[Batch]) -> 
         layout: The layout of the batches. None: it is inferred.
         batches: The batches of this rank, of one row or several.
     """
-    refusal = None
-    try:
-        for batch in batches:
-            check_batch(batch)
-    except InvalidInputError as error:
-        refusal = error
-    raise_on_all_ranks(refusal)  # else the other ranks would wait for this one
+    check_batches(batches)
     num_rows = sum(len(labels_of(batch)) for batch in batches)
     num_rows_by_rank = all_gather_object(num_rows)
     if len(set(num_rows_by_rank)) > 1 or num_rows_by_rank[0] < 2:
@@ -469,6 +463,20 @@ def _rows_of_all_ranks(layout: BatchLayout | None, batches: Sequence[Batch]) -> 
         rows_by_rank.append(rows)
     _check_numbers_of_labels(rows_by_rank)
     return layout, rows_by_rank
+
+
+def check_batches(batches: Iterable[Batch]) -> None:
+    """Raises ValueError if tokens of a batch cannot be counted, see :func:`.check_batch`; a collective.
+
+    It raises on all ranks, because the others would wait for the one that refuses its batch.
+    """
+    refusal = None
+    try:
+        for batch in batches:
+            check_batch(batch)
+    except InvalidInputError as error:
+        refusal = error
+    raise_on_all_ranks(refusal)
 
 
 def _single_rows(layout: BatchLayout, batches: Sequence[Batch]) -> SingleRows:

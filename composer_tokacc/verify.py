@@ -52,6 +52,7 @@ from composer_tokacc.invariance import (
     Gradients,
     InvarianceCase,
     InvarianceReport,
+    check_batches,
     compare_cuts,
     groups_of,
     joined,
@@ -192,6 +193,7 @@ class _VerifiedRun:
         self.device.module_to_device(self.parts.model)
         _make_deterministic(self.parts.model)
         first_batch = next(iter(self.parts.train_loader.dataloader))
+        check_batches([first_batch])
         self.layout = _layout_of_rows(BatchLayout.for_model(self.parts.model), first_batch)
         self.rows = _rows(first_batch, self.layout, max_rows)
         """Single rows of this rank."""

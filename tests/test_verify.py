@@ -29,7 +29,7 @@ from tests.support.image_codes import (
 )
 from tests.support.launch import launch_program
 from tests.support.programs import DIGITS, TINY_DIGITS
-from tests.support.text import ragged_batch
+from tests.support.text import ragged_batch, text_model
 from tests.support.training import hugging_face
 
 TINY = [*TINY_DIGITS, 'dataset.eval=null', 'report.num_samples=0']
@@ -194,14 +194,34 @@ def test_chosen_rows_have_unlike_numbers_of_labels():
     assert sorted(num_labels) == [2, 2, 7]
 
 
+def take_first_batch(monkeypatch, model, batch):
+    """Makes the run train this model, with this batch as its first one."""
+    loader = mock.Mock(dataloader=[batch])
+    parts = mock.Mock(model=hugging_face(model), train_loader=loader)
+    monkeypatch.setattr(program, 'build_parts', lambda config: parts)
+
+
+@pytest.mark.parametrize(
+    ('change', 'message'),
+    [
+        (lambda batch: tuple(batch.values()), '`batch` must be a mapping with a `labels` tensor .*, got: tuple'),
+        (lambda batch: {**batch, 'attention_mask': [[1] * 9] * 2}, '`attention_mask` must be real numbers, .* list'),
+        (lambda batch: {**batch, 'labels': batch['labels'].int()}, '`labels` must be int64'),
+    ],
+    ids=['tuple', 'mask is a list', 'labels are int32'],
+)
+def test_first_batch_that_cannot_be_counted(change, message, capsys, monkeypatch):
+    take_first_batch(monkeypatch, text_model(), change(ragged_batch([(4, 2), (9, 7)])))
+    assert verify() == 2
+    assert re.search(f'error: {message}', capsys.readouterr().err)
+
+
 @pytest.mark.parametrize(('max_rows', 'images'), [(3, (1, 1, 0)), (2, (1, 2, 1))])
 def test_rows_keep_their_image_codes(max_rows, images, capsys, monkeypatch):
     """An image has 6 codes, and the widest row 6 tokens. Only the whole batch shows that the codes are not text."""
     rows = rows_with_codes([(4, 2), (5, 4), (6, 6)], images)
-    model = hugging_face(image_codes_model())
-    loader = mock.Mock(dataloader=[collate_with_codes(rows)])
-    parts = mock.Mock(model=model, train_loader=loader)
-    monkeypatch.setattr(program, 'build_parts', lambda config: parts)
+    model = image_codes_model()
+    take_first_batch(monkeypatch, model, collate_with_codes(rows))
     relative_error = mock.Mock(wraps=invariance.relative_error)
     monkeypatch.setattr(invariance, 'relative_error', relative_error)
 
@@ -209,7 +229,7 @@ def test_rows_keep_their_image_codes(max_rows, images, capsys, monkeypatch):
 
     assert largest_error(capsys.readouterr().out, 'regrouped') < 1e-6
     chosen_rows = rows if max_rows == 3 else [rows[0], rows[2]]  # those with the fewest and the most labels
-    expected = gradients_of_single_rows(model.model, chosen_rows)
+    expected = gradients_of_single_rows(model, chosen_rows)
     _, reference_gradients = relative_error.call_args.args
     reference_of_rows = {name.removeprefix('model.'): value for name, value in reference_gradients.items()}
     error, reason = invariance.relative_error(reference_of_rows, expected)
