@@ -46,6 +46,7 @@ from composer_tokacc.checks.first_batch import find_loss_rule, rule_batch
 from composer_tokacc.checks.logits import at_predictions, router_loss_of, targets_of
 from composer_tokacc.checks.probe import Probe
 from composer_tokacc.compat import Dropout
+from composer_tokacc.counting import document_starts, mask_document_starts
 from composer_tokacc.data_spec import token_data_spec
 from composer_tokacc.invariance import (
     DEFAULT_SIZES,
@@ -208,13 +209,18 @@ class _VerifiedRun:
         self.has_router_loss = False
         """Whether the model has returned a load-balancing loss of a router."""
         self.loss_rule = ''
-        """Over which labels the model averages its loss. Empty if all tokens weigh the same, because only token weights
-        need it."""
-        if self.options.is_weighted:
+        """Over which labels the model averages its loss. Empty if neither token weights nor packed rows need it."""
+        is_packed = any(document_starts(row) is not None for row in self.rows_of_all_ranks)
+        # TokenAccumulation masks the labels of document starts in every batch: see with_counts() of row_counts.py. A
+        # run with Composer's flag does not.
+        may_mask = is_packed and not uses_composers_flag(config)
+        if self.options.is_weighted or may_mask:
             # One row, with labels that tell the rules apart, is enough to find the rule.
             row = rule_batch(self.layout, self.layout.concat(self.rows_of_all_ranks))
             on_device = self.device.batch_to_device(self.layout.with_media(row))
             self.loss_rule = find_loss_rule(Probe.from_model(self.parts.model), on_device)
+        self.masks_document_starts = may_mask and self.loss_rule != 'unshifted'
+        """Whether the run leaves out the first label of each further document of a packed row."""
 
     def round_off(self) -> float:
         """Returns how much round-off changes the gradient of one forward, as a relative error.
@@ -241,6 +247,8 @@ class _VerifiedRun:
         whether the model has a router loss. Refuses rows whose loss has no gradient.
         """
         model = self.parts.model.train()
+        if self.masks_document_starts:
+            batch = mask_document_starts(batch)
         batch = self.device.batch_to_device(self.layout.with_media(batch))
         model.zero_grad(set_to_none=True)
         outputs = model(batch)

@@ -29,7 +29,7 @@ from tests.support.image_codes import (
 )
 from tests.support.launch import launch_program
 from tests.support.programs import DIGITS, TINY_DIGITS
-from tests.support.text import ragged_batch, text_model
+from tests.support.text import packed_row, ragged_batch, text_model, text_rows
 from tests.support.training import hugging_face
 
 TINY = [*TINY_DIGITS, 'dataset.eval=null', 'report.num_samples=0']
@@ -199,6 +199,39 @@ def take_first_batch(monkeypatch, model, batch):
     loader = mock.Mock(dataloader=[batch])
     parts = mock.Mock(model=hugging_face(model), train_loader=loader)
     monkeypatch.setattr(program, 'build_parts', lambda config: parts)
+
+
+def packed_rows():
+    """Returns two rows of several documents. Every token has a label, also the first one of each document."""
+    first = packed_row(text_rows([(4, 4), (9, 9)]))
+    second = packed_row(text_rows([(6, 6), (3, 3), (5, 5)]))
+    pads = {'input_ids': 0, 'labels': -100, 'position_ids': 0}
+    batch = {}
+    for key, pad in pads.items():
+        padded_first = torch.nn.functional.pad(first[key], (0, 1), value=pad)
+        batch[key] = torch.cat([padded_first, second[key]])
+    return batch
+
+
+def test_labels_that_packed_rows_lose(capsys, monkeypatch):
+    """The run masks the first label of each further document. So the reference must not train on it, either."""
+    model = text_model()
+    batch = packed_rows()
+    take_first_batch(monkeypatch, model, batch)
+    relative_error = mock.Mock(wraps=invariance.relative_error)
+    monkeypatch.setattr(invariance, 'relative_error', relative_error)
+
+    assert verify() == 0
+
+    assert largest_error(capsys.readouterr().out, 'regrouped') < 1e-6
+    labels = batch['labels'].clone()
+    labels[[0, 1, 1], [4, 6, 9]] = -100  # where a further document begins
+    model.zero_grad()
+    model(**{**batch, 'labels': labels}).loss.backward()
+    expected = {f'model.{name}': parameter.grad for name, parameter in model.named_parameters()}
+    _, reference_gradients = relative_error.call_args.args
+    error, reason = invariance.relative_error(reference_gradients, expected)
+    assert error < 1e-6, reason
 
 
 @pytest.mark.parametrize(
