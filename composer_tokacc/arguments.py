@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,27 @@ def check_count(name: str, value: Any) -> None:
     """Raises ValueError unless an argument is a positive integer that fits into int64."""
     if not _is_integer(value) or not 1 <= value < 2**63:
         raise InvalidInputError(f'`{name}` must be a positive integer, got: {value!r}.')
+
+
+def check_not_negative(name: str, value: Any) -> None:
+    """Raises ValueError unless an argument is a finite number of at least 0."""
+    is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+    if not is_number or not 0 <= value < math.inf:
+        raise InvalidInputError(f'`{name}` must be a finite number, at least 0, got: {value!r:.80}.')
+
+
+def as_list(name: str, values: Any, entries: str) -> list[Any]:
+    """Returns an argument as a list. Raises ValueError unless it can be iterated over, and has entries.
+
+    ``entries`` says what they are.
+    """
+    try:
+        listed = list(values)
+    except TypeError as error:  # raised for a number, and also for a tensor of no dimension, which has `__iter__`
+        raise InvalidInputError(f'`{name}` must be a list of {entries}, got: {values!r:.80}.') from error
+    if not listed:
+        raise InvalidInputError(f'`{name}` must be a list of {entries}, got: an empty one.')
+    return listed
 
 
 def _is_integer(value: Any) -> bool:

@@ -19,13 +19,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from composer_tokacc.arguments import check_count, check_kind
-from composer_tokacc.batch import Batch, BatchDict, labels_of, with_copied_tensors
-from composer_tokacc.collectives import all_gather_object, get_global_rank
+from composer_tokacc.arguments import as_list, check_choice, check_count, check_kind, check_not_negative
+from composer_tokacc.batch import Batch, BatchDict, check_batch, labels_of, with_copied_tensors
+from composer_tokacc.collectives import all_gather_object, get_global_rank, raise_on_all_ranks
 from composer_tokacc.counting import loss_mask
 from composer_tokacc.isolation import IsolationReport, verify_isolation
 from composer_tokacc.layout import BatchLayout
-from composer_tokacc.layout.layout import inferred_layout
+from composer_tokacc.layout.layout import inferred_layout, layout_of_rows, split_trimmed
 from composer_tokacc.refusals import InvalidInputError
 from composer_tokacc.row_counts import without_row_counts
 
@@ -163,16 +163,16 @@ def compare_cuts(
         tolerance: Largest relative error that is taken for round-off.
 
     Raises:
-        ValueError: If there is no side, or ``tolerance`` is negative.
+        ValueError: If there is no side, or another one, or if ``tolerance`` is not a number from 0.
     """
-    if not padding_sides:
-        raise InvalidInputError(f"`padding_sides` must be 'right', 'left' or both, got: {padding_sides!r}.")
     if isinstance(padding_sides, str):
         padding_sides = [padding_sides]
-    if not tolerance >= 0:
-        raise InvalidInputError(f'`tolerance` must be at least 0, got: {tolerance}.')
+    sides = as_list('padding_sides', padding_sides, 'sides')
+    for padding in sides:
+        check_choice('padding_sides', padding, ('right', 'left'))
+    check_not_negative('tolerance', tolerance)
     cases_of_sides: list[InvarianceCase] = []
-    for padding in padding_sides:
+    for padding in sides:
         cases_of_sides += cases(padding, reference(padding))
     return InvarianceReport(cases=tuple(cases_of_sides), tolerance=tolerance)
 
@@ -181,8 +181,10 @@ def relative_error(found: Gradients, expected: Gradients) -> tuple[float, str]:
     """Returns ``|found - expected| / |expected|`` over all parameters, and a text that names the worst parameter.
 
     An absent gradient counts as zero. The error is infinite if a gradient has a NaN. Raises ValueError if the reference
-    is zero everywhere, or not finite.
+    is zero everywhere, or not finite. Also if both name their parameters in different ways, or if their shapes differ:
+    then nothing is comparable.
     """
+    _check_comparable(found, expected)
     zero = torch.zeros(())  # for an absent gradient
     squares = {}
     for name in sorted(found.keys() | expected.keys()):
@@ -200,6 +202,25 @@ def relative_error(found: Gradients, expected: Gradients) -> tuple[float, str]:
     worst = max(squares, key=squares.__getitem__)
     error = math.sqrt(sum(squares.values()) / squared_norm)
     return error, f'most of all, {worst} is off'
+
+
+def _check_comparable(found: Gradients, expected: Gradients) -> None:
+    """Raises ValueError if no parameter has a gradient in both, or if its gradients have different shapes."""
+    common_names = found.keys() & expected.keys()
+    if found and expected and not common_names:
+        raise InvalidInputError(
+            'Gradients must have the same names if they are compared, got: '
+            f'{min(found)!r} and so on, and {min(expected)!r} and so on. Use the names of `model.named_parameters()` '
+            'of one model for all.'
+        )
+    for name in sorted(common_names):
+        shapes = [tuple(found[name].shape), tuple(expected[name].shape)]
+        # torch would repeat the smaller one, if it can, and the error would mean nothing.
+        if shapes[0] != shapes[1]:
+            raise InvalidInputError(
+                f'Gradients of `{name}` must have the same shape if they are compared, got: {shapes[0]} and '
+                f'{shapes[1]}. Return each gradient in the shape of its parameter, not sharded and not flattened.'
+            )
 
 
 def _squared_norm(gradients: Gradients) -> float:
@@ -248,7 +269,8 @@ def verify_invariance(
     Raises:
         ValueError: If the rows prove nothing: fewer than two rows on a rank, different numbers of rows on the ranks, or
             the same number of labels in each row or on each rank. Also if the reference is zero or not finite, or if
-            ``gradients`` does not depend on the rows that it gets.
+            ``gradients`` does not depend on the rows that it gets. Also if tensors of a batch do not fit together, or
+            if the gradients that are compared have different names or shapes.
         TypeError: If ``gradients`` or ``reference`` does not return a mapping of tensors by name.
 
     Example:
@@ -276,7 +298,7 @@ def verify_invariance(
         reference=reference,
         layout=layout,
         rows_by_rank=rows_by_rank,
-        microbatch_sizes=microbatch_sizes or DEFAULT_SIZES,
+        microbatch_sizes=_checked_sizes(microbatch_sizes),
     )
     report = compare_cuts(padding_sides, step.reference_gradients, step.cases, tolerance=tolerance)
     if all(case.error == 0 for case in report.cases):
@@ -314,12 +336,8 @@ class _UserStep:
     def __post_init__(self) -> None:
         if not callable(self.gradients):
             raise InvalidInputError(f'`gradients` must be a function of microbatches, got: {self.gradients!r:.80}.')
-        if not isinstance(self.microbatch_sizes, Iterable):
-            raise InvalidInputError(
-                f'`microbatch_sizes` must be a list of numbers of rows, got: {self.microbatch_sizes!r}.'
-            )
-        for size in self.microbatch_sizes:
-            check_count('microbatch_sizes', size)
+        if self.reference is not None and not callable(self.reference):
+            raise InvalidInputError(f'`reference` must be a function of a batch, got: {self.reference!r:.80}.')
 
     def reference_gradients(self, padding: str) -> Gradients:
         """Computes the gradients of one forward over the rows of all ranks, padded on this side."""
@@ -352,11 +370,13 @@ class _UserStep:
         longest_first = sorted(in_order, key=lambda row: -widths[row])
         for size in sorted({min(size, num_rows) for size in self.microbatch_sizes}):
             yield _UserCut('in order', size, self.layout.split(batch, groups_of(in_order, size)))
-            by_length = self.layout.split(batch, groups_of(longest_first, size))
+            groups_by_length = groups_of(longest_first, size)
             # Padding on the left stays. Its last position may predict a label at the first token of a row. And
             # trimming would move tokens to earlier columns, which changes the result of some models.
             if padding == 'right':
-                by_length = [self.layout.trim(microbatch) for microbatch in by_length]
+                by_length = split_trimmed(self.layout, batch, groups_by_length)
+            else:
+                by_length = self.layout.split(batch, groups_by_length)
             yield _UserCut('by length', size, by_length)
         # The microbatch of one row comes last, because some loops drop a smaller last one, as `drop_last` does.
         yield _UserCut('uneven', num_rows - 1, self.layout.split(batch, [in_order[1:], in_order[:1]]))
@@ -389,6 +409,16 @@ class _UserStep:
         return dict(self.layout.with_media(with_copied_tensors(batch)))
 
 
+def _checked_sizes(microbatch_sizes: Sequence[int] | None) -> list[int]:
+    """Returns the sizes in a list, because they may be a generator, which can be read only once."""
+    if microbatch_sizes is None:
+        return list(DEFAULT_SIZES)
+    sizes = as_list('microbatch_sizes', microbatch_sizes, 'numbers of rows')
+    for size in sizes:
+        check_count('microbatch_sizes', size)
+    return sizes
+
+
 def _cloned(gradients: Gradients) -> Gradients:
     """Returns copies, because the next step may write into the same tensors. Raises TypeError for anything else."""
     if not isinstance(gradients, Mapping):
@@ -405,10 +435,13 @@ def _cloned(gradients: Gradients) -> Gradients:
 def _rows_of_all_ranks(layout: BatchLayout | None, batches: Sequence[Batch]) -> tuple[BatchLayout, list[SingleRows]]:
     """Gathers the rows of all ranks, and refuses rows that prove nothing; a collective. Returns layout and rows.
 
+    The layout is one of rows that are selected from these batches.
+
     Args:
         layout: The layout of the batches. None: it is inferred.
         batches: The batches of this rank, of one row or several.
     """
+    check_batches(batches)
     num_rows = sum(len(labels_of(batch)) for batch in batches)
     num_rows_by_rank = all_gather_object(num_rows)
     if len(set(num_rows_by_rank)) > 1 or num_rows_by_rank[0] < 2:
@@ -423,6 +456,7 @@ def _rows_of_all_ranks(layout: BatchLayout | None, batches: Sequence[Batch]) -> 
         # From the batches of all ranks: perhaps only one rank has media, but all ranks need the same layout.
         layout = inferred_layout(chain.from_iterable(batches_by_rank))
     check_kind('layout', layout, BatchLayout)
+    layout = layout_of_rows(layout, chain.from_iterable(batches_by_rank))
     rows_by_rank = []
     for batches_of_rank in batches_by_rank:
         rows = _single_rows(layout, batches_of_rank)
@@ -431,13 +465,26 @@ def _rows_of_all_ranks(layout: BatchLayout | None, batches: Sequence[Batch]) -> 
     return layout, rows_by_rank
 
 
+def check_batches(batches: Iterable[Batch]) -> None:
+    """Raises ValueError if tokens of a batch cannot be counted, see :func:`.check_batch`; a collective.
+
+    It raises on all ranks, because the others would wait for the one that refuses its batch.
+    """
+    refusal = None
+    try:
+        for batch in batches:
+            check_batch(batch)
+    except InvalidInputError as error:
+        refusal = error
+    raise_on_all_ranks(refusal)
+
+
 def _single_rows(layout: BatchLayout, batches: Sequence[Batch]) -> SingleRows:
     """Returns the rows of some batches, each without its padding."""
     rows = []
     for batch in batches:
         groups = [[row] for row in range(layout.num_rows(batch))]
-        for row in layout.split(batch, groups):
-            rows.append(layout.trim(row))
+        rows += split_trimmed(layout, batch, groups)
     return rows
 
 

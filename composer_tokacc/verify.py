@@ -45,6 +45,7 @@ from composer_tokacc.checks.first_batch import find_loss_rule, rule_batch
 from composer_tokacc.checks.logits import at_predictions, router_loss_of, targets_of
 from composer_tokacc.checks.probe import Probe
 from composer_tokacc.compat import Dropout
+from composer_tokacc.counting import document_starts, mask_document_starts
 from composer_tokacc.data_spec import token_data_spec
 from composer_tokacc.graph import empty_sum, tensors_in
 from composer_tokacc.invariance import (
@@ -52,13 +53,15 @@ from composer_tokacc.invariance import (
     Gradients,
     InvarianceCase,
     InvarianceReport,
+    check_batches,
     compare_cuts,
     groups_of,
     joined,
     relative_error,
 )
 from composer_tokacc.layout import BatchLayout
-from composer_tokacc.layout.layout import with_masks
+from composer_tokacc.layout.found import joined_readings
+from composer_tokacc.layout.layout import layout_of_rows, split_trimmed, with_masks
 from composer_tokacc.layout.pre_split import widened
 from composer_tokacc.programs import ConfigError, TrainConfig
 from composer_tokacc.programs.build import build_parts
@@ -190,8 +193,9 @@ class _VerifiedRun:
         self.device: Device = DeviceGPU(allow_tf32=False) if runs_on_gpu(config) else DeviceCPU()
         self.device.module_to_device(self.parts.model)
         _make_deterministic(self.parts.model)
-        self.layout = BatchLayout.for_model(self.parts.model)
         first_batch = next(iter(self.parts.train_loader.dataloader))
+        check_batches([first_batch])
+        self.layout = _layout_of_rows(BatchLayout.for_model(self.parts.model), first_batch)
         self.rows = _rows(first_batch, self.layout, max_rows)
         """Single rows of this rank."""
         self.rows_of_all_ranks = joined(dist.all_gather_object(self.rows))
@@ -205,13 +209,18 @@ class _VerifiedRun:
         self.has_router_loss = False
         """Whether the model has returned a load-balancing loss of a router."""
         self.loss_rule = ''
-        """Over which labels the model averages its loss. Empty if all tokens weigh the same, because only token weights
-        need it."""
-        if self.options.is_weighted:
+        """Over which labels the model averages its loss. Empty if neither token weights nor packed rows need it."""
+        is_packed = any(document_starts(row) is not None for row in self.rows_of_all_ranks)
+        # TokenAccumulation masks the labels of document starts in every batch: see with_counts() of row_counts.py. A
+        # run with Composer's flag does not.
+        may_mask = is_packed and not uses_composers_flag(config)
+        if self.options.is_weighted or may_mask:
             # One row, with labels that tell the rules apart, is enough to find the rule.
             row = rule_batch(self.layout, self.layout.concat(self.rows_of_all_ranks))
             on_device = self.device.batch_to_device(self.layout.with_media(row))
             self.loss_rule = find_loss_rule(Probe.from_model(self.parts.model), on_device)
+        self.masks_document_starts = may_mask and self.loss_rule != 'unshifted'
+        """Whether the run leaves out the first label of each further document of a packed row."""
 
     def round_off(self) -> float:
         """Returns how much round-off changes the gradient of one forward, as a relative error.
@@ -238,6 +247,8 @@ class _VerifiedRun:
         whether the model has a router loss. Refuses rows whose loss has no gradient.
         """
         model = self.parts.model.train()
+        if self.masks_document_starts:
+            batch = mask_document_starts(batch)
         batch = self.device.batch_to_device(self.layout.with_media(batch))
         model.zero_grad(set_to_none=True)
         outputs = model(batch)
@@ -362,6 +373,15 @@ class _VerifiedRun:
         trainer.close()
 
 
+def _layout_of_rows(layout: BatchLayout, batch: Batch) -> BatchLayout:
+    """Returns a layout for rows that are selected from the batches of all ranks; a collective."""
+    layout = layout_of_rows(layout, [batch])
+    readings = layout.readings
+    for readings_of_rank in dist.all_gather_object(readings):
+        readings = joined_readings(readings, readings_of_rank)
+    return layout.with_readings(readings)
+
+
 def _rows(batch: Batch, layout: BatchLayout, max_rows: int) -> list[dict[str, Any]]:
     """Returns single rows of this rank's batch; a collective. All ranks get equally many, and compute the same cuts.
 
@@ -377,7 +397,7 @@ def _rows(batch: Batch, layout: BatchLayout, max_rows: int) -> list[dict[str, An
     places = torch.linspace(0, num_rows - 1, num_chosen).tolist()
     chosen = sorted(rows_by_labels[round(place)] for place in places)
     groups = [[row] for row in chosen]
-    return [without_row_counts(layout.trim(row)) for row in layout.split(batch, groups)]
+    return [without_row_counts(row) for row in split_trimmed(layout, batch, groups)]
 
 
 class UnusedParameters(Algorithm):

@@ -9,6 +9,7 @@ import math
 import pickle
 import re
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,8 +18,14 @@ from composer_tokacc.invariance import InvarianceCase, InvarianceReport, relativ
 from tests.checks.test_written_state import Cache, spectral_norm, with_layers
 from tests.ranks.invariance import mean_of_means, step_mean
 from tests.support.families import FAMILIES
+from tests.support.image_codes import (
+    collate_with_codes,
+    gradients_of_single_rows,
+    image_codes_model,
+    rows_with_codes,
+)
 from tests.support.launch import launch_json
-from tests.support.text import collate, packed_row, ragged_batch, text_model, text_rows
+from tests.support.text import collate, packed_row, ragged_batch, text_model, text_row, text_rows
 from tests.support.training import hugging_face, reference_gradients
 
 ROWS = [(4, 2), (14, 11), (9, 9), (6, 1), (5, 0)]
@@ -163,6 +170,23 @@ def test_rows_keep_their_images(family):
     assert not report_of_means.is_exact
 
 
+@pytest.mark.parametrize('is_collated', [False, True], ids=['rows', 'batch'])
+@pytest.mark.parametrize('images', [(1, 1, 0), (1, 1, 2)])
+def test_rows_keep_their_image_codes(images, is_collated):
+    """An image has 6 codes, and the widest row 6 tokens. Only all rows together show that the codes are not text."""
+    model = image_codes_model()
+    rows = rows_with_codes([(4, 2), (5, 4), (6, 6)], images)
+    expected = gradients_of_single_rows(model, rows)
+
+    report = verify_invariance(
+        step_mean(model),
+        collate_with_codes(rows) if is_collated else rows,
+        reference=lambda batch: expected,
+    )
+
+    assert report.is_exact, report
+
+
 def test_first_row_has_none_in_place_of_images():
     """It has as many keys as the others, but does not tell the family."""
     case = FAMILIES['idefics3']()
@@ -239,6 +263,76 @@ def test_rows_that_prove_nothing_are_refused(rows, options, message):
 
     with pytest.raises(ValueError, match=message):
         verify_invariance(zero_gradients, text_rows(rows), **options)
+
+
+@pytest.mark.parametrize(
+    ('options', 'message'),
+    [
+        (
+            {'microbatch_sizes': torch.tensor([1, 2])},
+            r'`microbatch_sizes` .* positive integer, got: tensor\(1\)',
+        ),
+        ({'microbatch_sizes': torch.tensor(2)}, r'`microbatch_sizes` must be a list .*, got: tensor\(2\)'),
+        ({'microbatch_sizes': 0}, '`microbatch_sizes` must be a list .*, got: 0'),
+        ({'microbatch_sizes': []}, '`microbatch_sizes` must be a list .*, got: an empty one'),
+        ({'padding_sides': torch.tensor([1, 2])}, "`padding_sides` must be 'right' or 'left'"),
+        ({'padding_sides': None}, '`padding_sides` must be a list'),
+        ({'tolerance': '1e-6'}, "`tolerance` must be a finite number, at least 0, got: '1e-6'"),
+        ({'tolerance': math.inf}, '`tolerance` must be a finite number'),  # every error would be within it
+        ({'tolerance': math.nan}, '`tolerance` must be a finite number'),
+        ({'reference': {'a': torch.ones(2)}}, '`reference` must be a function'),
+    ],
+)
+def test_unusable_arguments_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        verify_invariance(step_mean(text_model()), text_rows(ROWS), **options)
+
+
+@pytest.mark.parametrize('as_sizes', [np.array, iter], ids=['array', 'iterator'])
+def test_sizes_may_be_of_other_types(as_sizes):
+    """An iterator can be read only once, so its sizes must not be used up by their check."""
+    report = verify_invariance(
+        step_mean(text_model()),
+        text_rows(ROWS),
+        microbatch_sizes=as_sizes([1, 2]),
+        padding_sides='right',
+    )
+    sizes_in_order = [case.microbatch_size for case in report.cases if case.cut == 'in order']
+    assert sizes_in_order == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ('change', 'message'),
+    [
+        ({'attention_mask': [[1] * 4]}, '`attention_mask` must be real numbers'),
+        ({'attention_mask': torch.zeros(1, 4)}, '`attention_mask` must be 1 where tokens are'),
+        (
+            {'inputs_embeds': torch.zeros(1, 4, 2, requires_grad=True)},
+            '`.*inputs_embeds.*` must be .* without a gradient',
+        ),
+        (dict.fromkeys(text_row(4, 2), torch.ones(1, 0, dtype=torch.long)), 'at least one row of one token'),
+    ],
+    ids=['list', 'inverted', 'with gradient', 'no column'],
+)
+def test_unusable_rows_are_refused(change, message):
+    first, *others = text_rows(ROWS)
+    with pytest.raises(ValueError, match=message):
+        verify_invariance(step_mean(text_model()), [{**first, **change}, *others])
+
+
+def test_gradients_must_be_comparable():
+    """Without a refusal, the reference of another name would be lost, and the one of another shape repeated."""
+    model = text_model()
+    rows = text_rows(ROWS)
+    loop = step_mean(model)
+    expected = loop([collate(rows)])
+    of_wrapped_model = {f'module.{name}': gradient for name, gradient in expected.items()}
+    of_one_shard = {name: gradient[:1] for name, gradient in expected.items()}
+
+    with pytest.raises(ValueError, match=r"must have the same names .* got: 'lm_head\.weight' .* 'module\."):
+        verify_invariance(loop, rows, reference=lambda batch: of_wrapped_model)
+    with pytest.raises(ValueError, match=r'`lm_head.weight` must have the same shape .* \(64, 32\) and \(1, 32\)'):
+        verify_invariance(loop, rows, reference=lambda batch: of_one_shard)
 
 
 def test_arguments_in_another_order_are_refused():

@@ -21,9 +21,16 @@ from composer_tokacc.checks import step
 from composer_tokacc.checks.first_batch import FirstBatchCheck
 from composer_tokacc.refusals import NotExactError
 from composer_tokacc.verify import main
+from tests.support.image_codes import (
+    collate_with_codes,
+    gradients_of_single_rows,
+    image_codes_model,
+    rows_with_codes,
+)
 from tests.support.launch import launch_program
 from tests.support.programs import DIGITS, TINY_DIGITS
-from tests.support.text import ragged_batch
+from tests.support.text import packed_row, ragged_batch, text_model, text_rows
+from tests.support.training import hugging_face
 
 TINY = [*TINY_DIGITS, 'dataset.eval=null', 'report.num_samples=0']
 BOTH_SIDES = program.SIDES
@@ -185,6 +192,81 @@ def test_chosen_rows_have_unlike_numbers_of_labels():
     rows = program._rows(batch, BatchLayout.infer(batch), 3)
     num_labels = [int((row['labels'] != IGNORE_INDEX).sum()) for row in rows]
     assert sorted(num_labels) == [2, 2, 7]
+
+
+def take_first_batch(monkeypatch, model, batch):
+    """Makes the run train this model, with this batch as its first one."""
+    loader = mock.Mock(dataloader=[batch])
+    parts = mock.Mock(model=hugging_face(model), train_loader=loader)
+    monkeypatch.setattr(program, 'build_parts', lambda config: parts)
+
+
+def packed_rows():
+    """Returns two rows of several documents. Every token has a label, also the first one of each document."""
+    first = packed_row(text_rows([(4, 4), (9, 9)]))
+    second = packed_row(text_rows([(6, 6), (3, 3), (5, 5)]))
+    pads = {'input_ids': 0, 'labels': -100, 'position_ids': 0}
+    batch = {}
+    for key, pad in pads.items():
+        padded_first = torch.nn.functional.pad(first[key], (0, 1), value=pad)
+        batch[key] = torch.cat([padded_first, second[key]])
+    return batch
+
+
+def test_labels_that_packed_rows_lose(capsys, monkeypatch):
+    """The run masks the first label of each further document. So the reference must not train on it, either."""
+    model = text_model()
+    batch = packed_rows()
+    take_first_batch(monkeypatch, model, batch)
+    relative_error = mock.Mock(wraps=invariance.relative_error)
+    monkeypatch.setattr(invariance, 'relative_error', relative_error)
+
+    assert verify() == 0
+
+    assert largest_error(capsys.readouterr().out, 'regrouped') < 1e-6
+    labels = batch['labels'].clone()
+    labels[[0, 1, 1], [4, 6, 9]] = -100  # where a further document begins
+    model.zero_grad()
+    model(**{**batch, 'labels': labels}).loss.backward()
+    expected = {f'model.{name}': parameter.grad for name, parameter in model.named_parameters()}
+    _, reference_gradients = relative_error.call_args.args
+    error, reason = invariance.relative_error(reference_gradients, expected)
+    assert error < 1e-6, reason
+
+
+@pytest.mark.parametrize(
+    ('change', 'message'),
+    [
+        (lambda batch: tuple(batch.values()), '`batch` must be a mapping with a `labels` tensor .*, got: tuple'),
+        (lambda batch: {**batch, 'attention_mask': [[1] * 9] * 2}, '`attention_mask` must be real numbers, .* list'),
+        (lambda batch: {**batch, 'labels': batch['labels'].int()}, '`labels` must be int64'),
+    ],
+    ids=['tuple', 'mask is a list', 'labels are int32'],
+)
+def test_first_batch_that_cannot_be_counted(change, message, capsys, monkeypatch):
+    take_first_batch(monkeypatch, text_model(), change(ragged_batch([(4, 2), (9, 7)])))
+    assert verify() == 2
+    assert re.search(f'error: {message}', capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(('max_rows', 'images'), [(3, (1, 1, 0)), (2, (1, 2, 1))])
+def test_rows_keep_their_image_codes(max_rows, images, capsys, monkeypatch):
+    """An image has 6 codes, and the widest row 6 tokens. Only the whole batch shows that the codes are not text."""
+    rows = rows_with_codes([(4, 2), (5, 4), (6, 6)], images)
+    model = image_codes_model()
+    take_first_batch(monkeypatch, model, collate_with_codes(rows))
+    relative_error = mock.Mock(wraps=invariance.relative_error)
+    monkeypatch.setattr(invariance, 'relative_error', relative_error)
+
+    assert verify(rows=max_rows) == 0
+
+    assert largest_error(capsys.readouterr().out, 'regrouped') < 1e-6
+    chosen_rows = rows if max_rows == 3 else [rows[0], rows[2]]  # those with the fewest and the most labels
+    expected = gradients_of_single_rows(model, chosen_rows)
+    _, reference_gradients = relative_error.call_args.args
+    reference_of_rows = {name.removeprefix('model.'): value for name, value in reference_gradients.items()}
+    error, reason = invariance.relative_error(reference_of_rows, expected)
+    assert error < 1e-6, reason
 
 
 def test_flag_instead_of_the_algorithm(tmp_path, capsys):

@@ -436,7 +436,7 @@ def ranges_of(facts_of_batches: Sequence[RowFacts], largest_packed_row: int = 0)
     readings: Readings = {}
     for facts in facts_of_batches:
         lengths += facts.lengths
-        readings = joined_readings(readings, facts.layout.readings_of(facts.batch))
+        readings = joined_readings(readings, facts.layout_of_rows.readings)
     # Any rows show these two properties, so they need no criteria.
     if len(lengths) > 1:
         limits[Trait.SEVERAL_ROWS] = ()

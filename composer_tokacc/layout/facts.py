@@ -26,12 +26,12 @@ from composer_tokacc.compat import num_writes
 from composer_tokacc.layout.families import Media
 from composer_tokacc.layout.found import (
     has_audio_along_text,
-    joined_readings,
     lengths_of_runs,
 )
 from composer_tokacc.layout.layout import (
     BatchLayout,
     labels_along_text,
+    layout_of_rows,
     media_entries,
     modalities_of,
     real_positions_of,
@@ -87,13 +87,8 @@ class RowFacts:
 
     @cached_property
     def layout_of_rows(self) -> BatchLayout:
-        """The layout of rows that are selected from the batch.
-
-        The shapes of a few rows tell less surely how a tensor that is not registered belongs to them: the codes of two
-        images may have the shape of the text of two rows. So this layout allows only readings that the batch allows.
-        """
-        readings = joined_readings(self.layout.readings, self.layout.readings_of(self.batch))
-        return self.layout.with_readings(readings)
+        """The layout of rows that are selected from the batch."""
+        return layout_of_rows(self.layout, [self.batch])
 
     @cached_property
     def _reach(self) -> Reach:

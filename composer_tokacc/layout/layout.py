@@ -545,21 +545,14 @@ class BatchLayout:
         Rounds the width up to ``width_multiple``, but not beyond the width of the batch. Trims even if
         :meth:`width_matters`: dummy rows have no loss, and verification measures the effect. Rows with loss are trimmed
         by the ``columns`` of :meth:`split`.
+
+        Trim no rows that were selected from a larger batch, because their shapes tell less surely which tensors lie
+        along the text. Use :func:`split_trimmed` instead.
         """
         check_count('width_multiple', width_multiple)
-        # The frames of such an audio would have to be trimmed with the text.
-        if has_audio_along_text(batch, self.config):
-            return dict(batch)
-        reach = Reach.of(real_positions_of(self, batch))
-        side = reach.side
-        longest = max(reach.lengths(side))
-        width = self.width(batch)
-        num_multiples = -(-longest // width_multiple)  # rounded up
-        trimmed_width = min(num_multiples * width_multiple, width)
-        start = 0
-        if side == 'left':
-            start = width - trimmed_width
-        return self.narrow(batch, start, trimmed_width)
+        all_rows = range(self.num_rows(batch))
+        (columns,) = needed_columns(self, batch, [all_rows], width_multiple=width_multiple)
+        return self.narrow(batch, columns.start, len(columns))
 
     def narrow(
         self,
@@ -794,6 +787,56 @@ def real_positions_of(layout: BatchLayout, batch: Batch) -> torch.Tensor:
     if _labels_are_of_decoder(layout.config, batch):
         return attended_positions(batch)
     return real_positions(batch)
+
+
+def needed_columns(
+    layout: BatchLayout,
+    batch: Batch,
+    groups: Sequence[Sequence[int]],
+    *,
+    width_multiple: int = 1,
+) -> list[range]:
+    """Returns the columns of the text that each group of rows needs; all columns if an audio lies along the text.
+
+    A group loses its padding on one side: on the left if all of its rows end in the last column, else on the right. The
+    number of columns is rounded up to ``width_multiple``, but not beyond the width of the batch.
+    """
+    width = layout.width(batch)
+    # The frames of such an audio would have to be trimmed with the text.
+    if has_audio_along_text(batch, layout.config):
+        return [range(width)] * len(groups)
+    is_real = real_positions_of(layout, batch)
+    columns = []
+    for rows in groups:
+        reach = Reach.of(is_real[list(rows)])
+        longest = max(reach.lengths(reach.side))
+        num_multiples = -(-longest // width_multiple)  # rounded up
+        num_columns = min(num_multiples * width_multiple, width)
+        first_column = 0
+        if reach.side == 'left':
+            first_column = width - num_columns
+        columns.append(range(first_column, first_column + num_columns))
+    return columns
+
+
+def split_trimmed(layout: BatchLayout, batch: Batch, groups: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
+    """Returns a batch for each group of rows, without the columns that none of its rows needs.
+
+    The shapes of the whole batch tell which tensors lie along the text. Those of a few rows could mislead.
+    """
+    return layout.split(batch, groups, needed_columns(layout, batch, groups))
+
+
+def layout_of_rows(layout: BatchLayout, batches: Iterable[Batch]) -> BatchLayout:
+    """Returns a layout for rows that are selected from these batches. It allows only readings that all of them allow.
+
+    The shapes of a few rows tell less surely how a tensor that is not registered belongs to them: the codes of two
+    images may have the shape of the text of two rows.
+    """
+    readings = layout.readings
+    for batch in batches:
+        readings = joined_readings(readings, layout.readings_of(batch))
+    return layout.with_readings(readings)
 
 
 def inferred_layout(batches: Iterable[Batch]) -> BatchLayout:

@@ -23,6 +23,7 @@ from benchmarks.length_sets import read_tables
 from composer_tokacc import BatchLayout
 from composer_tokacc.checks.row_ranges import Code, PaddedRows, RowRanges, Trait, ranges_of
 from composer_tokacc.layout import Family, Media, describe
+from composer_tokacc.layout.found import Reading
 from tests.matrix.harness import kinds_of_steps
 from tests.matrix.native_models import NativeModel
 from tests.model_types.tiny import tiny_config
@@ -446,6 +447,16 @@ def test_lowest_of_unusual_integers(value, lowest):
     facts = describe(TEXT_LAYOUT, text_batch([5, 20], further=value))
 
     assert facts.lowest_values.get('further') == lowest
+
+
+def test_ranges_keep_readings_of_the_layout():
+    """Both images have 6 codes, and both rows 6 tokens. The layout knows from a larger batch that codes are no text."""
+    batch = text_batch([4, 6], num_images=[1, 1], image_codes=torch.ones(2, 6, dtype=torch.long))
+    inferred = BatchLayout.infer(batch)
+    informed = inferred.with_readings({'image_codes': (Reading.MEDIA,)})
+
+    assert ranges_of([describe(inferred, batch)]).readings == {'image_codes': (Reading.TEXT, Reading.MEDIA)}
+    assert ranges_of([describe(informed, batch)]).readings == {'image_codes': (Reading.MEDIA,)}
 
 
 def test_joined_ranges_cover_both():
