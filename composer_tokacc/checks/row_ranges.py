@@ -25,7 +25,7 @@ from typing import NamedTuple, TypeAlias
 
 from composer_tokacc.batch import MODALITIES, Batch, lacks_labels
 from composer_tokacc.layout import BatchLayout, RowFacts, describe
-from composer_tokacc.layout.facts import HIGHEST_CODE, is_beyond_rotary_limit, is_ragged, largest_positions, readings_of
+from composer_tokacc.layout.facts import HIGHEST_CODE, is_beyond_rotary_limit, is_ragged, largest_positions
 from composer_tokacc.layout.found import Readings, agreed_readings, joined_readings
 
 MIN_ROWS = 4
@@ -436,7 +436,7 @@ def ranges_of(facts_of_batches: Sequence[RowFacts], largest_packed_row: int = 0)
     readings: Readings = {}
     for facts in facts_of_batches:
         lengths += facts.lengths
-        readings = joined_readings(readings, readings_of(facts))
+        readings = joined_readings(readings, facts.layout.readings_of(facts.batch))
     # Any rows show these two properties, so they need no criteria.
     if len(lengths) > 1:
         limits[Trait.SEVERAL_ROWS] = ()

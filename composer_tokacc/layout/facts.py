@@ -25,7 +25,6 @@ from composer_tokacc.batch import (
 from composer_tokacc.compat import num_writes
 from composer_tokacc.layout.families import Media
 from composer_tokacc.layout.found import (
-    Readings,
     has_audio_along_text,
     joined_readings,
     lengths_of_runs,
@@ -87,18 +86,13 @@ class RowFacts:
         return _writes_into(self.batch)
 
     @cached_property
-    def _readings(self) -> Readings:
-        """The possible readings of each unregistered tensor of the batch."""
-        return self.layout.readings_of(self.batch)
-
-    @cached_property
     def layout_of_rows(self) -> BatchLayout:
         """The layout of rows that are selected from the batch.
 
         The shapes of a few rows tell less surely how a tensor that is not registered belongs to them: the codes of two
         images may have the shape of the text of two rows. So this layout allows only readings that the batch allows.
         """
-        readings = joined_readings(self.layout.readings, self._readings)
+        readings = joined_readings(self.layout.readings, self.layout.readings_of(self.batch))
         return self.layout.with_readings(readings)
 
     @cached_property
@@ -376,11 +370,6 @@ def describe_all(layout: BatchLayout | None, batch: Batch) -> list[RowFacts]:
     if layout is None:
         return []
     return [describe(layout, microbatch) for microbatch in microbatches_of(batch)]
-
-
-def readings_of(facts: RowFacts) -> Readings:
-    """Returns the possible readings of each unregistered tensor of the batch. They are found only once."""
-    return facts._readings
 
 
 def largest_positions(facts: RowFacts) -> list[int]:

@@ -410,21 +410,6 @@ def test_label_behind_padding_says_nothing_about_trimming():
     assert PADDED_LEFT not in ranges_of([facts]).limits
 
 
-def test_readings_are_found_once(monkeypatch):
-    """In each step, the ranges need them, and so does the layout of the rows that the split selects."""
-    facts = describe(TEXT_LAYOUT, text_batch([4, 9]))
-    layouts = []
-
-    def readings_of(layout, batch):
-        layouts.append(layout)
-        return {}
-
-    monkeypatch.setattr(BatchLayout, 'readings_of', readings_of)
-    ranges_of([facts])
-    assert facts.layout_of_rows.readings == {}
-    assert layouts == [TEXT_LAYOUT]
-
-
 def test_codes():
     """Codes are small integers of rows or of tokens with labels."""
     batch = text_batch(
