@@ -64,7 +64,7 @@ class RowCounts:
 
 
 class CountSums(NamedTuple):
-    """Sums of the counts of several rows, such as the rows of a microbatch. Fields as in :class:`RowCounts`."""
+    """The number of some rows, such as those of a microbatch, and the sums of their :class:`RowCounts`."""
 
     num_rows: int = 0
     samples: int = 0
@@ -74,7 +74,7 @@ class CountSums(NamedTuple):
 
     @classmethod
     def of(cls, rows: Sequence[RowCounts]) -> CountSums:
-        """Adds up the counts of some rows."""
+        """Adds up the counts of the rows. Without rows all sums are 0."""
         samples = 0
         num_real = 0
         num_loss = 0

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The one all-reduce of a step: what the ranks must know of each other's batches before these are cut."""
+"""What the ranks tell each other about their batches before these are cut: numbers, added up in one all-reduce."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from composer_tokacc.row_counts import CountSums
 
 
 class RankFlags(NamedTuple):
-    """Facts about one rank, each 0 or 1. Their sum over the ranks is the number of ranks for which the fact is true."""
+    """Facts about a rank, each 0 or 1. The sum of a flag over the ranks is the number of ranks that have set it."""
 
     has_new_rows: int = 0  # it has rows that the first-batch check must see before they are cut
     reduces_once: int = 0  # its DDP has reduced gradients only in the last microbatch of earlier steps
@@ -45,16 +45,18 @@ def summed_over_ranks(
     Args:
         report: The report of this rank.
         to_device: Moves a tensor to the device on which the process group reduces.
-        is_weighted: Whether tokens have weights. All other numbers are integers.
+        is_weighted: Whether tokens may have weights, the same on all ranks. If not, all numbers are integers.
     """
     if get_world_size() == 1:
         return report
     numbers = list(chain.from_iterable(report))
-    # float64 holds the sums of the integers exactly, too, see CHECKSUM_BITS. But some devices do not have it.
+    # float64 holds the sums of the integers exactly, see CHECKSUM_BITS. But some devices do not have it.
     dtype = torch.float64 if is_weighted else torch.int64
+    sums_over_ranks = sum_over_ranks(to_device(torch.tensor(numbers, dtype=dtype)))
     sums: list[float] = []
-    for total in sum_over_ranks(to_device(torch.tensor(numbers, dtype=dtype))):
-        is_integer = float(total).is_integer()  # only a sum of weights may have a fraction
-        sums.append(int(total) if is_integer else total)
-    sums_in_order = iter(sums)
-    return RankReport._make(part._make(islice(sums_in_order, len(part))) for part in report)
+    for number, total in zip(numbers, sums_over_ranks, strict=True):
+        is_weight = isinstance(number, float)  # all other numbers are integers, and stay integers
+        sums.append(float(total) if is_weight else int(total))
+    remaining = iter(sums)
+    parts = [part._make(islice(remaining, len(part))) for part in report]
+    return RankReport._make(parts)

@@ -4,14 +4,14 @@
 """Which rows the first-batch check has looked at, and which rows of a batch it looks at next.
 
 The check computes gradients of a few rows to show that no cut of a batch changes them. But a model may treat rows in
-another way if they have some property: they are wider, have more images, or a hole in the mask. Each kind of properties
+another way if they have some property: they are wider, have more images, or a hole in the mask. Each kind of property
 has two functions:
 
-- ``..._limits`` yields the properties that the rows of a batch have, with the sizes or numbers that were seen.
-- ``..._criteria`` yields the criteria to choose rows by that show new properties.
+- ``..._limits`` yields the properties that the rows of a batch have, each with its limit: the sizes or numbers seen.
+- ``..._criteria`` yields criteria that choose rows with new properties.
 
-:func:`ranges_of` calls the first ones. The limits of all properties are the :class:`RowRanges` of the batch. If a later
-step has rows outside of them, the check runs again, with the rows that :func:`chosen_rows` chooses by the second ones.
+:func:`ranges_of` joins all limits to the :class:`RowRanges` of the batch. If a later step has rows outside of the
+ranges that were checked, the check runs again, with the rows that :func:`chosen_rows` chooses by all criteria.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ class RowProperty:
 
 
 class Trait(RowProperty, Enum):
-    """The properties without further details."""
+    """Properties without details. Only :attr:`PACKED_ROWS` has a limit with values."""
 
     SEVERAL_ROWS = 'several rows'
     PACKED_ROWS = 'packed rows'
     UNLABELLED_ROWS = 'rows without labels'
     PARTLY_UNLABELLED = 'rows with and without labels'
     PARTLY_WITH_MEDIA = 'rows with and without media'
-    HOLES = 'holes'
-    HOLES_BESIDE_MEDIA = 'holes beside media'
+    HOLES = 'positions without attention between attended ones'
+    HOLES_BESIDE_MEDIA = 'holes in a batch with media'
     UNATTENDED_LABELS = 'labels without attention'
     PADDING_ON_BOTH_SIDES = 'padding on both sides'
 
@@ -69,7 +69,7 @@ class PaddedRows(RowProperty):
 
 @dataclass(frozen=True)
 class BeyondRotaryLimit(RowProperty):
-    """Rows are beyond the rotary limit, in a batch with or without ``position_ids``."""
+    """The rotary embedding depends on the width of the rows, or on the largest of their ``position_ids``."""
 
     has_positions: bool
 
@@ -84,7 +84,7 @@ class Code(RowProperty):
 
 @dataclass(frozen=True)
 class KeyMeaning(RowProperty):
-    """The tensor under this key belongs to rows in a certain way. It has no limit, but readings."""
+    """How the tensor under this key belongs to rows. Its range is in :attr:`RowRanges.readings`, not in the limits."""
 
     key: str
 
@@ -176,7 +176,7 @@ class Criterion(NamedTuple):
 
 
 def _rotary_limits(facts_of_batches: Iterable[RowFacts]) -> Limits:
-    """Yields the limit of all rows together if some of them are beyond the rotary limit.
+    """Yields one limit for all rows if some of them are beyond the rotary limit.
 
     Its two values are the smallest one of the :func:`.largest_positions`, as its negative, and the largest one.
     """
@@ -184,11 +184,11 @@ def _rotary_limits(facts_of_batches: Iterable[RowFacts]) -> Limits:
     is_beyond = False
     has_positions = False
     for facts in facts_of_batches:
-        if facts.has_ids:
-            has_positions |= facts.has_positions
-            if facts.layout.width_limit is not None:
-                positions += largest_positions(facts)
-                is_beyond |= is_beyond_rotary_limit(facts)
+        if not facts.has_ids or facts.layout.width_limit is None:
+            continue
+        has_positions |= facts.has_positions
+        positions += largest_positions(facts)
+        is_beyond |= is_beyond_rotary_limit(facts)
     if is_beyond:
         yield BeyondRotaryLimit(has_positions), (-min(positions), max(positions))
 
@@ -203,9 +203,9 @@ def _size_criteria(facts: RowFacts, missing: Collection[RowProperty]) -> Iterato
 
 
 def _sizes(facts: RowFacts, missing: Collection[RowProperty]) -> list[int]:
-    """Returns the length of each row, or its largest position if such positions beyond the rotary limit are new."""
+    """Returns the length of each row. If positions beyond the rotary limit are new, returns its largest position."""
     if BeyondRotaryLimit(has_positions=True) in missing:
-        # The largest position counts. In a row of several documents it is less than the length.
+        # In a row of several documents it is less than the length.
         return largest_positions(facts)
     return facts.lengths
 
@@ -225,7 +225,7 @@ def _unlabelled_limits(facts_of_batches: Iterable[RowFacts]) -> Limits:
 
 
 def _unlabelled_criteria(facts: RowFacts, missing: Collection[RowProperty]) -> Iterator[Criterion]:
-    """Yields the criterion for a row without labels if one of the two properties is new."""
+    """Yields the criterion for a row without labels if such rows are new, alone or together with other rows."""
     if Trait.UNLABELLED_ROWS in missing or Trait.PARTLY_UNLABELLED in missing:
         yield Criterion(facts.lengths, lacks_labels(facts.batch), needs_label=False)
 
@@ -243,7 +243,7 @@ def _media_limits(facts_of_batches: Sequence[RowFacts]) -> Limits:
     for facts in facts_of_batches:
         media_per_row += facts.media
     if any(media_per_row) and not all(media_per_row):
-        # It needs no criterion, because the last criteria are for such rows.
+        # It needs no criterion, because _last_criteria() looks for rows of both kinds.
         yield Trait.PARTLY_WITH_MEDIA, ()
 
 
@@ -317,7 +317,7 @@ def _mask_limits(facts_of_batches: Sequence[RowFacts]) -> Limits:
 
 
 def _mask_criteria(facts: RowFacts, missing: Collection[RowProperty]) -> Iterator[Criterion]:
-    """Yields a criterion for each of these properties that is new."""
+    """Yields a criterion for each new property of the masks."""
     if Trait.HOLES in missing or Trait.HOLES_BESIDE_MEDIA in missing:
         yield Criterion(facts.lengths, facts.has_hole)
     if Trait.UNATTENDED_LABELS in missing:
@@ -377,11 +377,11 @@ def _width_criteria(facts: RowFacts, missing: Collection[RowProperty]) -> Iterat
     yield Criterion([abs(length - about_half) for length in facts.lengths])
 
 
-# Codes: a flag, a mask or a category, by which a loss may leave out rows or tokens.
+# Codes: values of a flag, a mask or a category, by which a loss may leave out rows or tokens.
 
 
 def _code_limits(facts_of_batches: Sequence[RowFacts]) -> Limits:
-    """Yields limits without values for the codes of the rows."""
+    """Yields limits without values for the codes of the rows, except for small positive ids and counts."""
     keys_of_numbers = _keys_of_numbers(facts_of_batches)
     for facts in facts_of_batches:
         for key, codes_of_rows in facts.codes.items():
@@ -413,7 +413,7 @@ def _code_criteria(facts: RowFacts, missing: Collection[RowProperty]) -> Iterato
                 yield Criterion(facts.lengths, has_code, needs_label=False)
 
 
-# All kinds together.
+# All kinds of properties together.
 
 
 def ranges_of(facts_of_batches: Sequence[RowFacts], largest_packed_row: int = 0) -> RowRanges:
@@ -507,5 +507,5 @@ def _last_criteria(facts: RowFacts, missing: Collection[RowProperty]) -> Iterato
     """Yields the criteria that always come last: the shortest row of text only, the row with most media, and widths."""
     yield Criterion(facts.lengths, [num_media == 0 for num_media in facts.media])
     yield Criterion([-num_media for num_media in facts.media])
-    # They come earlier, too, if the check runs for a new width, because chosen_rows() drops the rows chosen last.
+    # If padded rows are new, _padding_criteria() has yielded them already, because chosen_rows() drops the last rows.
     yield from _width_criteria(facts, missing)
