@@ -236,7 +236,6 @@ class RunContext:
             cutter=self.split,
             loss_tokens=self.options.loss_tokens,
             check_loss=self.options.needs_loss_check,
-            microbatch_size=microbatch_size_of(state),
             selector=self.selector,
             forward_arguments=_forward_arguments(self.model),
         )
@@ -259,13 +258,6 @@ class RunContext:
         self.step = step
         if self.split is not None:
             self.split.step = step
-
-    def read_microbatch_size(self, state: State) -> None:
-        """Tells the check how large microbatches are now, because a callback may change their size in training.
-
-        Larger microbatches hold longer packed rows, which the check must see first.
-        """
-        self.check.microbatch_size = microbatch_size_of(state)
 
     def samples_for_composer(self, counts: CountSums) -> int:
         """Returns the number of samples that Composer counts in some rows, to weight the loss of their microbatch.
@@ -295,7 +287,7 @@ class RunContext:
             rules = self.split.rules
         return RankWidth.of(step.facts, rules, self.check.rule)
 
-    def prove(self, batch: Batch) -> None:
+    def prove(self, batch: Batch, microbatch_size: float) -> None:
         """Runs the first-batch check on the new rows of all ranks, see ``token_accumulation.py``; a collective.
 
         If no rows are new, but a check is due, it checks some known rows. Afterwards the split cuts by the rules that
@@ -307,7 +299,7 @@ class RunContext:
             batch = with_weights_of_positions(batch)
         self.read_router_coefficient()
         try:
-            self.check.prove(batch)
+            self.check.prove(batch, microbatch_size)
             failure = self.check.selection_failure
             if failure is not None and self.selector is not None:
                 self._remove_selector()

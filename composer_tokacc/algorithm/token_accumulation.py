@@ -360,13 +360,13 @@ class TokenAccumulation(Algorithm):
         # and the same learning rates.
         plan = plan_record_of(state.batch, state.dataloader, batch_index) or PlanRecord()
         plan = replace(plan, learning_rates=learning_rates_of(state.optimizers))
-        run.read_microbatch_size(state)  # a callback, or too little memory, may have changed it
-        run.token_choice.begin_step(run.check.microbatch_size)
+        microbatch_size = microbatch_size_of(state)  # a callback, or too little memory, may have changed it
+        run.token_choice.begin_step(microbatch_size)
         try:
             step = self._count_batch(state, batch_index)
             # Facts about rows are found when they are first read, so these may refuse the batch, too.
             width = run.width_of(step)
-            has_new_rows = run.check.has_new_rows(step.facts)
+            has_new_rows = run.check.has_new_rows(step.facts, microbatch_size)
         except RefusalError as refusal_of_counts:
             self._refuse(state, refusal_of_counts)
         # One all-reduce for everything that ranks must know of each other before the batch is cut.
@@ -390,7 +390,7 @@ class TokenAccumulation(Algorithm):
         # is due even without new rows, because a model may begin to treat known rows in another way.
         is_check_due = run.check.is_due(run.step_number, has_new_rows=sums.flags.has_new_rows > 0)
         if is_check_due:
-            run.prove(state.batch)  # new rows are cut only by rules that were proven for them
+            run.prove(state.batch, microbatch_size)  # new rows are cut only by rules that were proven for them
         # Each rank pads to its own longest row. One forward over all rows would pad some of them more. More padding on
         # the left may change a row. So may a greater width, if it is over the limit of a rotary embedding.
         check_widths(
@@ -429,7 +429,7 @@ class TokenAccumulation(Algorithm):
         self._context = RunContext(state, self.options)
         # It may be True from a checkpoint or an earlier fit, but now ranks may wait for each other in every microbatch.
         self._reduces_once &= self._context.reductions.waits_only_to_reduce
-        self._context.prove(state.batch)
+        self._context.prove(state.batch, microbatch_size_of(state))
 
     def _count_batch(self, state: State, batch_index: int) -> Step:
         """Adds the counts of the rows to ``state.batch``, and returns the record of the step.

@@ -131,8 +131,6 @@ class FirstBatchCheck:
     """The loss rule that the user has named, or ``'auto'``."""
     check_loss: bool
     """Whether to check the loss rule, and whether rows keep their weights. If not, ``loss_tokens`` names a rule."""
-    microbatch_size: float
-    """Rows of a microbatch in training. It limits the rows of a check, and the length of packed rows."""
     selector: LabelSelector | None = None
     """Makes the model compute logits only at labels. None: that is not tried. After a failure it is not tried again."""
     forward_arguments: Collection[str] | None = None
@@ -162,22 +160,24 @@ class FirstBatchCheck:
         if not self.check_loss:
             self.rule = self.loss_tokens
 
-    def _ranges_of(self, facts_of_batches: Sequence[RowFacts]) -> RowRanges:
+    def _ranges_of(self, facts_of_batches: Sequence[RowFacts], microbatch_size: float) -> RowRanges:
         """Returns the ranges of the rows of a batch, from the facts of its microbatches."""
-        return ranges_of(facts_of_batches, self._largest_packed_row(facts_of_batches))
+        return ranges_of(facts_of_batches, self._largest_packed_row(facts_of_batches, microbatch_size))
 
-    def _largest_packed_row(self, facts_of_batches: Sequence[RowFacts]) -> int:
+    def _largest_packed_row(self, facts_of_batches: Sequence[RowFacts], microbatch_size: float) -> int:
         """Returns the most tokens that a packed row of a batch can have. 0: rows are not packed."""
         if self.cutter is None:
             return 0
-        return self.cutter.largest_packed_row(facts_of_batches, self.microbatch_size)
+        return self.cutter.largest_packed_row(facts_of_batches, microbatch_size)
 
-    def has_new_rows(self, facts_of_batches: Sequence[RowFacts]) -> bool:
+    def has_new_rows(self, facts_of_batches: Sequence[RowFacts], microbatch_size: float) -> bool:
         """Returns whether this rank has rows outside of the proven ranges.
 
-        ``facts_of_batches`` are the facts of its batch, or of each of its microbatches.
+        Args:
+            facts_of_batches: The facts of its batch, or of each of its microbatches.
+            microbatch_size: Rows of a microbatch in training. In larger microbatches packed rows are longer.
         """
-        return bool(self._proven.missing(self._ranges_of(facts_of_batches)))
+        return bool(self._proven.missing(self._ranges_of(facts_of_batches, microbatch_size)))
 
     def is_due(self, step: int, *, has_new_rows: bool) -> bool:
         """Returns whether to call :meth:`prove`: if some rank has new rows, and in steps 16, 32, 64 and so on.
@@ -189,13 +189,15 @@ class FirstBatchCheck:
             self._is_check_due = True
         return has_new_rows or self._is_check_due
 
-    def prove(self, batch: Batch) -> None:
+    def prove(self, batch: Batch, microbatch_size: float) -> None:
         """Checks rows until no rank has rows outside of the proven ranges, and once if a check is due; a collective.
 
         Afterwards the cutter, if there is one, cuts by the rules that were found.
 
         Args:
             batch: The batch of this rank, on the CPU.
+            microbatch_size: Rows of a microbatch in training. It limits the rows of a check, and the length of packed
+                rows.
 
         Raises:
             RuntimeError: On all ranks, if no loss rule fits, if a forward changes the next one, or if no cut keeps the
@@ -210,7 +212,7 @@ class FirstBatchCheck:
             refusal = None
             offer_of_rank = None
             try:
-                offer_of_rank = self._offer(batch)
+                offer_of_rank = self._offer(batch, microbatch_size)
             except RefusalError as refusal_of_batch:
                 refusal = refusal_of_batch
             # With Composer's own flag, `accumulate_train_batch_on_tokens`, this method is called in each step. In most
@@ -228,7 +230,7 @@ class FirstBatchCheck:
             rows_to_share = None
             if offers[get_global_rank()] is offer:
                 try:
-                    rows_to_share = self._rows_to_share(batch, offer.missing)
+                    rows_to_share = self._rows_to_share(batch, offer.missing, microbatch_size)
                 except RefusalError as refusal_of_rows:  # if only these rows do not tell whose media are whose
                     refusal = refusal_of_rows
             raise_on_all_ranks(refusal)
@@ -261,9 +263,9 @@ class FirstBatchCheck:
         if self.cutter is not None and rules is not None:
             self.cutter.adopt(rules, self.layout, has_loss_in_dummies=self.has_loss_in_dummies)
 
-    def _offer(self, batch: Batch) -> RowOffer:
+    def _offer(self, batch: Batch, microbatch_size: float) -> RowOffer:
         """Returns the offer of this rank. ``batch`` is its batch."""
-        ranges = self._ranges_of(describe_all(self.layout, batch))
+        ranges = self._ranges_of(describe_all(self.layout, batch), microbatch_size)
         return RowOffer(
             can_show_rule=self.rule is not None or _can_show_rule(batch),
             missing=self._proven.missing(ranges),
@@ -466,19 +468,19 @@ class FirstBatchCheck:
         """Returns a copy of the batch as the model gets it, without the counts of its rows."""
         return self.to_device(with_copied_tensors(without_row_counts(batch)))
 
-    def _rows_to_share(self, batch: Batch, missing: Sequence[RowProperty]) -> SharedRows:
+    def _rows_to_share(self, batch: Batch, missing: Sequence[RowProperty], microbatch_size: float) -> SharedRows:
         """Returns the rows of this rank that all ranks probe."""
         if self.layout is None:
             return SharedRows(dict(batch), {}, 0, [], RowRanges())
         # A row in a probe takes about half the memory that it takes in training, so twice as many rows fit.
-        max_rows = min(max(int(2 * self.microbatch_size), MIN_ROWS), MAX_ROWS)
+        max_rows = min(max(int(2 * microbatch_size), MIN_ROWS), MAX_ROWS)
         chosen = chosen_rows(self.layout, batch, missing, max_rows)
         loader_batch = without_row_counts(batch)
         rows = self.layout.select(loader_batch, chosen)
         is_unlabelled = lacks_labels(rows)
         # This length counts as proven even if packing fails in this check. That does no harm, because then no row of
         # the fit is packed any more.
-        largest_packed_row = self._largest_packed_row(describe_all(self.layout, batch))
+        largest_packed_row = self._largest_packed_row(describe_all(self.layout, batch), microbatch_size)
         return SharedRows(
             rows=_with_labels(self.layout, rows),
             unlabelled_rows=[place for place, lacks_label in enumerate(is_unlabelled) if lacks_label],

@@ -178,10 +178,9 @@ class CountingDataSpec(DataSpec):
                 cutter=split,
                 loss_tokens=self._loss_tokens,
                 check_loss=True,
-                microbatch_size=microbatch_size,
             )
         check = self._first_batch
-        check.prove(batch)
+        check.prove(batch, microbatch_size)
         self._loss_tokens = check.rule or self._loss_tokens
         self._check_widths(check, batch)
 

@@ -393,7 +393,7 @@ def test_check_takes_layout_of_another_rank(monkeypatch):
     text = text_batch([5, 3])
     checked_layouts = []
 
-    def prove(check, batch):
+    def prove(check, batch, microbatch_size):
         checked_layouts.append(check.layout)
 
     monkeypatch.setattr(FirstBatchCheck, 'prove', prove)

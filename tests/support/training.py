@@ -222,7 +222,7 @@ def unchecked_rows() -> Iterator[None]:
     It is for runs that test something else. They must give a loss rule, with ``check_loss=False``.
     """
 
-    def prove(check: FirstBatchCheck, batch: Any) -> None:
+    def prove(check: FirstBatchCheck, batch: Any, microbatch_size: float) -> None:
         assert not check.check_loss
         assert check.cutter is not None
         check.cutter.adopt(check.cutter.rules, check.layout, has_loss_in_dummies=False)
