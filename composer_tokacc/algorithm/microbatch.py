@@ -330,7 +330,7 @@ class CurrentMicrobatch:
         record.added_rows = added_rows
         # Means over samples need not be made of the outputs, so the gradient by them may not show that they see the
         # added rows. The first-batch check has seen whether they have a gradient in rows without labels.
-        if run.check.trains_unlabelled_rows and run.terms.of_unit(loss, 'samples'):
+        if run.loss_facts.trains_unlabelled_rows and run.terms.of_unit(loss, 'samples'):
             raise trained_added_rows(record)
         # The gradient is read in the backward of the step. A backward of its own would run the hooks of FSDP, which
         # communicate, and only on this rank.
@@ -353,7 +353,7 @@ class CurrentMicrobatch:
             record.token_loss = mean_loss.detach() * num_tokens
         place = len(step.microbatches) - 1
         is_measured = step.is_weighted or run.token_choice.includes(place, record.rows, len(step.planned))
-        if not (record.counts.loss_weight and is_measured and run.check.has_logits):
+        if not (record.counts.loss_weight and is_measured and run.loss_facts.has_logits):
             return loss
         logits = logits_of(self._outputs)
         # Without logits that fit the labels, nothing is weighted or measured. If tokens have weights, check_step() then
@@ -374,7 +374,7 @@ class CurrentMicrobatch:
             weights = at_predictions(weights_of_labels, rule)
             targets = targets_of(selected, rule)
             # Weights the value of the loss. weigh_tokens() will weight its gradient.
-            loss = run.terms.with_weighted_values(loss, logits, targets, weights, factor=run.check.token_scale)
+            loss = run.terms.with_weighted_values(loss, logits, targets, weights, factor=run.loss_facts.token_scale)
         # The logits have no gradient if no parameter before them is trained, for example if only an encoder of media is
         # trained, and there are no media. The value of the loss is weighted nevertheless, because it is logged.
         if logits.grad_fn is None:
@@ -399,7 +399,7 @@ class CurrentMicrobatch:
         units_of_terms = list(run.terms.units.values())
         # The weight of a token in the loss of a forward, times the number of tokens: 1 for a mean of cross-entropies.
         # The first-batch check has measured it. None: tokens weigh differently, or the loss is not checked.
-        scale = run.check.token_scale
+        scale = run.loss_facts.token_scale
         if scale is None or units_of_terms not in ([], ['tokens']):
             return None
         weight = scale * self._weight_of_mean * self._step.gradient_scale / self._record.counts.loss_tokens

@@ -15,7 +15,7 @@ import torch
 
 from composer_tokacc import BatchLayout, token_data_spec
 from composer_tokacc.checks.cut_rules import CutRules
-from composer_tokacc.checks.first_batch import FirstBatchCheck
+from composer_tokacc.checks.first_batch import FirstBatchCheck, LossFacts
 from composer_tokacc.checks.step import Step
 from composer_tokacc.data_spec import split
 from composer_tokacc.data_spec.document_attention import DocumentAttention
@@ -395,6 +395,7 @@ def test_check_takes_layout_of_another_rank(monkeypatch):
 
     def prove(check, batch, microbatch_size):
         checked_layouts.append(check.layout)
+        return LossFacts(rule='causal')
 
     monkeypatch.setattr(FirstBatchCheck, 'prove', prove)
     monkeypatch.setattr(split, 'all_gather_object', lambda inferred: [inferred, inferred_with_media])
