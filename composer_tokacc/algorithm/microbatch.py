@@ -337,7 +337,7 @@ class CurrentMicrobatch:
         # A mean over samples need not be made of the outputs, so the gradient by the outputs may not show that it sees
         # the added rows. The first-batch check has seen whether it has a gradient in rows without labels.
         has_means_over_samples = any(term.unit == 'samples' for term in other_terms)
-        if has_means_over_samples and self._run.check.trains_unlabelled_rows:
+        if has_means_over_samples and self._run.loss_facts.trains_unlabelled_rows:
             raise trained_added_rows(record)
         # The gradient is read in the backward of the step. A backward of its own would run the hooks of FSDP, which
         # communicate, and only on this rank.
@@ -377,7 +377,7 @@ class CurrentMicrobatch:
             weights = at_predictions(weights_of_labels, rule)
             targets = targets_of(at_logits.batch, rule)
             # Weights the value of the loss. weigh_tokens() will weight its gradient.
-            loss = run.terms.with_weighted_values(loss, logits, targets, weights, factor=run.check.token_scale)
+            loss = run.terms.with_weighted_values(loss, logits, targets, weights, factor=run.loss_facts.token_scale)
         # The logits have no gradient if no parameter before them is trained, for example if only an encoder of media is
         # trained, and there are no media. The value of the loss is weighted nevertheless, because it is logged.
         if logits.grad_fn is None:
@@ -399,7 +399,7 @@ class CurrentMicrobatch:
         With token weights every microbatch is measured, without them only those that :class:`.TokenChoice` chooses.
         """
         counts = self._record.counts
-        if counts.loss_weight == 0 or not self._run.check.has_logits:
+        if counts.loss_weight == 0 or not self._run.loss_facts.has_logits:
             return False  # there is no token with a gradient at the logits
         if self._step.is_weighted:
             return True
@@ -416,7 +416,7 @@ class CurrentMicrobatch:
         units_of_terms = list(run.terms.units.values())
         # The weight of a token in the loss of a forward, times the number of tokens: 1 for a mean of cross-entropies.
         # The first-batch check has measured it. None: tokens weigh differently, or the loss is not checked.
-        scale = run.check.token_scale
+        scale = run.loss_facts.token_scale
         if scale is None or units_of_terms not in ([], ['tokens']):
             return None
         weight = scale * self._weight_of_token_mean * self._step.gradient_scale / self._record.counts.loss_tokens

@@ -35,7 +35,7 @@ from composer_tokacc.algorithm.reduction import (
 from composer_tokacc.algorithm.router_balance import OR_LEAVE_MICROBATCH, ROUTER_BALANCES, StepBalance
 from composer_tokacc.arguments import check_choice
 from composer_tokacc.batch import Batch, check_batch, check_vocabulary
-from composer_tokacc.checks.first_batch import FirstBatchCheck, check_gradient_hooks
+from composer_tokacc.checks.first_batch import FirstBatchCheck, LossFacts, check_gradient_hooks
 from composer_tokacc.checks.probe import Probe
 from composer_tokacc.checks.step import Step, TokenChoice
 from composer_tokacc.collectives import all_gather_object, get_world_size
@@ -156,6 +156,8 @@ class RunContext:
 
     step: Step
     """The record of the step that runs now; set by :meth:`begin_step`."""
+    loss_facts: LossFacts
+    """What the first-batch check has found out about the loss; set by :meth:`prove`."""
 
     def __init__(self, state: State, options: AlgorithmOptions) -> None:
         check_weights_are_used(state.dataloader, state.batch, options.token_weights)
@@ -236,7 +238,6 @@ class RunContext:
             cutter=self.split,
             loss_tokens=self.options.loss_tokens,
             check_loss=self.options.needs_loss_check,
-            microbatch_size=microbatch_size_of(state),
             selector=self.selector,
             forward_arguments=_forward_arguments(self.model),
         )
@@ -259,13 +260,6 @@ class RunContext:
         self.step = step
         if self.split is not None:
             self.split.step = step
-
-    def read_microbatch_size(self, state: State) -> None:
-        """Tells the check how large microbatches are now, because a callback may change their size in training.
-
-        Larger microbatches hold longer packed rows, which the check must see first.
-        """
-        self.check.microbatch_size = microbatch_size_of(state)
 
     def samples_for_composer(self, counts: CountSums) -> int:
         """Returns the number of samples that Composer counts in some rows, to weight the loss of their microbatch.
@@ -293,9 +287,9 @@ class RunContext:
         rules = None  # without a split no row is trimmed
         if self.split is not None:
             rules = self.split.rules
-        return RankWidth.of(step.facts, rules, self.check.rule)
+        return RankWidth.of(step.facts, rules, self.loss_facts.rule)
 
-    def prove(self, batch: Batch) -> None:
+    def prove(self, batch: Batch, microbatch_size: float) -> None:
         """Runs the first-batch check on the new rows of all ranks, see ``token_accumulation.py``; a collective.
 
         If no rows are new, but a check is due, it checks some known rows. Afterwards the split cuts by the rules that
@@ -307,8 +301,8 @@ class RunContext:
             batch = with_weights_of_positions(batch)
         self.read_router_coefficient()
         try:
-            self.check.prove(batch)
-            failure = self.check.selection_failure
+            self.loss_facts = self.check.prove(batch, microbatch_size)
+            failure = self.loss_facts.selection_failure
             if failure is not None and self.selector is not None:
                 self._remove_selector()
                 self._log_all_logits(failure)

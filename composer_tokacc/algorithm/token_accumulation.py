@@ -145,7 +145,7 @@ class TokenAccumulation(Algorithm):
         # Whether DDP has reduced gradients only in the last microbatch of earlier steps. Then the split may give ranks
         # unequal numbers of microbatches.
         self._reduces_once = False
-        self._context: RunContext | None = None  # made at the first batch of a fit
+        self._context: RunContext | None = None  # set at the first batch of a fit, after its check
         self._microbatch: CurrentMicrobatch | None = None  # from BEFORE_FORWARD to AFTER_BACKWARD
 
     def __repr__(self) -> str:
@@ -165,7 +165,7 @@ class TokenAccumulation(Algorithm):
     @property
     def rule(self) -> str | None:
         """The loss rule. None: it is not known before the first batch."""
-        return None if self._context is None else self._context.check.rule
+        return None if self._context is None else self._context.loss_facts.rule
 
     @property
     def _run(self) -> RunContext:
@@ -180,19 +180,12 @@ class TokenAccumulation(Algorithm):
         return self._microbatch
 
     @property
-    def _known_rule(self) -> str:
-        """The loss rule. Read it only after the first-batch check, which sets it even if the user has named it."""
-        rule = self.rule
-        assert rule is not None
-        return rule
-
-    @property
     def has_logits(self) -> bool:
         """Whether the model returns logits. If not, it returns hidden states, and its loss computes the logits.
 
         True before the first batch.
         """
-        return self._context is None or self._context.check.has_logits
+        return self._context is None or self._context.loss_facts.has_logits
 
     @property
     def why_all_logits(self) -> str | None:
@@ -219,7 +212,7 @@ class TokenAccumulation(Algorithm):
             # At least 1, because CurrentMicrobatch adds a label if none counts. With `loss_units` it may add none, but
             # then there is no selector.
             num_labels = max(num_labels, 1)
-            selector.begin_forward(self._known_rule, num_labels, num_positions)
+            selector.begin_forward(self._run.loss_facts.rule, num_labels, num_positions)
 
     def _selector_for(self, state: State) -> LabelSelector | None:
         """Returns the selector that makes the model compute logits only at labels; None: it computes all logits."""
@@ -360,13 +353,13 @@ class TokenAccumulation(Algorithm):
         # and the same learning rates.
         plan = plan_record_of(state.batch, state.dataloader, batch_index) or PlanRecord()
         plan = replace(plan, learning_rates=learning_rates_of(state.optimizers))
-        run.read_microbatch_size(state)  # a callback, or too little memory, may have changed it
-        run.token_choice.begin_step(run.check.microbatch_size)
+        microbatch_size = microbatch_size_of(state)  # a callback, or too little memory, may have changed it
+        run.token_choice.begin_step(microbatch_size)
         try:
             step = self._count_batch(state, batch_index)
             # Facts about rows are found when they are first read, so these may refuse the batch, too.
             width = run.width_of(step)
-            has_new_rows = run.check.has_new_rows(step.facts)
+            has_new_rows = run.check.has_new_rows(step.facts, microbatch_size)
         except RefusalError as refusal_of_counts:
             self._refuse(state, refusal_of_counts)
         # One all-reduce for everything that ranks must know of each other before the batch is cut.
@@ -390,7 +383,7 @@ class TokenAccumulation(Algorithm):
         # is due even without new rows, because a model may begin to treat known rows in another way.
         is_check_due = run.check.is_due(run.step_number, has_new_rows=sums.flags.has_new_rows > 0)
         if is_check_due:
-            run.prove(state.batch)  # new rows are cut only by rules that were proven for them
+            run.prove(state.batch, microbatch_size)  # new rows are cut only by rules that were proven for them
         # Each rank pads to its own longest row. One forward over all rows would pad some of them more. More padding on
         # the left may change a row. So may a greater width, if it is over the limit of a rotary embedding.
         check_widths(
@@ -405,7 +398,7 @@ class TokenAccumulation(Algorithm):
 
     def _refusal_of_batch(self, state: State) -> RefusalError | None:
         """Returns why this rank's batch cannot be counted. The caller tells the other ranks, too."""
-        vocabulary = None if self._context is None else self._context.check.vocabulary
+        vocabulary = None if self._context is None else self._context.loss_facts.vocabulary
         try:
             check_labels_and_ids(state.model, microbatches_of(state.batch), vocabulary)
             if self._context is None and self.options.token_weights == 'column':
@@ -426,10 +419,11 @@ class TokenAccumulation(Algorithm):
 
     def _set_up(self, state: State) -> None:
         """Sets up the fit at its first batch, and runs the first-batch check, which finds the loss rule."""
-        self._context = RunContext(state, self.options)
+        context = RunContext(state, self.options)
         # It may be True from a checkpoint or an earlier fit, but now ranks may wait for each other in every microbatch.
-        self._reduces_once &= self._context.reductions.waits_only_to_reduce
-        self._context.prove(state.batch)
+        self._reduces_once &= context.reductions.waits_only_to_reduce
+        context.prove(state.batch, microbatch_size_of(state))
+        self._context = context
 
     def _count_batch(self, state: State, batch_index: int) -> Step:
         """Adds the counts of the rows to ``state.batch``, and returns the record of the step.
@@ -444,9 +438,10 @@ class TokenAccumulation(Algorithm):
             batch = attach_row_counts(batch, [*rows, replace(repeated_row, samples=0)])
         # The counts become an entry of the batch, so that the split cuts them together with the rows. Rows of 0 samples
         # lose their labels.
-        counted_batch = with_counts(batch, self._known_rule, self.options.token_weights)
+        rule = run.loss_facts.rule
+        counted_batch = with_counts(batch, rule, self.options.token_weights)
         tokens_of_rows = [row.loss_tokens for row in row_counts_of(counted_batch)]
-        check_loss_shares(batch, self.options.token_weights, self._known_rule, tokens_of_rows)
+        check_loss_shares(batch, self.options.token_weights, rule, tokens_of_rows)
         state.batch = self._with_new_labels_marked(counted_batch)
         return Step(
             rows=row_counts_of(state.batch),
@@ -459,7 +454,8 @@ class TokenAccumulation(Algorithm):
 
         The microbatches of these rows are measured, because a loss may treat some labels in another way.
         """
-        has_new_label = self._run.token_choice.rows_with_new_labels(batch, self._known_rule)
+        run = self._run
+        has_new_label = run.token_choice.rows_with_new_labels(batch, run.loss_facts.rule)
         if not any(has_new_label):
             return batch
         marked_rows = []

@@ -113,6 +113,27 @@ class RowOffer:
         return self.can_show_rule, len(self.missing), self.num_rows
 
 
+@dataclass(kw_only=True)
+class LossFacts:
+    """What :class:`FirstBatchCheck` has found out about the model's loss. Each check of rows updates it."""
+
+    rule: str
+    """The loss rule of the model."""
+    token_scale: float | None = None
+    """The weight of a token in the loss of one forward, times the number of tokens: 1 for a mean of cross-entropies.
+    None: the weights differ (label smoothing, focal losses), or nothing is known."""
+    vocabulary: int | None = None
+    """Number of ids that a label may have, from the model's logits."""
+    selection_failure: str | None = None
+    """Why logits only at labels would change the loss or its gradient; None: they do not, or nothing was tried."""
+    trains_unlabelled_rows: bool = False
+    """Whether terms over samples have a gradient in rows without labels."""
+    has_loss_in_dummies: bool = False
+    """Whether means over tokens have a gradient or a value in dummy rows, which several ranks may need."""
+    has_logits: bool = True
+    """False if the model returns hidden states, because its loss contains the output embedding."""
+
+
 @dataclass(eq=False)
 class FirstBatchCheck:
     """Checks the model with a few rows of a batch, which are the same on all ranks.
@@ -131,27 +152,12 @@ class FirstBatchCheck:
     """The loss rule that the user has named, or ``'auto'``."""
     check_loss: bool
     """Whether to check the loss rule, and whether rows keep their weights. If not, ``loss_tokens`` names a rule."""
-    microbatch_size: float
-    """Rows of a microbatch in training. It limits the rows of a check, and the length of packed rows."""
     selector: LabelSelector | None = None
     """Makes the model compute logits only at labels. None: that is not tried. After a failure it is not tried again."""
     forward_arguments: Collection[str] | None = None
     """The entries of a batch that reach the model. None: all of them may."""
-    rule: str | None = field(default=None, init=False)
-    """The loss rule of the model."""
-    token_scale: float | None = field(default=None, init=False)
-    """The weight of a token in the loss of one forward, times the number of tokens: 1 for a mean of cross-entropies.
-    None: the weights differ (label smoothing, focal losses), or nothing is known."""
-    vocabulary: int | None = field(default=None, init=False)
-    """Number of ids that a label may have, from the model's logits."""
-    selection_failure: str | None = field(default=None, init=False)
-    """Why logits only at labels would change the loss or its gradient; None: they do not, or nothing was tried."""
-    trains_unlabelled_rows: bool = field(default=False, init=False)
-    """Whether terms over samples have a gradient in rows without labels."""
-    has_loss_in_dummies: bool = field(default=False, init=False)
-    """Whether means over tokens have a gradient or a value in dummy rows, which several ranks may need."""
-    has_logits: bool = field(default=True, init=False)
-    """False if the model returns hidden states, because its loss contains the output embedding."""
+    _loss_facts: LossFacts | None = field(default=None, init=False)
+    """None: the loss rule is not known yet."""
     _proven: RowRanges = field(default_factory=RowRanges, init=False)
     """The proven ranges, see the module. They are the same on all ranks."""
     _is_check_due: bool = field(default=True, init=False)
@@ -160,24 +166,26 @@ class FirstBatchCheck:
     def __post_init__(self) -> None:
         # If the loss is not checked, the user's rule is believed.
         if not self.check_loss:
-            self.rule = self.loss_tokens
+            self._loss_facts = LossFacts(rule=self.loss_tokens)
 
-    def _ranges_of(self, facts_of_batches: Sequence[RowFacts]) -> RowRanges:
+    def _ranges_of(self, facts_of_batches: Sequence[RowFacts], microbatch_size: float) -> RowRanges:
         """Returns the ranges of the rows of a batch, from the facts of its microbatches."""
-        return ranges_of(facts_of_batches, self._largest_packed_row(facts_of_batches))
+        return ranges_of(facts_of_batches, self._largest_packed_row(facts_of_batches, microbatch_size))
 
-    def _largest_packed_row(self, facts_of_batches: Sequence[RowFacts]) -> int:
+    def _largest_packed_row(self, facts_of_batches: Sequence[RowFacts], microbatch_size: float) -> int:
         """Returns the most tokens that a packed row of a batch can have. 0: rows are not packed."""
         if self.cutter is None:
             return 0
-        return self.cutter.largest_packed_row(facts_of_batches, self.microbatch_size)
+        return self.cutter.largest_packed_row(facts_of_batches, microbatch_size)
 
-    def has_new_rows(self, facts_of_batches: Sequence[RowFacts]) -> bool:
+    def has_new_rows(self, facts_of_batches: Sequence[RowFacts], microbatch_size: float) -> bool:
         """Returns whether this rank has rows outside of the proven ranges.
 
-        ``facts_of_batches`` are the facts of its batch, or of each of its microbatches.
+        Args:
+            facts_of_batches: The facts of its batch, or of each of its microbatches.
+            microbatch_size: Rows of a microbatch in training. In larger microbatches packed rows are longer.
         """
-        return bool(self._proven.missing(self._ranges_of(facts_of_batches)))
+        return bool(self._proven.missing(self._ranges_of(facts_of_batches, microbatch_size)))
 
     def is_due(self, step: int, *, has_new_rows: bool) -> bool:
         """Returns whether to call :meth:`prove`: if some rank has new rows, and in steps 16, 32, 64 and so on.
@@ -189,13 +197,18 @@ class FirstBatchCheck:
             self._is_check_due = True
         return has_new_rows or self._is_check_due
 
-    def prove(self, batch: Batch) -> None:
+    def prove(self, batch: Batch, microbatch_size: float) -> LossFacts:
         """Checks rows until no rank has rows outside of the proven ranges, and once if a check is due; a collective.
 
         Afterwards the cutter, if there is one, cuts by the rules that were found.
 
         Args:
             batch: The batch of this rank, on the CPU.
+            microbatch_size: Rows of a microbatch in training. It limits the rows of a check, and the length of packed
+                rows.
+
+        Returns:
+            What this call and earlier ones have found out about the loss.
 
         Raises:
             RuntimeError: On all ranks, if no loss rule fits, if a forward changes the next one, or if no cut keeps the
@@ -210,7 +223,7 @@ class FirstBatchCheck:
             refusal = None
             offer_of_rank = None
             try:
-                offer_of_rank = self._offer(batch)
+                offer_of_rank = self._offer(batch, microbatch_size)
             except RefusalError as refusal_of_batch:
                 refusal = refusal_of_batch
             # With Composer's own flag, `accumulate_train_batch_on_tokens`, this method is called in each step. In most
@@ -228,7 +241,7 @@ class FirstBatchCheck:
             rows_to_share = None
             if offers[get_global_rank()] is offer:
                 try:
-                    rows_to_share = self._rows_to_share(batch, offer.missing)
+                    rows_to_share = self._rows_to_share(batch, offer.missing, microbatch_size)
                 except RefusalError as refusal_of_rows:  # if only these rows do not tell whose media are whose
                     refusal = refusal_of_rows
             raise_on_all_ranks(refusal)
@@ -258,14 +271,16 @@ class FirstBatchCheck:
                 has_progress = len(self._proven.missing(offer.ranges)) < len(offer.missing)
                 if not has_progress:
                     self._proven = self._proven.joined(ranges)
+        assert self._loss_facts is not None  # the first call has checked rows
         if self.cutter is not None and rules is not None:
-            self.cutter.adopt(rules, self.layout, has_loss_in_dummies=self.has_loss_in_dummies)
+            self.cutter.adopt(rules, self.layout, has_loss_in_dummies=self._loss_facts.has_loss_in_dummies)
+        return self._loss_facts
 
-    def _offer(self, batch: Batch) -> RowOffer:
+    def _offer(self, batch: Batch, microbatch_size: float) -> RowOffer:
         """Returns the offer of this rank. ``batch`` is its batch."""
-        ranges = self._ranges_of(describe_all(self.layout, batch))
+        ranges = self._ranges_of(describe_all(self.layout, batch), microbatch_size)
         return RowOffer(
-            can_show_rule=self.rule is not None or _can_show_rule(batch),
+            can_show_rule=self._loss_facts is not None or _can_show_rule(batch),
             missing=self._proven.missing(ranges),
             num_rows=num_rows(batch),
             ranges=ranges,
@@ -292,7 +307,7 @@ class FirstBatchCheck:
         *,
         are_new: bool,
     ) -> tuple[CutRules | None, bool]:
-        """Finds the loss rule if it is not known yet, checks the rows, and sets the attributes about the loss.
+        """Finds the loss rule if it is not known yet, checks the rows, and updates the facts about the loss.
 
         Args:
             shared: The rows.
@@ -305,22 +320,21 @@ class FirstBatchCheck:
         """
         if self._is_check_due:
             self.probe.judge_all_again()  # of states that a forward writes: a harmless one may have become harmful
-        rule = self.rule
-        if rule is None:
-            rule = self._find_rule(shared.rows)
-            self.rule = rule
+        if self._loss_facts is None:
+            self._loss_facts = LossFacts(rule=self._find_rule(shared.rows))
             self._warn_of_leaks(shared.rows)
+        loss_facts = self._loss_facts
         self._is_check_due = False
         if self.layout is None:
-            self._check_unknown_rows(shared.rows, rule)
+            self._check_unknown_rows(shared.rows, loss_facts)
             return rules, False
         self._check_window(shared.rows)
-        rows = with_unequal_row(self.layout, shared.rows, rule)
+        rows = with_unequal_row(self.layout, shared.rows, loss_facts.rule)
         comparison = RowComparison(
             self.probe,
             self.layout,
             self._on_device,
-            rule,
+            loss_facts.rule,
             rows,
             self.check_loss,
         )
@@ -331,13 +345,13 @@ class FirstBatchCheck:
             comparison.check_single_rows()
         else:
             rules = comparison.first_exact(self.cutter, rules, shared.largest_packed_row, are_new=are_new)
-        self.trains_unlabelled_rows |= comparison.check_unlabelled_row()
+        loss_facts.trains_unlabelled_rows |= comparison.check_unlabelled_row()
         comparison.check_no_tokens_in(shared.unlabelled_rows)
         if self.cutter is not None and get_world_size() > 1:
-            self.has_loss_in_dummies |= comparison.has_loss_in_dummies()
+            loss_facts.has_loss_in_dummies |= comparison.has_loss_in_dummies()
         # Microbatches that the loader has collated may pad media to other sizes than the batch.
         comparison.check_media(shared.media)
-        self._learn_loss(comparison)
+        self._learn_loss(loss_facts, comparison)
         log.info('After the first-batch check: %s', rules)
         return rules, comparison.has_shown_trimming
 
@@ -363,7 +377,7 @@ class FirstBatchCheck:
             ) from failure
         return rule
 
-    def _check_unknown_rows(self, rows: Batch, rule: str) -> None:
+    def _check_unknown_rows(self, rows: Batch, loss_facts: LossFacts) -> None:
         """Warns that rows are not compared, because they could not be told apart.
 
         If the loss is checked, it also learns whether the model's output holds logits, and checks written states. For
@@ -376,27 +390,28 @@ class FirstBatchCheck:
         if self.check_loss:
             row = self._on_device(rule_batch(None, rows))
             # If this forward raises an error in float32, all later ones have the trainer's precision.
-            result = self.probe.run(row, targets=targets_of(row, rule), decides_precision=True)
-            self.has_logits = result.has_logits
+            result = self.probe.run(row, targets=targets_of(row, loss_facts.rule), decides_precision=True)
+            loss_facts.has_logits = result.has_logits
             self.probe.judge_written_state(row)
 
-    def _learn_loss(self, comparison: RowComparison) -> None:
+    def _learn_loss(self, loss_facts: LossFacts, comparison: RowComparison) -> None:
         """Learns how tokens weigh in the loss, and whether logits at labels are enough; a collective."""
         failure = None
-        if self.selector is not None and self.selection_failure is None:
+        if self.selector is not None and loss_facts.selection_failure is None:
             failure = comparison.selection_failure(self.selector)
         # All ranks must measure steps in the same way, and compute the same logits. So all of them share their results.
         result = (comparison.token_scale(), failure)
         results = all_gather_object(result)
         scales, failures = zip(*results, strict=True)
         # A known scale stays. If the loss is not a plain mean any more, check_step() refuses the step.
-        if self.token_scale is None and None not in scales:
-            self.token_scale = scales[0]
+        if loss_facts.token_scale is None and None not in scales:
+            loss_facts.token_scale = scales[0]
         # A failure stays. The next pass of prove() may check other rows, which do not show it.
-        if self.selection_failure is None:
-            self.selection_failure = next((failure for failure in failures if failure is not None), None)
-        self.has_logits = comparison.reference.has_logits
-        self.vocabulary = comparison.reference.output_size if self.has_logits else None
+        if loss_facts.selection_failure is None:
+            loss_facts.selection_failure = next((failure for failure in failures if failure is not None), None)
+        reference = comparison.reference
+        loss_facts.has_logits = reference.has_logits
+        loss_facts.vocabulary = reference.output_size if reference.has_logits else None
 
     def _check_window(self, rows: BatchDict) -> None:
         """Raises RuntimeError if the model attends to a limited number of keys (Doge), and a row is longer than that.
@@ -466,19 +481,19 @@ class FirstBatchCheck:
         """Returns a copy of the batch as the model gets it, without the counts of its rows."""
         return self.to_device(with_copied_tensors(without_row_counts(batch)))
 
-    def _rows_to_share(self, batch: Batch, missing: Sequence[RowProperty]) -> SharedRows:
+    def _rows_to_share(self, batch: Batch, missing: Sequence[RowProperty], microbatch_size: float) -> SharedRows:
         """Returns the rows of this rank that all ranks probe."""
         if self.layout is None:
             return SharedRows(dict(batch), {}, 0, [], RowRanges())
         # A row in a probe takes about half the memory that it takes in training, so twice as many rows fit.
-        max_rows = min(max(int(2 * self.microbatch_size), MIN_ROWS), MAX_ROWS)
+        max_rows = min(max(int(2 * microbatch_size), MIN_ROWS), MAX_ROWS)
         chosen = chosen_rows(self.layout, batch, missing, max_rows)
         loader_batch = without_row_counts(batch)
         rows = self.layout.select(loader_batch, chosen)
         is_unlabelled = lacks_labels(rows)
         # This length counts as proven even if packing fails in this check. That does no harm, because then no row of
         # the fit is packed any more.
-        largest_packed_row = self._largest_packed_row(describe_all(self.layout, batch))
+        largest_packed_row = self._largest_packed_row(describe_all(self.layout, batch), microbatch_size)
         return SharedRows(
             rows=_with_labels(self.layout, rows),
             unlabelled_rows=[place for place, lacks_label in enumerate(is_unlabelled) if lacks_label],

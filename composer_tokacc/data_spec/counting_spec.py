@@ -178,18 +178,16 @@ class CountingDataSpec(DataSpec):
                 cutter=split,
                 loss_tokens=self._loss_tokens,
                 check_loss=True,
-                microbatch_size=microbatch_size,
             )
-        check = self._first_batch
-        check.prove(batch)
-        self._loss_tokens = check.rule or self._loss_tokens
-        self._check_widths(check, batch)
+        loss_facts = self._first_batch.prove(batch, microbatch_size)
+        self._loss_tokens = loss_facts.rule
+        self._check_widths(batch, loss_facts.rule)
 
-    def _check_widths(self, check: FirstBatchCheck, batch: Batch) -> None:
+    def _check_widths(self, batch: Batch, rule: str) -> None:
         """Raises RuntimeError on all ranks if they pad to different widths and this changes a row; a collective."""
         if get_world_size() == 1:
             return
-        width = RankWidth.of(describe_all(check.layout, batch), self._split.rules, check.rule)
+        width = RankWidth.of(describe_all(self._split.layout, batch), self._split.rules, rule)
         # In most runs nothing depends on the width, and these two numbers are all that ranks exchange.
         may_matter = max_over_ranks([width.pads_left, width.is_beyond_rotary_limit is True])
         if not any(may_matter):

@@ -409,7 +409,6 @@ def first_batch_check(probe, layout):
         cutter=None,
         loss_tokens='causal',
         check_loss=True,
-        microbatch_size=2,
     )
 
 
@@ -424,11 +423,11 @@ def test_half_precision_only_in_unknown_rows():
 
     probe = probe_in_bfloat16(before)
     check = first_batch_check(probe, layout=None)
-    check.prove(batch)
+    check.prove(batch, microbatch_size=2)
 
     is_later = True
     assert check.is_due(LOOK_AGAIN, has_new_rows=False)
-    check.prove(batch)
+    check.prove(batch, microbatch_size=2)
 
     assert probe.run(batch).gradient_eps == BFLOAT16_EPS
 
@@ -437,10 +436,10 @@ def test_known_rows_send_no_objects(monkeypatch):
     """With Composer's own flag every step calls the check."""
     batch = text_row(12, 6)
     check = first_batch_check(probe_of(causal), BatchLayout.infer(batch))
-    check.prove(batch)
+    check.prove(batch, microbatch_size=2)
 
     monkeypatch.setattr('composer_tokacc.checks.first_batch.all_gather_object', None)  # a call would raise
-    check.prove(batch)
+    check.prove(batch, microbatch_size=2)
 
 
 def test_out_of_memory_without_varied_weights():

@@ -15,7 +15,7 @@ import torch
 
 from composer_tokacc import BatchLayout, token_data_spec
 from composer_tokacc.checks.cut_rules import CutRules
-from composer_tokacc.checks.first_batch import FirstBatchCheck
+from composer_tokacc.checks.first_batch import FirstBatchCheck, LossFacts
 from composer_tokacc.checks.step import Step
 from composer_tokacc.data_spec import split
 from composer_tokacc.data_spec.document_attention import DocumentAttention
@@ -393,8 +393,9 @@ def test_check_takes_layout_of_another_rank(monkeypatch):
     text = text_batch([5, 3])
     checked_layouts = []
 
-    def prove(check, batch):
+    def prove(check, batch, microbatch_size):
         checked_layouts.append(check.layout)
+        return LossFacts(rule='causal')
 
     monkeypatch.setattr(FirstBatchCheck, 'prove', prove)
     monkeypatch.setattr(split, 'all_gather_object', lambda inferred: [inferred, inferred_with_media])

@@ -130,7 +130,7 @@ def test_padding_matters_if_it_cannot_be_trimmed(make_model, has_positions, matt
     run = algorithm._run
 
     facts = describe_all(run.check.layout, batch)
-    width = RankWidth.of(facts, run.split.rules, run.check.rule)
+    width = RankWidth.of(facts, run.split.rules, run.loss_facts.rule)
 
     assert width.pads_left
     has_reason = width.reason != ''
