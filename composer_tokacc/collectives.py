@@ -112,9 +112,9 @@ def of_first_rank(compute: Callable[[], T]) -> T:
             outcome = compute()
         except RefusalError as error:
             outcome = error  # raised below on all ranks, because the others wait for the outcome
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # not a KeyboardInterrupt, because Ctrl-C reaches all ranks
             # The error itself is not sent, because not every error can be pickled.
-            from_any_rank(NotExactError(f'Rank 0 failed with {type(error).__name__}: {error}. Read what it wrote.'))
+            from_any_rank(NotExactError(f'Rank 0 has failed, read its output: {type(error).__name__}: {error}'))
             raise
     outcome = from_any_rank(outcome)  # the one of rank 0, because the others have None
     assert outcome is not None, 'rank 0 has an outcome'

@@ -26,6 +26,7 @@ from composer.core import Callback, State
 from composer.loggers import InMemoryLogger, Logger
 from composer.utils import dist
 
+from composer_tokacc.collectives import of_first_rank
 from composer_tokacc.programs import TrainConfig
 from composer_tokacc.programs.answers import answers_of
 from composer_tokacc.programs.build import RunParts, TrainerParts, build_parts, build_trainer, build_trainer_parts
@@ -138,8 +139,8 @@ def _train(config: TrainConfig) -> None:
         say('evaluating ...')
         trainer.eval()
     say('writing the report ...')
-    summary = ''
-    if dist.get_global_rank() == 0:
+
+    def write() -> str:
         metrics = read_metrics(result_folder(config, trainer.state.run_name))
         result = summarize(trainer.state, metrics, parts, first_step=finished_steps, seconds=seconds)
         last_answers = []
@@ -149,11 +150,13 @@ def _train(config: TrainConfig) -> None:
         with ExitStack() as stack:
             if not config.is_sharded:  # rank 0 cannot use a sharded model alone
                 stack.enter_context(evaluated_weights(trainer.state, trainer.logger))
-            summary = write_report(config, parts, result, metrics, history, last_answers)
-    # All ranks wait until the report is written. If a rank exited earlier, NCCL would report it as crashed.
+            return write_report(config, parts, result, metrics, history, last_answers)
+
+    summary = of_first_rank(write)
+    # All ranks end together. If a rank exited earlier, NCCL would report it as crashed.
     dist.barrier()
     trainer.close()  # before the summary, because this ends the line of the progress bar
-    if summary:
+    if dist.get_global_rank() == 0:
         print(f'\n{summary}', flush=True)
 
 

@@ -22,7 +22,7 @@ from PIL import Image
 from composer_tokacc.train import main
 from tests.support.clips import write_media_folder
 from tests.support.families import MEDIA
-from tests.support.launch import ROOT, launch, launch_program
+from tests.support.launch import ROOT, launch, launch_json, launch_program
 from tests.support.llava_folder import write_llava_folder
 from tests.support.programs import DIGITS, LLAVA, QUIET, TINY_DIGITS, TINY_LLAVA, UNCHECKED, result_of
 from tests.support.training import unchecked_rows
@@ -309,6 +309,18 @@ def test_mixture_of_two_files(tmp_path):
     assert result['steps'] == 10
     assert result['samples'] == 40
     assert result['loss']['last'] < result['loss']['first']
+
+
+@pytest.mark.slow
+def test_ranks_end_if_the_report_fails(tmp_path):
+    """The first rank cannot write it. The other one must not wait for it."""
+    report = [f'report.folder={tmp_path}', 'report.name=tests.ranks.refused_program.run_out_of_disk']
+    overrides = [*TINY_DIGITS, UNCHECKED, *report, 'trainer.max_duration=2ba']
+    results = launch_json('tests/ranks/refused_program.py', 'composer_tokacc.train', DIGITS, *overrides, ranks=2)
+    (first_status, first_line), (second_status, second_line) = results
+    assert (first_status, second_status) == (2, 2), results
+    assert 'error: the disk must have room' in first_line
+    assert 'error: Rank 0 has failed, read its output: OSError: [Errno 28] No space left on device' in second_line
 
 
 @pytest.mark.slow

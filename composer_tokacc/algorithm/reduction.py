@@ -175,9 +175,16 @@ class ReductionWatch:
             return
         # Empty if this backward did not reduce, or if DDP itself finds these parameters: no states were noted then.
         unreached = [parameter for parameter, before in states_before if state_of_gradient(parameter) == before]
-        if unreached:
-            # This backward adds zeros to the gradients, and calls the hooks of DDP.
-            torch.autograd.backward([empty_sum(parameter) for parameter in unreached])
+        if not unreached:
+            return
+        # If DDP has reduced, it waits for nothing. Another algorithm may have set gradients to None since, so that the
+        # optimizer leaves these parameters out. But is_reduced() also returns True if the backward has reached no
+        # parameter at all, because DDP then has not begun to reduce.
+        has_reached_any = len(unreached) < len(states_before)
+        if has_reached_any and is_reduced(self._ddp):
+            return
+        # This backward adds zeros to the gradients, and calls the hooks of DDP.
+        torch.autograd.backward([empty_sum(parameter) for parameter in unreached])
 
     def check_gradients(self) -> None:
         """Raises RuntimeError if gradients of the step are not reduced, or wrongly; a collective under FSDP2.

@@ -491,8 +491,9 @@ def _find_endings(example: _TextsOfExample, tokenizer: Any, tokens: set[str]) ->
     if tokens_after_last and tokens_after_last[0] not in begins_prompt:
         endings.append(tokens_after_last[0])  # the last answer has its own ending, or only the last one has any
     # The first token after an earlier answer may end this answer, or begin the next question. It is an ending if it
-    # also ends questions, and begins neither the conversation nor a question.
-    begins_turn = [*before_questions, *_all_tokens(example.before, tokens)[-1:]]
+    # also ends questions, and begins neither the conversation nor a question. A token before text begins something. But
+    # before another token it may end a system turn that the template adds.
+    begins_turn = [*before_questions, *_tokens_before_text(example.before, tokens)]
     for token in tokens_after_answer[:1]:  # one or none
         if token in after_questions and token not in begins_turn:
             endings.append(token)
@@ -527,11 +528,21 @@ def _first_tokens(text: str, tokens: Iterable[str]) -> list[str]:
         remaining = remaining.removeprefix(token)
 
 
-def _all_tokens(text: str, tokens: Iterable[str]) -> list[str]:
-    """Returns all tokens in a text, in order. Of the tokens that fit at a place, takes the longest."""
+def _tokens_before_text(text: str, tokens: Iterable[str]) -> list[str]:
+    """Returns the tokens of a text before other text, and its last token. White space does not count as text.
+
+    Of the tokens that fit at a place, takes the longest.
+    """
     longest_first = sorted(tokens, key=len, reverse=True)
-    escaped = [re.escape(token) for token in longest_first]
-    return re.findall('|'.join(escaped), text)
+    pattern = '|'.join(re.escape(token) for token in longest_first)
+    pieces = re.split(f'({pattern})', text)  # text, token, text, token, ..., text
+    found_tokens = pieces[1::2]
+    texts_after = pieces[2::2]
+    before_text = found_tokens[-1:]
+    for token, text_after in zip(found_tokens, texts_after, strict=True):
+        if text_after.strip():
+            before_text.append(token)
+    return before_text
 
 
 def _without_space(text: str) -> str:

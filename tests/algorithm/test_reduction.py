@@ -254,6 +254,29 @@ def test_ddp_must_reduce_all_gradients(freezes_head, options):
         fit(model, batch, algorithms=algorithms, optimizer=optimizer, **options)
 
 
+class DropsGradient(Algorithm):
+    """Sets the gradient of the head to None as soon as it is reduced, so that the optimizer leaves the head out."""
+
+    def match(self, event, state):
+        return event == Event.AFTER_BACKWARD
+
+    def apply(self, event, state, logger):
+        state.model.module.model.lm_head.weight.grad = None
+
+
+@pytest.mark.usefixtures('launcher')
+def test_dropped_gradients_get_no_zeros():
+    """DDP has reduced them. With a gradient of zero the optimizer would decay the weight."""
+    model = one_layer_model()
+    head = model.lm_head.weight
+    weight_before = head.detach().clone()
+    # Composer runs algorithms in reverse order at an `after_` event, so TokenAccumulation comes after the drop.
+    algorithms = [WrapsInDDP(), TokenAccumulation(), DropsGradient()]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+    fit(model, ragged_batch(), algorithms=algorithms, optimizer=optimizer)
+    assert torch.equal(head, weight_before)
+
+
 @pytest.mark.usefixtures('launcher')
 @pytest.mark.parametrize('token_weights', ['token', 'sqrt'])
 def test_tokens_are_weighted_before_the_sink_of_ddp(token_weights):

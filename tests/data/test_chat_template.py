@@ -290,6 +290,13 @@ def test_token_between_all_turns_that_begins_them(default):
     assert learned_text(ConversationEncoder(words)(PLAIN), words) == 'Red.</s>Red.</s>'
 
 
+def test_first_of_two_tokens_that_begin_turns():
+    """The template writes no ending, but some text before the first question."""
+    words = tokenizer('<s>', '<|turn|>', '<|text|>', '</s>', eos_token='</s>')
+    words.chat_template = '<s>Be brief.{% for m in messages %}<|turn|>{{ m.role }}<|text|>{{ m.content }}{% endfor %}'
+    assert learned_text(ConversationEncoder(words)(PLAIN), words) == 'Red.</s>Red.</s>'
+
+
 @pytest.mark.parametrize('question_end', ['<|end|>', '', '<|next|>'])
 @pytest.mark.parametrize('ending', ['<|end|>', ''])
 @pytest.mark.parametrize('turn', ['<|start|>{}:', '<|{}|>'])

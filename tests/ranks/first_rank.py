@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 from composer.utils import dist
@@ -32,14 +33,18 @@ def fail() -> int:
     raise OwnError('a bug of ours')
 
 
+def leave() -> int:
+    sys.exit(0)
+
+
 def outcomes(compute: Callable[[], int]) -> list[tuple[str, str]]:
     """Returns the class and the text of the result or the error on each rank."""
     try:
         outcome: object = of_first_rank(compute)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         outcome = error
     return dist.all_gather_object((type(outcome).__name__, str(outcome)))
 
 
 def main() -> dict[str, list[tuple[str, str]]]:
-    return {compute.__name__: outcomes(compute) for compute in (answer, refuse, fail)}
+    return {compute.__name__: outcomes(compute) for compute in (answer, refuse, fail, leave)}

@@ -127,7 +127,10 @@ def test_all_ranks_end_with_the_first_rank():
     assert results['refuse'] == [['InvalidInputError', 'no sample']] * 2
     first, second = results['fail']
     assert first == ['OwnError', 'a bug of ours']
-    assert second == ['NotExactError', 'Rank 0 failed with OwnError: a bug of ours. Read what it wrote.']
+    assert second == ['NotExactError', 'Rank 0 has failed, read its output: OwnError: a bug of ours']
+    first, second = results['leave']
+    assert first == ['SystemExit', '0']
+    assert second == ['NotExactError', 'Rank 0 has failed, read its output: SystemExit: 0']
 
 
 @pytest.mark.slow
