@@ -41,6 +41,7 @@ from composer_tokacc.arguments import check_state
 from composer_tokacc.batch import Batch, labels_of, sample_name
 from composer_tokacc.checks.step import MicrobatchRecord, Step, check_step
 from composer_tokacc.collectives import max_over_ranks, raise_on_all_ranks, sum_over_ranks
+from composer_tokacc.counting import LossRule
 from composer_tokacc.data_spec.rank_widths import WidthSums, check_widths
 from composer_tokacc.data_spec.split import split_of
 from composer_tokacc.labelled import LabelSelector
@@ -165,7 +166,9 @@ class TokenAccumulation(Algorithm):
     @property
     def rule(self) -> str | None:
         """The loss rule. None: it is not known before the first batch."""
-        return None if self._context is None else self._context.check.rule
+        if self._context is None or self._context.check.rule is None:
+            return None
+        return self._context.check.rule.value
 
     @property
     def _run(self) -> RunContext:
@@ -180,9 +183,9 @@ class TokenAccumulation(Algorithm):
         return self._microbatch
 
     @property
-    def _known_rule(self) -> str:
+    def _known_rule(self) -> LossRule:
         """The loss rule. Read it only after the first-batch check, which sets it even if the user has named it."""
-        rule = self.rule
+        rule = self._run.check.rule
         assert rule is not None
         return rule
 
@@ -330,9 +333,9 @@ class TokenAccumulation(Algorithm):
         split = split_of(state.dataloader)
         if split is None:
             return
-        rule = self.rule
-        if rule is None and self.options.loss_tokens != 'auto':  # no batch was trained yet, but the user named the rule
-            rule = self.options.loss_tokens
+        rule = self.options.rule
+        if self._context is not None:
+            rule = self._context.check.rule or rule  # the rule of the model, if the check has found it
         split.start_evaluation(state.model, rule)
 
     def _fit_end(self, state: State) -> None:
