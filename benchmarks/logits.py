@@ -38,6 +38,7 @@ from benchmarks.record import RESULTS, ROOT, Row, fill_page, new_figure, parser_
 from benchmarks.rivals.__main__ import keep, launch
 from benchmarks.rivals.data import Sizes, new_model
 from benchmarks.rivals.report import MODEL_TITLES, TITLES, by_rival, grouped, median_text, ratio_of_rounds, worst_error
+from composer_tokacc.counting import LossRule
 from composer_tokacc.labelled import LabelSelector
 
 PAGE = ROOT / 'docs' / 'logits.md'
@@ -89,7 +90,7 @@ def time_microbatch(model: LlamaForCausalLM, rounds: int) -> dict[str, float]:
         return model(input_ids=ids, labels=labels).loss
 
     def logits_at_labels() -> torch.Tensor:
-        selector.arm('causal', rows * answer)  # for one forward: the loss rule and the number of labels
+        selector.arm(LossRule.CAUSAL, rows * answer)  # for one forward: the loss rule and the number of labels
         return model(input_ids=ids, labels=labels).loss
 
     forwards = {'layers_seconds': layers, 'all_seconds': all_logits, 'labels_seconds': logits_at_labels}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum
 from functools import cache
 from typing import Any
 
@@ -17,11 +18,102 @@ from composer_tokacc.arguments import check_choice
 from composer_tokacc.batch import IGNORE_INDEX, attended_positions, check_ids, labels_of, text_of
 from composer_tokacc.refusals import InvalidInputError
 
+__all__ = [
+    'LOSS_RULES',
+    'TokenCounts',
+    'check_rule',
+    'count_tokens',
+    'counted_tokens',
+    'document_starts',
+    'loss_mask',
+    'mask_document_starts',
+    'real_tokens',
+    'with_one_label',
+]
+
 # With a cache, a second call with the same message does nothing.
 _warn_once = cache(logging.getLogger(__name__).warning)
 
-LOSS_RULES = ('causal', 'causal_attended', 'unshifted')
-"""Loss rules. A model's rule says which labels are in the mean of its loss: see :func:`.loss_mask`."""
+
+class LossRule(str, Enum):
+    """Which labels are in the mean of a model's loss. Users name a rule by its value, in arguments ``loss_tokens``.
+
+    ``LossRule(loss_tokens)`` returns the rule of a value, and raises ValueError if there is none.
+    """
+
+    CAUSAL = 'causal'
+    """Each position predicts the label of the next one, so a label in column 0 never counts (most decoders)."""
+    CAUSAL_ATTENDED = 'causal_attended'
+    """In addition, only labels at attended positions count (LLaVA up to transformers 4.51, Gemma3 up to 4.57)."""
+    UNSHIFTED = 'unshifted'
+    """Every label counts (encoder-decoder, pre-shifted labels)."""
+
+    # Messages and logs show the plain value, as users write it. Python 3.10 has no StrEnum.
+    __str__ = str.__str__
+    __repr__ = str.__repr__
+    __format__ = str.__format__
+
+    @classmethod
+    def _missing_(cls, value: object) -> None:
+        """Raises ValueError for a value that is no rule. Enum calls it."""
+        check_choice('loss_tokens', value, LOSS_RULES)
+
+    @classmethod
+    def named(cls, loss_tokens: str) -> LossRule | None:
+        """Returns the rule that a user has named; None: ``'auto'``. Raises ValueError for another value."""
+        check_rule(loss_tokens, allow_auto=True)
+        return None if loss_tokens == 'auto' else cls(loss_tokens)
+
+    @property
+    def shifts_labels(self) -> bool:
+        """Whether the logits at a position predict the label of the next position, and not of their own."""
+        return self is not LossRule.UNSHIFTED
+
+    def mask(self, batch: Mapping[str, Any]) -> torch.Tensor:
+        """Returns which labels carry loss, bool ``(rows, width)``, on the labels' device and without waiting for it.
+
+        Args:
+            batch: A batch with ``labels``. Only :attr:`CAUSAL_ATTENDED` reads ``attention_mask``, if it has the same
+                shape.
+
+        Raises:
+            ValueError: If the batch has no labels.
+        """
+        labels = labels_of(batch)
+        counted = labels != IGNORE_INDEX
+        if not self.shifts_labels:
+            return counted
+        counted[:, :1].fill_(False)
+        mask = batch.get('attention_mask')
+        if self is LossRule.CAUSAL_ATTENDED and mask is not None and mask.shape == labels.shape:
+            counted &= mask != 0
+        return counted
+
+    def counted(self, batch: Mapping[str, Any]) -> torch.Tensor:
+        """Returns which labels are counted, bool ``(rows, width)``. May wait for the device.
+
+        These are the labels of :meth:`mask`. If labels are shifted, the first token of each further document of a
+        packed row is left out, because the document before would predict it.
+        """
+        counted = self.mask(batch)
+        starts = document_starts(batch) if self.shifts_labels else None
+        return counted if starts is None else counted & ~starts
+
+    def at_predictions(self, values: torch.Tensor) -> torch.Tensor:
+        """Moves the value of each label, ``(rows, width)``, to the position whose logits predict the label."""
+        if not self.shifts_labels:
+            return values
+        # The value of column 0 moves to the last column. It never counts, because nothing predicts the first token.
+        return values.roll(-1, dims=1)
+
+    def targets(self, batch: Mapping[str, Any]) -> torch.Tensor:
+        """Returns the token that each position should predict, ``(rows, width)``; -100: none that counts."""
+        counted_labels = labels_of(batch).masked_fill(~self.mask(batch), IGNORE_INDEX)
+        return self.at_predictions(counted_labels)
+
+
+LOSS_RULES = tuple(rule.value for rule in LossRule)
+"""The names of the loss rules. A model's rule says which labels are in the mean of its loss: see :func:`.loss_mask`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,16 +209,7 @@ def loss_mask(batch: Mapping[str, Any], loss_tokens: str = 'causal') -> torch.Te
     Raises:
         ValueError: If there is no such rule, or the batch has no labels.
     """
-    check_rule(loss_tokens)
-    labels = labels_of(batch)
-    counted = labels != IGNORE_INDEX
-    if loss_tokens == 'unshifted':
-        return counted
-    counted[:, :1].fill_(False)
-    mask = batch.get('attention_mask')
-    if loss_tokens == 'causal_attended' and mask is not None and mask.shape == labels.shape:
-        counted &= mask != 0
-    return counted
+    return LossRule(loss_tokens).mask(batch)
 
 
 def counted_tokens(batch: Mapping[str, Any], loss_tokens: str) -> torch.Tensor:
@@ -136,9 +219,7 @@ def counted_tokens(batch: Mapping[str, Any], loss_tokens: str) -> torch.Tensor:
     the document before would predict it. The rule ``'unshifted'`` counts this token, because there no token predicts
     the label of the next one.
     """
-    counted = loss_mask(batch, loss_tokens)
-    starts = None if loss_tokens == 'unshifted' else document_starts(batch)
-    return counted if starts is None else counted & ~starts
+    return LossRule(loss_tokens).counted(batch)
 
 
 def count_tokens(batch: Mapping[str, Any], loss_tokens: str = 'causal') -> TokenCounts:
@@ -159,12 +240,13 @@ def count_tokens(batch: Mapping[str, Any], loss_tokens: str = 'causal') -> Token
         >>> count_tokens({'labels': labels, 'attention_mask': mask})
         TokenCounts(loss_generating=(2, 1), real=(3, 2), padded=(0, 1))
     """
+    rule = LossRule(loss_tokens)
     labels = labels_of(batch)
     check_ids(batch)
     num_rows = len(text_of(batch))
     if len(labels) != num_rows:
         raise InvalidInputError(f'`labels` must have as many rows as `input_ids`, {num_rows}, got: {len(labels)}.')
-    counted = counted_tokens(batch, loss_tokens)
+    counted = rule.counted(batch)
     real = real_tokens(batch)
     width = text_of(batch).shape[1]
     return TokenCounts(
@@ -178,7 +260,7 @@ def real_tokens(batch: Mapping[str, Any]) -> list[int]:
     """Returns the number of attended positions of each row. Without a mask of the text, all positions are attended."""
     mask = batch.get('attention_mask')
     # If the batch has neither ids nor embeddings, text_of() returns its labels, and attended_positions() ignores the
-    # mask. Here a mask counts if it has the shape of the labels, as in loss_mask().
+    # mask. Here a mask counts if it has the shape of the labels, as in LossRule.mask().
     if mask is not None and mask.shape == text_of(batch).shape:
         is_attended = mask != 0
     else:
@@ -199,7 +281,7 @@ def with_one_label(batch: Mapping[str, Any]) -> dict[str, Any]:
     labels = labels_of(batch)
     mask = batch.get('attention_mask')
     is_attended = torch.ones_like(labels, dtype=torch.bool)
-    if isinstance(mask, torch.Tensor) and mask.shape == labels.shape:  # loss_mask() reads no mask of another shape
+    if isinstance(mask, torch.Tensor) and mask.shape == labels.shape:  # LossRule.mask() reads no other mask
         is_attended = mask != 0
     counts_by_every_rule = is_attended[:, 1:]
     is_predicted_by_token = counts_by_every_rule & is_attended[:, :-1]

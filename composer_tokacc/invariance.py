@@ -22,7 +22,7 @@ import torch
 from composer_tokacc.arguments import as_list, check_choice, check_count, check_kind, check_not_negative
 from composer_tokacc.batch import Batch, BatchDict, check_batch, labels_of, with_copied_tensors
 from composer_tokacc.collectives import all_gather_object, get_global_rank, raise_on_all_ranks
-from composer_tokacc.counting import loss_mask
+from composer_tokacc.counting import LossRule
 from composer_tokacc.isolation import IsolationReport, verify_isolation
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.layout.layout import inferred_layout, layout_of_rows, split_trimmed
@@ -45,7 +45,7 @@ Gradients = Mapping[str, torch.Tensor]
 SingleRows = list[BatchDict]
 """Batches of one row each."""
 
-RULES_TO_COUNT = ('unshifted', 'causal')
+RULES_TO_COUNT = (LossRule.UNSHIFTED, LossRule.CAUSAL)
 """The loss rule of the user's model is not known, so labels are counted by both of these. They differ only if a row has
 a label at its first token."""
 DEFAULT_SIZES = (1, 2, 3, sys.maxsize)
@@ -509,7 +509,7 @@ def _check_numbers_of_labels(rows_by_rank: list[SingleRows]) -> None:
 
 def _labels_by_rule(row: Batch) -> list[int]:
     """Returns the number of labels of one row, counted by each rule."""
-    return [int(loss_mask(row, rule).sum()) for rule in RULES_TO_COUNT]
+    return [int(rule.mask(row).sum()) for rule in RULES_TO_COUNT]
 
 
 def joined(rows_by_rank: Sequence[SingleRows]) -> SingleRows:

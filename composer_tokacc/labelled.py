@@ -25,7 +25,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from composer_tokacc.batch import IGNORE_INDEX, Batch, labels_of
 from composer_tokacc.compat import is_encoder_decoder, is_in_backward
-from composer_tokacc.counting import loss_mask
+from composer_tokacc.counting import LossRule
 from composer_tokacc.model_structure import output_embedding
 from composer_tokacc.refusals import InvalidInputError, NotExactError
 from composer_tokacc.weights import LOSS_WEIGHTS
@@ -54,17 +54,17 @@ class LabelledPositions:
     shifts_labels: bool
 
     @classmethod
-    def from_batch(cls, batch: Batch, rule: str, num_labels: int) -> LabelledPositions:
+    def from_batch(cls, batch: Batch, rule: LossRule, num_labels: int) -> LabelledPositions:
         """Finds the positions on the device of the labels, without waiting for it.
 
         Args:
             batch: A batch with ``labels``, ``(rows, width)``.
-            rule: Which labels count, see :func:`.loss_mask`.
+            rule: Which labels count.
             num_labels: The number of labels that count. Tokens were counted on the CPU, so it is known.
         """
-        running_count = loss_mask(batch, rule).flatten().cumsum(dim=0)
+        running_count = rule.mask(batch).flatten().cumsum(dim=0)
         of_labels = places_of(running_count, range(1, num_labels + 1))
-        if rule == 'unshifted':
+        if not rule.shifts_labels:
             return cls(of_labels, of_labels, shifts_labels=False)
         # The position before a label is in the same row, because these rules count no label in column 0. The last
         # position of the batch is added, because it predicts no label.
@@ -107,14 +107,14 @@ class BatchAtLogits(NamedTuple):
     """The positions of the logits. None: logits were computed at all positions."""
 
 
-def batch_at_logits(batch: Batch, logits: torch.Tensor, rule: str, num_labels: int) -> BatchAtLogits | None:
+def batch_at_logits(batch: Batch, logits: torch.Tensor, rule: LossRule, num_labels: int) -> BatchAtLogits | None:
     """Brings labels and weights into the shape of the logits. Returns None if the labels do not fit this shape.
 
     Args:
         batch: The microbatch with ``labels`` of shape ``(rows, width)``.
         logits: Its logits, ``(rows, width, vocabulary)``, or ``(1, labels (+ 1), vocabulary)`` if the model computed
             them only at labels.
-        rule: Which labels count, see :func:`.loss_mask`.
+        rule: Which labels count.
         num_labels: The number of labels that count.
     """
     labels = labels_of(batch)
@@ -170,7 +170,7 @@ class LabelSelector:
             )
         self._head = head
         # About the next forward, see arm().
-        self._rule = ''
+        self._rule = LossRule.CAUSAL
         self._num_labels: int | None = None  # None: it computes all logits
         # About the forward that runs now.
         self._positions: LabelledPositions | None = None  # None: it computes all logits
@@ -196,11 +196,11 @@ class LabelSelector:
             model.register_forward_hook(uncompiled(self._end_forward)),
         ]
 
-    def arm(self, rule: str, num_labels: int) -> None:
+    def arm(self, rule: LossRule, num_labels: int) -> None:
         """Makes the next forward compute logits only at labels.
 
         Args:
-            rule: Which labels the model's loss counts, see :func:`.loss_mask`.
+            rule: Which labels the model's loss counts.
             num_labels: The number of these labels. To count them here would wait for the GPU.
         """
         self._rule = rule
@@ -210,7 +210,7 @@ class LabelSelector:
         """Makes the next forward compute all logits."""
         self._num_labels = None
 
-    def begin_forward(self, rule: str, num_labels: int, num_positions: int) -> None:
+    def begin_forward(self, rule: LossRule, num_labels: int, num_positions: int) -> None:
         """Arms the hooks for the next forward, unless nearly all positions have a label. It would save little then."""
         self.disarm()  # a forward that failed may have left it armed
         if is_worth_selecting(num_labels, num_positions):

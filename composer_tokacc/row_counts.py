@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, overload
 import torch
 
 from composer_tokacc.batch import IGNORE_INDEX, Batch, BatchDict, labels_of, sample_name, text_of
-from composer_tokacc.counting import counted_tokens, mask_document_starts, real_tokens
+from composer_tokacc.counting import LossRule, mask_document_starts, real_tokens
 from composer_tokacc.layout import PreSplitBatch, microbatches_of
 from composer_tokacc.refusals import InvalidInputError
 from composer_tokacc.weights import LOSS_WEIGHTS, token_weights_of
@@ -41,7 +41,7 @@ class RowCounts:
         real_tokens: Attended positions; 0 if ``samples`` is 0.
         loss_tokens: Loss-generating tokens.
         loss_weight: Sum of the weights of these tokens. It is their number if tokens have no weights.
-        rule: The loss rule that counted the tokens, see :func:`.loss_mask`. Empty: they were not counted.
+        rule: The loss rule that counted the tokens. None: they were not counted.
         source: Source of the data, if the batch names it.
         has_new_label: Whether a token id counts as a label in this row for the first time in the run. The algorithm
             marks such rows after it has counted them. It measures the token weights of their microbatches, because a
@@ -53,7 +53,7 @@ class RowCounts:
     real_tokens: int = 0
     loss_tokens: int = 0
     loss_weight: float = 0.0
-    rule: str = ''
+    rule: LossRule | None = None
     source: str | None = None
     has_new_label: bool = False
     documents: tuple[RowCounts, ...] = ()
@@ -104,32 +104,32 @@ def packed_counts(rows: Sequence[RowCounts]) -> RowCounts:
     )
 
 
-def with_counts(batch: Batch, loss_tokens: str = 'causal', token_weights: str = 'token') -> Batch:
+def with_counts(batch: Batch, rule: LossRule = LossRule.CAUSAL, token_weights: str = 'token') -> Batch:
     """Returns the batch with the counts of its rows, and masks labels that must not count.
 
     The batch should be on the CPU, so that nothing waits for the device. The labels of dummy rows and repeated samples
-    are masked. If the collator has packed rows, and the rule is not ``'unshifted'``, the label of the first token of
-    each further document is masked too, because the document before would predict it.
+    are masked. If the collator has packed rows, and the rule shifts labels, the label of the first token of each
+    further document is masked too, because the document before would predict it.
 
     Args:
         batch: A batch with ``labels``.
-        loss_tokens: The loss rule, see :func:`.loss_mask`.
+        rule: The loss rule.
         token_weights: Weights of the tokens, see :data:`.TOKEN_WEIGHTS`. If it is not ``'token'``, the batch gets
             ``loss_weights``.
     """
     if isinstance(batch, PreSplitBatch):
-        return batch.map(partial(with_counts, loss_tokens=loss_tokens, token_weights=token_weights))
+        return batch.map(partial(with_counts, rule=rule, token_weights=token_weights))
     batch = _without_labels_of_added_rows(batch)
-    if loss_tokens != 'unshifted':
+    if rule.shifts_labels:
         batch = mask_document_starts(batch)
     weights = None
     if token_weights != 'token':
-        weights = token_weights_of(batch, token_weights, loss_tokens)
+        weights = token_weights_of(batch, token_weights, rule)
         batch = {**batch, LOSS_WEIGHTS: weights}
-    return attach_row_counts(batch, count_rows(batch, loss_tokens, weights))
+    return attach_row_counts(batch, count_rows(batch, rule, weights))
 
 
-def check_loss_shares(batch: object, token_weights: str, rule: str, tokens_of_rows: Sequence[int] = ()) -> None:
+def check_loss_shares(batch: object, token_weights: str, rule: LossRule, tokens_of_rows: Sequence[int] = ()) -> None:
     """Raises ValueError if the sampler's ``loss_shares`` are not applied, or come from wrong numbers of loss tokens.
 
     The sampler takes the numbers, ``batch.loss_tokens``, from a table that may be out of date. With a wrong number the
@@ -172,7 +172,11 @@ def _without_labels_of_added_rows(batch: Batch) -> Batch:
     return {**batch, 'labels': labels.masked_fill(is_added[:, None], IGNORE_INDEX)}
 
 
-def count_rows(batch: Batch, loss_tokens: str = 'causal', weights: torch.Tensor | None = None) -> list[RowCounts]:
+def count_rows(
+    batch: Batch,
+    rule: LossRule = LossRule.CAUSAL,
+    weights: torch.Tensor | None = None,
+) -> list[RowCounts]:
     """Counts the tokens of each row of a batch.
 
     Call it before the split packs rows, because it fills in no ``documents``. A row that the collator has packed counts
@@ -181,10 +185,10 @@ def count_rows(batch: Batch, loss_tokens: str = 'causal', weights: torch.Tensor 
     Args:
         batch: A batch with ``labels``. A row that already has counts of 0 samples keeps the 0, and its tokens do not
             count.
-        loss_tokens: The loss rule, see :func:`.loss_mask`.
+        rule: The loss rule.
         weights: Weights of the tokens, ``(rows, width)``, 0 at positions without loss. None: tokens have no weights.
     """
-    loss_counts = counted_tokens(batch, loss_tokens).sum(dim=1).tolist()
+    loss_counts = rule.counted(batch).sum(dim=1).tolist()
     real_counts = real_tokens(batch)
     loss_weights: Sequence[float] = loss_counts
     if weights is not None:
@@ -193,7 +197,7 @@ def count_rows(batch: Batch, loss_tokens: str = 'causal', weights: torch.Tensor 
     counted = []
     for number, row in enumerate(row_counts_of(batch)):
         if row.samples == 0:
-            counted.append(RowCounts(samples=0, rule=loss_tokens))
+            counted.append(RowCounts(samples=0, rule=rule))
             continue
         counted.append(
             RowCounts(
@@ -201,7 +205,7 @@ def count_rows(batch: Batch, loss_tokens: str = 'causal', weights: torch.Tensor 
                 real_tokens=real_counts[number],
                 loss_tokens=loss_counts[number],
                 loss_weight=loss_weights[number],
-                rule=loss_tokens,
+                rule=rule,
                 source=None if sources is None else sources[number],
             )
         )

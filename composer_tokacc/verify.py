@@ -42,10 +42,10 @@ from composer_tokacc.algorithm import TokenAccumulation
 from composer_tokacc.algorithm.setup import check_trains_something
 from composer_tokacc.batch import IGNORE_INDEX, Batch, labels_of
 from composer_tokacc.checks.first_batch import find_loss_rule, rule_batch
-from composer_tokacc.checks.logits import at_predictions, router_loss_of, targets_of
+from composer_tokacc.checks.logits import router_loss_of
 from composer_tokacc.checks.probe import Probe
 from composer_tokacc.compat import Dropout
-from composer_tokacc.counting import document_starts, mask_document_starts
+from composer_tokacc.counting import LossRule, document_starts, mask_document_starts
 from composer_tokacc.data_spec import token_data_spec
 from composer_tokacc.graph import empty_sum, tensors_in
 from composer_tokacc.invariance import (
@@ -208,8 +208,8 @@ class _VerifiedRun:
         self.options = algorithm.options
         self.has_router_loss = False
         """Whether the model has returned a load-balancing loss of a router."""
-        self.loss_rule = ''
-        """Over which labels the model averages its loss. Empty if neither token weights nor packed rows need it."""
+        self.rule: LossRule | None = None
+        """The loss rule of the model. None if neither token weights nor packed rows need it."""
         is_packed = any(document_starts(row) is not None for row in self.rows_of_all_ranks)
         # TokenAccumulation masks the labels of document starts in every batch: see with_counts() of row_counts.py. A
         # run with Composer's flag does not.
@@ -218,8 +218,8 @@ class _VerifiedRun:
             # One row, with labels that tell the rules apart, is enough to find the rule.
             row = rule_batch(self.layout, self.layout.concat(self.rows_of_all_ranks))
             on_device = self.device.batch_to_device(self.layout.with_media(row))
-            self.loss_rule = find_loss_rule(Probe.from_model(self.parts.model), on_device)
-        self.masks_document_starts = may_mask and self.loss_rule != 'unshifted'
+            self.rule = find_loss_rule(Probe.from_model(self.parts.model), on_device)
+        self.masks_document_starts = may_mask and self.rule is not None and self.rule.shifts_labels
         """Whether the run leaves out the first label of each further document of a packed row."""
 
     def round_off(self) -> float:
@@ -253,10 +253,10 @@ class _VerifiedRun:
         model.zero_grad(set_to_none=True)
         outputs = model(batch)
         loss = model.loss(outputs, batch)
-        if self.options.is_weighted:
-            weights = token_weights_of(batch, self.options.token_weights, self.loss_rule)
-            weights = at_predictions(weights, self.loss_rule)
-            targets = targets_of(batch, self.loss_rule)
+        if self.rule is not None:
+            weights = token_weights_of(batch, self.options.token_weights, self.rule)
+            weights = self.rule.at_predictions(weights)
+            targets = self.rule.targets(batch)
             # cross_entropy takes the vocabulary as dimension 1.
             logits = outputs.logits.transpose(1, 2)
             losses = torch.nn.functional.cross_entropy(logits, targets, reduction='none')

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from composer_tokacc.arguments import check_choice
 from composer_tokacc.batch import Batch, sample_name
-from composer_tokacc.counting import counted_tokens, document_starts
+from composer_tokacc.counting import LossRule, document_starts
 from composer_tokacc.layout import PreSplitBatch, microbatches_of
 from composer_tokacc.refusals import InvalidInputError
 
@@ -35,28 +35,28 @@ def with_weights_of_positions(batch: Batch) -> Batch:
     """Returns the batch with a weight for each position of its labels. The loader may have given one weight per row.
 
     The first-batch check needs this, also before it has found the loss rule. So every label other than -100 keeps its
-    weight, as under ``'unshifted'``. Bad weights are refused, see :func:`token_weights_of`.
+    weight, as under :attr:`.LossRule.UNSHIFTED`. Bad weights are refused, see :func:`token_weights_of`.
     """
     if isinstance(batch, PreSplitBatch):
         return batch.map(with_weights_of_positions)
-    return {**batch, LOSS_WEIGHTS: token_weights_of(batch, 'column', 'unshifted')}
+    return {**batch, LOSS_WEIGHTS: token_weights_of(batch, 'column', LossRule.UNSHIFTED)}
 
 
-def token_weights_of(batch: Batch, token_weights: str, loss_tokens: str = 'causal') -> Tensor:
+def token_weights_of(batch: Batch, token_weights: str, rule: LossRule = LossRule.CAUSAL) -> Tensor:
     """Returns the weights of the tokens, float32 ``(rows, width)``.
 
     They are 0 at labels that do not count, also at the first label of each further document, see
-    :func:`.counted_tokens`.
+    :meth:`.LossRule.counted`.
 
     Args:
         batch: A batch with ``labels``, and with ``loss_weights`` for ``'column'``.
         token_weights: The scheme, see :func:`weights_at`.
-        loss_tokens: The rule, see :func:`.loss_mask`.
+        rule: The loss rule.
 
     Raises:
         ValueError: If a weight is missing, negative, too large, too small or of another shape. Names the sample.
     """
-    return weights_at(batch, token_weights, counted_tokens(batch, loss_tokens))
+    return weights_at(batch, token_weights, rule.counted(batch))
 
 
 def weights_at(batch: Batch, token_weights: str, counted: Tensor) -> Tensor:

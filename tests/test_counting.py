@@ -5,11 +5,16 @@
 
 from __future__ import annotations
 
+import copy
+import json
+import pickle
+
 import pytest
 import torch
 from composer.core.data_spec import DataSpec
 
 from composer_tokacc import TokenCounts, count_tokens, counting, token_data_spec
+from composer_tokacc.counting import LossRule
 from composer_tokacc.row_counts import RowCounts, attach_row_counts, num_samples, row_counts_of, with_counts
 from composer_tokacc.weights import LOSS_WEIGHTS
 from tests.support.small_batches import additive, square_mask
@@ -112,13 +117,39 @@ def test_square_mask_hides_padding(side, form):
     assert counts.padded == (3, 0)
 
 
+@pytest.mark.parametrize('rule', LossRule)
+def test_rule_reads_as_its_value(rule):
+    """Messages and files show a rule as users write it. Ranks and workers send rules to each other."""
+    value = rule.value
+    assert type(value) is str
+    assert type(str(rule)) is str
+    assert f'{rule} {rule!r} {rule:>20} {[rule]}' == f'{value} {value!r} {value:>20} {[value]}'
+    assert json.dumps({'rule': rule}) == json.dumps({'rule': value})
+    assert {value: 'found'}[rule] == 'found'
+    assert LossRule(value) is LossRule(rule) is LossRule.named(value) is rule
+    assert pickle.loads(pickle.dumps(rule)) is rule
+    assert copy.deepcopy(rule) is rule
+
+
+@pytest.mark.parametrize('value', ['auto', 'Causal', '', None, True, ['causal']])
+def test_unknown_rule_is_refused(value):
+    with pytest.raises(ValueError, match="must be 'causal', 'causal_attended' or 'unshifted', got: "):
+        LossRule(value)
+
+
+def test_rule_may_be_left_open():
+    assert LossRule.named('auto') is None
+    with pytest.raises(ValueError, match="must be 'auto', 'causal', 'causal_attended' or 'unshifted', got: 'shifted'"):
+        LossRule.named('shifted')
+
+
 def test_each_rule_counts_its_own_tokens():
     """The first row has a label on its first token, which only the unshifted rule counts.
 
     A batch that is already counted by another rule is counted once more.
     """
     batch = ragged_batch([(3, 3), (6, 4)])
-    for rule, num_first_tokens in [('causal', 2), ('unshifted', 3), ('causal', 2)]:
+    for rule, num_first_tokens in [(LossRule.CAUSAL, 2), (LossRule.UNSHIFTED, 3), (LossRule.CAUSAL, 2)]:
         batch = with_counts(batch, rule)
         first, second = row_counts_of(batch)
         assert first == RowCounts(real_tokens=3, loss_tokens=num_first_tokens, loss_weight=num_first_tokens, rule=rule)
@@ -145,10 +176,10 @@ def test_dummy_rows_count_nothing():
     batch = ragged_batch([(3, 2), (6, 4)])
     batch = attach_row_counts(batch, [RowCounts(samples=0), RowCounts()])
 
-    counted = with_counts(batch, 'causal', 'sqrt')
+    counted = with_counts(batch, LossRule.CAUSAL, 'sqrt')
 
     dummy, sample = row_counts_of(counted)
-    assert dummy == RowCounts(samples=0, rule='causal')
+    assert dummy == RowCounts(samples=0, rule=LossRule.CAUSAL)
     assert sample.samples == 1
     assert sample.real_tokens == 6
     assert sample.loss_tokens == 4
@@ -185,7 +216,7 @@ def test_unshifted_counts_first_tokens_of_documents():
     batch = packed([FIVE_TOKENS, THREE_TOKENS], masks_starts=False)
 
     counts = count_tokens(batch, 'unshifted')
-    (row,) = row_counts_of(with_counts(batch, 'unshifted'))
+    (row,) = row_counts_of(with_counts(batch, LossRule.UNSHIFTED))
 
     assert counts.loss_generating == (5 + 3,)
     assert row.loss_tokens == 5 + 3

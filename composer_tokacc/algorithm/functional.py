@@ -13,9 +13,9 @@ import torch
 
 from composer_tokacc.arguments import check_count
 from composer_tokacc.batch import Batch, BatchDict, check_vocabulary, labels_of
-from composer_tokacc.checks.logits import at_predictions, weigh_tokens
+from composer_tokacc.checks.logits import weigh_tokens
 from composer_tokacc.collectives import get_world_size, sum_over_ranks
-from composer_tokacc.counting import loss_mask, with_one_label
+from composer_tokacc.counting import LossRule, with_one_label
 from composer_tokacc.graph import raise_if_bypassed
 from composer_tokacc.layout import BatchLayout, PreSplitBatch, describe
 from composer_tokacc.layout.facts import COLLATED_BY_LOADER, check_first_labels
@@ -96,10 +96,11 @@ def step_loss_weights(
             for microbatch, weight in zip(microbatches, step_loss_weights(microbatches)):
                 (model(**microbatch).loss * weight).backward()
     """
+    rule = LossRule(loss_tokens)
     weight_sums = []
     tokens_of_rows: list[int] = []
-    for microbatch in _as_list(microbatches, loss_tokens):
-        has_loss = loss_mask(microbatch, loss_tokens)
+    for microbatch in _as_list(microbatches, rule):
+        has_loss = rule.mask(microbatch)
         # A row of 0 samples repeats a sample, so that this rank has as many rows as the others. It must not count.
         are_samples = [row.samples > 0 for row in row_counts_of(microbatch)]
         # An empty list would become floats without `dtype`.
@@ -109,7 +110,7 @@ def step_loss_weights(
         weight_sums.append(float(weights.sum(dtype=torch.float64)))
         tokens_of_rows += counted.sum(dim=1).tolist()
     # Refuses `loss_shares` of a sampler if they are not applied, or were planned with other numbers of tokens.
-    check_loss_shares(microbatches, token_weights, loss_tokens, tokens_of_rows)
+    check_loss_shares(microbatches, token_weights, rule, tokens_of_rows)
     return _factors(microbatches, weight_sums, sum(tokens_of_rows), device)
 
 
@@ -134,8 +135,9 @@ def weighted_microbatches(
             for microbatch, weight in weighted_microbatches(batch):
                 (model(**microbatch).loss * weight).backward()
     """
-    check_loss_shares(microbatches, 'token', loss_tokens)  # all tokens weigh the same, so it refuses any shares
-    counted_microbatches = [with_counts(microbatch, loss_tokens) for microbatch in _as_list(microbatches, loss_tokens)]
+    rule = LossRule(loss_tokens)
+    check_loss_shares(microbatches, 'token', rule)  # all tokens weigh the same, so it refuses any shares
+    counted_microbatches = [with_counts(microbatch, rule) for microbatch in _as_list(microbatches, rule)]
     token_counts = []
     for microbatch in counted_microbatches:
         token_counts.append(sum(row.loss_tokens for row in row_counts_of(microbatch)))
@@ -147,7 +149,7 @@ def weighted_microbatches(
         yield model_batch, factor
 
 
-def _as_list(microbatches: Sequence[Batch] | PreSplitBatch, loss_tokens: str) -> list[Batch]:
+def _as_list(microbatches: Sequence[Batch] | PreSplitBatch, rule: LossRule) -> list[Batch]:
     """Returns the microbatches as a list. Refuses microbatches that would get wrong factors.
 
     Raises:
@@ -157,12 +159,12 @@ def _as_list(microbatches: Sequence[Batch] | PreSplitBatch, loss_tokens: str) ->
     """
     if isinstance(microbatches, PreSplitBatch):
         microbatches = microbatches.microbatches
-        if loss_tokens != 'unshifted':
+        if rule.shifts_labels:
             # The loader pads each microbatch by itself. So the cut decides whether a row has a pad on the left, which
             # would predict its first label.
             for microbatch in microbatches:
                 facts = describe(BatchLayout.infer(microbatch), microbatch)
-                check_first_labels(facts, loss_tokens, COLLATED_BY_LOADER)
+                check_first_labels(facts, rule, COLLATED_BY_LOADER)
     # An iterator would be used up here. A loader would give the caller's loop other batches than the counted ones.
     if not isinstance(microbatches, Sequence):
         raise TypeError(
@@ -239,7 +241,8 @@ def apply_token_weights(
         ValueError: If the logits have another shape than the labels, or no gradient.
         RuntimeError: In the backward, if the loss is not made of these logits, so that the weights would not apply.
     """
-    has_loss = loss_mask(batch, loss_tokens)
+    rule = LossRule(loss_tokens)
+    has_loss = rule.mask(batch)
     weights = weights_at(batch, token_weights, has_loss)  # refuses an unknown scheme
     if token_weights == 'token':
         return  # nothing has to change, so the loss need not be made of these logits
@@ -254,7 +257,7 @@ def apply_token_weights(
     sum_of_weights = weights.sum(dtype=torch.float64).clamp(min=MIN_LOSS_WEIGHT)
     # The loss divides by the number of tokens. The weighted mean divides by the sum of the weights.
     factor = (has_loss.sum() / sum_of_weights).float()
-    weigh_tokens(logits, at_predictions(weights * factor, loss_tokens))
+    weigh_tokens(logits, rule.at_predictions(weights * factor))
     refusal = NotExactError(
         'The loss must be made of the logits that `apply_token_weights` got, but its gradient does not pass through '
         'them, so the tokens would have no weights: the loss is compiled or fused with the model, or made of other '

@@ -24,7 +24,7 @@ from composer_tokacc.checks.first_batch import find_loss_rule, rule_batch, with_
 from composer_tokacc.checks.logits import entry_of
 from composer_tokacc.checks.probe import Probe
 from composer_tokacc.compat import inner_model
-from composer_tokacc.counting import loss_mask, with_one_label
+from composer_tokacc.counting import LossRule, with_one_label
 from composer_tokacc.labelled import LabelSelector
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.model_structure import fsdp_units, output_embedding, transformers_model
@@ -76,7 +76,7 @@ class LogitsAtLabels:
                 '`get_output_embeddings()` returns none. Use a class with a head, such as `AutoModelForCausalLM`.'
             )
         self._shifts_labels = shifts_labels
-        self._rule: str | None = None  # the loss rule of the model; None: no forward was checked yet
+        self._rule: LossRule | None = None  # the loss rule of the model; None: no forward was checked yet
         # Whether the check had rows with unequal numbers of labels. If not, the loss may depend on which labels share a
         # row, so batches with labels in several rows compute all logits.
         self._is_proven_for_rows = False
@@ -138,14 +138,14 @@ class LogitsAtLabels:
             if kwargs['labels'].shape[-1] == 1 and not fsdp_units(self._model):
                 return
             self._rule = self._checked_rule(kwargs)
-        labels_of_rows = loss_mask(kwargs, self._rule).sum(dim=1)
+        labels_of_rows = self._rule.mask(kwargs).sum(dim=1)
         if not self._is_proven_for_rows and int((labels_of_rows > 0).sum()) > 1:
             self._selector.disarm()
             return
         num_labels = int(labels_of_rows.sum())  # waits for the GPU
         self._selector.begin_forward(self._rule, num_labels, kwargs['labels'].numel())
 
-    def _checked_rule(self, batch: Mapping[str, Any]) -> str:
+    def _checked_rule(self, batch: Mapping[str, Any]) -> LossRule:
         """Returns the loss rule of the model. Raises if logits at labels change the loss or its gradient."""
         self._is_probing = True
         try:
@@ -171,13 +171,13 @@ class LogitsAtLabels:
         """Returns a probe that gives the model all entries of a batch, because it may take some by ``**kwargs``."""
         return Probe(lambda entries: self._model(**without_row_counts(entries)), _loss_in, self._model)
 
-    def _failure(self, probe: Probe, rule: str, batch: BatchDict) -> str | None:
+    def _failure(self, probe: Probe, rule: LossRule, batch: BatchDict) -> str | None:
         """Returns why logits at labels change the loss or its gradient; None: they do not.
 
         Notes whether this holds for batches with labels in several rows.
         """
         assert self._selector is not None
-        if not bool(loss_mask(batch, rule).any()):
+        if not bool(rule.mask(batch).any()):
             batch = with_one_label(batch)  # without labels nothing would show
         layout = BatchLayout.for_model(self._model)
         rows = _with_unequal_row(layout, batch, rule)
@@ -194,21 +194,21 @@ class LogitsAtLabels:
             # here and not in the handler, because the error would keep the memory of the forward that failed.
             rows = batch
             comparison = RowComparison(self._new_probe(), layout, _unchanged, rule, rows, check_loss=True)
-        counts = set(loss_mask(rows, rule).sum(dim=1).tolist())
+        counts = set(rule.mask(rows).sum(dim=1).tolist())
         self._is_proven_for_rows = len(counts - {0}) > 1
         return comparison.selection_failure(self._selector)
 
-    def _rule_of(self, probe: Probe, rows: Batch) -> str:
+    def _rule_of(self, probe: Probe, rows: Batch) -> LossRule:
         """Returns the loss rule that the user has named, or finds it by the probe."""
         if self._shifts_labels is not None:
-            return 'causal' if self._shifts_labels else 'unshifted'
+            return LossRule.CAUSAL if self._shifts_labels else LossRule.UNSHIFTED
         # The batch has labels at a few positions that tell the rules apart. Without a layout rule_batch() writes them
         # into the first row, and keeps the other rows without labels.
         batch = rule_batch(layout=None, rows=rows)
         return find_loss_rule(probe, batch)
 
 
-def _with_unequal_row(layout: BatchLayout, batch: BatchDict, rule: str) -> BatchDict:
+def _with_unequal_row(layout: BatchLayout, batch: BatchDict, rule: LossRule) -> BatchDict:
     """Returns the batch, if possible with rows that have unequal numbers of labels.
 
     One row, or rows with equally many labels, would not show a loss that depends on which labels share a row, such as a

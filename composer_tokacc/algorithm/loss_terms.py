@@ -192,7 +192,7 @@ class LossTerms:
         Args:
             loss: The loss of a microbatch, in which all tokens weigh the same.
             logits: Its logits, ``(rows, width, vocabulary)``.
-            targets: The token that each position predicts, ``(rows, width)``, see :func:`.targets_of`.
+            targets: The token that each position predicts, ``(rows, width)``, see :meth:`.LossRule.targets`.
             weights: The weight of each token, relative to their mean, at the position that predicts it,
                 ``(rows, width)``.
             factor: The sum of all means over tokens, divided by the mean of the cross-entropies, as the first-batch

@@ -23,7 +23,7 @@ from composer_tokacc.algorithm.functional import sample_weight, token_weight
 from composer_tokacc.algorithm.loss_terms import LOSS_UNITS, SplitLoss, Term, attached_zero, sum_of_means
 from composer_tokacc.algorithm.setup import RunContext, check_trains_something, takes_media
 from composer_tokacc.batch import Batch, BatchDict
-from composer_tokacc.checks.logits import at_predictions, logits_of, router_loss_of, targets_of, weigh_tokens
+from composer_tokacc.checks.logits import logits_of, router_loss_of, weigh_tokens
 from composer_tokacc.checks.step import MicrobatchRecord, trained_added_rows
 from composer_tokacc.counting import real_tokens, with_one_label
 from composer_tokacc.graph import (
@@ -374,8 +374,8 @@ class CurrentMicrobatch:
             # The plain mean is sum(loss) / loss_tokens, the weighted mean is sum(weight * loss) / loss_weight. So a
             # token weighs weight * loss_tokens / loss_weight times as much as in the plain mean.
             weights_of_labels = at_logits.batch[LOSS_WEIGHTS] * (num_tokens / record.counts.loss_weight)
-            weights = at_predictions(weights_of_labels, rule)
-            targets = targets_of(at_logits.batch, rule)
+            weights = rule.at_predictions(weights_of_labels)
+            targets = rule.targets(at_logits.batch)
             # Weights the value of the loss. weigh_tokens() will weight its gradient.
             loss = run.terms.with_weighted_values(loss, logits, targets, weights, factor=run.loss_facts.token_scale)
         # The logits have no gradient if no parameter before them is trained, for example if only an encoder of media is

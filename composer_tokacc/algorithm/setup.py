@@ -40,7 +40,7 @@ from composer_tokacc.checks.probe import Probe
 from composer_tokacc.checks.step import Step, TokenChoice
 from composer_tokacc.collectives import all_gather_object, get_world_size
 from composer_tokacc.compat import BatchNorm, hook_numbers, inner_model, is_compiled, is_encoder_decoder
-from composer_tokacc.counting import check_rule
+from composer_tokacc.counting import LossRule
 from composer_tokacc.data_spec.rank_widths import RankWidth
 from composer_tokacc.data_spec.split import MicrobatchSplit, layout_without_split, split_of
 from composer_tokacc.labelled import LabelSelector
@@ -80,7 +80,7 @@ class AlgorithmOptions:
         check_choice('logits', self.logits, LOGITS)
         check_choice('check_loss', self.check_loss, (True, False))
         check_choice('token_weights', self.token_weights, tuple(TOKEN_WEIGHTS))
-        check_rule(self.loss_tokens, allow_auto=True)
+        rule = self.rule  # refuses an unknown one
         units = self.loss_units or {}
         if self.router_balance == 'step' and units:
             raise InvalidInputError(
@@ -92,11 +92,16 @@ class AlgorithmOptions:
                 "`token_weights` must be 'token' if no term of `loss_units` is a mean over tokens, got: "
                 f'{self.token_weights!r}.'
             )
-        if self.loss_tokens == 'auto' and not self.check_loss:
+        if rule is None and not self.check_loss:
             raise InvalidInputError(
                 "`loss_tokens` must be an explicit rule with `check_loss=False`, got: 'auto'. Only the check finds the "
                 "rule. Give 'causal' (most decoders), 'causal_attended' or 'unshifted' (docs/errors.md#loss-rule)."
             )
+
+    @property
+    def rule(self) -> LossRule | None:
+        """The loss rule that the user has named; None: it is to be found."""
+        return LossRule.named(self.loss_tokens)
 
     @property
     def is_weighted(self) -> bool:
@@ -236,7 +241,7 @@ class RunContext:
             layout,
             to_device,
             cutter=self.split,
-            loss_tokens=self.options.loss_tokens,
+            named_rule=self.options.rule,
             check_loss=self.options.needs_loss_check,
             selector=self.selector,
             forward_arguments=_forward_arguments(self.model),

@@ -165,7 +165,7 @@ class TokenAccumulation(Algorithm):
     @property
     def rule(self) -> str | None:
         """The loss rule. None: it is not known before the first batch."""
-        return None if self._context is None else self._context.loss_facts.rule
+        return None if self._context is None else self._context.loss_facts.rule.value
 
     @property
     def _run(self) -> RunContext:
@@ -323,9 +323,9 @@ class TokenAccumulation(Algorithm):
         split = split_of(state.dataloader)
         if split is None:
             return
-        rule = self.rule
-        if rule is None and self.options.loss_tokens != 'auto':  # no batch was trained yet, but the user named the rule
-            rule = self.options.loss_tokens
+        rule = self.options.rule
+        if self._context is not None:
+            rule = self._context.loss_facts.rule  # the rule of the model
         split.start_evaluation(state.model, rule)
 
     def _fit_end(self, state: State) -> None:

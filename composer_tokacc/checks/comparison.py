@@ -29,9 +29,8 @@ from torch import Tensor
 
 from composer_tokacc.batch import IGNORE_INDEX, Batch, sample_name
 from composer_tokacc.checks.cut_rules import CutRules, Cutter
-from composer_tokacc.checks.logits import targets_of
 from composer_tokacc.checks.probe import NOISE_FACTOR, AtLabels, Probe, ProbeResult
-from composer_tokacc.counting import loss_mask
+from composer_tokacc.counting import LossRule
 from composer_tokacc.labelled import LabelledPositions, LabelSelector
 from composer_tokacc.layout import BatchLayout, describe
 from composer_tokacc.layout.tensors import cat_padded
@@ -138,7 +137,7 @@ class RowComparison:
     """Which parts of each tensor belong to which row."""
     on_device: Callable[[Batch], Batch]
     """Returns a batch as the model gets it."""
-    rule: str
+    rule: LossRule
     """The loss rule of the model."""
     rows: Batch
     """A batch of the rows, with labels."""
@@ -154,7 +153,7 @@ class RowComparison:
         counts = [RowCounts(rule=self.rule)] * num_rows(self.rows)
         self.rows = attach_row_counts(self.rows, counts)
         self._facts = describe(self.layout, self.rows)
-        has_loss = loss_mask(self.rows, self.rule)
+        has_loss = self.rule.mask(self.rows)
         self._counts: list[int] = has_loss.sum(dim=1).tolist()
         self._all_rows = list(range(len(self._counts)))
         self._rows_with_tokens = [row for row in self._all_rows if self._counts[row]]
@@ -166,7 +165,7 @@ class RowComparison:
         self.batch = self.on_device(self.rows)
         """The rows as the model gets them."""
         self._check_labels_kept()
-        targets = targets_of(self.batch, self.rule)
+        targets = self.rule.targets(self.batch)
         self.reference = self.probe.run(
             self.batch,
             targets=targets,
@@ -180,7 +179,7 @@ class RowComparison:
 
     def _check_labels_kept(self) -> None:
         """Raises RuntimeError if a row has lost or got a label on the way to the device."""
-        has_loss = loss_mask(self.batch, self.rule)
+        has_loss = self.rule.mask(self.batch)
         counts = has_loss.sum(dim=1).tolist()
         if counts != self._counts:
             raise NotExactError(
@@ -549,7 +548,7 @@ class RowComparison:
         A packed row has the real positions of its rows, one row after the other.
         """
         is_packed = self._facts.real
-        if self.rule == 'causal_attended':
+        if self.rule is LossRule.CAUSAL_ATTENDED:
             # Labels on padding do not count, so pack_rows() drops them together with the padding.
             is_packed = self._facts.attended
         row_gradients = torch.zeros(len(rows), self._width, gradient.shape[-1])
@@ -711,7 +710,7 @@ class RowComparison:
             causes = 'Attention, positions or states leak from one document to the next'
             if self._facts.side == 'left':
                 causes += ', or the model counts padding on the left as positions'
-                if self.rule != 'unshifted':
+                if self.rule.shifts_labels:
                     causes += ', or a pad predicts the label of a first token (mask it, -100)'
             return (
                 f'The model must tell packed documents apart, got: {difference}. {causes}. Set `packing=False`, which '

@@ -38,7 +38,7 @@ from composer_tokacc.batch import (
 )
 from composer_tokacc.checks.comparison import MEAN, NAME_TERMS, NOT_A_NUMBER, RowComparison
 from composer_tokacc.checks.cut_rules import CutRules, Cutter
-from composer_tokacc.checks.logits import TINY, targets_of
+from composer_tokacc.checks.logits import TINY
 from composer_tokacc.checks.probe import Probe, ProbeResult
 from composer_tokacc.checks.row_ranges import MIN_ROWS, RowProperty, RowRanges, chosen_rows, ranges_of
 from composer_tokacc.collectives import (
@@ -50,7 +50,7 @@ from composer_tokacc.collectives import (
     raise_on_all_ranks,
 )
 from composer_tokacc.compat import attention_of, gradient_hooks, hooks_after_gradients
-from composer_tokacc.counting import LOSS_RULES, document_starts, loss_mask
+from composer_tokacc.counting import LossRule, document_starts
 from composer_tokacc.labelled import LabelSelector
 from composer_tokacc.layout import (
     BatchLayout,
@@ -117,7 +117,7 @@ class RowOffer:
 class LossFacts:
     """What :class:`FirstBatchCheck` has found out about the model's loss. Each check of rows updates it."""
 
-    rule: str
+    rule: LossRule
     """The loss rule of the model."""
     token_scale: float | None = None
     """The weight of a token in the loss of one forward, times the number of tokens: 1 for a mean of cross-entropies.
@@ -148,10 +148,10 @@ class FirstBatchCheck:
     _: KW_ONLY
     cutter: Cutter | None
     """Cuts rows in training. None: rows are not cut, so each row is only computed by itself."""
-    loss_tokens: str
-    """The loss rule that the user has named, or ``'auto'``."""
+    named_rule: LossRule | None
+    """The loss rule that the user has named; None: it is to be found."""
     check_loss: bool
-    """Whether to check the loss rule, and whether rows keep their weights. If not, ``loss_tokens`` names a rule."""
+    """Whether to check the loss rule, and whether rows keep their weights. If not, ``named_rule`` is a rule."""
     selector: LabelSelector | None = None
     """Makes the model compute logits only at labels. None: that is not tried. After a failure it is not tried again."""
     forward_arguments: Collection[str] | None = None
@@ -166,7 +166,8 @@ class FirstBatchCheck:
     def __post_init__(self) -> None:
         # If the loss is not checked, the user's rule is believed.
         if not self.check_loss:
-            self._loss_facts = LossFacts(rule=self.loss_tokens)
+            assert self.named_rule is not None
+            self._loss_facts = LossFacts(rule=self.named_rule)
 
     def _ranges_of(self, facts_of_batches: Sequence[RowFacts], microbatch_size: float) -> RowRanges:
         """Returns the ranges of the rows of a batch, from the facts of its microbatches."""
@@ -355,14 +356,14 @@ class FirstBatchCheck:
         log.info('After the first-batch check: %s', rules)
         return rules, comparison.has_shown_trimming
 
-    def _find_rule(self, rows: Batch) -> str:
+    def _find_rule(self, rows: Batch) -> LossRule:
         """Returns the loss rule of the model. Raises RuntimeError if the rows cannot show it."""
         can_show_rule = _can_show_rule(rows)
         rule = None
         failure = None
         try:
             rule = find_loss_rule(
-                self.probe, self._on_device(rule_batch(self.layout, rows)), loss_tokens=self.loss_tokens
+                self.probe, self._on_device(rule_batch(self.layout, rows)), named_rule=self.named_rule
             )
         except Exception as error:
             if can_show_rule:
@@ -370,7 +371,7 @@ class FirstBatchCheck:
             # A model that shifts labels has no loss in rows of one token. It may return NaN, or raise an error.
             failure = error
         # A row of one token may show that labels are not shifted. It cannot tell the other rules apart.
-        if rule is None or (rule != 'unshifted' and not can_show_rule and self.loss_tokens == 'auto'):
+        if rule is None or (rule.shifts_labels and not can_show_rule and self.named_rule is None):
             raise NotExactError(
                 'The first batch must have a row with two tokens, which shows the loss rule of the model, got: '
                 f'rows of at most one token, such as {sample_name(rows, 0)}. Begin with other samples.'
@@ -390,7 +391,7 @@ class FirstBatchCheck:
         if self.check_loss:
             row = self._on_device(rule_batch(None, rows))
             # If this forward raises an error in float32, all later ones have the trainer's precision.
-            result = self.probe.run(row, targets=targets_of(row, loss_facts.rule), decides_precision=True)
+            result = self.probe.run(row, targets=loss_facts.rule.targets(row), decides_precision=True)
             loss_facts.has_logits = result.has_logits
             self.probe.judge_written_state(row)
 
@@ -529,9 +530,9 @@ def find_loss_rule(
     probe: Probe,
     row: Batch,
     *,
-    loss_tokens: str = 'auto',
-) -> str:
-    """Finds the rule by which the model counts labels, or confirms the rule ``loss_tokens``.
+    named_rule: LossRule | None = None,
+) -> LossRule:
+    """Finds the rule by which the model counts labels, or confirms the rule that the user has named.
 
     The gradient by the logits shows the rule: it is not zero at the positions that predict the counted labels. The rule
     is measured, because it depends on the model class and the version of transformers, and a run with a wrong rule
@@ -540,20 +541,20 @@ def find_loss_rule(
     Args:
         probe: The probe of the model. It examines the model with the row, see :meth:`.Probe.examine`.
         row: As returned by :func:`rule_batch`, on the device of the model.
-        loss_tokens: The rule that the user has named, or ``'auto'``.
+        named_rule: The rule that the user has named; None: it is to be found.
 
     Raises:
-        RuntimeError: If no rule fits the model, or ``loss_tokens`` does not.
+        RuntimeError: If no rule fits the model, or ``named_rule`` does not.
     """
     result = probe.examine(row)
     if result.invalid_loss is not None:
         raise NotExactError(NOT_A_NUMBER.format(result.invalid_loss, sample_name(row, 0)))
     norms = _gradient_norms(result, row)
     # A rule fits if there is a gradient at each of the positions that it names, and nowhere else.
-    matching: dict[str, float] = {}  # for each rule that fits, the part of the gradient at other positions
-    incomplete: list[str] = []  # rules that would fit, but have no gradient at some of the positions that they name
-    for rule in LOSS_RULES:
-        predicts = targets_of(row, rule).cpu() != IGNORE_INDEX
+    matching: dict[LossRule, float] = {}  # for each rule that fits, the part of the gradient at other positions
+    incomplete: list[LossRule] = []  # rules that would fit, but some of their positions have no gradient
+    for rule in LossRule:
+        predicts = rule.targets(row).cpu() != IGNORE_INDEX
         predicting_norms = norms[predicts]
         other_norms = norms[~predicts]
         elsewhere = float(other_norms.norm() / predicting_norms.norm().clamp(min=TINY))
@@ -565,8 +566,8 @@ def find_loss_rule(
         elif has_gradient.any():
             incomplete.append(rule)
     # A loss may have no gradient at some labels, such as a clipped policy gradient. Then the user must name the rule.
-    if not matching and loss_tokens in incomplete:
-        return loss_tokens
+    if not matching and named_rule is not None and named_rule in incomplete:
+        return named_rule
     positions = _columns(norms)
     if not positions:
         raise NotExactError(
@@ -583,15 +584,15 @@ def find_loss_rule(
         )
     # Without an attention mask several rules may fit. They count the same labels, so any of them is right.
     best_rule = min(matching, key=lambda rule: matching[rule])
-    if loss_tokens == 'auto':
+    if named_rule is None:
         return best_rule
-    if loss_tokens not in matching:
+    if named_rule not in matching:
         raise NotExactError(
-            f'`loss_tokens` must be the rule by which the model averages its loss, got: {loss_tokens!r}, but the model '
+            f'`loss_tokens` must be the rule by which the model averages its loss, got: {named_rule!r}, but the model '
             f'averages by {best_rule!r} (the gradient of its loss is at the positions {positions}). Set '
             f'`loss_tokens={best_rule!r}` (docs/errors.md#loss-rule).'
         )
-    return loss_tokens
+    return named_rule
 
 
 def _gradient_norms(result: ProbeResult, row: Batch) -> Tensor:
@@ -622,7 +623,7 @@ def rule_batch(layout: BatchLayout | None, rows: Batch) -> BatchDict:
     if not isinstance(mask, Tensor) or mask.shape != labels.shape:
         mask = None
     # Labels on padding cannot show the rule: in a model that counts only attended labels, the loss would be NaN.
-    positions = loss_mask(rows, 'causal_attended')[0].nonzero().flatten()
+    positions = LossRule.CAUSAL_ATTENDED.mask(rows)[0].nonzero().flatten()
     if len(positions) < 2:
         # There are too few labels, so any attended positions of text are taken.
         attended = torch.ones_like(labels)
@@ -645,7 +646,7 @@ def rule_batch(layout: BatchLayout | None, rows: Batch) -> BatchDict:
 
 def _row_for_rule(layout: BatchLayout, rows: Batch) -> int:
     """Returns the number of a row with enough labels, and with media if possible, because some models need media."""
-    num_labels = loss_mask(rows, 'causal_attended').sum(dim=1).tolist()
+    num_labels = LossRule.CAUSAL_ATTENDED.mask(rows).sum(dim=1).tolist()
     num_media = layout.media_per_row(rows)
 
     def fitness(row: int) -> tuple[int, bool]:
@@ -773,14 +774,14 @@ def _without_placeholders(layout: BatchLayout | None, rows: Batch, columns: Tens
 def with_unequal_row(
     layout: BatchLayout,
     rows: BatchDict,
-    rule: str,
+    rule: LossRule,
 ) -> BatchDict:
     """Adds a copy of a row, with fewer or more labels, unless one row with labels has twice as many as another.
 
     If all of them had the same number, a mean over tokens would equal the mean over the means of rows, and the check
     could not tell the two losses apart.
     """
-    counts = loss_mask(rows, rule).sum(dim=1)
+    counts = rule.mask(rows).sum(dim=1)
     has_labels = counts > 0
     counts_of_labelled = counts[has_labels].tolist()
     if not counts_of_labelled or max(counts_of_labelled) >= 2 * min(counts_of_labelled):
@@ -791,7 +792,7 @@ def with_unequal_row(
     extended = layout.select(rows, [*range(len(counts)), copied_row])
     labels = extended['labels'].clone()
     extended['labels'] = labels
-    has_loss = loss_mask(extended, rule)[-1]
+    has_loss = rule.mask(extended)[-1]
     counted_columns = has_loss.nonzero().flatten().tolist()
     if len(counted_columns) > 1:
         labels[-1, counted_columns[:-1]] = IGNORE_INDEX

@@ -25,8 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from composer_tokacc.batch import IGNORE_INDEX, Batch, labels_of
-from composer_tokacc.counting import loss_mask
+from composer_tokacc.batch import IGNORE_INDEX
 from composer_tokacc.graph import on_gradient
 
 CHUNK = 2**23
@@ -105,7 +104,7 @@ def are_logits(gradient: Tensor, targets: Tensor) -> bool | None:
 
     Args:
         gradient: The gradient of the loss by the tensor, ``(rows, width, entries)``.
-        targets: As returned by :func:`targets_of`.
+        targets: As returned by :meth:`.LossRule.targets`.
 
     Returns:
         None if the gradient is zero at all labels that were looked at, so that nothing can be said.
@@ -143,30 +142,13 @@ def entry_of(outputs: Any, name: str) -> Any:
     return getattr(outputs, name, None)
 
 
-# Positions and targets.
+# Measurements.
 
 
 def tolerance_of(dtype: torch.dtype) -> float:
     """Returns the largest relative error of a measured weight, for gradients of this type."""
     # The measurement is computed in float32, with an error of 1e-5. The entries of the gradient were rounded before.
     return 1e-5 + 4 * torch.finfo(dtype).eps
-
-
-def at_predictions(values: Tensor, rule: str) -> Tensor:
-    """Moves the value of each label, ``(rows, width)``, to the position whose logits predict the label."""
-    if rule == 'unshifted':
-        return values
-    # The value of column 0 moves to the last column. It never counts, because nothing predicts the first token.
-    return values.roll(-1, dims=1)
-
-
-def targets_of(batch: Batch, rule: str) -> Tensor:
-    """Returns the token that each position should predict, ``(rows, width)``; -100 if it predicts none that counts."""
-    counted_labels = labels_of(batch).masked_fill(~loss_mask(batch, rule), IGNORE_INDEX)
-    return at_predictions(counted_labels, rule)
-
-
-# Measurements.
 
 
 def measure(
@@ -179,7 +161,7 @@ def measure(
     Args:
         logits: ``(rows, width, vocabulary)``.
         gradient: The gradient of the loss by the logits.
-        targets: As returned by :func:`targets_of`. None: the targets are read off the gradient, too.
+        targets: As returned by :meth:`.LossRule.targets`. None: the targets are read off the gradient, too.
     """
     # For _read_targets(), which compares two entries. Both were rounded to the type of the gradient.
     tolerance = ENTRY_TOLERANCE + 2.5 * torch.finfo(gradient.dtype).eps

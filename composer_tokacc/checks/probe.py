@@ -32,6 +32,7 @@ from composer_tokacc.checks.logits import TINY, MeasuredTokens, are_logits, logi
 from composer_tokacc.checks.written_state import State, StateSnapshot, perturb, undisturbed
 from composer_tokacc.collectives import Gather, only_of_this_rank
 from composer_tokacc.compat import BatchNorm
+from composer_tokacc.counting import LossRule
 from composer_tokacc.graph import edge_of
 from composer_tokacc.labelled import LabelledPositions, LabelSelector
 from composer_tokacc.model_structure import HALF_PRECISION, forward_parameters
@@ -85,7 +86,7 @@ class AtLabels:
     """Makes a forward compute logits only at the positions that predict a label."""
 
     selector: LabelSelector
-    rule: str
+    rule: LossRule
     positions: LabelledPositions
 
 
@@ -249,7 +250,7 @@ class Probe:
 
         Args:
             batch: On the device of the model.
-            targets: As returned by :func:`.targets_of`. With them the weights of tokens are measured.
+            targets: As returned by :meth:`.LossRule.targets`. With them the weights of tokens are measured.
             rounded: Whether to move the output of every layer by its last digit, up or down. The difference shows how
                 far round-off can move the result. To run the rows in another order would not show it, because kernels
                 then compute the same sums.

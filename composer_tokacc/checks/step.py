@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from composer_tokacc.batch import IGNORE_INDEX, Batch, labels_of, sample_name
-from composer_tokacc.checks.logits import measure, targets_of, tolerance_of, whole_vocabulary
-from composer_tokacc.counting import loss_mask
+from composer_tokacc.checks.logits import measure, tolerance_of, whole_vocabulary
+from composer_tokacc.counting import LossRule
 from composer_tokacc.graph import on_gradient
 from composer_tokacc.labelled import LabelledPositions, places_of
 from composer_tokacc.layout import RowFacts, microbatches_of
@@ -76,7 +76,7 @@ class TokenChoice:
         self._measures_step = microbatch_size not in self._measured_sizes
         self._measured_sizes.add(microbatch_size)
 
-    def rows_with_new_labels(self, batch: Batch, rule: str) -> list[bool]:
+    def rows_with_new_labels(self, batch: Batch, rule: LossRule) -> list[bool]:
         """Returns which rows have a label with a token id that counts for the first time, and remembers the id.
 
         If several microbatches of a pre-split batch have the same new id, only rows of the first of them are returned.
@@ -85,17 +85,17 @@ class TokenChoice:
 
         Args:
             batch: A batch on the CPU, after its tokens were counted.
-            rule: Which labels count, see :func:`.loss_mask`.
+            rule: Which labels count.
         """
         has_new_label: list[bool] = []
         for microbatch in microbatches_of(batch):
-            # -100 is looked up as id 0, but loss_mask() is False there.
+            # -100 is looked up as id 0, but the mask is False there.
             labels = labels_of(microbatch).clamp(min=0)
             # The table grows with the largest label.
             num_missing = int(labels.max()) + 1 - len(self._is_unknown)
             if num_missing > 0:
                 self._is_unknown = torch.nn.functional.pad(self._is_unknown, (0, num_missing), value=True)
-            is_new = loss_mask(microbatch, rule) & self._is_unknown[labels]
+            is_new = rule.mask(microbatch) & self._is_unknown[labels]
             has_new_label_in_row = is_new.any(dim=1).tolist()
             has_new_label += has_new_label_in_row
             if any(has_new_label_in_row):  # in most steps no label is new
@@ -152,13 +152,15 @@ class MicrobatchRecord:
     tolerance: float = 0.0  # largest deviation that round-off explains
     positions_of_logits: LabelledPositions | None = None  # where logits were computed; None: at every position
     observed: dict[str, float] = field(default_factory=dict)  # numbers that were read from the device, by name
-    rule: str = field(init=False)  # the loss rule that counted its tokens
+    rule: LossRule = field(init=False)  # the loss rule that counted its tokens
     counts: CountSums = field(init=False)  # of all rows together
     is_empty: bool = field(init=False)  # whether it has no loss-generating token, or no sample (only dummy rows)
     has_weight: bool = field(init=False)  # whether it changes the gradient of the step
 
     def __post_init__(self) -> None:
-        self.rule = self.rows[0].rule  # all rows have the same
+        rule = self.rows[0].rule  # all rows have the same
+        assert rule is not None, 'its tokens were counted'
+        self.rule = rule
         self.counts = CountSums.of(self.rows)
         self.is_empty = self.counts.loss_tokens == 0 or self.counts.samples == 0
         self.has_weight = self.counts.loss_weight > 0 and self.counts.samples > 0
@@ -233,7 +235,7 @@ class MicrobatchRecord:
         # The two types differ if the model has converted its logits: this gradient is the one before the conversion,
         # see edge_of(). Then both hold numbers that were rounded to the coarser type.
         self.tolerance = max(tolerance_of(gradient.dtype), tolerance_of(logits.dtype))
-        targets = targets_of(batch, self.rule)
+        targets = self.rule.targets(batch)
         if not measures_all:
             # The number of tokens up to each position. At a token it is the token's own number, from 1, by which
             # places_of() finds the position.
@@ -266,7 +268,7 @@ class MicrobatchRecord:
         if self.positions_of_logits is not None:
             # From the place among the selected logits to the place in the rows.
             position = int(self.positions_of_logits.of_logits[position])
-        targets = targets_of(self.batch, self.rule)
+        targets = self.rule.targets(self.batch)
         width = targets.shape[1]
         row, column = divmod(position, width)
         label = int(targets[row, column])
@@ -359,7 +361,7 @@ def _read_from_device(step: Step) -> None:
     anyway, to read the loss.
     """
     for record in step.microbatches:
-        counted = loss_mask(record.batch, record.rule)
+        counted = record.rule.mask(record.batch)
         values = {'tokens': counted.sum()}
         if step.is_weighted:
             values['weight'] = (record.batch[LOSS_WEIGHTS] * counted).sum()

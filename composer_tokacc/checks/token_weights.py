@@ -21,7 +21,7 @@ from composer_tokacc.batch import IGNORE_INDEX
 from composer_tokacc.checks.logits import logits_of, measure, tolerance_of
 from composer_tokacc.collectives import get_world_size, values_of_ranks
 from composer_tokacc.compat import inner_model, is_in_backward
-from composer_tokacc.counting import counted_tokens, with_one_label
+from composer_tokacc.counting import LossRule, with_one_label
 from composer_tokacc.graph import edge_of
 from composer_tokacc.refusals import NotExactError
 
@@ -415,7 +415,7 @@ def _num_labels(batch: Any) -> Tensor | None:
         return None
     if not isinstance(batch.get('attention_mask'), Tensor):  # some models take other objects as masks
         batch = {**batch, 'attention_mask': None}
-    num_labels = counted_tokens(batch, 'causal_attended').sum()
+    num_labels = LossRule.CAUSAL_ATTENDED.counted(batch).sum()
     # If the batch has the written label, writing it again changes nothing.
     has_written_label = (labels == with_one_label(batch)['labels']).all()
     is_empty = (num_labels == 1) & has_written_label

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
 from composer_tokacc.batch import MODALITIES
-from composer_tokacc.counting import counted_tokens
+from composer_tokacc.counting import LossRule
 from composer_tokacc.data.chat_template import example_conversation
 from composer_tokacc.data.collator import check_samples
 from composer_tokacc.data.identity import check_keys_of_sample
@@ -239,7 +239,7 @@ class SampleMeasurer:
         check_keys_of_sample(sample, 'input_ids', 'labels')
         check_samples([sample])
         is_image_token = torch.isin(sample['input_ids'], self.token_ids)
-        has_loss = counted_tokens(sample, 'causal')
+        has_loss = LossRule.CAUSAL.counted(sample)
         vision_patches = count_patches(sample, self.patch_size)
         (shrink_steps,) = sample.get(SHRINK_STEPS, [0])
         return TableRow(

@@ -20,7 +20,7 @@ from composer_tokacc.batch import Batch, BatchDict, check_dense, check_ids, map_
 from composer_tokacc.checks.first_batch import FirstBatchCheck
 from composer_tokacc.checks.probe import Probe
 from composer_tokacc.collectives import all_gather_object, get_world_size, max_over_ranks
-from composer_tokacc.counting import real_tokens
+from composer_tokacc.counting import LossRule, real_tokens
 from composer_tokacc.data_spec.rank_widths import RankWidth, WidthSums, check_widths
 from composer_tokacc.data_spec.split import MicrobatchSplit, register_split
 from composer_tokacc.layout import PreSplitBatch, describe_all, microbatches_of
@@ -46,7 +46,7 @@ class CountingDataSpec(DataSpec):
         dataloader: Yields the batches.
         split: Cuts them into microbatches.
         model: The model. Only needed without :class:`.TokenAccumulation`, which gets it from the trainer.
-        loss_tokens: The loss rule, or ``'auto'``.
+        rule: The loss rule that the user has named; None: it is to be found.
         batch_transforms: The user's own transforms of the whole batch.
         **kwargs: Passed to :class:`composer.core.DataSpec`.
     """
@@ -56,14 +56,14 @@ class CountingDataSpec(DataSpec):
         dataloader: Any,
         split: MicrobatchSplit,
         model: torch.nn.Module | None,
-        loss_tokens: str,
+        rule: LossRule | None,
         batch_transforms: Callable[[Any], Any] | None = None,
         **kwargs: Any,
     ) -> None:
         self._split = split
         self._model = model
-        # At first the argument, a rule or 'auto'. After _check_rows() it is the model's own rule.
-        self._loss_tokens = loss_tokens
+        # At first the argument. After _check_rows() it is the model's own rule.
+        self._rule = rule
         self._batch_transforms = batch_transforms
         self._first_batch: FirstBatchCheck | None = None
         # _transform_microbatch() may remove the counts of a microbatch, and Composer asks for its samples and tokens
@@ -89,7 +89,7 @@ class CountingDataSpec(DataSpec):
             RuntimeError: If the loss tokens were counted by a rule that was not compared with the model's own.
         """
         counts = self._counts_of(batch)
-        were_counted = all(row.rule for row in counts)  # the rule is empty in rows that were not counted
+        were_counted = all(row.rule for row in counts)  # rows that were not counted have none
         if token_type == 'total':
             if were_counted:
                 return sum(row.real_tokens for row in counts)
@@ -103,7 +103,7 @@ class CountingDataSpec(DataSpec):
             return num_real
         if not were_counted:
             # Only a user's own code asks so early. The rule need not be proven, because this number weights no loss.
-            counts = row_counts_of(with_counts(batch, self._loss_rule))
+            counts = row_counts_of(with_counts(batch, self._known_rule))
         elif not self._split.checked:
             # Composer asks, and would weight the loss of a microbatch by this number.
             raise NotExactError(
@@ -146,15 +146,13 @@ class CountingDataSpec(DataSpec):
             if self._model is not None and torch.is_grad_enabled() and not wants_packing:
                 self._check_rows(self._model, batch, microbatch_size)
             if 'labels' in batch:
-                batch = with_counts(batch, self._loss_rule)
+                batch = with_counts(batch, self._known_rule)
         return self._split(batch, microbatch_size)
 
     @property
-    def _loss_rule(self) -> str:
-        """The loss rule to count by. If none is known it is ``'causal'``, the rule of most models."""
-        if self._loss_tokens != 'auto':
-            return self._loss_tokens
-        return self._split.loss_rule or 'causal'
+    def _known_rule(self) -> LossRule:
+        """The loss rule to count by. If none is known, the rule of most models."""
+        return self._rule or self._split.eval_rule or LossRule.CAUSAL
 
     def _check_rows(
         self,
@@ -176,14 +174,14 @@ class CountingDataSpec(DataSpec):
                 split.layout,
                 self._on_models_device,
                 cutter=split,
-                loss_tokens=self._loss_tokens,
+                named_rule=self._rule,
                 check_loss=True,
             )
         loss_facts = self._first_batch.prove(batch, microbatch_size)
-        self._loss_tokens = loss_facts.rule
+        self._rule = loss_facts.rule
         self._check_widths(batch, loss_facts.rule)
 
-    def _check_widths(self, batch: Batch, rule: str) -> None:
+    def _check_widths(self, batch: Batch, rule: LossRule) -> None:
         """Raises RuntimeError on all ranks if they pad to different widths and this changes a row; a collective."""
         if get_world_size() == 1:
             return

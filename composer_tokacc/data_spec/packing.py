@@ -21,6 +21,7 @@ from composer_tokacc.batch import (
     real_positions,
     sample_name,
 )
+from composer_tokacc.counting import LossRule
 from composer_tokacc.data_spec.document_attention import DocumentAttention
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.layout.layout import labels_along_text
@@ -35,8 +36,8 @@ def pack_rows(
 ) -> BatchDict:
     """Returns a batch of one row, which holds the tokens of all rows. Each row becomes a document of the packed row.
 
-    Labels stay at their tokens. By every loss rule except ``'unshifted'`` the model predicts a label from the previous
-    token. Then the label of the first token of each document is masked, because the last token of the previous document
+    Labels stay at their tokens. If the loss rule shifts labels, the model predicts a label from the previous token.
+    Then the label of the first token of each document is masked, because the last token of the previous document
     would predict it.
 
     Args:
@@ -60,11 +61,11 @@ def pack_rows(
         ValueError: If the batch has an entry that cannot be packed.
     """
     rule = row_counts_of(batch)[0].rule
-    if rule == 'causal_attended':
+    if rule is LossRule.CAUSAL_ATTENDED:
         # This rule does not count labels on padding. But real_positions() takes padding with a label for a token.
         labels = batch['labels'].masked_fill(~attended_positions(batch), IGNORE_INDEX)
         batch = {**batch, 'labels': labels}
-    is_shifted = rule != 'unshifted'
+    is_shifted = rule is not LossRule.UNSHIFTED
     real = real_positions(batch)
     _check_rows(layout, batch, real, attention, is_shifted=is_shifted)
     if not bool(real.any()):

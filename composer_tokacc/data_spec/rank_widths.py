@@ -26,6 +26,7 @@ from typing import NamedTuple
 from composer_tokacc.batch import IGNORE_INDEX, labels_of
 from composer_tokacc.checks.cut_rules import CutRules
 from composer_tokacc.collectives import all_gather_object, are_equal_on_ranks, get_world_size
+from composer_tokacc.counting import LossRule
 from composer_tokacc.layout import RowFacts
 from composer_tokacc.layout.facts import is_beyond_rotary_limit
 from composer_tokacc.refusals import NotExactError
@@ -47,14 +48,14 @@ class RankWidth:
     has no such limit."""
 
     @classmethod
-    def of(cls, facts_of_parts: Sequence[RowFacts], rules: CutRules | None, loss_rule: str | None) -> RankWidth:
+    def of(cls, facts_of_parts: Sequence[RowFacts], rules: CutRules | None, rule: LossRule | None) -> RankWidth:
         """Returns the width of the batch of this rank.
 
         Args:
             facts_of_parts: The facts of the batch, or of each microbatch that the loader has made. Empty if rows cannot
                 be told apart, or if there is only one rank. Then nothing is compared, and the width is 0.
             rules: How rows may be cut. None: the run does not trim rows, so no check has shown the effect of padding.
-            loss_rule: The loss rule of the model, see :func:`.loss_mask`.
+            rule: The loss rule of the model. None: it is not known.
         """
         width = 0
         pads_left = False
@@ -73,7 +74,7 @@ class RankWidth:
             # batch.
             # The label is named first, because the user can mask it. Rows with such a label are never trimmed. So the
             # label may be why the check could not see whether the model counts positions.
-            if loss_rule != 'unshifted' and any(facts.has_first_label):
+            if rule is not LossRule.UNSHIFTED and any(facts.has_first_label):
                 reason = 'the first token of a row has a label, which the pad before it would predict'
             elif _may_depend_on_padding(facts, rules):
                 reason = 'more padding changes its losses (the model may count positions from the first column)'

@@ -50,6 +50,7 @@ from composer_tokacc.collectives import (
     raise_on_all_ranks,
 )
 from composer_tokacc.compat import is_encoder_decoder
+from composer_tokacc.counting import LossRule
 from composer_tokacc.data_spec.document_attention import DocumentAttention
 from composer_tokacc.data_spec.pieces import (
     DummyRows,
@@ -104,7 +105,7 @@ class MicrobatchSplit:
         """How rows are cut. After a fit they can still be read, until a batch is split without a check."""
         self.checked = False
         """Whether the rules come from the first-batch check."""
-        self.loss_rule: str | None = None
+        self.eval_rule: LossRule | None = None
         """The loss rule of a model that is evaluated. The DataSpec counts batches by it, and it decides which labels of
         packed rows stay."""
         self.step: Step | None = None
@@ -150,9 +151,9 @@ class MicrobatchSplit:
             facts_of_batches = describe_all(layout, batch)
             self._tries_packing = self._packing_costs_less(facts_of_batches, microbatch_size)
 
-    def start_evaluation(self, model: torch.nn.Module, loss_rule: str | None) -> None:
+    def start_evaluation(self, model: torch.nn.Module, rule: LossRule | None) -> None:
         """Takes the layout of a model that is evaluated, and its loss rule; None: the rule is not known."""
-        self.loss_rule = loss_rule
+        self.eval_rule = rule
         if self.checked:
             return  # the split also serves the training that goes on, and keeps its layout
         self.layout = self.fixed_layout or layout_of_model(model)

@@ -12,7 +12,7 @@ from torch.nn import Module
 from torch.utils.data import DataLoader
 
 from composer_tokacc.arguments import check_kind
-from composer_tokacc.counting import check_rule
+from composer_tokacc.counting import LossRule
 from composer_tokacc.data_spec.split import MicrobatchSplit, register_split
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.layout.layout import layout_of_model
@@ -101,7 +101,7 @@ def token_data_spec(
     """
     from composer_tokacc.data_spec.counting_spec import CountingDataSpec
 
-    check_rule(loss_tokens, allow_auto=True)
+    rule = LossRule.named(loss_tokens)
     if not isinstance(dataloader, Iterable):
         raise TypeError(
             f'`dataloader` must be a dataloader, got: {type(dataloader).__name__}. If it is a DataSpec, pass its '
@@ -127,4 +127,4 @@ def token_data_spec(
     microbatch_transforms = data_spec_kwargs.pop('microbatch_transforms', None)
     split = MicrobatchSplit(dataloader, layout, options, microbatch_transforms)
     register_split(dataloader, split)
-    return CountingDataSpec(dataloader, split, model, loss_tokens, **data_spec_kwargs)
+    return CountingDataSpec(dataloader, split, model, rule, **data_spec_kwargs)

@@ -23,6 +23,7 @@ from composer_tokacc.batch import (
     sample_name,
 )
 from composer_tokacc.compat import num_writes
+from composer_tokacc.counting import LossRule
 from composer_tokacc.layout.families import Media
 from composer_tokacc.layout.found import (
     has_audio_along_text,
@@ -297,18 +298,20 @@ COLLATED_BY_LOADER = 'microbatches that a loader has collated'
 """The ``kind`` of the rows of a pre-split batch, for :func:`check_first_labels`."""
 
 
-def check_first_labels(facts: RowFacts, loss_rule: str, kind: str) -> None:
+def check_first_labels(facts: RowFacts, rule: LossRule | None, kind: str) -> None:
     """Raises ValueError if padding on the left predicts a label.
 
     Called for rows whose padding depends on the cut or on the loader. Such a label makes the loss depend on it, too.
 
     Args:
         facts: The facts about the rows.
-        loss_rule: Nothing is raised for ``'unshifted'``, because no pad predicts a label then, and for ``''``, because
-            the rule is not known yet.
+        rule: The loss rule. Nothing is raised if it does not shift labels, because no pad predicts a label then. None:
+            it is not known yet, and nothing is raised.
         kind: A name of the rows for the message, such as ``'packed rows'``.
     """
-    if loss_rule in ('', 'unshifted') or not any(facts.has_label_behind_padding):
+    if rule is None or not rule.shifts_labels:
+        return
+    if not any(facts.has_label_behind_padding):
         return
     row = facts.has_label_behind_padding.index(True)
     raise InvalidInputError(

@@ -157,6 +157,7 @@ def _token_losses(batch: Batch, outputs: Any, num_tokens: int) -> torch.Tensor |
     if logits is None:
         return None
     rule = row_counts_of(batch)[0].rule
+    assert rule is not None
     labels = labels_of(batch)
     labelled = LabelledPositions.from_batch(batch, rule, num_tokens)
     if logits.shape[:2] == labels.shape:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from composer_tokacc.batch import Batch, text_of
-from composer_tokacc.counting import loss_mask
+from composer_tokacc.counting import LossRule
 from composer_tokacc.layout import microbatches_of
 from composer_tokacc.row_counts import CountSums, RowCounts, count_rows, is_counted, row_counts_of
 
@@ -51,7 +51,7 @@ class MicrobatchCounts(NamedTuple):
     dummy_positions: int
 
 
-def count_device_batch(batch: Batch, rule: str) -> CountSums:
+def count_device_batch(batch: Batch, rule: LossRule) -> CountSums:
     """Returns the sums of the counts of all rows of a device batch, which is still on the CPU.
 
     If nobody has counted its tokens, they are counted by ``rule``.
@@ -60,7 +60,7 @@ def count_device_batch(batch: Batch, rule: str) -> CountSums:
     return CountSums.of(rows)
 
 
-def count_microbatch(batch: Batch, rule: str) -> MicrobatchCounts:
+def count_microbatch(batch: Batch, rule: LossRule) -> MicrobatchCounts:
     """Counts a microbatch without waiting for the device.
 
     If nobody has counted its loss tokens, they are counted by ``rule``, on the device.
@@ -72,7 +72,7 @@ def count_microbatch(batch: Batch, rule: str) -> MicrobatchCounts:
     counts = CountSums.of(row_counts_of(batch))  # if nobody has counted, each row is one sample without tokens
     loss_tokens: int | torch.Tensor = counts.loss_tokens
     if not is_counted(batch):
-        loss_tokens = loss_mask(batch, rule).sum()
+        loss_tokens = rule.mask(batch).sum()
     return MicrobatchCounts(
         samples=counts.samples,
         loss_tokens=loss_tokens,

@@ -36,6 +36,7 @@ from composer_tokacc.batch import Batch
 from composer_tokacc.checks.written_state import undisturbed
 from composer_tokacc.collectives import max_over_ranks, of_first_rank
 from composer_tokacc.compat import inner_model
+from composer_tokacc.counting import LossRule
 from composer_tokacc.data_spec.split import split_of
 from composer_tokacc.layout import PreSplitBatch, microbatches_of
 from composer_tokacc.planning import Microbatch
@@ -419,9 +420,9 @@ def _microbatches_of(run: PlannedRun, candidate: Candidate, size: float) -> list
     # Weights of tokens change the loss, but not the memory, and the model has no argument for them.
     batch = batch.map(lambda microbatch: without(microbatch, LOSS_WEIGHTS))
     # Without the algorithm any rule will do, because it changes the loss, but not the memory.
-    rule = 'causal'
+    rule = LossRule.CAUSAL
     if run.accumulation is not None:
-        rule = run.accumulation.rule or rule
+        rule = LossRule(run.accumulation.rule or rule)
     counted = with_counts(batch, rule)
     split = split_of(state.dataloader)
     return list(microbatches_of(counted) if split is None else split(counted, size))

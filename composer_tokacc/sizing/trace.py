@@ -33,7 +33,7 @@ from composer_tokacc.compat import (
     let_fake_weights_be_swapped,
     tree_iter,
 )
-from composer_tokacc.counting import loss_mask
+from composer_tokacc.counting import LossRule
 from composer_tokacc.labelled import LabelSelector
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.model_structure import forward_parameters, input_embedding, output_embedding, transformers_model
@@ -218,7 +218,7 @@ class StepTracer:
         """
         if self._selector is None:
             return batch['input_ids'].numel()
-        num_labels = int(loss_mask(batch, 'causal').sum())
+        num_labels = int(LossRule.CAUSAL.mask(batch).sum())
         return num_labels + 1  # LabelSelector adds a position, because causal models shift labels
 
     def count_flops(self, batch: Batch) -> int | None:
@@ -248,7 +248,7 @@ class StepTracer:
                 with self._mode:
                     last_logits = torch.empty(num_logits, self.vocab_size, dtype=self._logits_dtype)
             if self._selector is not None:
-                self._selector.arm('causal', num_labels=num_logits - 1)  # without the position that is added
+                self._selector.arm(LossRule.CAUSAL, num_labels=num_logits - 1)  # without the position that is added
             # Fake tensors of a GPU would need its driver. Fake tensors of the CPU have the same sizes.
             with torch.autocast('cpu', self._autocast_dtype, enabled=self._autocast_dtype is not None):
                 outputs = self.model(**inputs)

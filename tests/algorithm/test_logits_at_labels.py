@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 
 from composer_tokacc import BatchLayout, LogitsAtLabels, TokenMonitor, weighted_microbatches
 from composer_tokacc.compat import TorchDispatchMode
+from composer_tokacc.counting import LossRule
 from composer_tokacc.labelled import LabelledPositions, batch_at_logits
 from tests.support.families import FAMILIES
 from tests.support.masked_text import masked_batch, masked_model
@@ -357,7 +358,7 @@ def test_selecting_waits_for_nothing():
     labels = batch_of()['labels']
     hidden_states = torch.zeros(*labels.shape, 5)
     with Waits() as waits:
-        positions = LabelledPositions.from_batch({'labels': labels}, 'causal', NUM_LABELS)
+        positions = LabelledPositions.from_batch({'labels': labels}, LossRule.CAUSAL, NUM_LABELS)
         positions.select_labels(labels, -100)
         positions.select(hidden_states)
     assert waits.names == []
@@ -367,7 +368,7 @@ def test_other_shapes_are_not_compared():
     """Logits have one position for each of the labels and one more. Seven positions are too few."""
     batch = batch_of()
     logits = torch.zeros(1, 7, 64)
-    assert batch_at_logits(batch, logits, 'causal', NUM_LABELS) is None
+    assert batch_at_logits(batch, logits, LossRule.CAUSAL, NUM_LABELS) is None
 
 
 @pytest.mark.parametrize(

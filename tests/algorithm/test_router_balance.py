@@ -24,6 +24,7 @@ from composer_tokacc.algorithm import router_balance
 from composer_tokacc.algorithm.loss_terms import LossTerms, SplitLoss
 from composer_tokacc.algorithm.router_balance import StepBalance, counted_positions
 from composer_tokacc.batch import IGNORE_INDEX
+from composer_tokacc.counting import LossRule
 from composer_tokacc.data_spec.packing import pack_rows
 from composer_tokacc.row_counts import RowCounts, attach_row_counts, row_counts_of, with_counts
 from tests.algorithm.test_token_accumulation import without_waiting
@@ -209,7 +210,7 @@ def test_dummy_row_and_padding_are_not_counted():
     batch = ragged_batch([(4, 3), (2, 1), (5, 2)])
     batch['labels'][0, 4] = 5
     first, second, _ = row_counts_of(with_counts(batch))
-    dummy = RowCounts(samples=0, rule='causal')
+    dummy = RowCounts(samples=0, rule=LossRule.CAUSAL)
     batch = attach_row_counts(batch, [first, second, dummy])
     layout = BatchLayout.for_model(one_layer_model())
     packed = pack_rows(layout, batch, text_attention())

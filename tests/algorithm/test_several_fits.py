@@ -10,6 +10,7 @@ import pickle
 
 import pytest
 import torch
+import yaml
 from composer.core import Event
 from transformers.modeling_outputs import CausalLMOutput
 
@@ -125,6 +126,9 @@ def test_copy_after_a_fit(copied):
     recorder = fit(one_layer_model(), batch, algorithms=[copy_of_algorithm])
     assert relative_error(recorder.gradients, expected) < TOLERANCE
     assert copy_of_algorithm.rule == 'causal'
+    # Checkpoints hold only plain values.
+    state = copy_of_algorithm.state_dict()
+    assert yaml.safe_load(yaml.safe_dump(state)) == state
 
 
 def test_packing_spec_without_algorithm():

@@ -25,6 +25,7 @@ from composer_tokacc import (
 from composer_tokacc.algorithm import apply_token_weights, step_loss_weights
 from composer_tokacc.checks.logits import token_losses_at, weigh_tokens
 from composer_tokacc.checks.step import MicrobatchRecord
+from composer_tokacc.counting import LossRule
 from composer_tokacc.row_counts import RowCounts
 from composer_tokacc.weights import token_weights_of
 from tests.matrix.native_models import Terms, by_token
@@ -453,7 +454,7 @@ def test_weighting_reads_no_values(measures_all):
         logits = leaf * 1  # has a graph, like the logits of a model
         all_positions = torch.arange(6 * 14)
     batch = {'labels': labels}
-    rows = [RowCounts(rule='causal', loss_tokens=26)]
+    rows = [RowCounts(rule=LossRule.CAUSAL, loss_tokens=26)]
     record = MicrobatchRecord(batch=batch, rows=rows)
 
     weigh_tokens(logits, weights)

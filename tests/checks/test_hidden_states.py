@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from composer.models import ComposerModel
 
 from composer_tokacc import TokenMonitor
-from composer_tokacc.checks.logits import are_logits, targets_of
+from composer_tokacc.checks.logits import are_logits
+from composer_tokacc.counting import LossRule
 from tests.matrix.harness import plain_gradients
 from tests.support.text import RAGGED, VOCABULARY, ragged_batch
 from tests.support.training import fit, loader, relative_error
@@ -137,7 +138,7 @@ def distilled(logits, labels):
 @pytest.mark.parametrize('loss_of', [F.cross_entropy, smoothed, focal, with_z_loss, binary, distilled])
 def test_losses_tell_logits_from_states(loss_of, dtype):
     """In the gradient by logits the label stands out, or the entries sum to 0. A gradient of 0 tells nothing."""
-    targets = targets_of(ragged_batch(SHAPE), 'causal')
+    targets = LossRule.CAUSAL.targets(ragged_batch(SHAPE))
     has_target = targets != -100
     hidden_size = 96  # wider than the vocabulary, so every label could be an entry of a state
     torch.manual_seed(0)

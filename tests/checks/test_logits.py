@@ -13,16 +13,16 @@ from composer_tokacc.checks import logits as logits_module
 from composer_tokacc.checks.logits import (
     measure,
     sketch,
-    targets_of,
     token_losses_at,
     tolerance_of,
     weigh_tokens,
 )
 from composer_tokacc.checks.step import NUM_SAMPLED, MicrobatchRecord
+from composer_tokacc.counting import LossRule
 from composer_tokacc.row_counts import count_rows
 
 BATCH = {'labels': torch.tensor([[5, 6, -100, 2], [-100, -100, 7, 0], [1, 1, 1, 1]])}
-TARGETS = targets_of(BATCH, 'causal')
+TARGETS = LossRule.CAUSAL.targets(BATCH)
 WEIGHTS = torch.tensor([[0.5, 2.0, 0.0, 1.0], [0.0, 3.0, 0.25, 0.0], [1.0, 1.5, 4.0, 0.0]])
 """The weight of each token, at the position that predicts it."""
 VOCABULARY = 9
@@ -97,13 +97,13 @@ def deviations_in_hook(logits, gradient, rule):
     return dict(zip(positions, deviations_of_positions, strict=True))
 
 
-for_each_shift = pytest.mark.parametrize(('rule', 'shift'), [('causal', 1), ('unshifted', 0)])
+for_each_shift = pytest.mark.parametrize(('rule', 'shift'), [(LossRule.CAUSAL, 1), (LossRule.UNSHIFTED, 0)])
 
 
 @for_each_shift
 def test_no_deviation_of_right_weights(rule, shift, in_parts):
     logits = random_logits()
-    targets = targets_of(BATCH, rule)
+    targets = rule.targets(BATCH)
     gradient = UNIT * gradient_by(logits, weighted_loss, WEIGHTS, shift)
 
     assert deviations(logits, gradient, targets).max() < 1e-6
@@ -121,7 +121,7 @@ def test_deviation_of_a_wrong_weight(rule, shift, in_parts):
     wrong_weights = WEIGHTS.clone()
     wrong_weights[row, column] += 1
     logits = random_logits()
-    targets = targets_of(BATCH, rule)
+    targets = rule.targets(BATCH)
     gradient = UNIT * gradient_by(logits, weighted_loss, wrong_weights, shift)
 
     worst_position = deviations(logits, gradient, targets).argmax()

@@ -18,6 +18,7 @@ from composer_tokacc.checks.comparison import RowComparison
 from composer_tokacc.checks.first_batch import LOOK_AGAIN, FirstBatchCheck, find_loss_rule, rule_batch
 from composer_tokacc.checks.probe import Probe
 from composer_tokacc.collectives import only_of_this_rank
+from composer_tokacc.counting import LossRule
 from composer_tokacc.layout import BatchLayout
 from tests.checks.test_written_state import Cache, Statistic, with_layers
 from tests.support.text import next_token_loss, one_layer_model, ragged_batch, text_row
@@ -190,10 +191,10 @@ def test_rule_with_a_label_without_gradient():
     with pytest.raises(RuntimeError, match='no rule explains'):
         find_loss_rule(probe, row_for_rule())
 
-    assert find_loss_rule(probe, row_for_rule(), loss_tokens='causal') == 'causal'
+    assert find_loss_rule(probe, row_for_rule(), named_rule=LossRule.CAUSAL) == 'causal'
 
     with pytest.raises(RuntimeError, match='no rule explains'):
-        find_loss_rule(probe, row_for_rule(), loss_tokens='unshifted')
+        find_loss_rule(probe, row_for_rule(), named_rule=LossRule.UNSHIFTED)
 
 
 def test_nearest_gradient_decides():
@@ -381,7 +382,7 @@ def test_kernel_of_half_precision_only(error_class):
 def compare_rows(probe, batch):
     """Returns a comparison of cuts. Its reference, all rows together, is already computed."""
     layout = BatchLayout.infer(batch)
-    return RowComparison(probe, layout, on_device=lambda rows: rows, rule='causal', rows=batch, check_loss=True)
+    return RowComparison(probe, layout, on_device=lambda rows: rows, rule=LossRule.CAUSAL, rows=batch, check_loss=True)
 
 
 def test_later_kernel_of_half_precision_only():
@@ -407,7 +408,7 @@ def first_batch_check(probe, layout):
         layout,
         lambda rows: rows,
         cutter=None,
-        loss_tokens='causal',
+        named_rule=LossRule.CAUSAL,
         check_loss=True,
     )
 

@@ -16,6 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 from composer_tokacc import TokenAccumulation
 from composer_tokacc.checks import step
 from composer_tokacc.checks.step import MicrobatchRecord, Step, TokenChoice, check_step
+from composer_tokacc.counting import LossRule
 from composer_tokacc.labelled import LabelledPositions
 from composer_tokacc.row_counts import RowCounts
 from tests.matrix.harness import measure_steps
@@ -223,8 +224,8 @@ def test_infinite_logits_on_padding(monkeypatch):
 def test_worst_position_without_a_label():
     """Of one row a model has the logits of two labels, and of one more position, because it shifts labels."""
     batch = {'labels': torch.tensor([[-100, -100, 5, 6]])}
-    record = MicrobatchRecord(batch=batch, rows=[RowCounts(rule='causal', loss_tokens=2)])
-    record.positions_of_logits = LabelledPositions.from_batch(batch, 'causal', 2)
+    record = MicrobatchRecord(batch=batch, rows=[RowCounts(rule=LossRule.CAUSAL, loss_tokens=2)])
+    record.positions_of_logits = LabelledPositions.from_batch(batch, LossRule.CAUSAL, 2)
 
     record.deviations = torch.tensor([0.0, 1.0, 0.0])
     assert record.worst_token() == ('row 0', 6)
@@ -235,7 +236,7 @@ def test_worst_position_without_a_label():
 
 def measured_deviations(logits, gradient, measures_all):
     """Returns the deviations of three rows of five labels. The first label of a row does not count."""
-    rows = [RowCounts(rule='causal', loss_tokens=4)] * 3
+    rows = [RowCounts(rule=LossRule.CAUSAL, loss_tokens=4)] * 3
     batch = {'labels': torch.arange(15).view(3, 5)}
     record = MicrobatchRecord(batch=batch, rows=rows)
     record._measure(
@@ -262,7 +263,7 @@ def test_tokens_of_a_sharded_vocabulary(measures_all, tmp_path, monkeypatch):
 
 def test_added_rows_of_a_sharded_vocabulary(tmp_path):
     """The flag is a plain tensor, because it is read together with other plain tensors."""
-    record = MicrobatchRecord(batch={}, rows=[RowCounts(), RowCounts(samples=0)])
+    record = MicrobatchRecord(batch={}, rows=[RowCounts(rule=LossRule.CAUSAL), RowCounts(samples=0)])
     record.added_rows = [1]
     logits = torch.randn(2, 5, 16)
     with group_of_one_rank(tmp_path):
@@ -286,7 +287,7 @@ def test_added_rows_of_a_sharded_vocabulary(tmp_path):
     ],
 )
 def test_composers_weight_of_the_only_microbatch(num_tokens, factor, is_refused):
-    rows = [RowCounts(loss_tokens=num_tokens, loss_weight=num_tokens, rule='causal')]
+    rows = [RowCounts(loss_tokens=num_tokens, loss_weight=num_tokens, rule=LossRule.CAUSAL)]
     record = MicrobatchRecord(batch=ragged_batch([(4, num_tokens)]), rows=rows)
     record.composers_weight = 1.0
     if factor is not None:

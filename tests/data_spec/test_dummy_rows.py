@@ -17,6 +17,7 @@ from composer_tokacc import BatchLayout, token_data_spec
 from composer_tokacc.checks.cut_rules import CutRules
 from composer_tokacc.checks.first_batch import FirstBatchCheck, LossFacts
 from composer_tokacc.checks.step import Step
+from composer_tokacc.counting import LossRule
 from composer_tokacc.data_spec import split
 from composer_tokacc.data_spec.document_attention import DocumentAttention
 from composer_tokacc.data_spec.pieces import (
@@ -146,7 +147,7 @@ def test_dummy_rows_are_no_samples():
     assert layout.num_rows(with_dummy) == 3
     assert num_samples(text) == 2
     assert num_samples(with_dummy) == 2
-    counts_of_dummy = RowCounts(samples=0, rule='causal')
+    counts_of_dummy = RowCounts(samples=0, rule=LossRule.CAUSAL)
     assert row_counts_of(with_dummy) == [*row_counts_of(text), counts_of_dummy]
     spec = token_data_spec(loader(text))
     assert spec.get_num_samples_in_batch(with_dummy) == 2
@@ -395,7 +396,7 @@ def test_check_takes_layout_of_another_rank(monkeypatch):
 
     def prove(check, batch, microbatch_size):
         checked_layouts.append(check.layout)
-        return LossFacts(rule='causal')
+        return LossFacts(rule=LossRule.CAUSAL)
 
     monkeypatch.setattr(FirstBatchCheck, 'prove', prove)
     monkeypatch.setattr(split, 'all_gather_object', lambda inferred: [inferred, inferred_with_media])

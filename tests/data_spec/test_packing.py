@@ -11,6 +11,7 @@ from composer.models import HuggingFaceModel
 from transformers import MptConfig, MptForCausalLM
 
 from composer_tokacc import BatchLayout, TokenMonitor, token_data_spec
+from composer_tokacc.counting import LossRule
 from composer_tokacc.data_spec.packing import pack_rows
 from composer_tokacc.row_counts import RowCounts, attach_row_counts, row_counts_of, with_counts
 from tests.support.text import (
@@ -154,11 +155,11 @@ def test_one_label_behind_the_tokens():
 def test_labels_on_padding_that_do_not_count():
     """A model that counts attended labels must not count them when it is packed."""
     batch = ragged_batch(ONE_UNLABELLED)
-    without_labels_on_padding = packed_text(with_counts(batch, 'causal_attended'))
+    without_labels_on_padding = packed_text(with_counts(batch, LossRule.CAUSAL_ATTENDED))
     for row, (length, _) in enumerate(ONE_UNLABELLED):
         batch['labels'][row, length : length + 2] = 7
 
-    packed = packed_text(with_counts(batch, 'causal_attended'))
+    packed = packed_text(with_counts(batch, LossRule.CAUSAL_ATTENDED))
 
     for key in ('input_ids', 'labels', 'attention_mask', 'position_ids'):
         assert torch.equal(packed[key], without_labels_on_padding[key])

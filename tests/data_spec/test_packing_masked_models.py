@@ -10,6 +10,7 @@ import torch
 import transformers
 
 from composer_tokacc import BatchLayout
+from composer_tokacc.counting import LossRule
 from composer_tokacc.data_spec.document_attention import DocumentAttention
 from composer_tokacc.data_spec.packing import pack_rows
 from composer_tokacc.row_counts import with_counts
@@ -81,8 +82,8 @@ def test_labels_stay_where_they_are():
     is_token = batch['attention_mask'].bool()
     labels_of_tokens = batch['labels'][is_token]
 
-    unshifted = pack_rows(layout, with_counts(batch, 'unshifted'), text_attention())
-    shifted = pack_rows(layout, with_counts(batch, 'causal'), text_attention())
+    unshifted = pack_rows(layout, with_counts(batch, LossRule.UNSHIFTED), text_attention())
+    shifted = pack_rows(layout, with_counts(batch, LossRule.CAUSAL), text_attention())
 
     assert unshifted['attention_mask'].sum(dim=1).tolist() == LENGTHS
     assert torch.equal(unshifted['labels'][0], labels_of_tokens)
@@ -120,7 +121,7 @@ def test_wrappers_are_called_once(name):
     batch = masked_batch(LENGTHS)
     expected_gradients, expected_loss = reference_gradients(masked_model(name), batch)
     layout = BatchLayout.infer(batch)
-    packed = pack_rows(layout, with_counts(batch, 'unshifted'), DocumentAttention(wrapper))
+    packed = pack_rows(layout, with_counts(batch, LossRule.UNSHIFTED), DocumentAttention(wrapper))
     inputs = {key: packed[key] for key in ('input_ids', 'attention_mask', 'position_ids', 'labels')}
 
     outputs = wrapper(**inputs)

@@ -14,6 +14,7 @@ import transformers
 
 from composer_tokacc import TokenAccumulation
 from composer_tokacc.checks.cut_rules import FAILED, CutRules
+from composer_tokacc.counting import LossRule
 from composer_tokacc.data_spec import rank_widths
 from composer_tokacc.data_spec.rank_widths import RankWidth, WidthSums, check_widths
 from composer_tokacc.layout import BatchLayout, describe, describe_all
@@ -68,7 +69,7 @@ def may_matter(batch, rules):
     """Returns whether more padding on the left may change these rows. Unshifted labels alone give no reason."""
     layout = BatchLayout.infer(batch)
     facts = describe(layout, batch)
-    width = RankWidth.of([facts], rules, 'unshifted')
+    width = RankWidth.of([facts], rules, LossRule.UNSHIFTED)
     return width.reason != ''
 
 
@@ -100,7 +101,7 @@ def test_label_behind_padding_is_named():
     """The user can mask this label. That nothing is known about positions is only its consequence."""
     batch = ragged_batch([(4, 4), (9, 9), (14, 14)], side='left')
     facts = describe(BatchLayout.infer(batch), batch)
-    assert 'has a label' in RankWidth.of([facts], NOTHING_KNOWN, 'causal').reason
+    assert 'has a label' in RankWidth.of([facts], NOTHING_KNOWN, LossRule.CAUSAL).reason
 
 
 @pytest.mark.parametrize(('rules', 'matters'), [(TRIMMED, False), (KEPT, True), (NOTHING_KNOWN, True)])
@@ -151,12 +152,12 @@ def test_rotary_limit_of_a_rank(lengths, has_positions, expected):
         batch['position_ids'] = torch.arange(6).repeat(2, 2)
 
     facts = describe(layout, batch)
-    width = RankWidth.of([facts], None, 'causal')
+    width = RankWidth.of([facts], None, LossRule.CAUSAL)
     assert width.is_beyond_rotary_limit is expected
 
     batch['labels'] = torch.full_like(batch['labels'], -100)  # a copy of a sample, which weighs nothing
     facts_without_labels = describe(layout, batch)
-    width_without_labels = RankWidth.of([facts_without_labels], None, 'causal')
+    width_without_labels = RankWidth.of([facts_without_labels], None, LossRule.CAUSAL)
     assert width_without_labels.is_beyond_rotary_limit is None
 
 

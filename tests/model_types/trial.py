@@ -26,6 +26,7 @@ from transformers.models.auto.modeling_auto import (
 
 from composer_tokacc import BatchLayout
 from composer_tokacc.algorithm.setup import RunContext
+from composer_tokacc.counting import LossRule
 from composer_tokacc.labelled import LabelSelector
 from tests.matrix.harness import Outcome, measure, measure_steps, plain_gradients, quiet
 from tests.matrix.subjects import SUBJECTS
@@ -128,7 +129,7 @@ def watched_logits() -> Iterator[list[str]]:
     original_begin_forward = LabelSelector.begin_forward
     original_log_all_logits = RunContext._log_all_logits
 
-    def begin_forward(selector: LabelSelector, rule: str, num_labels: int, num_positions: int) -> None:
+    def begin_forward(selector: LabelSelector, rule: LossRule, num_labels: int, num_positions: int) -> None:
         reasons.append('')
         original_begin_forward(selector, rule, num_labels, num_positions)
 

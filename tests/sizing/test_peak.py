@@ -20,7 +20,7 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 
 from benchmarks.models import made_up_sample, text_config
 from composer_tokacc.batch import BatchDict
-from composer_tokacc.counting import loss_mask
+from composer_tokacc.counting import LossRule
 from composer_tokacc.data_spec.document_attention import DocumentAttention
 from composer_tokacc.data_spec.packing import pack_rows
 from composer_tokacc.labelled import LabelSelector
@@ -81,7 +81,7 @@ class RealRun:
         for key, tensor in self.tensors(batch).items():
             copied[key] = tensor.clone()
         if self.selector is not None:
-            self.selector.arm('causal', num_labels(batch))
+            self.selector.arm(LossRule.CAUSAL, num_labels(batch))
         is_mixed = self.precision == 'amp_bf16'
         with torch.autocast('cpu', torch.bfloat16, enabled=is_mixed):
             # The outputs before stay in memory until the new ones replace them, as in Composer's state.outputs.
@@ -188,7 +188,7 @@ def largest_error(errors: dict[str, float]) -> float:
 
 def num_labels(batch: BatchDict) -> int:
     """Returns how many positions of a batch have a loss."""
-    mask = loss_mask(batch, 'causal')
+    mask = LossRule.CAUSAL.mask(batch)
     return int(mask.sum())
 
 

@@ -225,8 +225,9 @@ def unchecked_rows() -> Iterator[None]:
     def prove(check: FirstBatchCheck, batch: Any, microbatch_size: float) -> LossFacts:
         assert not check.check_loss
         assert check.cutter is not None
+        assert check.named_rule is not None
         check.cutter.adopt(check.cutter.rules, check.layout, has_loss_in_dummies=False)
-        return LossFacts(rule=check.loss_tokens)
+        return LossFacts(rule=check.named_rule)
 
     with mock.patch.object(FirstBatchCheck, 'prove', prove):
         yield
