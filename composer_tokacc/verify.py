@@ -40,7 +40,7 @@ from pydantic import Field
 
 from composer_tokacc.algorithm import TokenAccumulation
 from composer_tokacc.algorithm.setup import check_trains_something
-from composer_tokacc.batch import IGNORE_INDEX, Batch, labels_of
+from composer_tokacc.batch import IGNORE_INDEX, Batch, check_batch, labels_of
 from composer_tokacc.checks.first_batch import find_loss_rule, rule_batch
 from composer_tokacc.checks.logits import at_predictions, router_loss_of, targets_of
 from composer_tokacc.checks.probe import Probe
@@ -194,7 +194,7 @@ class _VerifiedRun:
         self.device.module_to_device(self.parts.model)
         _make_deterministic(self.parts.model)
         first_batch = next(iter(self.parts.train_loader.dataloader))
-        check_batches([first_batch])
+        check_batches([first_batch], check_batch)
         self.layout = _layout_on_all_ranks(BatchLayout.for_model(self.parts.model), first_batch)
         self.rows = _rows(first_batch, self.layout, max_rows)
         """Single rows of this rank."""
@@ -217,7 +217,7 @@ class _VerifiedRun:
         """Whether the run leaves out the first label of each further document of a packed row."""
 
     def _rule_of_run(self) -> str:
-        """Returns the loss rule of the model. Raises RuntimeError if the first-batch check of the run would not find it.
+        """Returns the loss rule of the model. Raises RuntimeError if nothing shows it.
 
         If the user has named the rule, and the run does not check it, returns that rule.
         """
