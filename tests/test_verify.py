@@ -245,7 +245,7 @@ def test_labels_that_packed_rows_lose(uses_flag, padding, tmp_path, capsys, monk
 
 
 def test_rule_that_the_run_does_not_check(monkeypatch):
-    """Such a run may have a model whose rule cannot be found. So the reference takes the named rule, as the run does."""
+    """The model of such a run may hide its rule. So the reference takes the named rule, as the run does."""
     take_first_batch(monkeypatch, text_model(), packed_rows())
     monkeypatch.setattr(program, 'find_loss_rule', mock.Mock(side_effect=NotExactError('no rule fits')))
     assert verify() == 1
