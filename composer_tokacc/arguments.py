@@ -27,7 +27,8 @@ def as_number(name: str, value: Any) -> float:
     """
     try:
         number = float(value)
-    except (TypeError, ValueError, RuntimeError):  # a tensor of several numbers raises RuntimeError
+    # A tensor of several numbers raises RuntimeError, and an integer above the largest float OverflowError.
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         number = math.nan
     is_other_type = isinstance(value, (str, bytes, bool))  # float() reads them, too
     if is_other_type or not 0 <= number < math.inf:

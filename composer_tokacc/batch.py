@@ -182,10 +182,11 @@ def check_batch(batch: Batch, *, labels_are_at_ids: bool = False) -> None:
 
 
 def check_rows(batch: Batch) -> None:
-    """Raises ValueError if no rows can be selected from a batch, or if its labels or mask say nothing about its tokens.
+    """Raises ValueError if labels or mask are no tensors, a tensor is not plain, or there is no token.
 
-    Unlike :func:`check_batch` it allows what a user's own loop may take, such as ids of bytes, ids of several codebooks
-    ``(rows, width, codebooks)``, labels of int32, or a mask of three dimensions.
+    Also if the mask hides all of a row that has labels. Unlike :func:`check_batch` it allows what a user's own loop may
+    read: ids of bytes, ids of several codebooks ``(rows, width, codebooks)``, labels of int32, or a mask of three
+    dimensions.
     """
     labels = labels_of(batch)
     if not labels.dtype.is_signed:

@@ -217,12 +217,13 @@ def _check_comparable(found: Gradients, expected: Gradients) -> None:
             'of one model for all.'
         )
     for name in sorted(common_names):
-        shapes = [tuple(found[name].shape), tuple(expected[name].shape)]
+        found_shape = tuple(found[name].shape)
+        expected_shape = tuple(expected[name].shape)
         # torch would repeat the smaller one, if it can, and the error would mean nothing.
-        if shapes[0] != shapes[1]:
+        if found_shape != expected_shape:
             raise InvalidInputError(
-                f'Gradients of `{name}` must have the same shape if they are compared, got: {shapes[0]} and '
-                f'{shapes[1]}. Return each gradient in the shape of its parameter, not sharded and not flattened.'
+                f'Gradients of `{name}` must have the same shape if they are compared, got: {found_shape} and '
+                f'{expected_shape}. Return each gradient in the shape of its parameter, not sharded and not flattened.'
             )
 
 
@@ -392,7 +393,7 @@ class _UserStep:
 
     def check_reads_rows(self) -> None:
         """Raises ValueError if a step of one row of each rank has the gradient of a step of all rows; a collective."""
-        # By the rule 'unshifted' every label counts, and by 'causal' only those that count by both rules.
+        # The rule 'unshifted' counts every label. The labels that 'causal' counts count by both rules.
         num_labelled = 0
         for row in joined(self.rows_by_rank):
             if _num_labels(row, 'unshifted') > 0:

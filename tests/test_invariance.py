@@ -284,6 +284,8 @@ def test_rows_that_prove_nothing_are_refused(rows, options, message):
         ({'padding_sides': torch.tensor([1, 2])}, "`padding_sides` must be 'right' or 'left'"),
         ({'padding_sides': None}, '`padding_sides` must be a list'),
         ({'tolerance': '1e-6'}, "`tolerance` must be a finite number, at least 0, got: '1e-6'"),
+        ({'tolerance': torch.tensor([1e-6, 1e-6])}, r'`tolerance` must be a finite number, at least 0, got: tensor\('),
+        ({'tolerance': 10**400}, '`tolerance` must be a finite number, at least 0, got: 10'),
         ({'tolerance': math.inf}, '`tolerance` must be a finite number'),  # every error would be within it
         ({'tolerance': math.nan}, '`tolerance` must be a finite number'),
         ({'reference': {'a': torch.ones(2)}}, '`reference` must be a function'),
