@@ -20,11 +20,20 @@ def check_count(name: str, value: Any) -> None:
         raise InvalidInputError(f'`{name}` must be a positive integer, got: {value!r}.')
 
 
-def check_not_negative(name: str, value: Any) -> None:
-    """Raises ValueError unless an argument is a finite number of at least 0."""
-    is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
-    if not is_number or not 0 <= value < math.inf:
+def as_number(name: str, value: Any) -> float:
+    """Returns an argument as a float. Raises ValueError unless it is a finite number of at least 0.
+
+    A tensor or an array of one number counts as this number.
+    """
+    try:
+        number = float(value)
+    # A tensor of several numbers raises RuntimeError, and an integer above the largest float OverflowError.
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        number = math.nan
+    is_other_type = isinstance(value, (str, bytes, bool))  # float() reads them, too
+    if is_other_type or not 0 <= number < math.inf:
         raise InvalidInputError(f'`{name}` must be a finite number, at least 0, got: {value!r:.80}.')
+    return number
 
 
 def as_list(name: str, values: Any, entries: str) -> list[Any]:

@@ -178,6 +178,28 @@ def check_batch(batch: Batch, *, labels_are_at_ids: bool = False) -> None:
             )
     if labels.dtype != torch.int64:
         raise InvalidInputError(f'`labels` must be int64 for cross-entropy, got: {labels.dtype}. Give it `.long()`.')
+    _check_tokens(batch, labels)
+
+
+def check_rows(batch: Batch) -> None:
+    """Raises ValueError if labels or mask are no tensors, a tensor is not plain, or there is no token.
+
+    Also if the mask hides all of a row that has labels. Unlike :func:`check_batch` it allows what a user's own loop may
+    read: ids of bytes, ids of several codebooks ``(rows, width, codebooks)``, labels of int32, or a mask of three
+    dimensions.
+    """
+    labels = labels_of(batch)
+    if not labels.dtype.is_signed:
+        raise InvalidInputError(f'`labels` must be of a type that can hold -100, got: {labels.dtype}.')
+    check_dense(batch)
+    mask = batch.get('attention_mask')
+    if not isinstance(mask, Tensor | None):
+        raise InvalidInputError(f'`attention_mask` must be a tensor, got: {type(mask).__name__}.')
+    _check_tokens(batch, labels)
+
+
+def _check_tokens(batch: Batch, labels: Tensor) -> None:
+    """Raises ValueError if there is no token, or if the mask hides all of a row that has labels."""
     if labels.numel() == 0:
         raise InvalidInputError(
             f'A batch must hold at least one row of one token, got: labels of shape {tuple(labels.shape)}. Have the '

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from composer_tokacc.arguments import as_list, check_choice, check_count, check_kind, check_not_negative
-from composer_tokacc.batch import Batch, BatchDict, check_batch, labels_of, with_copied_tensors
+from composer_tokacc.arguments import as_list, as_number, check_choice, check_count, check_kind
+from composer_tokacc.batch import Batch, BatchDict, check_rows, labels_of, with_copied_tensors
 from composer_tokacc.collectives import all_gather_object, get_global_rank, raise_on_all_ranks
 from composer_tokacc.counting import LossRule
 from composer_tokacc.isolation import IsolationReport, verify_isolation
@@ -68,8 +68,8 @@ class InvarianceCase:
     padding: str
     """``'right'`` or ``'left'``."""
     microbatch_size: int
-    """Rows of a microbatch on each rank. For ``'again'``, which computes the rows of all ranks at once, this is the
-    number of rows that each rank brought. For ``'uneven'`` it is one less than that number: the larger microbatch."""
+    """In the cuts ``'in order'`` and ``'by length'``, the rows of a microbatch on each rank. The other two have no size
+    of their own. ``'again'`` has the number of rows of each rank. ``'uneven'`` has one less: its larger microbatch."""
     error: float
     """The norm of the difference from the reference, over the norm of the reference, over all parameters."""
     factor: float
@@ -153,24 +153,27 @@ def compare_cuts(
     *,
     tolerance: float,
 ) -> InvarianceReport:
-    """Computes the gradient of each cut, and compares it with the gradient of one forward over all rows; a collective.
+    """Returns how far the gradient of each cut is from the gradient of one forward over all rows; a collective.
+
+    The caller's functions compute the gradients. This function calls them for each padding side.
 
     Args:
         padding_sides: ``'right'``, ``'left'`` or a list of both.
-        reference: Computes the gradient of one forward over the rows of all ranks, padded on the given side.
-        cases: Compares each cut of the rows padded on the given side with the gradient of ``reference`` for this side.
-            All ranks have equally many cuts.
+        reference: Gets a padding side. Returns the gradient of one forward over the rows of all ranks, padded on it.
+        cases: Gets a padding side and what ``reference`` returned for it. Computes the gradient of each cut, and
+            returns how far it is off. All ranks have equally many cuts.
         tolerance: Largest relative error that is taken for round-off.
 
     Raises:
-        ValueError: If there is no side, or another one, or if ``tolerance`` is not a number from 0.
+        ValueError: If there is no side, if a side has another name, or if ``tolerance`` is not a finite number of at
+            least 0.
     """
     if isinstance(padding_sides, str):
         padding_sides = [padding_sides]
-    sides = as_list('padding_sides', padding_sides, 'sides')
+    sides = as_list('padding_sides', padding_sides, "'right' and 'left'")
     for padding in sides:
         check_choice('padding_sides', padding, ('right', 'left'))
-    check_not_negative('tolerance', tolerance)
+    tolerance = as_number('tolerance', tolerance)
     cases_of_sides: list[InvarianceCase] = []
     for padding in sides:
         cases_of_sides += cases(padding, reference(padding))
@@ -181,8 +184,8 @@ def relative_error(found: Gradients, expected: Gradients) -> tuple[float, str]:
     """Returns ``|found - expected| / |expected|`` over all parameters, and a text that names the worst parameter.
 
     An absent gradient counts as zero. The error is infinite if a gradient has a NaN. Raises ValueError if the reference
-    is zero everywhere, or not finite. Also if both name their parameters in different ways, or if their shapes differ:
-    then nothing is comparable.
+    is zero everywhere, or not finite. Also if the two have no parameter in common, or another shape for the same
+    parameter.
     """
     _check_comparable(found, expected)
     zero = torch.zeros(())  # for an absent gradient
@@ -214,12 +217,13 @@ def _check_comparable(found: Gradients, expected: Gradients) -> None:
             'of one model for all.'
         )
     for name in sorted(common_names):
-        shapes = [tuple(found[name].shape), tuple(expected[name].shape)]
+        found_shape = tuple(found[name].shape)
+        expected_shape = tuple(expected[name].shape)
         # torch would repeat the smaller one, if it can, and the error would mean nothing.
-        if shapes[0] != shapes[1]:
+        if found_shape != expected_shape:
             raise InvalidInputError(
-                f'Gradients of `{name}` must have the same shape if they are compared, got: {shapes[0]} and '
-                f'{shapes[1]}. Return each gradient in the shape of its parameter, not sharded and not flattened.'
+                f'Gradients of `{name}` must have the same shape if they are compared, got: {found_shape} and '
+                f'{expected_shape}. Return each gradient in the shape of its parameter, not sharded and not flattened.'
             )
 
 
@@ -269,8 +273,8 @@ def verify_invariance(
     Raises:
         ValueError: If the rows prove nothing: fewer than two rows on a rank, different numbers of rows on the ranks, or
             the same number of labels in each row or on each rank. Also if the reference is zero or not finite, or if
-            ``gradients`` does not depend on the rows that it gets. Also if tensors of a batch do not fit together, or
-            if the gradients that are compared have different names or shapes.
+            ``gradients`` does not depend on the rows that it gets. Also if rows cannot be read or joined, or if the
+            gradients that are compared have different names or shapes.
         TypeError: If ``gradients`` or ``reference`` does not return a mapping of tensors by name.
 
     Example:
@@ -292,7 +296,13 @@ def verify_invariance(
     if not isinstance(rows, Iterable):
         raise InvalidInputError(f'`rows` must be one-row batches, or a batch of all of them, got: {rows!r:.80}.')
     batches = [rows] if isinstance(rows, Mapping) else list(rows)
-    layout, rows_by_rank = _rows_of_all_ranks(layout, batches)
+    check_batches(batches, check_rows)
+    batches_by_rank = _batches_of_all_ranks(batches)
+    layout = _layout_of_selected_rows(layout, batches_by_rank)
+    rows_by_rank = []
+    for batches_of_rank in batches_by_rank:
+        rows_by_rank.append(_single_rows(layout, batches_of_rank))
+    _check_numbers_of_labels(rows_by_rank)
     step = _UserStep(
         gradients=gradients,
         reference=reference,
@@ -383,11 +393,16 @@ class _UserStep:
 
     def check_reads_rows(self) -> None:
         """Raises ValueError if a step of one row of each rank has the gradient of a step of all rows; a collective."""
-        num_labelled = sum(any(_labels_by_rule(row)) for row in joined(self.rows_by_rank))
+        # The rule 'unshifted' counts every label. The labels that 'causal' counts count by both rules.
+        num_labelled = 0
+        for row in joined(self.rows_by_rank):
+            if _num_labels(row, LossRule.UNSHIFTED) > 0:
+                num_labelled += 1
         if num_labelled <= len(self.rows_by_rank):
             return  # each rank may have a single row with labels, and then both steps have the same gradient
         gradients_of_all = self._gradients_of([self._all_rows('right')])
-        row_with_most_labels = max(self.rows_by_rank[get_global_rank()], key=_labels_by_rule)
+        rows = self.rows_by_rank[get_global_rank()]
+        row_with_most_labels = max(rows, key=lambda row: _num_labels(row, LossRule.CAUSAL))
         error, _ = relative_error(self._gradients_of([row_with_most_labels]), gradients_of_all)
         if max(all_gather_object(error)) == 0:
             raise InvalidInputError(
@@ -432,16 +447,25 @@ def _cloned(gradients: Gradients) -> Gradients:
     return {name: gradient.detach().clone() for name, gradient in gradients.items()}
 
 
-def _rows_of_all_ranks(layout: BatchLayout | None, batches: Sequence[Batch]) -> tuple[BatchLayout, list[SingleRows]]:
-    """Gathers the rows of all ranks, and refuses rows that prove nothing; a collective. Returns layout and rows.
+def check_batches(batches: Iterable[Batch], check: Callable[[Batch], None]) -> None:
+    """Calls ``check``, which may raise ValueError, with each batch of this rank; a collective.
 
-    The layout is one of rows that are selected from these batches.
-
-    Args:
-        layout: The layout of the batches. None: it is inferred.
-        batches: The batches of this rank, of one row or several.
+    If it raises on any rank, all ranks raise, because the others would wait for the one that refuses its batch.
     """
-    check_batches(batches)
+    refusal = None
+    try:
+        for batch in batches:
+            check(batch)
+    except InvalidInputError as error:
+        refusal = error
+    raise_on_all_ranks(refusal)
+
+
+def _batches_of_all_ranks(batches: Sequence[Batch]) -> list[list[BatchDict]]:
+    """Returns copies of the batches of each rank; a collective.
+
+    Raises ValueError if ranks have different numbers of rows, or only one row each.
+    """
     num_rows = sum(len(labels_of(batch)) for batch in batches)
     num_rows_by_rank = all_gather_object(num_rows)
     if len(set(num_rows_by_rank)) > 1 or num_rows_by_rank[0] < 2:
@@ -451,32 +475,19 @@ def _rows_of_all_ranks(layout: BatchLayout | None, batches: Sequence[Batch]) -> 
     # Without the counts of this package, because they belong to another cut. Copies, because a row may be a view, and
     # pickle would send the whole tensor behind each view.
     plain_batches = [with_copied_tensors(without_row_counts(batch)) for batch in batches]
-    batches_by_rank = all_gather_object(plain_batches)
+    return all_gather_object(plain_batches)
+
+
+def _layout_of_selected_rows(layout: BatchLayout | None, batches_by_rank: Sequence[Sequence[Batch]]) -> BatchLayout:
+    """Returns a layout for rows that are selected from these batches; the same on all ranks.
+
+    ``layout`` is the layout of the batches; None: it is inferred.
+    """
     if layout is None:
         # From the batches of all ranks: perhaps only one rank has media, but all ranks need the same layout.
         layout = inferred_layout(chain.from_iterable(batches_by_rank))
     check_kind('layout', layout, BatchLayout)
-    layout = layout_of_rows(layout, chain.from_iterable(batches_by_rank))
-    rows_by_rank = []
-    for batches_of_rank in batches_by_rank:
-        rows = _single_rows(layout, batches_of_rank)
-        rows_by_rank.append(rows)
-    _check_numbers_of_labels(rows_by_rank)
-    return layout, rows_by_rank
-
-
-def check_batches(batches: Iterable[Batch]) -> None:
-    """Raises ValueError if tokens of a batch cannot be counted, see :func:`.check_batch`; a collective.
-
-    It raises on all ranks, because the others would wait for the one that refuses its batch.
-    """
-    refusal = None
-    try:
-        for batch in batches:
-            check_batch(batch)
-    except InvalidInputError as error:
-        refusal = error
-    raise_on_all_ranks(refusal)
+    return layout_of_rows(layout, chain.from_iterable(batches_by_rank))
 
 
 def _single_rows(layout: BatchLayout, batches: Sequence[Batch]) -> SingleRows:
@@ -494,22 +505,25 @@ def _check_numbers_of_labels(rows_by_rank: list[SingleRows]) -> None:
     A mean over microbatches is wrong only if rows have different numbers of labels, and a mean over ranks only if ranks
     have. So with equal numbers, a wrong trainer would pass.
     """
-    labels_of_rows = torch.tensor([_labels_by_rule(row) for row in joined(rows_by_rank)])  # (rows, rules)
-    num_ranks = len(rows_by_rank)
-    labels_of_ranks = labels_of_rows.view(num_ranks, -1, len(RULES_TO_COUNT)).sum(dim=1)  # (ranks, rules)
-    for holders, num_labels in (('rows', labels_of_rows), ('ranks', labels_of_ranks)):
-        for rule, labels in zip(RULES_TO_COUNT, num_labels.unbind(dim=1), strict=True):
-            if len(labels) > 1 and len(labels.unique()) == 1:
+    for rule in RULES_TO_COUNT:
+        labels_of_rows: list[int] = []
+        labels_of_ranks: list[int] = []
+        for rows in rows_by_rank:
+            labels_of_its_rows = [_num_labels(row, rule) for row in rows]
+            labels_of_rows += labels_of_its_rows
+            labels_of_ranks.append(sum(labels_of_its_rows))
+        for holders, numbers in (('rows', labels_of_rows), ('ranks', labels_of_ranks)):
+            if len(numbers) > 1 and len(set(numbers)) == 1:
                 raise InvalidInputError(
-                    f'`rows` must differ in their numbers of labels, got: {labels[0]} in each of {len(labels)} '
+                    f'`rows` must differ in their numbers of labels, got: {numbers[0]} in each of {len(numbers)} '
                     f'{holders}, counted {rule}. Among these a mean of means is the mean over all tokens, and nothing '
                     'is proven.'
                 )
 
 
-def _labels_by_rule(row: Batch) -> list[int]:
-    """Returns the number of labels of one row, counted by each rule."""
-    return [int(rule.mask(row).sum()) for rule in RULES_TO_COUNT]
+def _num_labels(row: Batch, rule: LossRule) -> int:
+    """Returns the number of labels of one row that count by this loss rule."""
+    return int(rule.mask(row).sum())
 
 
 def joined(rows_by_rank: Sequence[SingleRows]) -> SingleRows:

@@ -40,7 +40,7 @@ from pydantic import Field
 
 from composer_tokacc.algorithm import TokenAccumulation
 from composer_tokacc.algorithm.setup import check_trains_something
-from composer_tokacc.batch import IGNORE_INDEX, Batch, labels_of
+from composer_tokacc.batch import IGNORE_INDEX, Batch, check_batch, labels_of
 from composer_tokacc.checks.first_batch import find_loss_rule, rule_batch
 from composer_tokacc.checks.logits import router_loss_of
 from composer_tokacc.checks.probe import Probe
@@ -194,8 +194,8 @@ class _VerifiedRun:
         self.device.module_to_device(self.parts.model)
         _make_deterministic(self.parts.model)
         first_batch = next(iter(self.parts.train_loader.dataloader))
-        check_batches([first_batch])
-        self.layout = _layout_of_rows(BatchLayout.for_model(self.parts.model), first_batch)
+        check_batches([first_batch], check_batch)
+        self.layout = _layout_on_all_ranks(BatchLayout.for_model(self.parts.model), first_batch)
         self.rows = _rows(first_batch, self.layout, max_rows)
         """Single rows of this rank."""
         self.rows_of_all_ranks = joined(dist.all_gather_object(self.rows))
@@ -208,19 +208,29 @@ class _VerifiedRun:
         self.options = algorithm.options
         self.has_router_loss = False
         """Whether the model has returned a load-balancing loss of a router."""
-        self.rule: LossRule | None = None
-        """The loss rule of the model. None if neither token weights nor packed rows need it."""
         is_packed = any(document_starts(row) is not None for row in self.rows_of_all_ranks)
-        # TokenAccumulation masks the labels of document starts in every batch: see with_counts() of row_counts.py. A
-        # run with Composer's flag does not.
-        may_mask = is_packed and not uses_composers_flag(config)
-        if self.options.is_weighted or may_mask:
-            # One row, with labels that tell the rules apart, is enough to find the rule.
-            row = rule_batch(self.layout, self.layout.concat(self.rows_of_all_ranks))
-            on_device = self.device.batch_to_device(self.layout.with_media(row))
-            self.rule = find_loss_rule(Probe.from_model(self.parts.model), on_device)
-        self.masks_document_starts = may_mask and self.rule is not None and self.rule.shifts_labels
+        needs_rule = self.options.is_weighted or is_packed
+        self.rule = self._rule_of_run() if needs_rule else None
+        """Over which labels the model averages its loss. None if neither token weights nor packed rows need it."""
+        # with_counts() of row_counts.py masks these labels in every batch, unless the rule does not shift labels.
+        self.masks_document_starts = is_packed and self.rule is not None and self.rule.shifts_labels
         """Whether the run leaves out the first label of each further document of a packed row."""
+
+    def _rule_of_run(self) -> LossRule:
+        """Returns the loss rule of the model. Raises RuntimeError if nothing shows it.
+
+        If the user has named the rule, and the run does not check it, returns that rule.
+        """
+        options = self.options
+        named_rule = options.rule
+        if uses_composers_flag(self.config):  # there is no TokenAccumulation that has the option
+            named_rule = LossRule.named(self.config.microbatching.loss_tokens)
+        if named_rule is not None and not options.check_loss and not options.is_weighted:
+            return named_rule
+        # One row, with labels that tell the rules apart, is enough to find the rule.
+        row = rule_batch(self.layout, self.layout.concat(self.rows_of_all_ranks))
+        on_device = self.device.batch_to_device(self.layout.with_media(row))
+        return find_loss_rule(Probe.from_model(self.parts.model), on_device, named_rule=named_rule)
 
     def round_off(self) -> float:
         """Returns how much round-off changes the gradient of one forward, as a relative error.
@@ -233,18 +243,19 @@ class _VerifiedRun:
         (batch,) = with_masks([batch])  # or the model would attend to the added padding
         # `widened` rounds up to a multiple. A multiple that is larger than the width is the new width.
         wider = widened(batch, width_multiple=self.layout.width(batch) + COLUMNS_BEFORE, side='left')
-        error, _ = relative_error(self.gradients_of(wider), self.whole_step('left'))
+        error, _ = relative_error(self.forward_gradients(wider), self.whole_step('left'))
         return error
 
     def whole_step(self, padding: str) -> Gradients:
         """Returns the gradient of one plain forward over the rows of all ranks."""
-        return self.gradients_of(self.layout.concat(self.rows_of_all_ranks, padding_side=padding))
+        return self.forward_gradients(self.layout.concat(self.rows_of_all_ranks, padding_side=padding))
 
-    def gradients_of(self, batch: Batch) -> Gradients:
+    def forward_gradients(self, batch: Batch) -> Gradients:
         """Returns the gradient of one forward without the Trainer, so that nothing of it can scale the loss.
 
-        The loss is the model's own mean over tokens, or with token weights their weighted mean, from the logits. Notes
-        whether the model has a router loss. Refuses rows whose loss has no gradient.
+        The loss is the model's own mean over tokens, or with token weights their weighted mean, from the logits. In
+        packed rows it leaves out the same labels as the run. Notes whether the model has a router loss. Refuses rows
+        whose loss has no gradient.
         """
         model = self.parts.model.train()
         if self.masks_document_starts:
@@ -271,7 +282,7 @@ class _VerifiedRun:
                 'gradient. If only an encoder of images is trained, one row must have an image. Take more rows',
             )
         loss.backward()
-        gradients = _gradients_of(model)
+        gradients = _read_gradients(model)
         model.zero_grad(set_to_none=True)
         self.has_router_loss |= router_loss_of(outputs) is not None
         return gradients
@@ -281,9 +292,11 @@ class _VerifiedRun:
         batch = self.layout.concat(self.rows, padding_side=padding)
         num_rows = len(self.rows)
         sizes = sorted({min(size, num_rows) for size in DEFAULT_SIZES})
-        # An error may show only in the first step of a fit, or only in later ones, and only with one size. So each of
-        # the four sizes is the first one of a fit: the smallest and the largest of rows that are padded on the right,
-        # the other two of rows that are padded on the left.
+        # An error may show only in the first step of a fit, or only in later ones, and only with one size. So each size
+        # begins a fit of this package on one of the sides. 'regrouped' begins with the first size, and 'in order' with
+        # the last one, because it has the sizes in reverse order. On the left the third size is the first, so that the
+        # sizes in between begin a fit, too. One or two sizes keep their order, because each of them begins a fit on
+        # both sides.
         if padding == 'left':
             sizes = sizes[2:] + sizes[:2]
         fits = [
@@ -373,7 +386,7 @@ class _VerifiedRun:
         trainer.close()
 
 
-def _layout_of_rows(layout: BatchLayout, batch: Batch) -> BatchLayout:
+def _layout_on_all_ranks(layout: BatchLayout, batch: Batch) -> BatchLayout:
     """Returns a layout for rows that are selected from the batches of all ranks; a collective."""
     layout = layout_of_rows(layout, [batch])
     readings = layout.readings
@@ -459,11 +472,11 @@ class _ComparedSteps(Callback):
     def after_train_batch(self, state: State, logger: Logger) -> None:
         """Compares the gradient of the step, before the optimizer may change it."""
         size = self.sizes[state.timestamp.batch.value]
-        case = self._compare(_gradients_of(state.model), microbatch_size=size)
+        case = self._compare(_read_gradients(state.model), microbatch_size=size)
         self.cases.append(case)
 
 
-def _gradients_of(model: torch.nn.Module) -> Gradients:
+def _read_gradients(model: torch.nn.Module) -> Gradients:
     """Returns copies of the gradients, by the names of their parameters in the model inside of DDP."""
     gradients = {}
     for name, parameter in model.named_parameters():

@@ -170,10 +170,16 @@ def test_rows_keep_their_images(family):
     assert not report_of_means.is_exact
 
 
-@pytest.mark.parametrize('is_collated', [False, True], ids=['rows', 'batch'])
-@pytest.mark.parametrize('images', [(1, 1, 0), (1, 1, 2)])
+@pytest.mark.parametrize(
+    ('images', 'is_collated'),
+    [
+        ((1, 1, 0), True),
+        ((1, 1, 2), True),
+        ((1, 1, 1), False),  # joined, they have the shape of the text. Only the shorter rows by themselves do not
+    ],
+)
 def test_rows_keep_their_image_codes(images, is_collated):
-    """An image has 6 codes, and the widest row 6 tokens. Only all rows together show that the codes are not text."""
+    """An image has 6 codes, and the widest row 6 tokens. Only all batches together show that the codes are not text."""
     model = image_codes_model()
     rows = rows_with_codes([(4, 2), (5, 4), (6, 6)], images)
     expected = gradients_of_single_rows(model, rows)
@@ -278,6 +284,8 @@ def test_rows_that_prove_nothing_are_refused(rows, options, message):
         ({'padding_sides': torch.tensor([1, 2])}, "`padding_sides` must be 'right' or 'left'"),
         ({'padding_sides': None}, '`padding_sides` must be a list'),
         ({'tolerance': '1e-6'}, "`tolerance` must be a finite number, at least 0, got: '1e-6'"),
+        ({'tolerance': torch.tensor([1e-6, 1e-6])}, r'`tolerance` must be a finite number, at least 0, got: tensor\('),
+        ({'tolerance': 10**400}, '`tolerance` must be a finite number, at least 0, got: 10'),
         ({'tolerance': math.inf}, '`tolerance` must be a finite number'),  # every error would be within it
         ({'tolerance': math.nan}, '`tolerance` must be a finite number'),
         ({'reference': {'a': torch.ones(2)}}, '`reference` must be a function'),
@@ -301,10 +309,56 @@ def test_sizes_may_be_of_other_types(as_sizes):
     assert sizes_in_order == [1, 2]
 
 
+@pytest.mark.parametrize('tolerance', [np.float32(1e-5), np.array(1e-5), torch.tensor(1e-5)])
+def test_tolerance_may_be_of_other_types(tolerance):
+    report = verify_invariance(step_mean(text_model()), text_rows(ROWS), padding_sides='right', tolerance=tolerance)
+    assert report.tolerance == pytest.approx(1e-5)
+    assert report.is_exact is True
+
+
+def ids_of_bytes(row):
+    return {**row, 'input_ids': row['input_ids'].to(torch.uint8)}
+
+
+def ids_of_codebooks(row):
+    return {**row, 'input_ids': row['input_ids'][:, :, None].expand(-1, -1, 4)}
+
+
+def short_labels(row):
+    return {**row, 'labels': row['labels'].to(torch.int16)}
+
+
+def mask_of_pairs(row):
+    width = row['labels'].shape[1]
+    return {**row, 'attention_mask': torch.ones(1, width, width, dtype=torch.long).tril()}
+
+
+@pytest.mark.parametrize('change', [ids_of_bytes, ids_of_codebooks, short_labels, mask_of_pairs])
+def test_rows_that_only_the_users_loop_can_read(change):
+    """TokenAccumulation refuses such rows, but a loop of the user may read them."""
+    loop = step_mean(text_model())
+
+    def read(microbatches):
+        read_microbatches = []
+        for microbatch in microbatches:
+            ids = microbatch['input_ids'].long()
+            if ids.dim() == 3:
+                ids = ids[:, :, 0]
+            labels = microbatch['labels'].long()
+            mask = torch.ones_like(ids)  # padding is on the right, behind all tokens
+            read_microbatches.append({'input_ids': ids, 'attention_mask': mask, 'labels': labels})
+        return loop(read_microbatches)
+
+    rows = [change(row) for row in text_rows(ROWS)]
+    report = verify_invariance(read, rows, padding_sides='right')
+    assert report.is_exact, report
+
+
 @pytest.mark.parametrize(
     ('change', 'message'),
     [
-        ({'attention_mask': [[1] * 4]}, '`attention_mask` must be real numbers'),
+        ({'attention_mask': [[1] * 4]}, '`attention_mask` must be a tensor, got: list'),
+        ({'labels': torch.ones(1, 4, dtype=torch.uint8)}, '`labels` must be of a type that can hold -100'),
         ({'attention_mask': torch.zeros(1, 4)}, '`attention_mask` must be 1 where tokens are'),
         (
             {'inputs_embeds': torch.zeros(1, 4, 2, requires_grad=True)},
@@ -312,7 +366,7 @@ def test_sizes_may_be_of_other_types(as_sizes):
         ),
         (dict.fromkeys(text_row(4, 2), torch.ones(1, 0, dtype=torch.long)), 'at least one row of one token'),
     ],
-    ids=['list', 'inverted', 'with gradient', 'no column'],
+    ids=['list', 'labels without a sign', 'inverted', 'with gradient', 'no column'],
 )
 def test_unusable_rows_are_refused(change, message):
     first, *others = text_rows(ROWS)

@@ -213,15 +213,25 @@ def packed_rows():
     return batch
 
 
-def test_labels_that_packed_rows_lose(capsys, monkeypatch):
+@pytest.mark.parametrize(
+    ('uses_flag', 'padding'),
+    [(False, 'right'), (False, 'left'), (True, 'right')],
+    ids=['algorithm, right', 'algorithm, left', 'flag'],
+)
+def test_labels_that_packed_rows_lose(uses_flag, padding, tmp_path, capsys, monkeypatch):
     """The run masks the first label of each further document. So the reference must not train on it, either."""
+    monkeypatch.setattr(program, 'SIDES', (padding,))
     model = text_model()
     batch = packed_rows()
     take_first_batch(monkeypatch, model, batch)
     relative_error = mock.Mock(wraps=invariance.relative_error)
     monkeypatch.setattr(invariance, 'relative_error', relative_error)
 
-    assert verify() == 0
+    if uses_flag:
+        flag = 'trainer.accumulate_train_batch_on_tokens=true'
+        assert main([without_algorithm(tmp_path), '--rows', '2', *TINY, flag]) == 0
+    else:
+        assert verify() == 0
 
     assert largest_error(capsys.readouterr().out, 'regrouped') < 1e-6
     labels = batch['labels'].clone()
@@ -232,6 +242,14 @@ def test_labels_that_packed_rows_lose(capsys, monkeypatch):
     _, reference_gradients = relative_error.call_args.args
     error, reason = invariance.relative_error(reference_gradients, expected)
     assert error < 1e-6, reason
+
+
+def test_rule_that_the_run_does_not_check(monkeypatch):
+    """The model of such a run may hide its rule. So the reference takes the named rule, as the run does."""
+    take_first_batch(monkeypatch, text_model(), packed_rows())
+    monkeypatch.setattr(program, 'find_loss_rule', mock.Mock(side_effect=NotExactError('no rule fits')))
+    assert verify() == 1
+    assert verify('algorithms.token_accumulation={loss_tokens: causal, check_loss: false}') == 0
 
 
 @pytest.mark.parametrize(

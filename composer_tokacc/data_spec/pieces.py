@@ -28,7 +28,7 @@ from composer_tokacc.checks.cut_rules import CutRules
 from composer_tokacc.data_spec.document_attention import DocumentAttention
 from composer_tokacc.data_spec.packing import pack_rows
 from composer_tokacc.layout import BatchLayout, RowFacts
-from composer_tokacc.layout.layout import values_of_rows
+from composer_tokacc.layout.layout import split_trimmed, values_of_rows
 from composer_tokacc.layout.pre_split import id_for_padding
 from composer_tokacc.planning import CAPPED_SIZES, CutOptions, cut_rows, padded_widths
 from composer_tokacc.refusals import InvalidInputError
@@ -82,8 +82,12 @@ def smallest_row(facts_of_batches: Sequence[RowFacts], modality: str) -> BatchDi
     if smallest is None:
         return None
     facts, row = smallest
-    selected = facts.layout.select(facts.batch, [row])
-    trimmed = facts.layout_of_rows.trim(selected)
+    return trimmed_dummy(facts, row)
+
+
+def trimmed_dummy(facts: RowFacts, row: int) -> BatchDict:
+    """Returns a copy of a row of the batch, without its padding and without weight."""
+    (trimmed,) = split_trimmed(facts.layout, facts.batch, [[row]])
     return zero_weight(trimmed)
 
 

@@ -58,7 +58,7 @@ from composer_tokacc.data_spec.pieces import (
     build,
     missing_dummies,
     smallest_row,
-    zero_weight,
+    trimmed_dummy,
 )
 from composer_tokacc.layout import BatchLayout, PreSplitBatch, RowFacts, describe, describe_all, microbatches_of
 from composer_tokacc.layout.facts import COLLATED_BY_LOADER, check_first_labels
@@ -748,8 +748,7 @@ def _empty_microbatch(facts_of_batches: Sequence[RowFacts], dummies: DummyRows) 
         return facts_of_batches[0].layout.concat(dummy_batches)
     facts = min(facts_of_batches, key=lambda candidate: min(candidate.lengths))
     shortest = facts.lengths.index(min(facts.lengths))
-    row = facts.layout.select(facts.batch, [shortest])
-    return zero_weight(facts.layout_of_rows.trim(row))
+    return trimmed_dummy(facts, shortest)
 
 
 # Which split belongs to a loader, and which layout to a run.

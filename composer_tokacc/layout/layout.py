@@ -546,8 +546,8 @@ class BatchLayout:
         :meth:`width_matters`: dummy rows have no loss, and verification measures the effect. Rows with loss are trimmed
         by the ``columns`` of :meth:`split`.
 
-        Trim no rows that were selected from a larger batch, because their shapes tell less surely which tensors lie
-        along the text. Use :func:`split_trimmed` instead.
+        Do not trim rows that were selected from a larger batch, because the shapes of a few rows tell less surely which
+        tensors lie along the text. Use :func:`split_trimmed` on the larger batch.
         """
         check_count('width_multiple', width_multiple)
         all_rows = range(self.num_rows(batch))
