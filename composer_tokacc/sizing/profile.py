@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from composer_tokacc.planning.rows import checked_table
+from composer_tokacc.planning import CutOptions, Rows, checked_table
 
 if TYPE_CHECKING:
     from composer_tokacc.data import LengthTable
@@ -71,6 +71,28 @@ class SampleSizes:
     def loss_tokens_of(self, samples: np.ndarray) -> np.ndarray | None:
         """Returns the loss tokens of the samples with these indices, int64 (samples,); None if unknown."""
         return None if self.loss_tokens is None else self.loss_tokens[samples]
+
+    def select(self, samples: np.ndarray) -> SampleSizes:
+        """Returns the sizes of the samples with these indices, without their names."""
+        vision_patches = self.vision_patches
+        if vision_patches is not None:
+            vision_patches = vision_patches[samples]
+        return SampleSizes(
+            tokens=self.tokens[samples],
+            image_tokens=self.image_tokens[samples],
+            loss_tokens=self.loss_tokens_of(samples),
+            vision_patches=vision_patches,
+        )
+
+    def rows(self, options: CutOptions) -> Rows:
+        """Returns all samples in the form that the planner takes."""
+        return Rows(
+            self.tokens,
+            options,
+            image_tokens=self.image_tokens,
+            loss_tokens=self.loss_tokens,
+            vision_cost=options.cost.vision(self.image_tokens, self.vision_patches),
+        )
 
     def names(self, chosen: np.ndarray) -> list[str]:
         """Returns a text for each sample with its name and length, the longest first.
