@@ -141,8 +141,8 @@ class Piece:
         options: The caps of a microbatch, and how to cut under them.
         rows: The rows of this piece, by their numbers in the batch.
         widths: Number of columns that each of these rows keeps.
-        sizes: For each size that has a cap in ``options``, its value in each of these rows. The keys are
-            ``'image_tokens'`` and ``'loss_tokens'``.
+        sizes: For each size that has a cap in ``options``, its value in each of these rows, by the name of the size
+            (:data:`.CAPPED_SIZES`).
         dummies: Facts of the dummy rows that are computed together with these rows, each of a batch of one row.
     """
 
@@ -239,12 +239,8 @@ class Piece:
             widths = self._padded_widths() + self.facts.decoder_width
             # Only the encoder's text is rounded up. The cut must not round its sum with the decoder's text again.
             options = replace(self.options, packing=False, width_multiple=1)
-        groups = cut_rows(
-            widths,
-            options,
-            image_tokens=self.sizes.get('image_tokens'),
-            loss_tokens=self.sizes.get('loss_tokens'),
-        )
+        # `max_width` only limits how far widths are rounded up, and here the cut rounds none.
+        groups = cut_rows(widths, options, max_width=None, **self.sizes)
         return [self.take(group) for group in groups]
 
     def check_caps(self, indices: Sequence[int] | None) -> None:

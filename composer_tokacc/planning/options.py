@@ -190,4 +190,5 @@ class CutOptions:
 
     def without_caps(self) -> CutOptions:
         """Returns the options without the caps of :data:`CAPPED_SIZES`; ``max_tokens`` stays."""
-        return replace(self, max_image_tokens=None, max_loss_tokens=None)
+        no_caps = dict.fromkeys(CAPPED_SIZES.values())
+        return replace(self, **no_caps)

@@ -51,6 +51,7 @@ from composer_tokacc.sampling import RegroupingBatchSampler, RegroupingDataLoade
 from composer_tokacc.sampling.rank_assignment import RankAssignment
 from composer_tokacc.sizing import GIB, BatchShape, MemoryModel
 from composer_tokacc.sizing.memory_model import bytes_of_states
+from composer_tokacc.sizing.profile import counted_sizes
 from composer_tokacc.sizing.shapes import logit_positions
 from composer_tokacc.weights import LOSS_WEIGHTS
 
@@ -201,8 +202,8 @@ def rehearse(state: State, memory: MemoryModel | None = None) -> RehearsalReport
     labels_per_sample = None
     if accumulation is not None and accumulation.selects_logits(state):
         labels_per_sample = sampler.rows.sizes.get('loss_tokens')
-        if labels_per_sample is not None and not labels_per_sample.any():  # labels that are not counted are zeros
-            labels_per_sample = None
+        if labels_per_sample is not None:
+            labels_per_sample = counted_sizes(labels_per_sample)
     run = PlannedRun(
         state=state,
         accumulation=accumulation,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from composer_tokacc.planning.rows import checked_table
+from composer_tokacc.planning import CutOptions, Rows, checked_table
 
 if TYPE_CHECKING:
     from composer_tokacc.data import LengthTable
@@ -31,7 +31,7 @@ class SampleSizes:
     loss_tokens: np.ndarray | None = None
     """Positions that carry loss, int64 (samples,). None: unknown."""
     vision_patches: np.ndarray | None = None
-    """Patches that the vision encoder computes, integers (samples,). None: unknown."""
+    """Patches that the vision encoder computes, int64 (samples,). None: unknown."""
     sample_ids: Sequence[str] | None = None
     """Names of the samples for messages. None: messages give the index."""
 
@@ -45,18 +45,11 @@ class SampleSizes:
         if isinstance(lengths, Sequence | np.ndarray):
             tokens = checked_table('lengths', lengths, least=1, sample_ids=sample_ids)
             return cls(tokens=tokens, image_tokens=np.zeros_like(tokens), sample_ids=sample_ids)
-        # A column that has only zeros was not counted, so it is unknown.
-        loss_tokens = None
-        if lengths.loss_tokens.any():
-            loss_tokens = lengths.loss_tokens.astype(np.int64)
-        vision_patches = None
-        if lengths.vision_patches.any():
-            vision_patches = lengths.vision_patches
         return cls(
             tokens=checked_table('lengths', lengths.lengths, least=1, sample_ids=sample_ids),
             image_tokens=lengths.image_tokens.astype(np.int64),
-            loss_tokens=loss_tokens,
-            vision_patches=vision_patches,
+            loss_tokens=counted_sizes(lengths.loss_tokens),
+            vision_patches=counted_sizes(lengths.vision_patches),
             sample_ids=sample_ids,
         )
 
@@ -78,6 +71,28 @@ class SampleSizes:
     def loss_tokens_of(self, samples: np.ndarray) -> np.ndarray | None:
         """Returns the loss tokens of the samples with these indices, int64 (samples,); None if unknown."""
         return None if self.loss_tokens is None else self.loss_tokens[samples]
+
+    def select(self, samples: np.ndarray) -> SampleSizes:
+        """Returns the sizes of the samples with these indices, without their names."""
+        vision_patches = self.vision_patches
+        if vision_patches is not None:
+            vision_patches = vision_patches[samples]
+        return SampleSizes(
+            tokens=self.tokens[samples],
+            image_tokens=self.image_tokens[samples],
+            loss_tokens=self.loss_tokens_of(samples),
+            vision_patches=vision_patches,
+        )
+
+    def rows(self, options: CutOptions) -> Rows:
+        """Returns all samples in the form that the planner takes."""
+        return Rows(
+            self.tokens,
+            options,
+            image_tokens=self.image_tokens,
+            loss_tokens=self.loss_tokens,
+            vision_cost=options.cost.vision(self.image_tokens, self.vision_patches),
+        )
 
     def names(self, chosen: np.ndarray) -> list[str]:
         """Returns a text for each sample with its name and length, the longest first.
@@ -107,6 +122,11 @@ class SampleSizes:
             quantiles=quantiles,
             text_only_share=float((self.image_tokens == 0).mean()),
         )
+
+
+def counted_sizes(column: np.ndarray) -> np.ndarray | None:
+    """Returns a column of a table, int64 (samples,). None if it has only zeros, because then it was not counted."""
+    return column.astype(np.int64) if column.any() else None
 
 
 @dataclass(frozen=True, kw_only=True)

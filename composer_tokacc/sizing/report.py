@@ -15,7 +15,7 @@ import numpy as np
 import yaml
 from tabulate import tabulate
 
-from composer_tokacc.planning import CostModel, token_budget
+from composer_tokacc.planning import CAPPED_SIZES, CostModel, token_budget
 from composer_tokacc.sizing.memory_model import warning_of_residual
 from composer_tokacc.sizing.profile import DatasetProfile
 from composer_tokacc.sizing.simulate import METHOD_NAMES, StepFigures
@@ -155,8 +155,7 @@ class SizingReport:
             'slot_tokens',
             'regroup',
             'width_multiple',
-            'max_image_tokens',
-            'max_loss_tokens',
+            *CAPPED_SIZES.values(),
             'equal_counts',
             'packing',
         )

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from composer_tokacc.planning import CostModel, CutOptions, Rows, cut_rows, padded_widths
+from composer_tokacc.planning import CostModel, CutOptions, cut_rows, padded_widths
 from composer_tokacc.planning.plan import Microbatch, plan_checked_rows
 from composer_tokacc.sampling.mixture import permutation
 from composer_tokacc.sampling.rank_assignment import RankAssignment
@@ -167,7 +167,7 @@ def _microbatches_of_ranks(
     if method == 'split':
         ranks = [_cut_by_split(table, samples, options) for samples in samples_of_ranks]
     else:
-        plan = plan_checked_rows(planned_rows(table, batch, options), num_ranks)
+        plan = plan_checked_rows(table.select(batch).rows(options), num_ranks)
         ranks = [_planned_microbatches(table, batch, planned, options) for planned in plan.ranks]
     _add_dummy_rows(table, batch, ranks, options)
     return ranks
@@ -194,21 +194,6 @@ def _planned_microbatches(
     return microbatches
 
 
-def planned_rows(table: SampleSizes, batch: np.ndarray, options: CutOptions) -> Rows:
-    """Returns the rows of a global batch in the form that the planner takes. `batch` holds sample indices."""
-    patches = None
-    if table.vision_patches is not None:
-        patches = table.vision_patches[batch]
-    image_tokens = table.image_tokens[batch]
-    return Rows(
-        table.tokens[batch],
-        options,
-        image_tokens=image_tokens,
-        loss_tokens=table.loss_tokens_of(batch),
-        vision_cost=options.cost.vision(image_tokens, patches),
-    )
-
-
 def _cut_by_composer(
     table: SampleSizes,
     samples: np.ndarray,
@@ -229,13 +214,14 @@ def _cut_by_split(
     options: CutOptions,
 ) -> list[_ComputedMicrobatch]:
     """Returns the microbatches that the split makes of the samples of one rank."""
-    lengths = table.tokens[samples]
+    sizes = table.select(samples)
+    lengths = sizes.tokens
     widest = int(lengths.max())  # the width of the device batch
     groups = cut_rows(
         lengths,
         options,
-        image_tokens=table.image_tokens[samples],
-        loss_tokens=table.loss_tokens_of(samples),
+        image_tokens=sizes.image_tokens,
+        loss_tokens=sizes.loss_tokens,
         max_width=widest,
     )
     # As in cut_rows(), a width is rounded up neither beyond the device batch nor beyond the token budget.

@@ -34,7 +34,7 @@ from composer_tokacc.sizing.memory_model import GIB, MemoryModel
 from composer_tokacc.sizing.profile import SampleSizes
 from composer_tokacc.sizing.report import SizeRow, SizingReport
 from composer_tokacc.sizing.shapes import BatchShape
-from composer_tokacc.sizing.simulate import METHOD_NAMES, StepFigures, draw_batches, planned_rows, simulate_steps
+from composer_tokacc.sizing.simulate import METHOD_NAMES, StepFigures, draw_batches, simulate_steps
 
 if TYPE_CHECKING:
     from composer_tokacc.data import LengthTable
@@ -327,8 +327,7 @@ class _RunBySize:
 
     def goes_alone(self, size: int) -> np.ndarray:
         """Returns whether each sample goes alone, bool (samples,)."""
-        all_samples = np.arange(len(self.capacity.table))
-        return planned_rows(self.capacity.table, all_samples, self.options_of(size)).is_over
+        return self.capacity.table.rows(self.options_of(size)).is_over
 
     @cached_property
     def _peaks_alone(self) -> np.ndarray:
@@ -341,12 +340,7 @@ class _RunBySize:
         for sample in np.flatnonzero(self.goes_alone(1)).tolist():
             # A table with only this sample, because `worst_shape` takes the largest shares in its table. No cap of loss
             # tokens, because this sample may be over it.
-            samples = np.array([sample])
-            sizes = SampleSizes(
-                tokens=table.tokens[samples],
-                image_tokens=table.image_tokens[samples],
-                loss_tokens=table.loss_tokens_of(samples),
-            )
+            sizes = table.select(np.array([sample]))
             alone = replace(self.capacity, table=sizes, max_loss_tokens=None)
             width = _rounded_up(int(sizes.tokens[0]), self.options.width_multiple)
             peaks[sample] = alone.peak(width, int(sizes.image_tokens[0]))
@@ -386,7 +380,7 @@ class _RunBySize:
         options = replace(self.options_of(size), cost=self.price)
         bounds = []
         for batch in self.batches:
-            rows = planned_rows(self.capacity.table, batch, options)
+            rows = self.capacity.table.select(batch).rows(options)
             bounds.append(lower_bound(rows, self.capacity.num_ranks))
         return float(np.mean(bounds))
 

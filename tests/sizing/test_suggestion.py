@@ -134,6 +134,31 @@ def test_largest_safe_size_by_hand():
     assert small.binds == 'text'
 
 
+def test_rows_of_selected_samples():
+    """They are the same rows as those selected from the rows of all samples."""
+    sizes = SampleSizes.from_lengths(table(20))
+    options = CutOptions(cost=CostModel(vision_per_image=2.0, vision_per_patch=0.5))
+    samples = np.array([7, 1, 12])
+    rows = sizes.select(samples).rows(options)
+    expected = sizes.rows(options).of(samples)
+    assert rows.lengths.tolist() == expected.lengths.tolist() == sizes.tokens[samples].tolist()
+    assert rows.image_tokens.tolist() == expected.image_tokens.tolist() == sizes.image_tokens[samples].tolist()
+    assert rows.sizes['loss_tokens'].tolist() == expected.sizes['loss_tokens'].tolist()
+    # Each image has 256 patches.
+    has_image = sizes.image_tokens[samples] > 0
+    assert rows.vision_cost.tolist() == expected.vision_cost.tolist() == (has_image * 130.0).tolist()
+
+
+def test_sizes_that_are_not_counted():
+    """A column of zeros is unknown, as are all columns of plain lengths."""
+    samples = np.array([2, 0])
+    for lengths in ([3, 4, 5], sizes_of([3, 4, 5])):
+        sizes = SampleSizes.from_lengths(lengths).select(samples)
+        assert sizes.loss_tokens is None
+        assert sizes.vision_patches is None
+        assert sizes.rows(CutOptions()).sizes.keys() == {'image_tokens'}
+
+
 def test_lengths_may_be_a_tensor():
     lengths = [100, 20] * 16
     assert suggest_for_one_rank(torch.tensor(lengths)) == suggest_for_one_rank(lengths)
