@@ -26,7 +26,7 @@ from composer_tokacc.planning.compiled import compiled
 from tests.support.launch import ROOT
 from tests.support.process_group import group_of_one_rank
 
-PUBLIC_IN_SPITE_OF_UNDERSCORE = {'_replace', '_fields', '_exit'}
+PUBLIC_IN_SPITE_OF_UNDERSCORE = {'_replace', '_fields', '_make', '_exit'}
 """Names of named tuples and of ``os``."""
 
 
