@@ -76,7 +76,7 @@ class RankWidth:
             # trimmed, so with the label the check could not see whether the model counts positions.
             if rule is not LossRule.UNSHIFTED and any(facts.has_first_label):
                 reason = 'the first token of a row has a label, which the pad before it would predict'
-            elif _may_depend_on_padding(facts, rules):
+            elif not reason and _may_depend_on_padding(facts, rules):
                 reason = 'more padding changes its losses (the model may count positions from the first column)'
         return cls(width, pads_left, reason, is_beyond)
 
