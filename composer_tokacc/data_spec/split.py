@@ -238,7 +238,7 @@ class MicrobatchSplit:
             self._planned_size = microbatch_size
 
     def _budget(self, facts_of_batches: Sequence[RowFacts], microbatch_size: float, *, widest_row: int) -> int:
-        """Returns the most tokens of a microbatch: those of its slots, or this size's share of the loader's budget.
+        """Returns the most tokens of a microbatch: microbatch size times slot, or a share of the loader's budget.
 
         Both have room for the text of a decoder, if there is one.
 

@@ -75,8 +75,8 @@ def token_data_spec(
             document. The model's attention must go through transformers' ``AttentionInterface``. The first-batch check
             shows whether packing is exact. ``'auto'``: pack if it is exact and costs less on the first batch. Default:
             ``False``.
-        cost: Cost of a microbatch on your machine. Batches are cut so that the total cost is least. Default: that of a
-            model of hidden size 4096 on a GPU.
+        cost: Cost of a microbatch on your machine. Batches are cut so that the total cost is least. Default: the cost
+            in a model of hidden size 4096 on a GPU.
         on_oversize: What to do with a single row over a cap: ``'raise'`` an error that names it, or ``'warn'`` and
             compute it alone.
         **data_spec_kwargs: Passed to :class:`composer.core.DataSpec`.
