@@ -296,7 +296,7 @@ class MicrobatchSplit:
     def assemble(self, facts: RowFacts, rows: Sequence[int], rules: CutRules) -> BatchDict:
         """Returns the microbatch of some rows, cut and packed by the rules. The check computes its gradient.
 
-        If the rules pack, it also changes the model's attention, until :meth:`adopt`. Other batches do not notice that.
+        If the rules pack, it also changes the model's attention. :meth:`adopt` undoes that if its rules do not pack.
         """
         coupling = facts.layout.family.coupling
         if rules.packing:

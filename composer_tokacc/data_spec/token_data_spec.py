@@ -67,8 +67,8 @@ def token_data_spec(
             limits the number of positions that have logits. Default: no cap.
         regroup: Whether to sort rows by real length before cutting. ``False`` keeps their order. Default: ``True``.
         equal_counts: Whether all ranks make the same number of microbatches. ``'auto'``: yes, unless the algorithm has
-            seen that gradients are reduced only in the last microbatch, as by default under DDP in Composer. ``False``
-            is refused on several ranks with FSDP or automatic microbatching.
+            seen that gradients are reduced only in the last microbatch, Composer's default under DDP. ``False`` is
+            refused on several ranks with FSDP or automatic microbatching.
         width_multiple: Microbatch widths are rounded up to a multiple of this, but never beyond the width of the batch
             or the cap.
         packing: Whether the rows of a microbatch become one packed row, without any padding, with attention document by
