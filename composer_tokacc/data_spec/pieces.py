@@ -101,7 +101,7 @@ def add_rows(
 
     Args:
         layout: Layout of the microbatch.
-        microbatch: The rows with weight.
+        microbatch: The rows that come first, usually those with weight.
         rows: The dummy rows, each a batch of one row.
         side: Padding side of the device batch. The microbatch cannot show it, because after trimming it may have no
             padding.
