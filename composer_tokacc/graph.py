@@ -73,9 +73,9 @@ def edges_of_graph(losses: Tensors, ends: Collection[Edge] = ()) -> set[Edge]:
 
 
 def has_bypass(losses: Tensors, ends: Collection[Edge]) -> bool:
-    """Returns whether losses depend on parameters in another way than through some tensors, such as the logits.
+    """Returns whether losses depend on parameters in another way than through the tensors of ``ends``.
 
-    If so, some term of the losses is not made of these tensors. ``ends`` are their edges, see :func:`edges_of`.
+    If so, some term of the losses is not made of these tensors, such as the logits. For ``ends`` see :func:`edges_of`.
     """
     # The node at which a parameter enters the graph holds it as `variable`.
     return any(hasattr(node, 'variable') for node in nodes_of_graph(losses, ends))
@@ -119,7 +119,7 @@ def _before_copies(edge: Edge) -> Edge:
 
 
 def on_gradient(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> None:
-    """Calls a function with the gradient by a tensor. If it returns a gradient, that one is used instead.
+    """Registers a hook that gets the gradient by a tensor in a backward, and may return one to use instead.
 
     If the tensor is a copy, it is the gradient by the tensor before the copy, see :func:`edge_of`.
     """
@@ -146,9 +146,9 @@ def on_gradient(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> None
 def raise_if_bypassed(logits: Tensor, refusal: Exception) -> None:
     """Makes a backward raise an error if its loss is not made of the logits. Hooks on the logits then change nothing.
 
-    Autograd runs a node only after all nodes that use its outputs. So if a node before the logits runs and they have no
-    gradient yet, they will get none. Hooks at these nodes find that out. They go back to the output embedding, because
-    the logits may be a part or a copy of the tensor that the loss uses.
+    Autograd runs a node only after all nodes that use its outputs. So if a node that the logits are made of runs, and
+    they have no gradient yet, they will get none. Hooks find that out at all nodes back to the output embedding,
+    because the logits may be a part or a copy of the tensor that the loss uses.
     """
     node, index = edge_of(logits)
     was_reached = False

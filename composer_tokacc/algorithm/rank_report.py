@@ -50,7 +50,8 @@ def summed_over_ranks(
     if get_world_size() == 1:
         return report
     numbers = list(chain.from_iterable(report))
-    # float64 holds the sums of the integers exactly, see CHECKSUM_BITS. But some devices do not have it.
+    # float64 holds the sums of the integers exactly, see CHECKSUM_BITS in plan_agreement.py. Some devices lack float64,
+    # so it is only used for weights.
     dtype = torch.float64 if is_weighted else torch.int64
     sums_over_ranks = sum_over_ranks(to_device(torch.tensor(numbers, dtype=dtype)))
     sums: list[float] = []

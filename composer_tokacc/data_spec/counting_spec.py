@@ -136,7 +136,7 @@ class CountingDataSpec(DataSpec):
         return batch
 
     def _count_and_split(self, batch: Batch, microbatch_size: int | float | None) -> list[BatchDict]:
-        """Counts the batch if no algorithm has counted it, then splits it. This is Composer's ``split_batch``."""
+        """Checks and counts the batch unless an algorithm did, then splits it. This is Composer's ``split_batch``."""
         if microbatch_size is None:  # in evaluation, if the loader has no `batch_size` but a batch sampler
             microbatch_size = sys.maxsize
         if not is_counted(batch):
@@ -207,9 +207,9 @@ class CountingDataSpec(DataSpec):
     def _transform_microbatch(self, batch: Any) -> Any:
         """Returns a microbatch as the model gets it: transformed, and perhaps without the counts of its rows.
 
-        With an algorithm the counts stay, because the algorithm needs them, and takes them out before the forward.
-        Without one they are removed here, because a compiled model would be compiled again for each new list of counts.
-        Without ``model=`` they stay, too, and ``HuggingFaceModel.forward`` drops them.
+        An algorithm needs the counts, and takes them out before the forward. Without one, but with ``model=``, they are
+        removed here, because a compiled model would be compiled again for each new list of counts. Without both they
+        stay, and ``HuggingFaceModel.forward`` drops them.
         """
         batch = self._split.for_model(batch)
         has_algorithm = self._split.step is not None

@@ -116,7 +116,7 @@ def _check_rows(
     *,
     is_shifted: bool,
 ) -> None:
-    """Raises ValueError if packing would change the text of a row, or its positions.
+    """Raises ValueError for entries that packing cannot handle, and for rows whose text or positions it would change.
 
     Packing keeps only the ``real`` positions, which have attention or a label. So a hole would disappear, and padding
     with a label would become a token.
@@ -143,8 +143,8 @@ def _check_rows(
     attended = attended_positions(batch)
     labelled_padding = real & ~attended
     if is_shifted:
-        # A label on the first pad after the tokens is allowed, because the last token predicts it. This pad becomes the
-        # last token of the document, and predicts nothing itself.
+        # A label on the first pad after an attended position is allowed, because the last token predicts it. This pad
+        # becomes the last token of the document, and predicts nothing itself.
         labelled_padding[:, 1:] &= ~attended[:, :-1]
     has_hole = num_runs(attended) > 1
     is_wrong = has_hole | labelled_padding.any(dim=1)
@@ -177,9 +177,9 @@ def _pack_tensor(
         # Each row has slots for its images (Idefics3). From (rows, slots, ...) to (1, rows * slots, ...).
         return value.flatten(0, 1)[None]
     if entry.unit != 'row' or entry.is_media:
-        # All rows share the tensor, or it has one entry per image (video, patch ...), or one image per row. The packed
-        # row has them all, in the same order. Mllama's `cross_attention_mask`, with rows and images, never comes here:
-        # rows of Mllama are not packed, see `Family.coupling`.
+        # All rows share the tensor, or it holds media: one entry per image, video or patch, or one image per row. The
+        # packed row has them all, in the same order. Mllama's `cross_attention_mask`, with rows and images, never comes
+        # here: rows of Mllama are not packed, see `Family.coupling`.
         return value
     if value.shape == real.shape and entry.seq_dims:
         # The tensor lies along the text. Takes its values at the real tokens, row after row.
@@ -194,8 +194,8 @@ def _pack_value(key: str, value: Any, *, num_rows: int) -> Any:
     """Returns the value of the packed row for a key that has no tensor.
 
     A list with one count per row, such as ``num_images``, becomes a list with the sum. Any other list with one value
-    per row becomes a list with one list. This includes lists of numbers such as ``sample_ids``, because their sum would
-    name another sample. All other values stay as they are.
+    per row becomes a list with one list. Numbers such as ``sample_ids`` are not added up, because their sum would name
+    another sample. All other values stay as they are.
     """
     if not isinstance(value, (list, tuple)) or len(value) != num_rows:
         return value

@@ -47,7 +47,7 @@ def missing_dummies(dummies: DummyRows, facts: RowFacts, rows: Sequence[int]) ->
     """Returns a dummy row for each modality that none of these rows of a batch has."""
     has_media = any(facts.media[row] for row in rows)  # of any modality
     if has_media and facts.layout.family.one_kind:
-        # In a forward, this model takes media of only one modality.
+        # The model takes media of only one modality in a forward, so a dummy row must not add another.
         return []
     missing = []
     for modality, dummy in dummies.items():
@@ -101,7 +101,7 @@ def add_rows(
 
     Args:
         layout: Layout of the microbatch.
-        microbatch: The rows with weight.
+        microbatch: The rows that come first, usually those with weight.
         rows: The dummy rows, each a batch of one row.
         side: Padding side of the device batch. The microbatch cannot show it, because after trimming it may have no
             padding.
@@ -141,8 +141,8 @@ class Piece:
         options: The caps of a microbatch, and how to cut under them.
         rows: The rows of this piece, by their numbers in the batch.
         widths: Number of columns that each of these rows keeps.
-        sizes: For each size that has a cap in ``options``, its value in each of these rows, by the name of the size
-            (:data:`.CAPPED_SIZES`).
+        sizes: The numbers of these rows for each size that has a cap in ``options``, such as their image tokens, by the
+            name of the size (:data:`.CAPPED_SIZES`).
         dummies: Facts of the dummy rows that are computed together with these rows, each of a batch of one row.
     """
 
@@ -192,7 +192,7 @@ class Piece:
 
     def _padded_widths(self) -> np.ndarray:
         """Returns the widths of the rows, each rounded up to ``width_multiple``, but at most to the batch's width."""
-        # Rounding must not put a row that fits by itself over the cap. A row over this limit keeps its width.
+        # Rounding must not put a row that fits by itself over the cap. A row wider than that keeps its width.
         widest_under_cap = self.options.max_tokens - self.facts.decoder_width
         limit = min(self.facts.width, widest_under_cap)
         return padded_widths(np.array(self.widths), self.options.width_multiple, limit)
@@ -239,7 +239,7 @@ class Piece:
             widths = self._padded_widths() + self.facts.decoder_width
             # Only the encoder's text is rounded up. The cut must not round its sum with the decoder's text again.
             options = replace(self.options, packing=False, width_multiple=1)
-        # `max_width` only limits how far widths are rounded up, and here the cut rounds none.
+        # `max_width` limits how far the cut rounds widths up, and here it rounds none.
         groups = cut_rows(widths, options, max_width=None, **self.sizes)
         return [self.take(group) for group in groups]
 

@@ -72,11 +72,11 @@ class RankWidth:
                 continue
             # These rows are padded on the left, or not at all. Rows without padding might get it on the left in a wider
             # batch.
-            # The label is named first, because the user can mask it. Rows with such a label are never trimmed. So the
-            # label may be why the check could not see whether the model counts positions.
+            # A label on the first token is named first, because the user can mask it. Rows with such a label are never
+            # trimmed, so with the label the check could not see whether the model counts positions.
             if rule is not LossRule.UNSHIFTED and any(facts.has_first_label):
                 reason = 'the first token of a row has a label, which the pad before it would predict'
-            elif _may_depend_on_padding(facts, rules):
+            elif not reason and _may_depend_on_padding(facts, rules):
                 reason = 'more padding changes its losses (the model may count positions from the first column)'
         return cls(width, pads_left, reason, is_beyond)
 
@@ -106,7 +106,7 @@ class WidthSums(NamedTuple):
 
 
 def _may_depend_on_padding(facts: RowFacts, rules: CutRules | None) -> bool:
-    """Returns whether more padding on the left may change the losses of these rows, because of their positions."""
+    """Returns whether more padding on the left may change the losses of these rows, apart from their first labels."""
     # Without rules nothing is known, and check_widths() warns of that. Packed rows have no padding.
     if rules is None or rules.packing:
         return False
@@ -134,12 +134,12 @@ def check_widths(
 ) -> None:
     """Raises RuntimeError on all ranks if padding on the left, up to the width of the widest rank, would change rows.
 
-    It also raises if only some ranks have rows beyond the limit of a rotary embedding.
+    It also raises if only some ranks have rows beyond the limit of a rotary embedding. If the sums show unequal
+    widths that may matter, the ranks exchange their widths, which is a collective.
 
     Args:
         sums: The sums over the ranks.
-        width_of_rank: Returns the width of this rank by the rules that hold now. Called only if the sums show unequal
-            widths that may matter.
+        width_of_rank: Returns the width of this rank by the rules that hold now. Called only for this exchange.
         was_checked: Whether the first-batch check ran after the sums were made. It may have found that padding matters,
             which the sums do not show.
         is_trimmed: Whether the run trims rows. If not, :meth:`RankWidth.of` gets no rules, and no check shows whether

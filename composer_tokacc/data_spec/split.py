@@ -55,6 +55,7 @@ from composer_tokacc.data_spec.document_attention import DocumentAttention
 from composer_tokacc.data_spec.pieces import (
     DummyRows,
     Piece,
+    add_rows,
     build,
     missing_dummies,
     smallest_row,
@@ -123,7 +124,7 @@ class MicrobatchSplit:
         self._has_loss_in_dummies = False
         self._has_warned_of_dummies = False
 
-    # Called by the algorithm. Without one, the DataSpec that knows the model calls start().
+    # Called by the algorithm. Without one, `CountingDataSpec` calls start() if the user gave it the model.
 
     def start(
         self,
@@ -180,8 +181,8 @@ class MicrobatchSplit:
             packed_lengths = lengths[rows].tolist()
             packed_cost += cost.packed(packed_lengths)  # this includes the launch
         padded_cost = 0.0
-        widest = max(facts.width for facts in facts_of_batches)
-        widths = padded_widths(lengths, self.options.width_multiple, min(budget, widest))
+        rounding_limit = min(budget, max(facts.width for facts in facts_of_batches))
+        widths = padded_widths(lengths, self.options.width_multiple, rounding_limit)
         for rows in cut_rows(widths, options):
             # Padding makes each row of a microbatch as expensive as the widest.
             row_costs = cost.rows(widths[rows])
@@ -238,13 +239,15 @@ class MicrobatchSplit:
             self._planned_size = microbatch_size
 
     def _budget(self, facts_of_batches: Sequence[RowFacts], microbatch_size: float, *, widest_row: int) -> int:
-        """Returns the most tokens of a microbatch. A slot also has room for the text of a decoder, if there is one.
+        """Returns the most tokens of a microbatch: microbatch size times slot, or a share of the loader's budget.
+
+        Both have room for the text of a decoder, if there is one.
 
         Args:
             facts_of_batches: Facts of the batch, or of each of its microbatches.
             microbatch_size: The ``device_train_microbatch_size``.
-            widest_row: Columns that the widest row keeps. A budget that the loader has planned is raised to it, and not
-                to the width of the batch, which may be far greater if the collator pads all rows to one width.
+            widest_row: Columns that the widest row keeps. Only used to raise the loader's budget so that this row fits.
+                The width of the batch may be far greater, if the collator pads all rows to one width.
         """
         decoder_width = max(facts.decoder_width for facts in facts_of_batches)
         if self.options.slot_tokens is None and self._planned_tokens:
@@ -268,9 +271,9 @@ class MicrobatchSplit:
     def candidates(self, facts: RowFacts, earlier: CutRules) -> Iterator[CutRules]:
         """Yields the rules to try on these rows, cheapest first. ``earlier`` are the rules found on other rows.
 
-        Packing comes first, if rows may be packed. If the earlier rules pack, it is only tried in their way. Otherwise
-        packing by documents is tried, and if the run must pack, by positions as well. A run that need not pack then
-        tries padding.
+        Packing comes first, if rows may be packed. If the earlier rules pack, only their kind of packing is tried.
+        Otherwise it is tried by documents, and by positions if the run must pack. A run that need not pack then tries
+        rules without packing.
 
         The check stops at the first rules that are exact. So the code after a ``yield`` only runs if these rules have
         failed.
@@ -292,7 +295,10 @@ class MicrobatchSplit:
         yield from padded_candidates(facts, earlier)
 
     def assemble(self, facts: RowFacts, rows: Sequence[int], rules: CutRules) -> BatchDict:
-        """Returns the microbatch of some rows, cut and packed by the rules. The check computes its gradient."""
+        """Returns the microbatch of some rows, cut and packed by the rules. The check computes its gradient.
+
+        If the rules pack, it also changes the model's attention. :meth:`adopt` undoes that if its rules do not pack.
+        """
         coupling = facts.layout.family.coupling
         if rules.packing:
             if coupling:
@@ -344,7 +350,7 @@ class MicrobatchSplit:
         return bool(self.rules.packing)
 
     def __call__(self, batch: Batch, microbatch_size: int | float) -> list[BatchDict]:
-        """Returns the microbatches of a batch.
+        """Returns the microbatches of a batch, and stores them in the step. In training all ranks call it together.
 
         In training they are cut under the caps, and ``microbatch_size`` stands for memory, see the class. In evaluation
         (no gradients) rows keep their order, and ``microbatch_size`` counts rows.
@@ -423,7 +429,7 @@ class MicrobatchSplit:
         rules trim such padding.
         """
         if not self.options.regroup:
-            return True  # the loader has grouped rows by length. The cut keeps the order of the joined rows instead
+            return True  # rows are cut in order, as in any other batch, and not as the loader has planned
         if self.packs_rows or _width_matters(facts_of_batches):
             return True
         padded_sides = {facts.side for facts in facts_of_batches if facts.is_padded}
@@ -433,8 +439,8 @@ class MicrobatchSplit:
             return True  # a pad predicts a label
         # If no microbatch has padding, the narrower ones would be padded on the right in one batch.
         side = 'left' if 'left' in padded_sides else 'right'
-        # Padding is trimmed up to a width, so if the rules trim the widest microbatch, they trim all. The widest one
-        # may have no padding, and then its facts name the wrong side.
+        # Rules trim all batches up to a width. So if they trim the widest microbatch, they trim the others, too. The
+        # widest one may have no padding, and then its facts name the wrong side.
         widest = max(facts_of_batches, key=lambda facts: facts.width)
         return not self.rules.trims(replace(widest, side=side))
 
@@ -487,7 +493,10 @@ class MicrobatchSplit:
         options: CutOptions,
         pre_split: PreSplitBatch | None,
     ) -> list[Piece]:
-        """Returns pieces under the caps. A microbatch of a pre-split batch stays as it is if it fits."""
+        """Returns pieces under the caps, on several ranks without repeated samples.
+
+        A microbatch of a pre-split batch stays as it is if it fits. For a row over a cap see :meth:`.Piece.check_caps`.
+        """
         pieces: list[Piece] = []
         has_ranks = get_world_size() > 1
         for number, facts in enumerate(facts_of_batches):
@@ -700,14 +709,14 @@ def _check_decoder_padding(facts_of_batches: Sequence[RowFacts]) -> None:
     widths = {labels_of(facts.batch).shape[1] for facts in facts_of_batches}
     if len(widths) < 2:
         return
-    # Labels that begin after the first column look padded on the left, but the first ones may be masked. Labels that
-    # end before the last column look padded on the right, but the last ones may be masked. If both occur, the text of
-    # the encoder decides, because a tokenizer pads both texts on the same side.
+    # Labels that begin after the first column look padded on the left, and labels that end before the last column look
+    # padded on the right. But these columns may only be masked. If both occur, the text of the encoder decides, because
+    # a tokenizer pads both texts on the same side.
     is_text_padded_on_left = any(facts.side == 'left' for facts in facts_of_batches)
     padded_on_left = None
     for facts in facts_of_batches:
         reach = Reach.of(labels_of(facts.batch) != IGNORE_INDEX)
-        full_or_empty = (reach.width, 0)  # reach of a row with a label in the farthest column, or none
+        full_or_empty = (reach.width, 0)  # a row with a label in the outermost column, or with no label, shows nothing
         ends_early = any(num_columns not in full_or_empty for num_columns in reach.from_first)
         begins_late = any(num_columns not in full_or_empty for num_columns in reach.from_last)
         if ends_early and not is_text_padded_on_left:
@@ -744,8 +753,8 @@ def _check_all_first_labels(facts_of_batches: Sequence[RowFacts], kind: str) -> 
 def _empty_microbatch(facts_of_batches: Sequence[RowFacts], dummies: DummyRows) -> BatchDict:
     """Returns a microbatch without weight: the dummy rows, or if there are none, a copy of the shortest row."""
     if dummies:  # their weight is 0
-        dummy_batches = [dummy.batch for dummy in dummies.values()]
-        return facts_of_batches[0].layout.concat(dummy_batches)
+        first, *others = [dummy.batch for dummy in dummies.values()]
+        return add_rows(facts_of_batches[0].layout, first, others, 'right')
     facts = min(facts_of_batches, key=lambda candidate: min(candidate.lengths))
     shortest = facts.lengths.index(min(facts.lengths))
     return trimmed_dummy(facts, shortest)

@@ -58,25 +58,25 @@ def token_data_spec(
             compared with the model's own loss. ``'auto'``: the rule of that loss is found.
         layout: How tensors belong to rows. Default: the layout of the model, or if no model is known, the layout that
             the keys of each batch imply.
-        slot_tokens: Width of a slot, in tokens. Default: the width of the device batch. If the loader has planned the
-            microbatches (:class:`.RegroupingDataLoader`), it is the loader's ``max_tokens``, divided by the
-            ``device_train_microbatch_size`` of the first batch. A single row always fits then.
+        slot_tokens: Width of a slot, in tokens. Default: the width of the device batch, or if the loader has planned
+            the microbatches (:class:`.RegroupingDataLoader`), its ``max_tokens`` divided by the
+            ``device_train_microbatch_size`` of the first batch. With this default a single row always fits.
         max_image_tokens: Most placeholders of images, videos and audios in a microbatch. A hard cap as well, for vision
             encoders that need much memory. Default: no cap.
         max_loss_tokens: Most loss tokens in a microbatch. A hard cap as well. If logits are only computed at labels, it
             limits the number of positions that have logits. Default: no cap.
         regroup: Whether to sort rows by real length before cutting. ``False`` keeps their order. Default: ``True``.
         equal_counts: Whether all ranks make the same number of microbatches. ``'auto'``: yes, unless the algorithm has
-            seen that gradients are reduced only in the last microbatch. Under DDP this is Composer's default. ``False``
-            is refused on several ranks with FSDP or automatic microbatching.
+            seen that gradients are reduced only in the last microbatch, Composer's default under DDP. ``False`` is
+            refused on several ranks with FSDP or automatic microbatching.
         width_multiple: Microbatch widths are rounded up to a multiple of this, but never beyond the width of the batch
             or the cap.
         packing: Whether the rows of a microbatch become one packed row, without any padding, with attention document by
             document. The model's attention must go through transformers' ``AttentionInterface``. The first-batch check
             shows whether packing is exact. ``'auto'``: pack if it is exact and costs less on the first batch. Default:
             ``False``.
-        cost: Cost of a microbatch on your machine. Batches are cut so that the total cost is least. Default: a model of
-            hidden size 4096 on a GPU.
+        cost: Cost of a microbatch on your machine. Batches are cut so that the total cost is least. Default: the cost
+            in a model of hidden size 4096 on a GPU.
         on_oversize: What to do with a single row over a cap: ``'raise'`` an error that names it, or ``'warn'`` and
             compute it alone.
         **data_spec_kwargs: Passed to :class:`composer.core.DataSpec`.

@@ -185,6 +185,20 @@ def test_dummy_row_brings_no_new_lists():
     assert with_dummy['num_images'] == [0, 0, 1]
 
 
+@pytest.mark.parametrize('listed', ['image', 'video'])
+def test_dummies_of_two_ranks_have_unlike_lists(listed):
+    """An empty microbatch joins the dummy row of this rank with that of another rank, whose batches lack a list."""
+    case, layout = media_case_of('video_llava')
+    rows = {modality: with_counts(row_of(case, modality)) for modality in ('image', 'video')}
+    rows[listed]['files'] = ['a']
+    dummies = {modality: describe(layout, zero_weight(row)) for modality, row in rows.items()}
+
+    microbatch = split._empty_microbatch([dummies['image']], dummies)
+
+    assert num_samples(microbatch) == 0
+    assert layout.images_per_row(microbatch) == [2, 0]
+
+
 def test_padding_of_row_beginning_with_placeholder():
     """The padding must not take the id of the placeholder."""
     case, layout = media_case_of('video_llava')

@@ -104,6 +104,15 @@ def test_label_behind_padding_is_named():
     assert 'has a label' in RankWidth.of([facts], NOTHING_KNOWN, LossRule.CAUSAL).reason
 
 
+@pytest.mark.parametrize('labelled_part', [0, 1])
+def test_label_of_any_part_is_named(labelled_part):
+    """Nothing is known about the positions of the other part, but the label may be the cause of that."""
+    parts = [ragged_batch([(4, 2), (9, 5)], side='left')]
+    parts.insert(labelled_part, ragged_batch([(4, 4), (9, 9)], side='left'))
+    facts = [describe(BatchLayout.infer(part), part) for part in parts]
+    assert 'has a label' in RankWidth.of(facts, NOTHING_KNOWN, LossRule.CAUSAL).reason
+
+
 @pytest.mark.parametrize(('rules', 'matters'), [(TRIMMED, False), (KEPT, True), (NOTHING_KNOWN, True)])
 def test_rows_without_padding_may_get_some(rules, matters):
     """On another rank, padded rows may have a label on the first token, so that no padding could be trimmed."""
