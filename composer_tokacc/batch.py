@@ -184,9 +184,9 @@ def check_batch(batch: Batch, *, labels_are_at_ids: bool = False) -> None:
 def check_rows(batch: Batch) -> None:
     """Raises ValueError if labels or mask are no tensors, a tensor is not plain, or there is no token.
 
-    Also if the mask hides all of a row that has labels. Unlike :func:`check_batch` it allows what a user's own loop may
-    read: ids of bytes, ids of several codebooks ``(rows, width, codebooks)``, labels of int32, or a mask of three
-    dimensions.
+    Also if ids or mask have other rows than the labels, or the mask hides all of a row that has labels. Unlike
+    :func:`check_batch` it allows what a user's own loop may read: ids of bytes, ids of several codebooks
+    ``(rows, width, codebooks)``, labels of int32, or a mask of three dimensions.
     """
     labels = labels_of(batch)
     if not labels.dtype.is_signed:
@@ -195,6 +195,16 @@ def check_rows(batch: Batch) -> None:
     mask = batch.get('attention_mask')
     if not isinstance(mask, Tensor | None):
         raise InvalidInputError(f'`attention_mask` must be a tensor, got: {type(mask).__name__}.')
+    for key in ('input_ids', 'attention_mask'):
+        tensor = batch.get(key)
+        if not isinstance(tensor, Tensor):
+            continue  # absent, or ids of another type. Then `labels` are the text, see text_of()
+        is_for_all_rows = tensor.dim() == 4 and len(tensor) == 1  # only a mask can be
+        if tensor.dim() < 2 or (len(tensor) != len(labels) and not is_for_all_rows):
+            raise InvalidInputError(
+                f'`{key}` must have the rows of `labels`, {len(labels)}, as its first dimension, and their tokens as '
+                f'another, got: shape {tuple(tensor.shape)}. Give one row as `{key}[None]`.'
+            )
     _check_tokens(batch, labels)
 
 
@@ -305,19 +315,21 @@ def padding_positions(real: Tensor) -> Tensor:
 def attended_positions(batch: Batch) -> Tensor:
     """Returns the positions that the mask does not hide, bool ``(rows, width)``. Without a mask of the text, all.
 
-    In a mask of four dimensions, a position is attended if any query attends to it.
+    In a mask of three or four dimensions, a position is attended if any query attends to it.
     """
     ids = text_of(batch)
     mask = batch.get('attention_mask')
     # Without text, or with another width, the mask belongs to another input, such as the frames of Whisper.
     if mask is None or not has_text(batch) or mask.shape[-1] != ids.shape[1]:
-        return torch.ones_like(ids, dtype=torch.bool)
+        # Not `ones_like`, because ids of several codebooks have a third dimension.
+        return torch.ones(ids.shape[:2], dtype=torch.bool, device=ids.device)
     if mask.dim() == 2:
         return mask != 0
-    # (rows, heads, queries, keys). Floats are added to the scores, so 0 means attended. Otherwise 0 means hidden.
+    # (rows, heads, queries, keys), or without heads. Floats are added to the scores, so 0 means attended. Otherwise 0
+    # means hidden.
     is_attended = mask == 0 if mask.dtype.is_floating_point else mask.bool()
     is_attended_by_any = is_attended.flatten(1, -2).any(dim=1)
-    return is_attended_by_any.expand_as(ids)
+    return is_attended_by_any.expand(len(ids), -1)
 
 
 def num_runs(positions: Tensor) -> Tensor:

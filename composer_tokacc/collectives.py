@@ -103,8 +103,11 @@ def from_any_rank(value: T | None) -> T | None:
 def of_first_rank(compute: Callable[[], T]) -> T:
     """Calls a function on rank 0 and returns its result, which is not None, on all ranks; a collective.
 
-    If the function raises a refusal, all ranks raise it. Any other error is raised on rank 0. The others then raise a
-    refusal that names it, so that only rank 0 prints a traceback.
+    If the function raises a refusal, all ranks raise it. Any other error is raised on rank 0, also a SystemExit of
+    status 0. The others then raise a refusal that names it, so that only rank 0 prints a traceback.
+
+    ``compute`` must make no collective, so it must not call this function either. The other ranks already wait for the
+    result of ``compute``, and would take the result of an inner call for it.
     """
     outcome: T | RefusalError | None = None
     if get_global_rank() == 0:

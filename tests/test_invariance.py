@@ -324,6 +324,16 @@ def ids_of_codebooks(row):
     return {**row, 'input_ids': row['input_ids'][:, :, None].expand(-1, -1, 4)}
 
 
+def ids_of_codebooks_without_mask(row):
+    codebooks = ids_of_codebooks(row)
+    del codebooks['attention_mask']
+    return codebooks
+
+
+def ids_of_codebooks_with_mask_of_pairs(row):
+    return mask_of_pairs(ids_of_codebooks(row))
+
+
 def short_labels(row):
     return {**row, 'labels': row['labels'].to(torch.int16)}
 
@@ -333,7 +343,17 @@ def mask_of_pairs(row):
     return {**row, 'attention_mask': torch.ones(1, width, width, dtype=torch.long).tril()}
 
 
-@pytest.mark.parametrize('change', [ids_of_bytes, ids_of_codebooks, short_labels, mask_of_pairs])
+@pytest.mark.parametrize(
+    'change',
+    [
+        ids_of_bytes,
+        ids_of_codebooks,
+        ids_of_codebooks_without_mask,
+        ids_of_codebooks_with_mask_of_pairs,
+        short_labels,
+        mask_of_pairs,
+    ],
+)
 def test_rows_that_only_the_users_loop_can_read(change):
     """TokenAccumulation refuses such rows, but a loop of the user may read them."""
     loop = step_mean(text_model())
@@ -359,6 +379,9 @@ def test_rows_that_only_the_users_loop_can_read(change):
     [
         ({'attention_mask': [[1] * 4]}, '`attention_mask` must be a tensor, got: list'),
         ({'labels': torch.ones(1, 4, dtype=torch.uint8)}, '`labels` must be of a type that can hold -100'),
+        ({'input_ids': torch.ones(4, dtype=torch.long)}, '`input_ids` must have the rows of `labels`, 1, .*\\(4,\\)'),
+        ({'input_ids': torch.ones(2, 4, dtype=torch.long)}, '`input_ids` must have the rows of `labels`, 1, '),
+        ({'attention_mask': torch.ones(4)}, '`attention_mask` must have the rows of `labels`, 1, '),
         ({'attention_mask': torch.zeros(1, 4)}, '`attention_mask` must be 1 where tokens are'),
         (
             {'inputs_embeds': torch.zeros(1, 4, 2, requires_grad=True)},
@@ -366,7 +389,16 @@ def test_rows_that_only_the_users_loop_can_read(change):
         ),
         (dict.fromkeys(text_row(4, 2), torch.ones(1, 0, dtype=torch.long)), 'at least one row of one token'),
     ],
-    ids=['list', 'labels without a sign', 'inverted', 'with gradient', 'no column'],
+    ids=[
+        'list',
+        'labels without a sign',
+        'ids without rows',
+        'ids of two rows',
+        'mask without rows',
+        'inverted',
+        'with gradient',
+        'no column',
+    ],
 )
 def test_unusable_rows_are_refused(change, message):
     first, *others = text_rows(ROWS)

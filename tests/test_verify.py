@@ -252,6 +252,13 @@ def test_rule_that_the_run_does_not_check(monkeypatch):
     assert verify('algorithms.token_accumulation={loss_tokens: causal, check_loss: false}') == 0
 
 
+def test_packed_rows_need_no_logits(monkeypatch):
+    """Only token weights do. The model of packed rows may return only its loss."""
+    take_first_batch(monkeypatch, text_model(), packed_rows())
+    monkeypatch.setattr(program, 'token_weights_of', mock.Mock(side_effect=AttributeError('no logits')))
+    assert verify() == 0
+
+
 @pytest.mark.parametrize(
     ('change', 'message'),
     [

@@ -491,8 +491,8 @@ def _find_endings(example: _TextsOfExample, tokenizer: Any, tokens: set[str]) ->
     if tokens_after_last and tokens_after_last[0] not in begins_prompt:
         endings.append(tokens_after_last[0])  # the last answer has its own ending, or only the last one has any
     # The first token after an earlier answer may end this answer, or begin the next question. It is an ending if it
-    # also ends questions, and begins neither the conversation nor a question. A token before text begins something. But
-    # before another token it may end a system turn that the template adds.
+    # also ends questions, and begins neither the conversation nor a question. A token before the text of a question
+    # begins something. But before another token it may end a system turn that the template adds.
     begins_turn = [*before_questions, *_tokens_before_text(example.before, tokens)]
     for token in tokens_after_answer[:1]:  # one or none
         if token in after_questions and token not in begins_turn:
@@ -529,17 +529,18 @@ def _first_tokens(text: str, tokens: Iterable[str]) -> list[str]:
 
 
 def _tokens_before_text(text: str, tokens: Iterable[str]) -> list[str]:
-    """Returns the tokens of a text before other text, and its last token. White space does not count as text.
+    """Returns the tokens whose last place in a text is before other text, and its last token.
 
-    Of the tokens that fit at a place, takes the longest.
+    White space does not count as text. Earlier places do not count either: a token that ends two parts of a system turn
+    stands before the text of the second part. Of the tokens that fit at a place, takes the longest.
     """
     longest_first = sorted(tokens, key=len, reverse=True)
     pattern = '|'.join(re.escape(token) for token in longest_first)
     pieces = re.split(f'({pattern})', text)  # text, token, text, token, ..., text
     found_tokens = pieces[1::2]
-    texts_after = pieces[2::2]
+    last_texts_after = dict(zip(found_tokens, pieces[2::2], strict=True))  # later places replace earlier ones
     before_text = found_tokens[-1:]
-    for token, text_after in zip(found_tokens, texts_after, strict=True):
+    for token, text_after in last_texts_after.items():
         if text_after.strip():
             before_text.append(token)
     return before_text

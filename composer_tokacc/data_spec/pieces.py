@@ -86,7 +86,10 @@ def smallest_row(facts_of_batches: Sequence[RowFacts], modality: str) -> BatchDi
 
 
 def trimmed_dummy(facts: RowFacts, row: int) -> BatchDict:
-    """Returns a copy of a row of the batch, without its padding and without weight."""
+    """Returns a row of the batch without its padding and without weight.
+
+    If the batch has no other row, they share tensors. If audio lies along the text, the padding stays.
+    """
     (trimmed,) = split_trimmed(facts.layout, facts.batch, [[row]])
     return zero_weight(trimmed)
 

@@ -73,7 +73,11 @@ class SampleSizes:
         return None if self.loss_tokens is None else self.loss_tokens[samples]
 
     def select(self, samples: np.ndarray) -> SampleSizes:
-        """Returns the sizes of the samples with these indices, without their names."""
+        """Returns the sizes of some samples, without their names.
+
+        Args:
+            samples: Indices of the samples, int64 (n,). The result has n samples in this order.
+        """
         vision_patches = self.vision_patches
         if vision_patches is not None:
             vision_patches = vision_patches[samples]
@@ -85,7 +89,10 @@ class SampleSizes:
         )
 
     def rows(self, options: CutOptions) -> Rows:
-        """Returns all samples in the form that the planner takes."""
+        """Returns all samples in the form that the planner takes. Row i is sample i; each table is (samples,).
+
+        Raises ValueError if there is no sample, or if a size has a cap but is unknown.
+        """
         return Rows(
             self.tokens,
             options,

@@ -265,7 +265,9 @@ def test_last_answer_that_ends_like_questions():
     assert ConversationEncoder(words).template.end_token == '<|end|>'
 
 
-@pytest.mark.parametrize('default', ['', '<|start|>system:Be brief.<|end|>'])
+@pytest.mark.parametrize(
+    'default', ['', '<|start|>system:Be brief.<|end|>', '<|start|>system:Be brief.<|end|>No tools.<|end|>']
+)
 def test_last_answer_that_is_left_open(default, warnings):
     """The last answer gets the ending of the earlier ones, and no answer gets the `eos_token` as a second ending."""
     words = tokenizer('<|start|>', '<|end|>', '</s>', eos_token='</s>')
