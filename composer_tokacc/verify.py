@@ -264,7 +264,8 @@ class _VerifiedRun:
         model.zero_grad(set_to_none=True)
         outputs = model(batch)
         loss = model.loss(outputs, batch)
-        if self.rule is not None:
+        if self.options.is_weighted:
+            assert self.rule is not None
             weights = token_weights_of(batch, self.options.token_weights, self.rule)
             weights = self.rule.at_predictions(weights)
             targets = self.rule.targets(batch)
