@@ -51,7 +51,6 @@ class LossRule(str, Enum):
     # Messages and logs show the plain value, as users write it. Python 3.10 has no StrEnum.
     __str__ = str.__str__
     __repr__ = str.__repr__
-    __format__ = str.__format__
 
     @classmethod
     def _missing_(cls, value: object) -> None:

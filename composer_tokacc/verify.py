@@ -225,7 +225,7 @@ class _VerifiedRun:
         named_rule = options.rule
         if uses_composers_flag(self.config):  # there is no TokenAccumulation that has the option
             named_rule = LossRule.named(self.config.microbatching.loss_tokens)
-        if named_rule is not None and not options.check_loss and not options.is_weighted:
+        if named_rule is not None and not options.needs_loss_check:
             return named_rule
         # One row, with labels that tell the rules apart, is enough to find the rule.
         row = rule_batch(self.layout, self.layout.concat(self.rows_of_all_ranks))

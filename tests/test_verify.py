@@ -244,6 +244,18 @@ def test_labels_that_packed_rows_lose(uses_flag, padding, tmp_path, capsys, monk
     assert error < 1e-6, reason
 
 
+def test_packed_rows_without_logits(monkeypatch):
+    """A model with a fused loss returns no logits. Only token weights need them."""
+    model = text_model()
+
+    def drop_logits(module, args, outputs):
+        outputs.logits = None
+
+    model.register_forward_hook(drop_logits)
+    take_first_batch(monkeypatch, model, packed_rows())
+    assert verify() == 0
+
+
 def test_rule_that_the_run_does_not_check(monkeypatch):
     """The model of such a run may hide its rule. So the reference takes the named rule, as the run does."""
     take_first_batch(monkeypatch, text_model(), packed_rows())

@@ -65,7 +65,7 @@ def pack_rows(
         # This rule does not count labels on padding. But real_positions() takes padding with a label for a token.
         labels = batch['labels'].masked_fill(~attended_positions(batch), IGNORE_INDEX)
         batch = {**batch, 'labels': labels}
-    is_shifted = rule is not LossRule.UNSHIFTED
+    is_shifted = rule is None or rule.shifts_labels
     real = real_positions(batch)
     _check_rows(layout, batch, real, attention, is_shifted=is_shifted)
     if not bool(real.any()):

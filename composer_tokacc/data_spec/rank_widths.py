@@ -61,6 +61,7 @@ class RankWidth:
         pads_left = False
         reason = ''
         is_beyond = None
+        may_shift_labels = rule is None or rule.shifts_labels
         for facts in facts_of_parts:
             has_rotary_limit = facts.layout.width_limit is not None
             if has_rotary_limit and bool((labels_of(facts.batch) != IGNORE_INDEX).any()):
@@ -74,7 +75,7 @@ class RankWidth:
             # batch.
             # A label on the first token is named first, because the user can mask it. Rows with such a label are never
             # trimmed, so with the label the check could not see whether the model counts positions.
-            if rule is not LossRule.UNSHIFTED and any(facts.has_first_label):
+            if may_shift_labels and any(facts.has_first_label):
                 reason = 'the first token of a row has a label, which the pad before it would predict'
             elif not reason and _may_depend_on_padding(facts, rules):
                 reason = 'more padding changes its losses (the model may count positions from the first column)'

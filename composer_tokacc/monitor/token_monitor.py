@@ -124,7 +124,7 @@ class TokenMonitor(Callback):
         device_tflops: float | None = None,
         flops: Flops | None = None,
     ) -> None:
-        self.rule = LossRule(loss_tokens)
+        self.loss_tokens = LossRule(loss_tokens)
         check_choice('sources', sources, ('auto', False))
         self.sources = sources
         if device_tflops is not None:
@@ -169,7 +169,7 @@ class TokenMonitor(Callback):
 
     def batch_start(self, state: State, logger: Logger) -> None:
         """Counts the device batch: all rows of this rank, still on the CPU and not split."""
-        self._device_batch = count_device_batch(state.batch, self.rule)
+        self._device_batch = count_device_batch(state.batch, self.loss_tokens)
         self._device_batch_positions = num_positions(state.batch)
         self._media_flops = 0.0
         if self.flops is not None:
@@ -184,7 +184,7 @@ class TokenMonitor(Callback):
 
     def before_backward(self, state: State, logger: Logger) -> None:
         """Counts a microbatch and its operations, and notes its rows by source. Does not wait for the device."""
-        counts = count_microbatch(state.batch, self.rule)
+        counts = count_microbatch(state.batch, self.loss_tokens)
         self._microbatches.append(counts)
         if self.flops is not None:
             for width, rows in rows_by_width(state.batch).items():
