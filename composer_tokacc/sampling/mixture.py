@@ -184,7 +184,7 @@ class LossShares:
         """
         datasets = self._dataset_of_sample[window]
         # Loss tokens of each dataset in this batch.
-        tokens = np.bincount(datasets, weights=self.loss_tokens[window], minlength=len(self.shares))
+        tokens = np.bincount(datasets, weights=self.loss_tokens[window], minlength=self.shares.size)
         is_absent = tokens == 0
         if is_absent.any() and not self._has_warned:
             self._has_warned = True
