@@ -45,8 +45,8 @@ class RestoreRandomState(Callback):
     """Restores the random number generators of every rank before the first batch of a resumed run.
 
     It is needed for a dataset with a ``load_state_dict``, such as StreamingDataset. Mid-epoch, Composer restores the
-    generators at the last batch that it discards, but for such a dataset it discards none. Then dropout would draw
-    other masks than in the unbroken run.
+    generators at the last batch that it discards. For such a dataset it discards none, so dropout would draw other
+    masks than in the unbroken run.
 
     Give a StreamingDataLoader its own ``generator``. Otherwise a resumed one draws a seed from torch's generator after
     this callback. The unbroken run draws none mid-epoch, so all later random numbers would differ.
