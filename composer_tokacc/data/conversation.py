@@ -120,11 +120,11 @@ class ConversationEncoder:
         self.media_options: Mapping[str, Mapping[str, Any]] = {}
         """``images_kwargs`` and ``videos_kwargs`` for the processor. `FittingEncoder` makes media smaller with them."""
         self.parts = _parts_of(processor)
-        """The processor's parts by modality. Media of a modality that has no part are refused."""
+        """The processor's parts by modality. Media of a modality without a part are refused. Empty for a tokenizer."""
         self.video = _sampling_for(self.parts.get('video'), video)
         self._audio_window = _window_of(self.parts.get('audio'))
         self._longest_read_audio = 0
-        """Audio samples of the longest audio that was read to its end. `_check_ends_of_audios` trusts shorter ones."""
+        """Audio samples of the longest audio read to its end. `_check_ends_of_audios` tries only longer ones."""
         self._has_query_tokens = hasattr(processor, 'num_query_tokens')
         """Whether the processor (of BLIP) writes query tokens for media, in place of placeholders of the template."""
         self.template = ChatTemplate(
@@ -175,6 +175,7 @@ class ConversationEncoder:
         media = {'image': images, 'video': videos, 'audio': audios}
         self._check_number_of_media(checked_messages, media)
         texts = [text_of(message) for message in checked_messages]
+        # The texts of a record have passed this check before, in `check_takes_media`.
         self.control.check(texts, _error_of_conversation)
         # With control_tokens=text, `render` writes stand-ins for the control tokens in the messages. At the end,
         # `spell` replaces them, see ControlTokenPolicy.
@@ -207,7 +208,7 @@ class ConversationEncoder:
         """Encodes a record. Records with equal content give equal samples, wherever their files are.
 
         Args:
-            record: The conversation. If it has a weight, the sample has ``loss_weights`` in the shape of the labels.
+            record: The conversation. If it has a weight, this is the ``loss_weights`` of every label of the sample.
             files: One path or open file for each file of ``record.media``.
             shapes_only: Decode only as much of the media as the shapes of the sample need. Images are then black.
 
@@ -258,7 +259,8 @@ class ConversationEncoder:
         """Returns name and value of the options that change samples, for fingerprints of data.
 
         Options with their default are left out, so that fingerprints in checkpoints of earlier releases still match.
-        The callers add ``video``. ``max_length`` changes no sample, because a sample is encoded whole or refused.
+        The callers add ``video``, and the caps of a `FittingEncoder`. Otherwise ``max_length`` changes no sample,
+        because a sample is encoded whole or refused. Nor does ``control_tokens='refuse'``.
         """
         options: list[tuple[str, object]] = []
         if self.control.option == 'text':
@@ -326,9 +328,9 @@ class ConversationEncoder:
         return self.max_image_tokens is None or num_image_tokens <= self.max_image_tokens
 
     def check_takes_media(self, record: Record) -> None:
-        """Refuses a record if the processor or the chat template would drop its media.
+        """Refuses a record for media that the processor or the chat template would drop, or for control tokens.
 
-        Also refuses control tokens in its text, or only warns of them, see ``ControlTokenPolicy.check``.
+        Some control tokens only give a warning, see ``ControlTokenPolicy.check``.
 
         Raises:
             BadSampleError: If the record is refused.
@@ -435,7 +437,7 @@ class ConversationEncoder:
         """Tells whether special tokens, such as BOS, must be added to a rendered text.
 
         Follows Transformers' ``apply_chat_template(tokenize=True)``. A processor adds them, unless the text
-        begins with the BOS token. A tokenizer that is used without a processor adds none.
+        begins with the BOS token. A tokenizer, or a processor without any part for media, adds none.
         """
         bos = self.tokenizer.bos_token
         return bool(self.parts) and not (bos and text.startswith(bos))
@@ -520,6 +522,7 @@ class ConversationEncoder:
             frames_per_patch = self.parts['video'].temporal_patch_size
             seconds = []
             for video in videos:
+                # The frames are spread evenly over the whole video.
                 seconds_per_frame = video.metadata['duration'] / len(video.frames)
                 seconds.append(frames_per_patch * seconds_per_frame)
             encoded[key] = torch.tensor(seconds)
@@ -578,6 +581,7 @@ class ConversationEncoder:
             instruction = rendered.text[: rendered.answers[0].start]
         instruction = self.control.unhide(instruction)
         tokenizer = self.processor.qformer_tokenizer
+        # Not verbose, because a text that is too long is refused below.
         instruction_tokens = tokenizer([instruction], return_tensors='pt', verbose=False)
         length = instruction_tokens['input_ids'].shape[1]
         if length > tokenizer.model_max_length:
@@ -612,7 +616,7 @@ class ConversationEncoder:
             places_in_text = (text_ids == last_token).nonzero()[:, 0]
             places_in_ids = (input_ids == last_token).nonzero()[:, 0]
             if len(places_in_text) == len(places_in_ids):
-                # The condition selects the k-th place.
+                # The mask is True at the k-th place in the text, so it selects the k-th place in the ids.
                 expanded_end = int(places_in_ids[places_in_text == end - 1]) + 1
                 expanded_start = expanded_end - (end - start)
                 if torch.equal(input_ids[expanded_start:expanded_end], text_ids[start:end]):
@@ -703,8 +707,9 @@ def _window_of(extractor: Any) -> int | None:
     """Returns the length, in audio samples, above which a feature extractor may cut off an audio.
 
     Whisper's extractor has it as the attribute ``n_samples``, Gemma 3n's as the default of the argument ``max_length``.
-    Returns None if the extractor has no such length, or is None itself, because the processor takes no audio.
+    With both, returns the shorter one. Returns None if there is no such length, or no extractor.
     """
+    # For None, this is the signature of `type.__call__`, which has no `max_length`.
     parameter = inspect.signature(type(extractor).__call__).parameters.get('max_length')
     windows = [getattr(extractor, 'n_samples', None), getattr(parameter, 'default', None)]
     return min((window for window in windows if isinstance(window, int)), default=None)

@@ -1,10 +1,10 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Shrinks the images and videos of samples that are over a cap, through arguments of the processor.
+"""Shrinks the images and videos of samples that are over a cap.
 
-Such an argument is a budget, for example ``max_pixels``. Budgets are lowered in steps until the sample fits. Each step
-multiplies all of them by the same factor, and 16 steps halve them.
+A budget is an argument of the processor, for example ``max_pixels``, or the number of frames of a video. Budgets are
+lowered in steps until the sample fits. Each step multiplies all of them by the same factor, and 16 steps halve them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ BUDGETS = (
 )
 """Arguments of image and video processors that limit the tokens of an image.
 
-If a processor has a ``size`` with a ``longest_edge``, only this is used. For Qwen-VL, ``max_pixels`` is its other name.
+If a processor has a ``size`` with a ``longest_edge``, this is its only budget. Qwen-VL also calls it ``max_pixels``.
 """
 OPTIONS_OF_MODALITY = {'image': 'images_kwargs', 'video': 'videos_kwargs'}
 PROBE_SIDE, PROBE_FRAMES = 1024, 8
@@ -86,7 +86,7 @@ class ThinnedSampling(VideoSampling):
     """Takes a share of the frames that :class:`.VideoSampling` takes."""
 
     share: float = 1.0
-    """Share of the frames. It never leaves fewer than ``min_frames``."""
+    """Share of the frames. At least ``min_frames`` are taken, as in the base class."""
 
     def __post_init__(self) -> None:
         """Checks nothing, because the values come from a :class:`.VideoSampling` that was checked."""
@@ -132,6 +132,7 @@ class FittingEncoder(ConversationEncoder):
         self._media_ids = torch.tensor(image_token_ids(processor))
         self._budgets: dict[str, list[str]] = {}
         for modality in OPTIONS_OF_MODALITY:
+            # The probe has its media in a turn of the user.
             if modality in self.parts and self.template.has_placeholders('user', modality):
                 names = _budgets_of(self.parts[modality])
                 self._budgets[modality] = [name for name in names if self._reduces_tokens(modality, name)]
@@ -170,9 +171,9 @@ class FittingEncoder(ConversationEncoder):
             try:
                 sample = encode(steps, shapes_only=shapes_only)
             except RuntimeError as error:
-                # The base class raises this from any error that is not a ValueError. A RuntimeError as its cause comes
-                # from torch: an image has no pixels left (SmolVLM). Then no number of steps is enough, and `sample`,
-                # still the first one, is refused below. Other causes may be bugs.
+                # The base class raises this from any error that is not a ValueError. If its cause is a RuntimeError of
+                # torch, an image has no pixels left (SmolVLM), so no number of steps is enough. `sample` is still the
+                # one from before the search, and is refused below. Other causes may be bugs.
                 if type(error.__cause__) is not RuntimeError:
                     raise
         if not self._fits(sample):
@@ -199,9 +200,9 @@ class FittingEncoder(ConversationEncoder):
         return sample
 
     def _fewest_steps(self, encode: Callable[..., EncodedSample]) -> int:
-        """Returns the fewest steps, from 1 to MOST_STEPS, with which a sample fits or the processor raises an error.
+        """Returns the fewest steps, at least 1, with which a sample fits or the processor raises an error.
 
-        Returns MOST_STEPS if there are none. Decodes only as much of the media as the shapes need.
+        If there are none below MOST_STEPS, returns MOST_STEPS without trying it. Decodes only what the shapes need.
         """
 
         def fits(steps: int) -> bool:
@@ -212,7 +213,8 @@ class FittingEncoder(ConversationEncoder):
                 # enough, the caller encodes with this number of steps, and the sample is refused.
                 return True
 
-        # Finds the first True by bisection, which supposes that more steps never make a sample longer.
+        # Finds the first True of fits(1), fits(2), ... by bisection (False < True). Supposes that more steps never make
+        # a sample longer.
         return bisect_left(range(MOST_STEPS), True, lo=1, key=fits)
 
     def _encoder_with_steps(self, steps: int) -> ConversationEncoder:
@@ -242,7 +244,7 @@ class FittingEncoder(ConversationEncoder):
         try:
             few = self._probe(modality, [budget])
             many = self._probe(modality, [])
-        except PROCESSOR_ERRORS:  # it is not an argument of this processor
+        except PROCESSOR_ERRORS:  # no argument of the processor. None in Transformers refuses its minimum
             return False
         return self._count_media_tokens(few) < self._count_media_tokens(many)
 
@@ -256,8 +258,8 @@ class FittingEncoder(ConversationEncoder):
         many = self._probe('video', budgets, num_frames=num_frames)
         few = self._probe('video', budgets, num_frames=fewest_frames)
         pixels = many.get('pixel_values_videos')
-        # Pixels of five dimensions are stacked clips, which must all have the same number of frames. If the processor
-        # has no such entry, its clips may be stacked, too.
+        # Pixels of five dimensions are clips in one tensor, so that samples can be collated only if all clips have the
+        # same number of frames. If the processor has no such entry, its clips may be in one tensor, too.
         if pixels is None or pixels.dim() == 5:
             return False
         return few['input_ids'].shape[1] < many['input_ids'].shape[1]
@@ -285,7 +287,7 @@ class FittingEncoder(ConversationEncoder):
         return encoder(messages, videos=[video])
 
     def _refusal(self, record: Record, sample: EncodedSample) -> str:
-        """Returns the reason to refuse a sample that is over a cap at every share of its media."""
+        """Returns the reason to refuse a record that is over a cap at every share, with the sizes of `sample`."""
         length = sample['input_ids'].shape[1]
         caps = f'`max_length`={self.max_length} and `max_image_tokens`={self.max_image_tokens}'
         name = type(self.processor).__name__
@@ -310,7 +312,7 @@ def _lowered(part: Any, names: Sequence[str], share: float) -> dict[str, Any]:
     for name in names:
         if name == 'size':
             size = dict(part.size)
-            # The minimum of a side, or of all pixels (Qwen-VL).
+            # Both edges are lengths of a side, or numbers of pixels of the image (Qwen-VL).
             minimum = min(size.get('shortest_edge') or 1, size['longest_edge'])
             size['longest_edge'] = max(int(size['longest_edge'] * share), minimum)
             lowered[name] = size

@@ -54,7 +54,7 @@ the first have the names of its fields."""
 MOST_SAMPLES_WITHOUT_HEADERS = 512
 """Up to this number of samples, all are read, so that the bad ones are known at the start."""
 NUM_CHECKED = 64
-"""If headers are used, the ranks together read this number of samples, too, to check their rows from headers."""
+"""If headers are used, the ranks together still read this number of samples, to check their rows from headers."""
 
 log = logging.getLogger(__name__)
 
@@ -162,9 +162,9 @@ def length_table(
 
     - The method ``fingerprint()`` identifies the data, see ``table_name()``.
     - The attribute ``measured`` is a length table that is returned as it is.
-    - With ``encoder``, ``unexpanded`` and ``shapes_of_videos`` of :class:`.LlavaDataset`, samples are measured without
-      reading them. This is done for more than 512 samples, and with ``'raise'`` only. A file that is damaged after its
-      header is then noticed only in training.
+    - The method ``unexpanded`` of :class:`.LlavaDataset`, only together with its ``encoder`` and ``shapes_of_videos``.
+      With them, ``'raise'``, and more than 512 samples, most samples are measured from headers. A file that is damaged
+      after its header is then noticed only in training.
 
     Args:
         dataset: A map-style dataset, or a ``ConcatDataset`` of some, each with its own file. Samples hold ``input_ids``
@@ -175,7 +175,7 @@ def length_table(
             that the processor names, or 14, the most common, if it names none (Idefics3, Gemma3, InternVL, ...).
         num_workers: Processes on each rank. None: the CPU cores of the node, divided among its ranks.
         on_error: Handling of a sample that raises :class:`.BadSampleError`. ``'raise'``, or ``'skip'``: keep the reason
-            in ``errors``. With ``'skip'`` all samples are read, and later only the bad ones.
+            in ``errors``. With ``'skip'`` the first start reads all samples, and later starts only the bad ones.
 
     Raises:
         BadSampleError: For the first bad sample (``'raise'``), on all ranks.
@@ -229,7 +229,8 @@ def build_length_table(
 ) -> LengthTable:
     """Measures every sample of a dataset. Every rank must call it. The table is not kept in a file.
 
-    Arguments and errors are those of :func:`length_table`. Samples that are good in ``earlier`` are not measured again.
+    Arguments and errors are those of :func:`length_table`. Samples that are good in ``earlier`` are not measured again,
+    unless headers are used.
     """
     check_choice('on_error', on_error, ('raise', 'skip'))
     # A script that a launcher starts may have no process group. Then each rank measures all samples.
@@ -243,6 +244,7 @@ def build_length_table(
     run = partial(map_samples, num_workers=num_workers, shows_bar=rank == 0)
     measurer = SampleMeasurer(dataset, processor, patch_size_of(patch_size, processor), run)
     indices = range(rank, len(dataset), num_ranks)
+    # In the order of the samples. None: not measured.
     rows: dict[int, MeasuredRow] = dict.fromkeys(range(len(dataset)))
     for rows_of_rank in values_of_ranks(_measure_rows(measurer, indices, on_error, earlier)):
         rows.update(rows_of_rank)
@@ -339,7 +341,7 @@ def _verified_rows(rows: Mapping[int, TableRow], measurer: SampleMeasurer) -> di
 
 
 def _check_table(table: LengthTable, on_error: OnError) -> LengthTable:
-    """Returns the table. Raises if it has a bad sample (``'raise'``), or no label in any good sample."""
+    """Returns the table. Raises for a bad sample (``'raise'``), or if no label of a good sample carries loss."""
     if table.errors and on_error == 'raise':
         raise BadSampleError(table.errors[min(table.errors)])
     has_good_samples = len(table.errors) < len(table)

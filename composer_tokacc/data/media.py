@@ -3,7 +3,8 @@
 
 """Finds, opens and decodes the files of a record's media.
 
-A file must exist, be a regular file, and lie inside the folder of the media.
+`check_files` demands that files exist, and lie inside the folder of the media unless `allow_outside` is set.
+`open_files` demands that they are regular files.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def open_files(record: Record) -> list[Path | BinaryIO]:
             else:
                 files.append(regular_file(record.folder / file))
         except (ValueError, OSError) as error:
-            if not is_from_file(error):
+            if not is_from_file(error):  # it counts the ValueError of regular_file() as from the file
                 raise
             name = file.name if isinstance(file, EmbeddedFile) else record.folder / file
             raise record.error(f'{modality} file {name} cannot be read: {error}') from error
@@ -120,7 +121,7 @@ def decode_media(
     Args:
         record: The record of the media.
         files: One path or open file for each file of ``record.media``.
-        video: The choice of frames from its videos. None: the default.
+        video: The choice of frames from its videos. None: ``VideoSampling()``.
         sampling_rate: Samples a second of the audio that is returned. Audio of another rate is resampled.
         shapes_only: Decode less, because only shapes and times must be right. Images are black, and all frames of a
             video file are its first chosen one. Audio, and videos of several files, are decoded as usual.
@@ -142,7 +143,7 @@ def decode_media(
         files_of_medium = [next(remaining_files) for _ in medium.files]
         file = files_of_medium[0]
         try:
-            if len(files_of_medium) > 1:  # images that are the frames of a video
+            if len(files_of_medium) > 1:  # the frames of a video as images: no other medium has several files
                 content = read_frames(files_of_medium, sampling)
             elif medium.modality == 'video':
                 content = read_video(file, sampling, shapes_only=shapes_only)
@@ -155,7 +156,7 @@ def decode_media(
         except Exception as error:  # PIL raises OSError, SyntaxError, ValueError, struct.error, ... on broken files
             if not is_from_file(error):
                 raise
-            names = ', '.join(medium.names)
-            raise record.error(f'{medium.modality} file {names} cannot be read: {error}') from error
+            file_names = ', '.join(medium.names)
+            raise record.error(f'{medium.modality} file {file_names} cannot be read: {error}') from error
         decoded.setdefault(medium.modality, []).append(content)
     return decoded

@@ -40,8 +40,8 @@ class Mixture:
         sizes: Samples of each dataset.
         epochs: How often each is read in one epoch of the run; 0.5 gives one half in one epoch and the other half in
             the next. Default: once each.
-        weights: Instead of `epochs`, the relative share of each dataset in the samples of every global batch. An epoch
-            then has ``sum(sizes)`` samples.
+        weights: Instead of `epochs`, the relative share of each dataset in the samples. Every global batch has it to
+            within a few samples, except with ``modality='per_step'``. An epoch then has ``sum(sizes)`` samples.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -133,7 +133,7 @@ def _checked_rates(
     """Returns a number for each dataset, float64 (num_datasets,).
 
     Raises ValueError unless all are above 0 and at most `highest`. The default refuses hardly any number, because only
-    the ratio of weights or shares counts. They may be numbers of tokens.
+    the ratio of weights or shares counts. A weight may be a number of tokens, for example.
     """
     rates = checked_table(name, values, num_datasets, dtype=np.float64)
     if not (rates.min() > 0 and rates.max() <= highest):
@@ -167,7 +167,7 @@ class LossShares:
         loss_tokens: Table,
     ) -> None:
         self.shares = checked_table('shares', shares, len(sizes), dtype=np.float64)
-        if self.shares.min() == 0 or abs(self.shares.sum() - 1) > 1e-6:
+        if self.shares.min() <= 0 or abs(self.shares.sum() - 1) > 1e-6:
             raise InvalidInputError(
                 f'`shares` must be positive, one for each dataset, and add up to 1, got: {self.shares.tolist()}.'
             )
@@ -180,12 +180,11 @@ class LossShares:
         """Returns for each sample of a global batch the weight of each of its tokens, float64 (samples,).
 
         Args:
-            window: The samples of the global batch, by their index in the ``ConcatDataset``.
+            window: Index in the ``ConcatDataset`` of each sample of the global batch.
         """
         datasets = self._dataset_of_sample[window]
         # Loss tokens of each dataset in this batch.
-        num_datasets = len(self.shares)
-        tokens = np.bincount(datasets, self.loss_tokens[window], num_datasets)
+        tokens = np.bincount(datasets, weights=self.loss_tokens[window], minlength=self.shares.size)
         is_absent = tokens == 0
         if is_absent.any() and not self._has_warned:
             self._has_warned = True
@@ -205,8 +204,8 @@ def check_sizes_of_datasets(name: str, sizes: Sequence[int], dataset: object, nu
     """Raises ValueError unless the sizes of a mixture, or of loss shares, can be those of the datasets in `dataset`.
 
     They must add up to its length. And they must not be the sizes of the parts of a ConcatDataset in another order,
-    because then each share would apply to the samples of another dataset. All other sizes are accepted, because a
-    dataset of the mixture may be several parts, or a piece of a part that joins several datasets by itself.
+    because then each share would apply to the samples of another dataset. All other sizes are accepted. A dataset of
+    the mixture may be several parts, or a piece of one part, whose class may join datasets in its own way.
 
     Args:
         name: Name of the argument with the sizes.
@@ -278,8 +277,8 @@ class _Sequence:
         passes = range(positions[0] // size, positions[-1] // size + 1)
         orders = []
         for number_of_pass in passes:
-            # Every pass of every sequence has another seed. Each sample is in one sequence, so the first identifies it.
-            # The remainder of the seed is taken because SeedSequence refuses negative numbers.
+            # Every pass of every sequence has another seed. A sample is in one sequence only, so the first sample
+            # identifies a sequence. The remainder of the seed is taken because SeedSequence refuses negative numbers.
             entropy = [seed % 2**32, int(self.samples[0]), number_of_pass]
             (seed_of_pass,) = np.random.SeedSequence(entropy).generate_state(1).tolist()
             orders.append(permutation(size, seed_of_pass))
@@ -297,9 +296,9 @@ def mixed_orders(
 ) -> list[np.ndarray]:
     """Returns the samples of one epoch in their order, or with `media` one order for each modality.
 
-    The epochs of the run are stretches of the merged sequence, one after the other. For n datasets every stretch has
-    each dataset's share to within ``1 + share * (n - 2)`` samples, also the short stretch of a global batch. That is
-    less than two if the shares are equal, but more if one dataset of many has a large share.
+    The epochs of the run are stretches of the merged sequence of each group, one after the other. If a group has n
+    sequences, every stretch has the share of each to within ``1 + share * (n - 2)`` samples, even one global batch.
+    That is less than two if the shares are equal, but more if one sequence of many has a large share.
 
     Args:
         mixture: Shares of the datasets.
@@ -332,7 +331,7 @@ def mixed_orders(
         ends = [(epoch + 1) * count for count in counts]
     else:
         # Every epoch has the same number of full batches. The items that are merged here are whole batches, not
-        # samples. A rare modality may fill one only every few epochs.
+        # samples. A rare modality may fill a whole batch only every few epochs.
         num_batches = mixture.num_samples // full_batch_size
         batches_before = counts_of_first(epoch * num_batches, quotas_of_groups)
         batches_after = counts_of_first((epoch + 1) * num_batches, quotas_of_groups)
@@ -349,6 +348,7 @@ def merged_evenly(batches_of_modalities: Sequence[Sequence[np.ndarray]]) -> list
     counts = [len(batches) for batches in batches_of_modalities]
     begins = [0] * len(counts)
     quotas = [Fraction(count) for count in counts]
+    # Every list begins at 0, so its count is its end. A modality without batches has no item to divide by its quota 0.
     modalities, numbers = interleave(begins, counts, quotas)
     merged = []
     for modality, number in zip(modalities, numbers, strict=True):
@@ -398,10 +398,10 @@ def _merged(
 # The even merge of endless sequences (Sainte-Laguë's divisor method). Item j of a sequence with quota q has the mark
 # (j + 1/2) / q. The items of all sequences are sorted by mark. If marks are equal, the earlier sequence comes first.
 #
-# The share of a sequence is its quota divided by the sum of all quotas. Up to any mark t each of n sequences has had
-# q * t items, to within 1/2. So after any number of items it is off its share of them by at most (1 - share) / 2 for
-# its own error, and share / 2 for the error of each other sequence: (1 + share * (n - 2)) / 2 together. A stretch has
-# two ends, so it is off by at most twice as many.
+# The share of a sequence is its quota divided by the sum of all quotas. Up to mark t, sequence i of n has had
+# q_i * t + e_i items, where |e_i| <= 1/2. All together have had t * sum(q) + sum(e). So sequence i is off its share of
+# them by e_i - share * sum(e), which is at most (1 - share) / 2 + (n - 1) * share / 2 = (1 + share * (n - 2)) / 2. A
+# stretch has two ends, so it is off by at most twice as many.
 
 
 def counts_of_first(num_items: int, quotas: Sequence[Fraction]) -> list[int]:

@@ -23,8 +23,9 @@ class SkipReadBatches(Callback):
     Composer resumes by iterating the loader from the start of the epoch. It discards the batches that the run has
     trained on, and restores the random number generators at the last of them. With this callback a
     :class:`RegroupingDataLoader` yields markers for the batches that will be discarded, and does not read them. Without
-    it, or with another loader, all of them are read, with the same result. Checkpoints do not depend on it. Do not use
-    it with ``Trainer(spin_dataloaders=False)``. Then Composer discards no batches, and the model would get the markers.
+    it, or with another loader, all of them are read, with the same result. It may be added or removed between two
+    starts of a run. Do not use it with ``Trainer(spin_dataloaders=False)``. Then Composer discards no batches, and the
+    model would get the markers.
     """
 
     def fit_start(
@@ -43,12 +44,12 @@ class SkipReadBatches(Callback):
 class RestoreRandomState(Callback):
     """Restores the random number generators of every rank before the first batch of a resumed run.
 
-    If a run resumes mid-epoch, Composer restores them at the last batch that it discards. It discards none if the
-    dataset has a ``load_state_dict``, as StreamingDataset does. Then dropout would draw other masks than in the
-    unbroken run.
+    It is needed for a dataset with a ``load_state_dict``, such as StreamingDataset. Mid-epoch, Composer restores the
+    generators at the last batch that it discards. For such a dataset it discards none, so dropout would draw other
+    masks than in the unbroken run.
 
-    Give a StreamingDataLoader its own ``generator``. Without one it draws a seed from torch's generator when its
-    first batch is read, which is after this callback. The unbroken run draws a seed only at the start of the epoch.
+    Give a StreamingDataLoader its own ``generator``. Otherwise a resumed one draws a seed from torch's generator after
+    this callback. The unbroken run draws none mid-epoch, so all later random numbers would differ.
     """
 
     def __init__(self) -> None:
@@ -58,8 +59,8 @@ class RestoreRandomState(Callback):
     def state_dict(self) -> dict[str, Any]:
         """Returns the states of the generators of all ranks. A collective, as Composer's own function is.
 
-        They are one string. With an entry for each rank, a sharded checkpoint could not be loaded on another number of
-        ranks, because it must have the same entries as the state of the run that loads it.
+        They are one string, because a sharded checkpoint must have the same entries as the state of the run that loads
+        it. A list would have an entry for each rank, so it could not be loaded on another number of ranks.
         """
         states = reproducibility.get_rng_state()
         # Tensors and arrays become lists.
@@ -78,7 +79,10 @@ class RestoreRandomState(Callback):
         state: State,
         logger: Logger,
     ) -> None:
-        """Restores the saved states before the first batch is read, and does nothing before later ones."""
+        """Restores the saved states before the first batch is read, and does nothing before later ones.
+
+        On more ranks than were saved, Composer warns, and the generators of the new ranks stay as they are.
+        """
         if self._saved is not None:
             reproducibility.load_rng_state(self._saved)
             self._saved = None
