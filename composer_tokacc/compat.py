@@ -1,11 +1,11 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Uses of private names of the hosts: torch, Transformers, accelerate and Composer.
+"""Uses of private names, and of a few details, of the hosts: torch, Transformers, accelerate and Composer.
 
-If a release of a host changes one, this is the only module that breaks. All of them exist in the releases that the
-tests run with (docs/hosts.md). The only private name of numba is in ``planning/compiled.py``, which must not load
-torch.
+If a release of a host changes a private name, this is the only module that breaks. All of them exist in the releases
+that the tests run with (docs/hosts.md). The only private name of numba is in ``planning/compiled.py``, which must not
+load torch.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def name_in_state_dict(parameter_name: str) -> str:
 def is_compiled(model: torch.nn.Module) -> bool:
     """Returns whether torch.compile has compiled a model or a part of it."""
     for module in model.modules():
-        is_wrapper = hasattr(module, '_orig_mod')
+        is_wrapper = hasattr(module, '_orig_mod')  # also a PEFT model around a wrapper
         is_compiled_in_place = getattr(module, '_compiled_call_impl', None) is not None
         forward = vars(module).get('forward')  # replaced by the Trainer's `compile_config`
         has_compiled_forward = hasattr(forward, '_torchdynamo_orig_callable')
@@ -110,8 +110,9 @@ def num_reduced(model: torch.nn.parallel.DistributedDataParallel) -> int:
 def reduced_parameters(model: torch.nn.parallel.DistributedDataParallel) -> set[torch.nn.Parameter] | None:
     """Returns the parameters whose gradients DDP reduces: those that required a gradient when DDP was made.
 
-    Returns None if DDP does not tell. It tells them only together with the zeros that it makes for
-    :class:`torch.distributed.algorithms.Join`. For a moment these zeros take as much memory as the gradients.
+    Returns None if DDP does not tell. Lets DDP make zeros for all gradients, as for
+    :class:`torch.distributed.algorithms.Join`, because only these name their parameters. For a moment they take as much
+    memory as the gradients.
     """
     try:
         buckets = model.reducer._get_zeros_like_grad_buckets()
@@ -126,7 +127,7 @@ def reduced_parameters(model: torch.nn.parallel.DistributedDataParallel) -> set[
 def reset_reduction(model: torch.nn.parallel.DistributedDataParallel) -> None:
     """Makes DDP ready for the next step, if the last one has ended with an error. Call it on all ranks."""
     model.reducer._reset_state()
-    model.require_forward_param_sync = True
+    model.require_forward_param_sync = True  # the next forward broadcasts buffers; after an error ranks may disagree
 
 
 def mixed_precision_of(unit: FSDPModule) -> MixedPrecisionPolicy:
@@ -148,10 +149,10 @@ def edge_before_sink(sink: Any, index: int) -> tuple[Any, int]:
         sink: The sink of DDP.
         index: The number of the sink's output. The output must have a gradient.
     """
-    # `index` counts all outputs of the model, also the ones that are not tensors. Only outputs with a gradient have an
-    # edge that leads to a node. The edges are in the order of the outputs.
+    # `index` counts all outputs of the model, also the ones that are not tensors. Only an output with a gradient has an
+    # edge. If output 0 has a gradient and output 1 has none, output 2 has edge 1.
     has_gradient = sink.needs_input_grad[1:]  # by output; the first input is DDP itself
-    place_of_edge = sum(has_gradient[:index])  # edges of earlier outputs
+    place_of_edge = sum(has_gradient[:index])  # the number of edges of earlier outputs
     edges = [edge for edge in sink.next_functions if edge[0] is not None]
     return edges[place_of_edge]
 
@@ -194,7 +195,10 @@ def own_tensors(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]
 
 
 def state_of_gradient(parameter: torch.Tensor) -> tuple[int, int]:
-    """Returns a pair of numbers that changes if the gradient of a parameter is replaced or written, even with 0."""
+    """Returns a pair of numbers that changes if the gradient of a parameter is replaced or written, even by adding 0.
+
+    Very rarely, a new gradient has the pair of one that was freed.
+    """
     gradient = parameter.grad
     if gradient is None:
         return 0, 0
@@ -217,8 +221,8 @@ def hooks_after_gradients(parameter: torch.Tensor) -> list[Any]:
 
 
 def hook_numbers(parameters: Iterable[torch.Tensor]) -> list[int]:
-    """Returns the numbers of all hooks on the gradients of parameters. Torch gives each new hook a new number."""
-    numbers: list[int] = []
+    """Returns the numbers of all hooks on the gradients of parameters. They change if a hook is added or removed."""
+    numbers: list[int] = []  # torch gives each new hook a new number, its key in these dicts
     for parameter in parameters:
         numbers += parameter._backward_hooks or ()
         numbers += getattr(parameter, '_post_accumulate_grad_hooks', None) or ()
@@ -272,8 +276,8 @@ def storage_key(tensor: torch.Tensor) -> int:
 def let_fake_weights_be_swapped() -> AbstractContextManager[Any]:
     """Hides weak references to fake weights inside of the context.
 
-    ``Module.to`` of a newer torch swaps the data of fake weights. It refuses that if a weak reference to a weight
-    exists, and the cache of the fake mode holds such references.
+    ``Module.to`` of releases after torch 2.7 swaps the data of fake weights. It refuses that if a weak reference to a
+    weight exists, and the cache of the fake mode holds such references.
     """
     return patch('weakref.getweakrefs', lambda _: [])
 
@@ -295,8 +299,8 @@ def composer_state_types() -> list[Any]:
 def read_sharded(path: Path, state: dict[str, Any]) -> None:
     """Reads a sharded checkpoint into ``state``: replaces the values of the keys that both have.
 
-    Does not wait for other ranks, because rank 0 looks for a checkpoint alone. The public ``load`` waits in torch
-    2.6. Its argument ``no_dist`` is newer.
+    Does not wait for other ranks, because rank 0 looks for a checkpoint alone. The public ``load`` waits for them in
+    torch 2.6, where it has no argument ``no_dist``.
     """
     # Imported here, because code that only reads data imports this module.
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner

@@ -79,14 +79,14 @@ class LossRule(str, Enum):
             ValueError: If the batch has no labels.
         """
         labels = labels_of(batch)
-        counted = labels != IGNORE_INDEX
+        has_loss = labels != IGNORE_INDEX
         if not self.shifts_labels:
-            return counted
-        counted[:, :1].fill_(False)
+            return has_loss
+        has_loss[:, :1].fill_(False)  # `:1`, because rows may be empty
         mask = batch.get('attention_mask')
         if self is LossRule.CAUSAL_ATTENDED and mask is not None and mask.shape == labels.shape:
-            counted &= mask != 0
-        return counted
+            has_loss &= mask != 0
+        return has_loss
 
     def counted(self, batch: Mapping[str, Any]) -> torch.Tensor:
         """Returns which labels are counted, bool ``(rows, width)``. May wait for the device.
@@ -94,9 +94,9 @@ class LossRule(str, Enum):
         These are the labels of :meth:`mask`. If labels are shifted, the first token of each further document of a
         packed row is left out, because the document before would predict it.
         """
-        counted = self.mask(batch)
+        has_loss = self.mask(batch)
         starts = document_starts(batch) if self.shifts_labels else None
-        return counted if starts is None else counted & ~starts
+        return has_loss if starts is None else has_loss & ~starts
 
     def at_predictions(self, values: torch.Tensor) -> torch.Tensor:
         """Moves the value of each label, ``(rows, width)``, to the position whose logits predict the label."""
@@ -106,9 +106,9 @@ class LossRule(str, Enum):
         return values.roll(-1, dims=1)
 
     def targets(self, batch: Mapping[str, Any]) -> torch.Tensor:
-        """Returns the token that each position should predict, ``(rows, width)``; -100: none that counts."""
-        counted_labels = labels_of(batch).masked_fill(~self.mask(batch), IGNORE_INDEX)
-        return self.at_predictions(counted_labels)
+        """Returns the token that each position should predict, ``(rows, width)``; -100: none, by :meth:`mask`."""
+        labels_with_loss = labels_of(batch).masked_fill(~self.mask(batch), IGNORE_INDEX)
+        return self.at_predictions(labels_with_loss)
 
 
 LOSS_RULES = tuple(rule.value for rule in LossRule)
@@ -120,7 +120,7 @@ class TokenCounts:
     """Numbers of positions in each row of a batch.
 
     Args:
-        loss_generating: Positions that carry loss, by row.
+        loss_generating: Labels that are counted, by row, see :func:`.counted_tokens`.
         real: Attended positions, by row.
         padded: All other positions, by row; ``real + padded`` is the width of the batch.
     """
@@ -146,14 +146,14 @@ class TokenCounts:
 
 
 def check_rule(loss_tokens: str, *, allow_auto: bool = False) -> str:
-    """Returns the loss rule. Raises ValueError unless it is one of :data:`LOSS_RULES`, or ``'auto'`` if allowed."""
+    """Returns ``loss_tokens``. Raises ValueError unless it is one of :data:`LOSS_RULES`, or ``'auto'`` if allowed."""
     allowed = ('auto', *LOSS_RULES) if allow_auto else LOSS_RULES
     check_choice('loss_tokens', loss_tokens, allowed)
     return loss_tokens
 
 
 def document_starts(batch: Mapping[str, Any]) -> torch.Tensor | None:
-    """Marks the first token of each document except the first of a row, bool ``(rows, width)``; None: no row is packed.
+    """Marks the first token of each further document of a row, bool ``(rows, width)``. None: no row is packed.
 
     Waits for the device. A packed row has ``position_ids`` that restart at 0 after its first attended token, and are
     above 0 somewhere. Each row is read by itself, so the marks do not depend on the other rows.
@@ -258,8 +258,8 @@ def count_tokens(batch: Mapping[str, Any], loss_tokens: str = 'causal') -> Token
 def real_tokens(batch: Mapping[str, Any]) -> list[int]:
     """Returns the number of attended positions of each row. Without a mask of the text, all positions are attended."""
     mask = batch.get('attention_mask')
-    # If the batch has neither ids nor embeddings, text_of() returns its labels, and attended_positions() ignores the
-    # mask. Here a mask counts if it has the shape of the labels, as in LossRule.mask().
+    # If the batch has neither ids nor embeddings, text_of() returns its labels. Then attended_positions() would ignore
+    # the mask, but LossRule.mask() reads one in the shape of the labels, so it also counts here.
     if mask is not None and mask.shape == text_of(batch).shape:
         is_attended = mask != 0
     else:

@@ -48,8 +48,8 @@ MOST_ROUNDINGS = 1e4
 MOST_NOISE = 0.3
 """Changes above this relative size are not round-off."""
 PLAIN_TOLERANCE = 2e-6
-"""A loss is a plain mean of cross-entropies if the gradient at no position is off by more than this multiple of the
-mean weight. It is stricter than the tolerance of a step, because a term that is small in the first batch may grow."""
+"""A loss is a plain mean of cross-entropies if the gradient at each position, divided by the mean weight of a token, is
+the one of a cross-entropy. It may differ by this. A step tolerates more, but a term that is small now may grow."""
 SMALL_ROW = 1e-3
 """A change of a row's gradient is divided by the size of that gradient, but at least by this part of the largest row's
 gradient. If the model is sure of a row, little more than round-off is left of its gradient."""
@@ -57,7 +57,7 @@ BESIDE_UNLABELLED = ([0, 2], [1])
 """How rows 0, 1 and 2 are cut into two microbatches. Row 2 has no labels. It shares a microbatch with row 0, because a
 loss may need labels."""
 LARGEST_FACTOR_ERROR = 0.1
-"""A change of a row's gradient is a factor on it, and a remainder. If the remainder is less than this part of the
+"""A changed gradient of a row is ``factor * (expected + remainder)``. If the remainder is less than this part of the
 change, the row has a wrong weight. Otherwise something leaks into the row."""
 
 MEAN = "The model's own loss must be the mean over its loss-generating tokens, got: "
@@ -79,11 +79,11 @@ class Point(NamedTuple):
     unit: str
     """The unit of the loss terms: ``'tokens'`` or ``'samples'``."""
     index: int
-    """Its place among the gradients of this unit, see :attr:`.ProbeResult.gradients`."""
+    """By which output of the last layers the gradient is, see :attr:`.ProbeResult.gradients`."""
 
 
 RowGradients: TypeAlias = dict[Point, Tensor]
-"""Gradients of some rows, by point. Each is ``(rows, width, entries)``."""
+"""Gradients of some rows, by point. Each is ``(rows, width, entries of the sketch)``."""
 
 
 class CutKind(Enum):
@@ -111,7 +111,8 @@ class _Change:
 
     point: Point
     row: int  # number of the row
-    # Size of the change, relative to the expected gradient. If rows may have any weight, it is error_without_factor.
+    # Size of the change, relative to the expected gradient. If rows may have any weight (`check_loss` is False, see
+    # _largest_changes()), it is error_without_factor.
     error: float
     factor: float  # how many times as large as expected the whole gradient is; 1 also if that cannot be measured
     error_without_factor: float  # size of the change that is left after division by the factor, relative as ``error``
@@ -129,7 +130,8 @@ class _MicrobatchLosses:
 class RowComparison:
     """Compares cuts of some rows with all rows together, as the loader padded them.
 
-    All ranks compare the same rows, so they make the same forwards and collectives, and give rows the same numbers.
+    A new comparison, also one from ``replace()``, runs the probe on all its rows. All ranks compare the same rows, so
+    they make the same forwards and collectives, and give rows the same numbers.
     """
 
     probe: Probe
@@ -149,7 +151,8 @@ class RowComparison:
     that rows depend on each other. Varied ones may hide it, too: see :attr:`.Probe.has_varied_weights`."""
 
     def __post_init__(self) -> None:
-        # pack_rows() reads the loss rule in the counts, to decide whether it masks the first label of a document.
+        # These counts hold only the loss rule. pack_rows() reads it there, to decide whether it masks the first label
+        # of a document.
         counts = [RowCounts(rule=self.rule)] * num_rows(self.rows)
         self.rows = attach_row_counts(self.rows, counts)
         self._facts = describe(self.layout, self.rows)
@@ -158,7 +161,8 @@ class RowComparison:
         self._all_rows = list(range(len(self._counts)))
         self._rows_with_tokens = [row for row in self._all_rows if self._counts[row]]
         self._single_rows = [[row] for row in self._all_rows]
-        # In an encoder-decoder model this is the width of the decoder's text, which is never trimmed.
+        # The width of the labels. In an encoder-decoder model they are the decoder's text, which is never trimmed, and
+        # `_facts.width` is the width of the encoder's text.
         self._width = self.rows['labels'].shape[1]
         self.has_shown_trimming = False
         """Whether a row has kept its gradient in a microbatch that is narrower than the loader made it."""
@@ -170,8 +174,8 @@ class RowComparison:
             self.batch,
             targets=targets,
             varies_weights=self.varies_weights,
-            # Only the comparison with varied weights, which is made first, may change the precision. If the one without
-            # them did so later, the results of the first one would not fit its reference any more.
+            # The comparison without varied weights is made later. If it changed the precision, the reference of the
+            # first comparison could not be compared with later results.
             decides_precision=self.varies_weights,
         )
         """The result of all rows together."""
@@ -189,7 +193,7 @@ class RowComparison:
 
     @cached_property
     def _at_unvaried_weights(self) -> RowComparison | None:
-        """The same comparison without varied weights. It shows faults that varied weights hide.
+        """The same comparison without varied weights, as they hide faults. Only :meth:`_check_microbatches` uses it.
 
         None: no rank has varied a weight, or this comparison is the one without varied weights.
         """
@@ -237,7 +241,8 @@ class RowComparison:
         mean_weight = float(weighted_squares.sum() / squares.sum())
         if mean_weight == 0 or not math.isfinite(mean_weight):
             return None
-        # For the same reason a weight that differs from the mean counts only as far as it changes the gradient.
+        # Each weight, divided by the mean, should be 1. For the same reason a difference counts only as far as it
+        # changes the gradient.
         largest_deviation = float(measured.deviations(mean_weight, 1.0).max())
         eps = self.reference.gradient_eps
         if largest_deviation > PLAIN_TOLERANCE + eps:
@@ -261,7 +266,7 @@ class RowComparison:
     ) -> CutRules:
         """Tries rules until every row keeps its gradient, and returns them. Sets :attr:`has_shown_trimming`.
 
-        If no row was trimmed, the returned rules trim only up to the widths of the current rules.
+        If no row was trimmed, the returned rules trim no wider batches than the current rules do.
 
         Args:
             cutter: Proposes rules, and cuts by them.
@@ -298,20 +303,20 @@ class RowComparison:
                 continue
             if self.has_shown_trimming:
                 return candidate
-            # No row was trimmed. If trimming has failed, the candidate keeps the padding, and this changes nothing. If
-            # not, no row has padding that may be cut off, and this puts the earlier width back.
+            # No row was trimmed, so nothing shows that trimming is exact up to this width. If trimming has failed, the
+            # candidate keeps the padding anyway, and this changes nothing.
             return candidate.with_earlier_width(rules, self._facts.side)
         if cutter.must_pack:
             raise NotExactError(_why_not_packed(failures))
         raise failures[-1]  # the last cut changes the rows the least, so its failure tells the most
 
     def check_single_rows(self) -> None:
-        """Raises RuntimeError if a row that is computed by itself, not trimmed, has another gradient."""
+        """Raises RuntimeError if a row by itself, not trimmed, has another gradient or loss, or cannot be computed."""
         select = partial(self.layout.select, self.rows)
         self._check_microbatches(select, self._single_rows, CutKind.SINGLE_ROW)
 
     def _followed_by_unlabelled(self, rows: Sequence[int], unlabelled_rows: Sequence[int]) -> RowComparison:
-        """Returns a comparison of some rows, followed by rows whose labels are taken away."""
+        """Makes a comparison (one more forward) of some rows, followed by rows whose labels are taken away."""
         batch = self.layout.select(self.rows, [*rows, *unlabelled_rows])
         labels = batch['labels'].clone()
         labels[len(rows) :] = IGNORE_INDEX
@@ -363,9 +368,10 @@ class RowComparison:
             )
 
     def has_loss_in_dummies(self) -> bool:
-        """Returns whether means over tokens have a gradient or a value in dummy rows: rows with media, without labels.
+        """Returns whether means over tokens would have a gradient or a value in dummy rows.
 
-        A step counts no tokens there, so a dummy row would add to the loss of its microbatch.
+        Dummy rows have media, but no labels. The rows with media stand for them, without their labels. A step counts no
+        tokens there, so a dummy row would add to the loss of its microbatch.
         """
         rows_with_media = [row for row in self._all_rows if self._facts.media[row]]
         return self._has_loss_in(rows_with_media)
@@ -378,16 +384,16 @@ class RowComparison:
         has_tokens = self.check_loss and 'tokens' in self.reference.losses
         if not (has_tokens and unlabelled_rows and self._rows_with_tokens):
             return False
-        # In some models (Mllama) a row without media has another loss if rows with media are in its batch. So the row
-        # with labels has media if possible. If it has none, but an unlabelled row has some, losses are not compared.
-        # Among equal rows one outside of `unlabelled_rows` is better. Others would be in the microbatch twice, with and
-        # without their labels.
+        # First, a row with media is better. In some models (Mllama) a row without media has another loss if rows with
+        # media are in its batch. Then, a row outside of `unlabelled_rows` is better. Others would be in the microbatch
+        # twice, with and without their labels.
         num_media = self._facts.media
         labelled = max(self._rows_with_tokens, key=lambda row: (num_media[row] > 0, row not in unlabelled_rows))
         comparison = self._followed_by_unlabelled([labelled], unlabelled_rows)
         if 'tokens' not in comparison.reference.losses:
             return False  # other rows than these have the terms
         has_term = False
+        # A labelled row without media is not compared with itself beside media, see above.
         if num_media[labelled] or not any(num_media[row] for row in unlabelled_rows):
             labelled_row = self.layout.select(comparison.rows, [0])
             loss = self.probe.run(self.on_device(labelled_row)).losses.get('tokens', 0.0)
@@ -408,7 +414,8 @@ class RowComparison:
             batch = dict(single_row)
             for key, value in row_media.items():
                 entry = self.layout.entry_of(single_row, key)
-                # Media keep the padding of that microbatch. A mask of them for each token becomes as wide as the text.
+                # Media keep the padding of that microbatch. Only a tensor with a column for each token, such as a mask
+                # of image tokens, becomes as wide as the text.
                 batch[key] = cat_padded([value], entry, self._facts.width, self._facts.side)
             result = self.probe.run(self.on_device(batch))
             self._check_gradients(result, [row], CutKind.OTHER_PADDING)
@@ -428,12 +435,13 @@ class RowComparison:
         try:
             result = self.probe.run(self.batch, at_labels=at_labels)
         except torch.OutOfMemoryError:
-            # It may come on one rank only. If it counted as a failure, this rank would leave out the collectives below.
+            # All ranks run the same rows, so all raise other errors. This one may come on one rank only. If that rank
+            # returned here, it would leave out the collectives below.
             raise
         except Exception as error:  # any error of the model, such as an AssertionError
             return f'{type(error).__name__}: {error}'
         finally:
-            selector.disarm()
+            selector.disarm()  # Probe.run() has armed it
         height, width = self.batch['labels'].shape
         gradients = []
         # 'tokens' is the only unit, because a run with `loss_units` computes all logits and does not come here.
@@ -547,15 +555,15 @@ class RowComparison:
 
         A packed row has the real positions of its rows, one row after the other.
         """
-        is_packed = self._facts.real
+        is_kept = self._facts.real
         if self.rule is LossRule.CAUSAL_ATTENDED:
             # Labels on padding do not count, so pack_rows() drops them together with the padding.
-            is_packed = self._facts.attended
+            is_kept = self._facts.attended
         row_gradients = torch.zeros(len(rows), self._width, gradient.shape[-1])
         start = 0
         for place, row in enumerate(rows):
-            end = start + int(is_packed[row].sum())
-            row_gradients[place, is_packed[row]] = gradient[0, start:end]
+            end = start + int(is_kept[row].sum())
+            row_gradients[place, is_kept[row]] = gradient[0, start:end]
             start = end
         return row_gradients
 
@@ -631,8 +639,8 @@ class RowComparison:
             factors = _factors(row_gradients, expected)
             remainders = _relative_errors(row_gradients / factors[:, None, None], expected, sizes)
             errors = _relative_errors(row_gradients, expected, sizes)
-            # If the loss is not checked, rows may have any weight, so only the remainder counts. But packing must keep
-            # the weight of a sample: if a row holds several samples, a mean over rows is no mean over samples.
+            # If the loss is not checked, rows may have any weight, so only the remainder counts. But packing must not
+            # turn a mean over samples into a mean over packed rows of several samples. So there the factor counts, too.
             is_mean_of_packed = point.unit == 'samples' and cut_kind is CutKind.PACKED
             if not self.check_loss and not is_mean_of_packed:
                 errors = remainders
