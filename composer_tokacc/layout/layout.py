@@ -547,7 +547,7 @@ class BatchLayout:
         by the ``columns`` of :meth:`split`.
 
         Do not trim rows that were selected from a larger batch, because the shapes of a few rows tell less surely which
-        tensors lie along the text. Use :func:`split_trimmed` on the larger batch.
+        tensors lie along the text. Use ``split_trimmed`` on the larger batch.
         """
         check_count('width_multiple', width_multiple)
         all_rows = range(self.num_rows(batch))
