@@ -8,10 +8,12 @@
 Takes at most `--rows` rows of the first global batch from each rank. Computes their gradient in one forward, and then
 through the Trainer for several microbatch sizes, in order and regrouped, padded on either side. Prints the relative
 error of each case, next to the error of stock Composer. Exit status 1 if an error of this package is over the
-tolerance, 2 if the config is wrong. The default tolerance is 1e-6, and 1e-5 on a GPU.
+tolerance, 2 if the config is wrong. The default tolerance is 1e-6, and 1e-5 on a GPU. If the model's round-off is
+larger, it becomes the tolerance up to 2e-4, and a note says so.
 
 Dropout and the noise of routers are off. Weights are float32, without TF32. Trained parameters that are all zero, as in
-a new adapter, get small values. FSDP is not used, because DDP computes the same gradient. Rows are not packed.
+a new adapter, get small values. FSDP is not used, because DDP computes the same gradient. Cuts do not pack rows, but
+rows that the collator has packed stay packed.
 """
 
 from __future__ import annotations
@@ -82,8 +84,8 @@ _TOLERANCE_OF_GPUS = 1e-5
 COLUMNS_BEFORE = 8
 """Positions of padding that are added on the left to measure the round-off of a model."""
 MOST_ROUND_OFF = 2e-4
-"""Largest round-off that is accepted as a tolerance. For Gemma 4, padded on the left, it is 1.1e-4. A cut that shifts
-the positions of tokens has an error of 1e-2."""
+"""Round-off becomes the tolerance only below this. For Gemma 4, padded on the left, it is 1.1e-4. Faults are larger:
+wrong positions of tokens give an error of 1e-2."""
 ROUND_OFF_NOTE = (
     'The round-off of this model is larger than the tolerance. So the tolerance is now the change of its gradient, in '
     f'one forward, if the rows come in reverse order and, padded on the left, with {COLUMNS_BEFORE} more positions of '
@@ -154,7 +156,11 @@ def verify(config: TrainConfig, *, max_rows: int = 8, tolerance: float = 1e-6) -
         config: The run.
         max_rows: The largest number of rows that are taken from each rank. It is small, because every rank computes one
             forward over the rows of all ranks. If a rank has fewer rows, all ranks take as many as that rank has.
-        tolerance: Largest relative error that is taken for round-off.
+        tolerance: Largest relative error that is taken for round-off. The program has 1e-5 on a GPU.
+
+    Raises:
+        RuntimeError: If the run does not weight microbatches by tokens, trains nothing, or is refused by a check.
+        ConfigError: If there are fewer than two rows, or their loss has no gradient.
     """
     if not weights_tokens(config):
         raise NotExactError(
@@ -162,6 +168,7 @@ def verify(config: TrainConfig, *, max_rows: int = 8, tolerance: float = 1e-6) -
             'Composer weights them by their samples. Add it: `algorithms.token_accumulation={}`.'
         )
     run = _VerifiedRun(config, max_rows)
+    # For each side, calls `whole_step`, and passes the gradient to `cases`.
     report = compare_cuts(SIDES, run.whole_step, run.cases, tolerance=tolerance)
     if report.is_exact:
         return report
@@ -194,7 +201,7 @@ class _VerifiedRun:
         self.device.module_to_device(self.parts.model)
         _make_deterministic(self.parts.model)
         first_batch = next(iter(self.parts.train_loader.dataloader))
-        check_batches([first_batch], check_batch)
+        check_batches([first_batch], check_batch)  # all ranks raise if the batch of one is refused
         self.layout = _layout_on_all_ranks(BatchLayout.for_model(self.parts.model), first_batch)
         self.rows = _rows(first_batch, self.layout, max_rows)
         """Single rows of this rank."""
@@ -219,7 +226,7 @@ class _VerifiedRun:
     def _rule_of_run(self) -> LossRule:
         """Returns the loss rule of the model. Raises RuntimeError if nothing shows it.
 
-        If the user has named the rule, and the run does not check it, returns that rule.
+        If the user has named the rule, returns that rule unless the run checks it. With token weights it always does.
         """
         options = self.options
         named_rule = options.rule
@@ -243,7 +250,7 @@ class _VerifiedRun:
         (batch,) = with_masks([batch])  # or the model would attend to the added padding
         # `widened` rounds up to a multiple. A multiple that is larger than the width is the new width.
         wider = widened(batch, width_multiple=self.layout.width(batch) + COLUMNS_BEFORE, side='left')
-        error, _ = relative_error(self.forward_gradients(wider), self.whole_step('left'))
+        error, _worst_parameter = relative_error(self.forward_gradients(wider), self.whole_step('left'))
         return error
 
     def whole_step(self, padding: str) -> Gradients:
@@ -253,9 +260,9 @@ class _VerifiedRun:
     def forward_gradients(self, batch: Batch) -> Gradients:
         """Returns the gradient of one forward without the Trainer, so that nothing of it can scale the loss.
 
-        The loss is the model's own mean over tokens, or with token weights their weighted mean, from the logits. In
-        packed rows it leaves out the same labels as the run. Notes whether the model has a router loss. Refuses rows
-        whose loss has no gradient.
+        The loss is the model's own. With token weights, a weighted mean replaces its mean over tokens. In packed rows
+        it leaves out the same labels as the run. Notes whether the model has a router loss. Refuses rows whose loss has
+        no gradient.
         """
         model = self.parts.model.train()
         if self.masks_document_starts:
@@ -293,10 +300,10 @@ class _VerifiedRun:
         num_rows = len(self.rows)
         sizes = sorted({min(size, num_rows) for size in DEFAULT_SIZES})
         # An error may show only in the first step of a fit, or only in later ones, and only with one size. So each size
-        # begins a fit of this package on one of the sides. 'regrouped' begins with the first size, and 'in order' with
-        # the last one, because it has the sizes in reverse order. On the left the third size is the first, so that the
-        # sizes in between begin a fit, too. One or two sizes keep their order, because each of them begins a fit on
-        # both sides.
+        # begins a fit of this package on one of the sides. There are at most four sizes, a to d:
+        #     right, sizes a b c d: 'regrouped' begins with a, and 'in order', which has them in reverse, with d.
+        #     left, sizes c d a b: 'regrouped' begins with c, and 'in order' with b.
+        # One or two sizes keep their order, because each of them begins a fit on both sides.
         if padding == 'left':
             sizes = sizes[2:] + sizes[:2]
         fits = [
@@ -387,7 +394,10 @@ class _VerifiedRun:
 
 
 def _layout_on_all_ranks(layout: BatchLayout, batch: Batch) -> BatchLayout:
-    """Returns a layout for rows that are selected from the batches of all ranks; a collective."""
+    """Returns a layout for rows that are selected from the batches of all ranks; a collective.
+
+    A shape in one batch may have several readings of how a tensor belongs to rows. Keeps those that fit all ranks.
+    """
     layout = layout_of_rows(layout, [batch])
     readings = layout.readings
     for readings_of_rank in dist.all_gather_object(readings):
@@ -414,7 +424,7 @@ def _rows(batch: Batch, layout: BatchLayout, max_rows: int) -> list[dict[str, An
 
 
 class UnusedParameters(Algorithm):
-    """Lets stock Composer run under DDP if a microbatch of text leaves the vision encoder unused."""
+    """Lets a fit without TokenAccumulation run under DDP if a microbatch of text leaves the vision encoder unused."""
 
     @property
     def find_unused_parameters(self) -> bool:
