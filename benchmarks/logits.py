@@ -8,9 +8,8 @@
 
 Two text models have the ratio of vocabulary to hidden size of SmolVLM-256M (85) and Qwen2.5-VL-3B (74). They are small
 enough for two cores, and have a sixth of the layers. Image tokens are tokens without a label. The lengths are a quarter
-of the lengths in the real tables (folder COMPOSER_TOKACC_LENGTHS), and answers have 4 to 48 tokens. The contenders come
-from `benchmarks.rivals` and take turns in each round. A microbatch is also timed with as many layers as the real
-models have.
+of the lengths in the real tables (folder COMPOSER_TOKACC_LENGTHS), and answers have 4 to 48 tokens. The contenders of
+`benchmarks.rivals` take turns in each round. A microbatch is also timed with the number of layers of the real models.
 
 Writes results/logits.json. The picture takes the memory from results/logits_memory.json.
 """
