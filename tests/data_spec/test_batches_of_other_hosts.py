@@ -190,10 +190,11 @@ def test_labels_as_wide_as_the_text_by_chance(t5, has_vectors):
 @pytest.mark.parametrize('decoder_width', [12, 24])
 @pytest.mark.parametrize('has_decoder_ids', [False, True])
 def test_rows_with_a_decoder_are_not_packed(t5, decoder_width, has_decoder_ids):
-    """Also if the labels are as wide as the text."""
+    """Also if the labels are as wide as the text. Older releases of Transformers refuse the attention of T5."""
     batch = seq2seq_batch(24, decoder_width, has_decoder_ids=has_decoder_ids)
     shapes = rf'labels of shape \(\d, {decoder_width}\) and ids of shape \(\d, 24\)'
-    with pytest.raises(NotExactError, match=rf'{shapes}\. Labels of an encoder-decoder .* cannot be packed'):
+    reason = rf'{shapes}\. Labels of an encoder-decoder .* cannot be packed|AttentionInterface.* T5'
+    with pytest.raises(NotExactError, match=reason):
         fit(t5, batch, packing=True)
 
 
