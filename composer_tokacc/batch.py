@@ -182,7 +182,7 @@ def check_batch(batch: Batch, *, labels_are_at_ids: bool = False) -> None:
 
 
 def check_rows(batch: Batch) -> None:
-    """Raises ValueError if labels or mask are no tensors, a tensor is not plain, or there is no token.
+    """Raises ValueError unless labels and any mask are tensors, all tensors are plain, and there is a token.
 
     Also if ids or mask have other rows than the labels, or the mask hides all of a row that has labels. Unlike
     :func:`check_batch` it allows what a user's own loop may read: ids of bytes, ids of several codebooks

@@ -230,7 +230,7 @@ class _VerifiedRun:
         """
         options = self.options
         named_rule = options.rule
-        if uses_composers_flag(self.config):  # there is no TokenAccumulation that has the option
+        if uses_composers_flag(self.config):  # such a run gives its rule to token_data_spec()
             named_rule = LossRule.named(self.config.microbatching.loss_tokens)
         if named_rule is not None and not options.needs_loss_check:
             return named_rule

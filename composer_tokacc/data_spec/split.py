@@ -753,8 +753,8 @@ def _check_all_first_labels(facts_of_batches: Sequence[RowFacts], kind: str) -> 
 def _empty_microbatch(facts_of_batches: Sequence[RowFacts], dummies: DummyRows) -> BatchDict:
     """Returns a microbatch without weight: the dummy rows, or if there are none, a copy of the shortest row."""
     if dummies:  # their weight is 0
-        first, *others = [dummy.batch for dummy in dummies.values()]
-        return add_rows(facts_of_batches[0].layout, first, others, 'right')
+        first_dummy, *other_dummies = [dummy.batch for dummy in dummies.values()]
+        return add_rows(facts_of_batches[0].layout, first_dummy, other_dummies, 'right')
     facts = min(facts_of_batches, key=lambda candidate: min(candidate.lengths))
     shortest = facts.lengths.index(min(facts.lengths))
     return trimmed_dummy(facts, shortest)
