@@ -219,36 +219,13 @@ class FirstBatchCheck:
         if self.cutter is not None:
             rules = self.cutter.rules
         # Each pass checks rows of one rank.
-        while True:
-            # FSDP needs the same forwards on all ranks, so the ranks agree on whether to check, and on which rows.
-            refusal = None
-            offer_of_rank = None
-            try:
-                offer_of_rank = self._offer(batch, microbatch_size)
-            except RefusalError as refusal_of_batch:
-                refusal = refusal_of_batch
-            # With Composer's own flag, `accumulate_train_batch_on_tokens`, this method is called in each step. In most
-            # steps these two numbers are all that ranks exchange.
-            is_missing = offer_of_rank is not None and bool(offer_of_rank.missing)
-            is_any_missing, is_any_refused = max_over_ranks([is_missing, refusal is not None])
-            if is_any_refused:
-                raise_on_all_ranks(refusal)
-            assert offer_of_rank is not None  # else the line above has raised
-            if not self._is_check_due and not is_any_missing:
-                break
-            offers = all_gather_object(offer_of_rank)
+        while (offers := self._offers_of_ranks(batch, microbatch_size)) is not None:
             offer = max(offers, key=lambda offer: offer.priority)  # of equal offers, the one of the first rank
             self._learn_readings(offers)
-            rows_to_share = None
-            if offers[get_global_rank()] is offer:
-                try:
-                    rows_to_share = self._rows_to_share(batch, offer.missing, microbatch_size)
-                except RefusalError as refusal_of_rows:  # if only these rows do not tell whose media are whose
-                    refusal = refusal_of_rows
-            raise_on_all_ranks(refusal)
-            shared = from_any_rank(rows_to_share)
-            assert shared is not None
-            are_new = bool(is_any_missing) or not self._proven.limits  # in the first check nothing is proven yet
+            is_of_this_rank = offers[get_global_rank()] is offer
+            shared = self._shared_rows(batch if is_of_this_rank else None, offer.missing, microbatch_size)
+            # In the first check nothing is proven yet.
+            are_new = not self._proven.limits or any(offer.missing for offer in offers)
             with _explained_index_errors(shared.rows):
                 new_rules, has_shown_trimming = self._check_rows(shared, rules, are_new=are_new)
             is_new_cut = rules is not None and new_rules is not None and not new_rules.cuts_like(rules)
@@ -262,20 +239,75 @@ class FirstBatchCheck:
             if not has_shown_trimming:
                 proven_ranges = shared.ranges.without_padding()  # no row was trimmed
             self._proven = self._proven.joined(proven_ranges)
-            if is_new_cut:
-                continue
-            # The check may have shown none of the missing properties, because the layout cannot tell media from each
-            # other, or because no row can be trimmed. Then this loop would not end. So the ranges of the checked rows
-            # count as proven, although they were not shown. If the same properties are still missing, the ranges of all
-            # rows count. They come second, because the next pass may check rows that were left out for padded ones.
-            for ranges in (shared.ranges, offer.ranges):
-                has_progress = len(self._proven.missing(offer.ranges)) < len(offer.missing)
-                if not has_progress:
-                    self._proven = self._proven.joined(ranges)
+            if not is_new_cut:
+                self._accept_unshown(shared, offer)
         assert self._loss_facts is not None  # the first call has checked rows
         if self.cutter is not None and rules is not None:
             self.cutter.adopt(rules, self.layout, has_loss_in_dummies=self._loss_facts.has_loss_in_dummies)
         return self._loss_facts
+
+    def _offers_of_ranks(self, batch: Batch, microbatch_size: float) -> list[RowOffer] | None:
+        """Returns the offers of all ranks. None: no check is due, and no rank has new rows; a collective.
+
+        FSDP needs the same forwards on all ranks, so the ranks agree on whether to check, and on which rows.
+
+        Raises:
+            RuntimeError: On all ranks, if the batch of a rank is refused.
+        """
+        offer = None
+        refusal = None
+        try:
+            offer = self._offer(batch, microbatch_size)
+        except RefusalError as refusal_of_batch:
+            refusal = refusal_of_batch
+        # With Composer's own flag, `accumulate_train_batch_on_tokens`, this method is called in each step. In most
+        # steps these two numbers are all that ranks exchange.
+        is_missing = offer is not None and bool(offer.missing)
+        is_any_missing, is_any_refused = max_over_ranks([is_missing, refusal is not None])
+        if is_any_refused:
+            raise_on_all_ranks(refusal)
+        assert offer is not None  # else the line above has raised
+        if not self._is_check_due and not is_any_missing:
+            return None
+        return all_gather_object(offer)
+
+    def _shared_rows(
+        self,
+        batch: Batch | None,
+        missing: Sequence[RowProperty],
+        microbatch_size: float,
+    ) -> SharedRows:
+        """Returns the rows that all ranks probe, which one rank takes from its batch; a collective.
+
+        ``batch`` is None on the other ranks.
+
+        Raises:
+            RuntimeError: On all ranks, if these rows do not tell whose media are whose.
+        """
+        rows_to_share = None
+        refusal = None
+        if batch is not None:
+            try:
+                rows_to_share = self._rows_to_share(batch, missing, microbatch_size)
+            except RefusalError as refusal_of_rows:
+                refusal = refusal_of_rows
+        raise_on_all_ranks(refusal)
+        shared = from_any_rank(rows_to_share)
+        assert shared is not None  # one rank has rows
+        return shared
+
+    def _accept_unshown(self, shared: SharedRows, offer: RowOffer) -> None:
+        """Counts missing properties of the offer as proven if a check of its rows has shown none of them.
+
+        It shows none if the layout cannot tell media from each other, or if no row can be trimmed. Then the loop of
+        :meth:`prove` would not end.
+        """
+        # The ranges of the checked rows count first. Only if the same properties are still missing, those of all rows
+        # count, because the next pass may check rows that were left out for padded ones.
+        for ranges in (shared.ranges, offer.ranges):
+            has_progress = len(self._proven.missing(offer.ranges)) < len(offer.missing)
+            if not has_progress:
+                self._proven = self._proven.joined(ranges)
 
     def _offer(self, batch: Batch, microbatch_size: float) -> RowOffer:
         """Returns the offer of this rank. ``batch`` is its batch."""
