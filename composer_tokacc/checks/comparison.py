@@ -105,6 +105,13 @@ class CutFailure(NotExactError):
         """The error of the model. None: it has computed the rows, but they have another gradient or loss."""
 
 
+class PrecisionChangedError(Exception):
+    """Rows could not be computed in float32, only in the trainer's precision.
+
+    Earlier results, in float32, cannot be compared with later ones. So the comparison must be made again.
+    """
+
+
 @dataclass(frozen=True)
 class _Change:
     """The largest change of a row's gradient at a point."""
@@ -316,12 +323,20 @@ class RowComparison:
         self._check_microbatches(select, self._single_rows, CutKind.SINGLE_ROW)
 
     def _followed_by_unlabelled(self, rows: Sequence[int], unlabelled_rows: Sequence[int]) -> RowComparison:
-        """Makes a comparison (one more forward) of some rows, followed by rows whose labels are taken away."""
+        """Makes a comparison (one more forward) of some rows, followed by rows whose labels are taken away.
+
+        Raises:
+            PrecisionChangedError: On all ranks, if these rows took too much memory in float32.
+        """
         batch = self.layout.select(self.rows, [*rows, *unlabelled_rows])
         labels = batch['labels'].clone()
         labels[len(rows) :] = IGNORE_INDEX
         batch['labels'] = labels
-        return replace(self, rows=batch)
+        uses_float32 = self.probe.uses_float32
+        comparison = replace(self, rows=batch)
+        if self.probe.uses_float32 != uses_float32:
+            raise PrecisionChangedError
+        return comparison
 
     @cached_property
     def _with_unlabelled(self) -> RowComparison | None:

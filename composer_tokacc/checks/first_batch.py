@@ -18,6 +18,7 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -36,7 +37,7 @@ from composer_tokacc.batch import (
     text_of,
     with_copied_tensors,
 )
-from composer_tokacc.checks.comparison import MEAN, NAME_TERMS, NOT_A_NUMBER, RowComparison
+from composer_tokacc.checks.comparison import MEAN, NAME_TERMS, NOT_A_NUMBER, PrecisionChangedError, RowComparison
 from composer_tokacc.checks.cut_rules import CutRules, Cutter
 from composer_tokacc.checks.logits import TINY
 from composer_tokacc.checks.probe import Probe, ProbeResult
@@ -362,18 +363,34 @@ class FirstBatchCheck:
             self._check_unknown_rows(shared.rows, loss_facts)
             return rules, False
         self._check_window(shared.rows)
-        rows = with_unequal_row(self.layout, shared.rows, loss_facts.rule)
+        compare = partial(self._compare_rows, self.layout, shared, rules, loss_facts, are_new=are_new)
+        try:
+            return compare()
+        except PrecisionChangedError:
+            return compare()  # it cannot change a second time
+
+    def _compare_rows(
+        self,
+        layout: BatchLayout,
+        shared: SharedRows,
+        rules: CutRules | None,
+        loss_facts: LossFacts,
+        *,
+        are_new: bool,
+    ) -> tuple[CutRules | None, bool]:
+        """Compares cuts of the rows, and updates the facts about the loss. For the rest see :meth:`_check_rows`."""
+        rows = with_unequal_row(layout, shared.rows, loss_facts.rule)
         comparison = RowComparison(
             self.probe,
-            self.layout,
+            layout,
             self._on_device,
             loss_facts.rule,
             rows,
             self.check_loss,
         )
-        self._check_media_reach_model(self.layout, shared.rows, comparison.batch)
+        self._check_media_reach_model(layout, shared.rows, comparison.batch)
         self.probe.judge_written_state(comparison.batch)
-        self.probe.check_next_forward(comparison.batch, self._on_device(self.layout.select(rows, [0])))
+        self.probe.check_next_forward(comparison.batch, self._on_device(layout.select(rows, [0])))
         if self.cutter is None or rules is None:
             comparison.check_single_rows()
         else:

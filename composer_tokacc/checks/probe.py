@@ -216,7 +216,7 @@ class Probe:
         # The other parameters are assumed to have its type.
         parameter = next(model.parameters(), None)
         has_float32 = parameter is not None and parameter.dtype == torch.float32
-        self._uses_float32 = has_float32 or self._weights.can_convert
+        self.uses_float32 = has_float32 or self._weights.can_convert
         """Whether forwards run in float32, without `precision`."""
 
     @classmethod
@@ -276,7 +276,7 @@ class Probe:
                 self._note_written(snapshot)
             return result
 
-        if not decides_precision or not self._uses_float32:
+        if not decides_precision or not self.uses_float32:
             return self._with_allowed_leaves(run_once)
         try:
             result = self._with_allowed_leaves(run_once)
@@ -286,7 +286,7 @@ class Probe:
             result = None
         # Only some ranks may have raised, for example because their GPUs have less free memory.
         if any(self.gather(result is None)):
-            self._uses_float32 = False
+            self.uses_float32 = False
             result = self._with_allowed_leaves(run_once)
         assert result is not None
         return result
@@ -498,7 +498,7 @@ class Probe:
         """Runs the forward and the loss once. For the arguments see :meth:`run`."""
         labels = labels_of(batch)
         precision = self._precision()
-        if self._uses_float32:
+        if self.uses_float32:
             precision = torch.autocast(labels.device.type, enabled=False)
         # Forward and loss get the same copy, as in training. If the model writes into it, no other forward sees that.
         copied = with_copied_tensors(batch)
@@ -512,7 +512,7 @@ class Probe:
             at_labels.selector.arm(at_labels.rule, len(at_labels.positions.of_labels))
         with (
             precision,
-            self._weights.replaced(in_float32=self._uses_float32, varied=varies_weights),
+            self._weights.replaced(in_float32=self.uses_float32, varied=varies_weights),
             _hooked(rounded_layers, _rounded),
             _graph_from(self._layers, shapes) as leaves_of_forwards,
         ):

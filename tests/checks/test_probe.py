@@ -21,7 +21,7 @@ from composer_tokacc.collectives import only_of_this_rank
 from composer_tokacc.counting import LossRule
 from composer_tokacc.layout import BatchLayout
 from tests.checks.test_written_state import Cache, Statistic, with_layers
-from tests.support.text import next_token_loss, one_layer_model, ragged_batch, text_row
+from tests.support.text import ONE_UNLABELLED, next_token_loss, one_layer_model, ragged_batch, text_row
 from tests.support.training import num_hooks, weights_unchanged
 
 FLOAT32_EPS = torch.finfo(torch.float32).eps
@@ -431,6 +431,31 @@ def test_half_precision_only_in_unknown_rows():
     check.prove(batch, microbatch_size=2)
 
     assert probe.run(batch).gradient_eps == BFLOAT16_EPS
+
+
+def test_unlabelled_rows_out_of_memory():
+    """They are computed after the others, which were compared in float32. So all are compared again."""
+    batch = ragged_batch(ONE_UNLABELLED)
+    batches_in_float32 = []
+    batches_in_half = []
+
+    def fill_memory(ids):
+        if is_in_half_precision():
+            batches_in_half.append(ids.tolist())
+            return
+        if len(ids) == 2:  # a row with labels, followed by the one without
+            raise torch.OutOfMemoryError('CUDA out of memory')
+        if len(ids) > 2:
+            batches_in_float32.append(ids.tolist())
+
+    probe = probe_in_bfloat16(fill_memory)
+    check = first_batch_check(probe, BatchLayout.infer(batch))
+
+    check.prove(batch, microbatch_size=2)
+
+    assert batches_in_float32
+    for rows in batches_in_float32:
+        assert rows in batches_in_half
 
 
 def test_known_rows_send_no_objects(monkeypatch):
