@@ -476,17 +476,24 @@ class RowComparison:
     def _check_packed_rows(self, assemble: Callable[[list[int]], Batch], largest_packed_row: int) -> None:
         """Raises CutFailure unless packed rows have the expected gradients.
 
-        All rows are packed in their order, and in the opposite order. A leak runs from a document into later ones, so
-        each row must come after every other row in one of the two. A model may compute long packed rows in another way,
-        so the same rows are repeated until they have as many tokens as in training. Further rows instead would need
-        more memory, because all rows of the check are also computed together, padded.
+        A leak runs from a document into later ones. So all rows are packed in their order, and in the opposite order:
+        each row comes after every other row in one of the two. A model may compute long packed rows in another way. So
+        if a packed row in training has room for both orders, they follow each other in one row, until it is as long as
+        in training. Further rows instead of copies would need more memory, because all rows of the check are also
+        computed together, padded.
 
         Each row is also packed by itself, because a loss may depend on which rows are together: on their number, on the
         longest or the shortest one, or on the share of tokens with labels.
         """
-        num_tokens = sum(self._facts.lengths)
-        num_copies = max(math.ceil(largest_packed_row / num_tokens), 1)
-        groups = [self._all_rows * num_copies, self._all_rows[::-1] * num_copies]
+        in_order = self._all_rows
+        opposite = self._all_rows[::-1]
+        groups = [in_order, opposite]
+        num_copies = math.ceil(largest_packed_row / sum(self._facts.lengths))
+        if num_copies > 1:
+            longest_row: list[int] = []
+            for copy in range(num_copies):
+                longest_row += opposite if copy % 2 else in_order
+            groups = [longest_row]
         if len(self._all_rows) > 1:
             groups += self._single_rows
         self._check_microbatches(assemble, groups, CutKind.PACKED)
