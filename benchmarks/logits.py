@@ -66,7 +66,6 @@ def sizes_of(model: str) -> Row:
         'microbatch': MICROBATCH[0],
         'least_answer': least,
         'longest_answer': longest,
-        'extremes_first': True,
     }
 
 

@@ -105,10 +105,6 @@ class Sizes:
     # Processes of each loader.
     workers: int = 1
     learning_rate: float = 1e-3
-    # Whether the first step, which is not timed, has the two longest and the two shortest samples. Then our check of
-    # rows need not be repeated for longer or shorter ones. A long run seldom repeats it, but in an epoch of few steps
-    # it would cost much.
-    extremes_first: bool = False
 
     @property
     def vocabulary(self) -> int:
@@ -122,6 +118,10 @@ class Samples(Dataset):
     that a trainer that gives short samples a wrong weight learns something else.
 
     The lengths are drawn from `lengths`. Without `count` there are as many samples as an epoch of the run has.
+
+    The first step, which is not timed, has the two longest and the two shortest samples. So our check of rows need not
+    be repeated for longer or shorter ones. A long run seldom repeats it, but in an epoch of few steps it would cost
+    much (`benchmarks.overhead` measures it).
     """
 
     def __init__(
@@ -132,12 +132,9 @@ class Samples(Dataset):
         count: int | None = None,
     ) -> None:
         rng = np.random.default_rng(seed)
-        self.lengths = rng.choice(lengths, count or sizes.samples)
-        if sizes.extremes_first:
-            by_length = np.sort(self.lengths)
-            shuffled = rng.permutation(by_length[2:-2])
-            extremes = [by_length[:2], by_length[-2:]]
-            self.lengths = np.concatenate([*extremes, shuffled])
+        by_length = np.sort(rng.choice(lengths, count or sizes.samples))
+        shuffled = rng.permutation(by_length[2:-2])
+        self.lengths = np.concatenate([by_length[:2], by_length[-2:], shuffled])
         self.rows: list[Row] = []
         median_length = np.median(lengths)
         # The same chains for samples of every seed.
