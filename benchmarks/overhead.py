@@ -9,6 +9,8 @@ Runs yamls/digits.yaml with samples of two sources. The ledger by source is the 
 and tokens of each source. The time of the algorithm is the time in its events and backward hooks. It includes its
 all-reduce, which waits for the other rank. The time of the all-reduce is also shown by itself. Rank 0 prints medians
 over the steps, and writes results/overhead.json.
+
+The checks of rows are also timed: the first one, and the later ones, of rows unlike all before.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from benchmarks.machine import machine
 from benchmarks.record import ROOT, parser_of, write
 from composer_tokacc import TokenAccumulation
 from composer_tokacc.algorithm import token_accumulation
+from composer_tokacc.checks.first_batch import FirstBatchCheck
 from composer_tokacc.checks.step import MicrobatchRecord
 from composer_tokacc.monitor.source_ledger import SourceLedger
 from composer_tokacc.programs import load_config
@@ -44,7 +47,7 @@ class StepTimes(Callback):
     """Measures the seconds of each step, and the seconds in functions that :meth:`timed` has wrapped."""
 
     def __init__(self) -> None:
-        self.spent = {'algorithm': 0.0, 'all_reduce': 0.0, 'ledger': 0.0}
+        self.spent = {'algorithm': 0.0, 'all_reduce': 0.0, 'ledger': 0.0, 'check': 0.0}
         self.steps: list[dict[str, float]] = []
         self.started = 0.0
 
@@ -82,6 +85,7 @@ def measure_demo(steps: int, overrides: list[str]) -> StepTimes:
     MicrobatchRecord.observe = times.timed(MicrobatchRecord.observe, 'algorithm')
     MicrobatchRecord._measure = times.timed(MicrobatchRecord._measure, 'algorithm')  # pyright: ignore[reportPrivateUsage]
     token_accumulation.sum_over_ranks = times.timed(token_accumulation.sum_over_ranks, 'all_reduce')
+    FirstBatchCheck.prove = times.timed(FirstBatchCheck.prove, 'check')
     # The ledger also needs an exchange, but the monitor makes that exchange in any case.
     SourceLedger.note = times.timed(SourceLedger.note, 'ledger')
     SourceLedger.sums_of_rank = times.timed(SourceLedger.sums_of_rank, 'ledger')
@@ -103,15 +107,21 @@ def main() -> None:
     for title, kind in (('with_all_reduce', 'algorithm'), ('ledger_by_source', 'ledger')):
         shares_of_steps = [step[kind] / step['step'] for step in steps]
         shares[title] = statistics.median(shares_of_steps)
-    seconds = {'first_batch': times.steps[0]['algorithm']}
+    seconds_of_checks = {number: step['check'] for number, step in enumerate(times.steps) if step['check']}
+    seconds = {
+        'first_check': seconds_of_checks.pop(0),
+        'later_check': statistics.median(seconds_of_checks.values()),
+    }
     for kind in ('step', 'algorithm', 'all_reduce'):
         seconds[kind] = statistics.median(step[kind] for step in steps)
     print(f'medians on {dist.get_world_size()} ranks: shares of the step {shares}, seconds {seconds}')
+    print(f'seconds of each later check, by step: {seconds_of_checks}')
     results = {
         'machine': machine(),
         'ranks': dist.get_world_size(),
         'shares': shares,
         'seconds': seconds,
+        'seconds_of_later_checks': seconds_of_checks,
     }
     write(arguments.results / 'overhead.json', results)
 
