@@ -336,7 +336,7 @@ class ChatTemplate:
         return Rendered(prompt_with_endings + reply + text_after, [*earlier.answers, span])
 
     def _check_all_written(self, messages: Sequence[Message], text: str) -> None:
-        """Raises ValueError if the template leaves out a turn, or changes one that is no answer.
+        """Raises ValueError if the template leaves out a turn, or changes one that is not an answer.
 
         Templates silently drop turns of roles that they do not know.
         """
