@@ -3,9 +3,9 @@
 
 """Uses of private names, and of a few details, of the hosts: torch, Transformers, accelerate and Composer.
 
-If a release of a host changes a private name, this is the only module that breaks. All of them exist in the releases
-that the tests run with (docs/hosts.md). The only private name of numba is in ``planning/compiled.py``, which must not
-load torch.
+If a release of a host changes a private name, this is the only module that breaks. The names all exist in the
+releases that the tests run with (docs/hosts.md). The only private name of numba is in ``planning/compiled.py``, which
+must not load torch.
 """
 
 from __future__ import annotations
@@ -91,9 +91,9 @@ def is_compiled(model: torch.nn.Module) -> bool:
 
 
 def is_reduced(model: torch.nn.parallel.DistributedDataParallel) -> bool:
-    """Returns whether DDP has reduced every gradient of the last backward.
+    """Returns whether DDP has finished the reduction of the last backward, or has not begun any.
 
-    DDP itself checks this only at the start of its next forward.
+    It begins when a backward reaches the first parameter. DDP itself checks this only at the start of its next forward.
     """
     try:
         model._check_reducer_finalized()
@@ -110,9 +110,9 @@ def num_reduced(model: torch.nn.parallel.DistributedDataParallel) -> int:
 def reduced_parameters(model: torch.nn.parallel.DistributedDataParallel) -> set[torch.nn.Parameter] | None:
     """Returns the parameters whose gradients DDP reduces: those that required a gradient when DDP was made.
 
-    Returns None if DDP does not tell. Lets DDP make zeros for all gradients, as for
-    :class:`torch.distributed.algorithms.Join`, because only these name their parameters. For a moment they take as much
-    memory as the gradients.
+    Returns None if DDP does not tell. Lets DDP make buckets of zeros, as for
+    :class:`torch.distributed.algorithms.Join`, because only such buckets list their parameters. For a moment they take
+    as much memory as the gradients.
     """
     try:
         buckets = model.reducer._get_zeros_like_grad_buckets()
@@ -283,7 +283,7 @@ def let_fake_weights_be_swapped() -> AbstractContextManager[Any]:
 
 
 def attention_of(config: Any) -> str:
-    """Returns the attention implementation that Transformers chose. The public attribute only sets it."""
+    """Returns the attention implementation that Transformers chose. No public attribute tells it."""
     return str(config._attn_implementation)
 
 
@@ -312,7 +312,7 @@ def read_sharded(path: Path, state: dict[str, Any]) -> None:
 
 
 def skip_embedding_resize(model_class: type) -> type:
-    """Switches off Composer's check of the embedding size, and returns the class.
+    """Switches off the method by which Composer checks and resizes the embedding. Changes the class and returns it.
 
     The check fails if only the text part of a config has ``vocab_size``.
     """

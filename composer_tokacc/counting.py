@@ -175,7 +175,7 @@ def document_starts(batch: Mapping[str, Any]) -> torch.Tensor | None:
 
 
 def mask_document_starts(batch: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Masks the label of the first token of each further document of packed rows. Warns of this once.
+    """Returns the batch with a masked label at the first token of each further document of packed rows. Warns once.
 
     Otherwise the last token of a document would be trained to predict the first token of the next one. Our counts leave
     these labels out, and models count every label that is not masked. With the mask both divide by the same number.
@@ -268,7 +268,7 @@ def real_tokens(batch: Mapping[str, Any]) -> list[int]:
 
 
 def with_one_label(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the batch with a label that carries loss, for a batch without any. Does not wait for the device.
+    """Returns the batch with a label that carries loss. Does not wait for the device, so it may replace another label.
 
     A mean over no labels is 0 / 0, so NaN, and stays NaN if the caller multiplies the loss by 0. The label is written
     at the first attended position after an attended one, so that a real token predicts it. If there is none, it is

@@ -8,8 +8,8 @@
 Takes at most `--rows` rows of the first global batch from each rank. Computes their gradient in one forward, and then
 through the Trainer for several microbatch sizes, in order and regrouped, padded on either side. Prints the relative
 error of each case, next to the error of stock Composer. Exit status 1 if an error of this package is over the
-tolerance, 2 if the config is wrong. The default tolerance is 1e-6, and 1e-5 on a GPU. If the model's round-off is
-larger, it becomes the tolerance up to 2e-4, and a note says so.
+tolerance or a check refuses the run, 2 if the config is wrong. The default tolerance is 1e-6, and 1e-5 on a GPU. If the
+model's round-off is larger, it becomes the tolerance up to 2e-4, and a note says so.
 
 Dropout and the noise of routers are off. Weights are float32, without TF32. Trained parameters that are all zero, as in
 a new adapter, get small values. FSDP is not used, because DDP computes the same gradient. Cuts do not pack rows, but
@@ -161,6 +161,7 @@ def verify(config: TrainConfig, *, max_rows: int = 8, tolerance: float = 1e-6) -
     Raises:
         RuntimeError: If the run does not weight microbatches by tokens, trains nothing, or is refused by a check.
         ConfigError: If there are fewer than two rows, or their loss has no gradient.
+        ValueError: If the batch of a rank is not valid, or the gradient of one forward is zero or not finite.
     """
     if not weights_tokens(config):
         raise NotExactError(
@@ -211,6 +212,7 @@ class _VerifiedRun:
                 'loader.global_batch_size',
                 f'and --rows must leave rows to cut apart, got: {len(self.rows_of_all_ranks)}',
             )
+        # A run with Composer's flag has no TokenAccumulation, so it gets the default options.
         algorithm = build_token_accumulation(config) or TokenAccumulation()
         self.options = algorithm.options
         self.has_router_loss = False
@@ -224,9 +226,9 @@ class _VerifiedRun:
         """Whether the run leaves out the first label of each further document of a packed row."""
 
     def _rule_of_run(self) -> LossRule:
-        """Returns the loss rule of the model. Raises RuntimeError if nothing shows it.
+        """Returns the loss rule of the model. Raises RuntimeError if nothing shows it, or the user has named another.
 
-        If the user has named the rule, returns that rule unless the run checks it. With token weights it always does.
+        With ``check_loss=False``, and without token weights, a run believes the user. So does this function.
         """
         options = self.options
         named_rule = options.rule
@@ -397,7 +399,8 @@ class _VerifiedRun:
 def _layout_on_all_ranks(layout: BatchLayout, batch: Batch) -> BatchLayout:
     """Returns a layout for rows that are selected from the batches of all ranks; a collective.
 
-    A shape in one batch may have several readings of how a tensor belongs to rows. Keeps those that fit all ranks.
+    An unregistered tensor may have several readings, such as one entry for each row or for each image. Keeps the ones
+    that fit the batches of all ranks.
     """
     layout = layout_of_rows(layout, [batch])
     readings = layout.readings
@@ -414,8 +417,8 @@ def _rows(batch: Batch, layout: BatchLayout, max_rows: int) -> list[dict[str, An
     """
     num_rows = layout.num_rows(batch)
     num_chosen = min(max_rows, *dist.all_gather_object(num_rows))
-    # From the row with the fewest labels to the one with the most: if all had equally many, a mean of means would be
-    # right. Evenly spread, because rows of similar length lie next to each other in a planned batch.
+    # From the row with the fewest labels to the one with the most, because with equal numbers a wrong mean of means
+    # would pass. Evenly spread, because rows of similar length lie next to each other in a planned batch.
     num_labels = (labels_of(batch) != IGNORE_INDEX).sum(dim=1)
     rows_by_labels = num_labels.argsort(stable=True).tolist()
     places = torch.linspace(0, num_rows - 1, num_chosen).tolist()

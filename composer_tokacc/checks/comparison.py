@@ -56,7 +56,7 @@ gradient. If the model is sure of a row, little more than round-off is left of i
 BESIDE_UNLABELLED = ([0, 2], [1])
 """How rows 0, 1 and 2 are cut into two microbatches. Row 2 has no labels. It shares a microbatch with row 0, because a
 loss may need labels."""
-LARGEST_FACTOR_ERROR = 0.1
+LARGEST_REMAINDER = 0.1
 """A changed gradient of a row is ``factor * (expected + remainder)``. If the remainder is less than this part of the
 change, the row has a wrong weight. Otherwise something leaks into the row."""
 
@@ -79,11 +79,12 @@ class Point(NamedTuple):
     unit: str
     """The unit of the loss terms: ``'tokens'`` or ``'samples'``."""
     index: int
-    """By which output of the last layers the gradient is, see :attr:`.ProbeResult.gradients`."""
+    """Place of the gradient in the unit's list of :attr:`.ProbeResult.gradients`, which has one for each of the last
+    layers."""
 
 
 RowGradients: TypeAlias = dict[Point, Tensor]
-"""Gradients of some rows, by point. Each is ``(rows, width, entries of the sketch)``."""
+"""Gradients of some rows, by point. Each is a sketch ``(rows, width, entries)``, see :attr:`.ProbeResult.gradients`."""
 
 
 class CutKind(Enum):
@@ -200,7 +201,7 @@ class RowComparison:
 
     @cached_property
     def _at_unvaried_weights(self) -> RowComparison | None:
-        """The same comparison without varied weights, as they hide faults. Only :meth:`_check_microbatches` uses it.
+        """The same comparison without varied weights, because these may hide other faults; a collective.
 
         None: no rank has varied a weight, or this comparison is the one without varied weights.
         """
@@ -310,8 +311,8 @@ class RowComparison:
                 continue
             if self.has_shown_trimming:
                 return candidate
-            # No row was trimmed, so nothing shows that trimming is exact up to this width. If trimming has failed, the
-            # candidate keeps the padding anyway, and this changes nothing.
+            # No row was trimmed, so nothing shows that trimming is exact up to this width. A candidate that keeps the
+            # padding, because trimming has failed, stays as it is.
             return candidate.with_earlier_width(rules, self._facts.side)
         if cutter.must_pack:
             raise NotExactError(_why_not_packed(failures))
@@ -406,7 +407,7 @@ class RowComparison:
         labelled = max(self._rows_with_tokens, key=lambda row: (num_media[row] > 0, row not in unlabelled_rows))
         comparison = self._followed_by_unlabelled([labelled], unlabelled_rows)
         if 'tokens' not in comparison.reference.losses:
-            return False  # other rows than these have the terms
+            return False  # these rows have no such term, only other rows do
         has_term = False
         # A labelled row without media is not compared with itself beside media, see above.
         if num_media[labelled] or not any(num_media[row] for row in unlabelled_rows):
@@ -635,7 +636,7 @@ class RowComparison:
                 'columns, and divide their sum by all rows, or name another unit (docs/errors.md#model-loss).'
             )
         # If the change almost vanishes without the factor, the row only has another weight.
-        if change.error_without_factor < LARGEST_FACTOR_ERROR * change.error:
+        if change.error_without_factor < LARGEST_REMAINDER * change.error:
             return (
                 f'{MEAN}{name}, whose tokens weigh {change.factor:.6f} times as much {cut_kind.value} as with '
                 f'{len(self._counts) - 1} others. Divide by the number of tokens. {NAME_TERMS}'
@@ -799,7 +800,7 @@ def _sizes(gradients: Tensor) -> Tensor:
 
 
 def _relative_errors(gradients: Tensor, expected: Tensor, sizes: Tensor) -> Tensor:
-    """Returns the norm of each row's difference divided by the size of its expected gradient; ``(rows,)``."""
+    """Returns the norm of each row's difference, divided by its entry of ``sizes``; ``(rows,)``. NaN becomes inf."""
     differences = (gradients - expected).flatten(1).norm(dim=1)
     errors = differences / sizes
     return errors.nan_to_num(nan=torch.inf)

@@ -77,9 +77,9 @@ class ChatTemplate:
         owner: The processor or tokenizer that has the template. A processor that was loaded from a folder may have lost
             it (BLIP), while its tokenizer still has it.
         tokenizer: The tokenizer. Its special and added tokens may end an answer.
-        takes_media: Whether messages may hold media. Then the template gets the content of a message as a list of
-            parts. Otherwise it gets a string. It also gets a string in the turns of a role for which it cannot write
-            parts (the assistant in Pixtral, the system in Llama 3.2 Vision).
+        takes_media: Whether messages may hold media. If not, the template gets the content of each message as a string.
+            If so, it gets a list of parts, except in turns of a role for which it cannot write parts (the assistant in
+            Pixtral, the system in Llama 3.2 Vision).
         add_end_token: Whether to add the ending token after answers that the template leaves open.
 
     Raises:
@@ -129,13 +129,13 @@ class ChatTemplate:
         Nearly all templates write answers as they are. Some change them: templates of reasoning models drop the
         thoughts of earlier answers. So three ways are tried in this order:
 
-        1. With a marker for every answer. Only this way also adds the ending token to answers without loss.
+        1. With a marker for every answer. Answers without loss get the ending token only in this way.
         2. With a marker for every answer that carries loss. The template may change the others.
         3. If the last message carries loss: with a marker for every earlier answer that does. The last one is looked
            for after the generation prompt.
 
         Raises:
-            ValueError: If the template changes an answer that carries loss, or leaves out a turn.
+            ValueError: If the template leaves out or changes a turn. It may change only an answer without loss.
         """
         # Twice, because some templates write the date (Llama 3.2), and midnight may come between two renderings.
         for _ in range(2):
@@ -336,7 +336,10 @@ class ChatTemplate:
         return Rendered(prompt_with_endings + reply + text_after, [*earlier.answers, span])
 
     def _check_all_written(self, messages: Sequence[Message], text: str) -> None:
-        """Raises ValueError if a turn is left out. Templates silently drop turns of roles that they do not know."""
+        """Raises ValueError if the template leaves out a turn, or changes one that is not an answer.
+
+        Templates silently drop turns of roles that they do not know.
+        """
         for message in messages:
             # Not answers: `render` has compared those that carry loss, and the template may change the others. The
             # markers below show that none is left out.
@@ -360,11 +363,10 @@ class ChatTemplate:
         self._checked_shapes.add(shape)
 
     def _text_around(self, messages: Sequence[Message], indices: Sequence[int]) -> list[str]:
-        """Returns the texts before the first, between, and after the last of the messages with these indices.
+        """Renders markers in the place of the texts of these messages, and cuts the rendered text at the markers.
 
-        The texts of these messages are replaced by markers, and the rendered text is cut at the markers. If the
-        template leaves out a marker, all texts after it are ''. Then `_render_around_markers` finds that they do not
-        fit.
+        Returns the pieces: before the first marker, between the markers, and after the last. If the template leaves out
+        a marker, all pieces after it are ''. Then `_render_around_markers` finds that they do not fit.
         """
         marked_messages = _with_markers(messages, indices)
         remaining = self.apply(marked_messages)
@@ -470,9 +472,9 @@ def _find_endings(example: _TextsOfExample, tokenizer: Any, tokens: set[str]) ->
     # have the same.
     texts = [example.after_last.rstrip(), example.after_question.rstrip()]
     shorter_text, longer_text = sorted(texts, key=len)
-    begins_prompt = []
+    prompt_starts = []
     if longer_text.endswith(shorter_text):
-        begins_prompt = _first_tokens(shorter_text, tokens)[:1]
+        prompt_starts = _first_tokens(shorter_text, tokens)[:1]
     # After an earlier answer comes its ending, and then the next question. After the last answer comes only its ending
     # (and perhaps the prompt). So the tokens that both texts begin with are the ending.
     shared = []
@@ -482,20 +484,20 @@ def _find_endings(example: _TextsOfExample, tokenizer: Any, tokens: set[str]) ->
         # A token that also stands before a question begins the next turn, if it comes after an ending or begins the
         # prompt. Otherwise it is an ending: EXAONE 4 writes an empty system turn, with an ending, before the first
         # question.
-        if token_after_last in before_questions and (shared or token_after_last in begins_prompt):
+        if token_after_last in before_questions and (shared or token_after_last in prompt_starts):
             break
         shared.append(token_after_last)
     if shared:
         return (''.join(shared),)
     endings = []
-    if tokens_after_last and tokens_after_last[0] not in begins_prompt:
+    if tokens_after_last and tokens_after_last[0] not in prompt_starts:
         endings.append(tokens_after_last[0])  # the last answer has its own ending, or only the last one has any
     # The first token after an earlier answer may end this answer, or begin the next question. It is an ending if it
     # also ends questions, and begins neither the conversation nor a question. A token before the text of a question
     # begins something. But before another token it may end a system turn that the template adds.
-    begins_turn = [*before_questions, *_tokens_before_text(example.before, tokens)]
+    turn_starts = [*before_questions, *_tokens_before_text(example.before, tokens)]
     for token in tokens_after_answer[:1]:  # one or none
-        if token in after_questions and token not in begins_turn:
+        if token in after_questions and token not in turn_starts:
             endings.append(token)
     if endings:
         return tuple(endings)
@@ -529,10 +531,10 @@ def _first_tokens(text: str, tokens: Iterable[str]) -> list[str]:
 
 
 def _tokens_before_text(text: str, tokens: Iterable[str]) -> list[str]:
-    """Returns the tokens whose last place in a text is before other text, and its last token.
+    """Returns the tokens after which other text comes, and the last token of the text.
 
-    White space does not count as text. Earlier places do not count either: a token that ends two parts of a system turn
-    stands before the text of the second part. Of the tokens that fit at a place, takes the longest.
+    White space does not count as text. Only the last place of each token counts: a token that ends two parts of a
+    system turn also stands before the text of the second part. Of the tokens that fit at a place, takes the longest.
     """
     longest_first = sorted(tokens, key=len, reverse=True)
     pattern = '|'.join(re.escape(token) for token in longest_first)

@@ -86,12 +86,12 @@ class ConversationEncoder:
             tokens, and warn of the first sample that has one. ``'text'``: encode their characters. ``'refuse'``: refuse
             the sample.
         train_on: ``'all'`` answers carry loss, or only the ``'last'`` one of a conversation. Templates of reasoning
-            models drop the thoughts of earlier answers. With them, only the last answer can be trained.
+            models drop the thoughts of earlier answers. Conversations with such thoughts need ``'last'``.
         add_end_token: Whether to add the ending token after answers that the chat template leaves open.
 
     Raises:
-        ValueError: If the processor has no chat template, its tokenizer is missing or not a fast one, or it has no
-            ending token.
+        ValueError: If an option is wrong, the processor lacks a chat template, a fast tokenizer, an ending token or
+            (BLIP) ``num_query_tokens``, or the template cannot write a question and its answer.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class ConversationEncoder:
         self.video = _sampling_for(self.parts.get('video'), video)
         self._audio_window = _window_of(self.parts.get('audio'))
         self._longest_read_audio = 0
-        """Audio samples of the longest audio read to its end. `_check_ends_of_audios` tries only longer ones."""
+        """Length, in audio samples, of the longest audio read to its end. `_check_ends_of_audios` tries longer ones."""
         self._has_query_tokens = hasattr(processor, 'num_query_tokens')
         """Whether the processor (of BLIP) writes query tokens for media, in place of placeholders of the template."""
         self.template = ChatTemplate(
@@ -175,7 +175,7 @@ class ConversationEncoder:
         media = {'image': images, 'video': videos, 'audio': audios}
         self._check_number_of_media(checked_messages, media)
         texts = [text_of(message) for message in checked_messages]
-        # The texts of a record have passed this check before, in `check_takes_media`.
+        # For callers without a record. The texts of a record have passed this check in `check_takes_media`.
         self.control.check(texts, _error_of_conversation)
         # With control_tokens=text, `render` writes stand-ins for the control tokens in the messages. At the end,
         # `spell` replaces them, see ControlTokenPolicy.
@@ -245,7 +245,7 @@ class ConversationEncoder:
         shapes_only: bool = False,
     ) -> DecodedMedia:
         """Decodes the media of a record, see ``data.media.decode_media``. Resamples audio to the processor's rate."""
-        # Without a part for audio the rate does not matter, because `check_takes_media` refuses the record.
+        # Without a part for audio the rate does not matter, because `check_takes_media` has refused records with audio.
         sampling_rate = getattr(self.parts.get('audio'), 'sampling_rate', 16000)
         return decode_media(
             record,
@@ -259,8 +259,8 @@ class ConversationEncoder:
         """Returns name and value of the options that change samples, for fingerprints of data.
 
         Options with their default are left out, so that fingerprints in checkpoints of earlier releases still match.
-        The callers add ``video``, and the caps of a `FittingEncoder`. Otherwise ``max_length`` changes no sample,
-        because a sample is encoded whole or refused. Nor does ``control_tokens='refuse'``.
+        The callers add ``video``, and the caps of a `FittingEncoder`. In this class ``max_length`` and
+        ``control_tokens='refuse'`` change no sample: they only decide which samples are refused.
         """
         options: list[tuple[str, object]] = []
         if self.control.option == 'text':
@@ -274,7 +274,7 @@ class ConversationEncoder:
     def encode_unexpanded(self, conversations: Sequence[Sequence[Message]]) -> list[dict[str, torch.Tensor] | None]:
         """Encodes conversations without expanding placeholders, to find the lengths of samples.
 
-        This is much faster than a whole sample, because only the tokenizer runs.
+        This is much faster than a whole sample, because the processor and the checks of media do not run.
 
         Args:
             conversations: The messages of each. Their content must be a list of parts.
@@ -301,7 +301,7 @@ class ConversationEncoder:
         return samples
 
     def _tokenize(self, texts: Sequence[str]) -> list[Encoding]:
-        """Returns the tokens of rendered texts. Placeholders are not expanded."""
+        """Returns the tokens of rendered texts, with the places of their characters. Placeholders are not expanded."""
         encodings: list[Encoding] = []
         # The tokenizer is much faster for many texts at once, but one call has one `add_special_tokens`. So a call gets
         # consecutive texts that need the same value. Nearly always, these are all texts.
@@ -564,7 +564,7 @@ class ConversationEncoder:
 
         The instruction is the text before the first answer that carries loss. The processor gives the query transformer
         the whole text, so that it would read the answers. Without images the model does not run the query transformer,
-        so its text is only removed.
+        so its text is only removed. Raises ValueError if the instruction is too long.
 
         Args:
             encoded: The entries of the processor, which are changed.
@@ -709,7 +709,7 @@ def _window_of(extractor: Any) -> int | None:
     Whisper's extractor has it as the attribute ``n_samples``, Gemma 3n's as the default of the argument ``max_length``.
     With both, returns the shorter one. Returns None if there is no such length, or no extractor.
     """
-    # For None, this is the signature of `type.__call__`, which has no `max_length`.
+    # If there is no extractor, this is the signature of `type.__call__`, which has no `max_length`.
     parameter = inspect.signature(type(extractor).__call__).parameters.get('max_length')
     windows = [getattr(extractor, 'n_samples', None), getattr(parameter, 'default', None)]
     return min((window for window in windows if isinstance(window, int)), default=None)
