@@ -273,7 +273,7 @@ class MicrobatchSplit:
 
         Packing comes first, if rows may be packed. If the earlier rules pack, only their kind of packing is tried.
         Otherwise it is tried by documents, and by positions if the run must pack. A run that need not pack then tries
-        the rules of :func:`.padded_candidates`, which do not pack, whatever the earlier rules do.
+        rules without packing, which :func:`.padded_candidates` makes of the earlier ones.
 
         The check stops at the first rules that are exact. So the code after a ``yield`` only runs if these rules have
         failed.
@@ -494,8 +494,8 @@ class MicrobatchSplit:
     ) -> list[Piece]:
         """Returns pieces under the caps. For a row that is over a cap by itself see :meth:`.Piece.check_caps`.
 
-        A microbatch of a pre-split batch stays as it is if it fits. On several ranks repeated samples are left out, so
-        there may be no piece.
+        A microbatch of a pre-split batch stays as it is if it fits. On several ranks repeated samples are left out. The
+        list may then be empty.
         """
         pieces: list[Piece] = []
         has_ranks = get_world_size() > 1
