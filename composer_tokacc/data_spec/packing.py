@@ -177,8 +177,8 @@ def _pack_tensor(
         # Each row has slots for its images (Idefics3). From (rows, slots, ...) to (1, rows * slots, ...).
         return value.flatten(0, 1)[None]
     if entry.unit != 'row' or entry.is_media:
-        # The packed row has what all rows share, and the media of all rows in the same order. Mllama's
-        # `cross_attention_mask`, with rows and images, never comes here: rows of Mllama are not packed, see
+        # All rows share the tensor, or it holds media. The packed row has the media of all rows, in the same order.
+        # Mllama's `cross_attention_mask`, with rows and images, never comes here: rows of Mllama are not packed, see
         # `Family.coupling`.
         return value
     if value.shape == real.shape and entry.seq_dims:
