@@ -48,7 +48,7 @@ PREFIX = 'documents_'
 LARGEST_HEAD = 256
 """Largest head size of the kernel for half precision, see :func:`_half_kernel`. It also needs a multiple of 8."""
 UNKNOWN_TO_KERNELS = ('position_bias', 'softcap')
-"""Arguments with which :func:`_attend_at_once` is not used, because it would ignore them. The SDPA attention of
+"""Arguments that rule out :func:`_attend_at_once`, because it would ignore them. The SDPA attention of
 Transformers adds ``position_bias`` to the scores, and refuses ``softcap``. It ignores other arguments, such as
 ``sliding_window``, too, because the mask says the same."""
 SPLIT_ARGUMENTS = {
@@ -328,7 +328,7 @@ def _layers_that_mix(model: nn.Module, tokens_name: str) -> Iterator[nn.Module]:
     They have a state or a convolution, or are embeddings that look at the mask. Left out are:
 
     - attention modules, which have an attribute ``is_causal``. They receive :class:`_Documents`, and tell documents
-      apart. A forward of ours would do nothing for them, but hide them from ``torch.compile``;
+      apart. To call them once for each document would only hide them from ``torch.compile``;
     - decoder layers, which hold an attention module that takes a mask;
     - models, and wrappers of models such as PEFT's, which take ids and a mask, too.
     """
