@@ -121,7 +121,7 @@ def _with_lists_of(microbatch: Batch, dummy: Batch) -> BatchDict:
 
     If the dummy row has no value for a list, it gets None or 0, see :func:`.values_of_rows`.
     """
-    with_lists: BatchDict = {}
+    with_lists = {}
     for key, value in dummy.items():
         if not isinstance(value, (list, tuple)):
             with_lists[key] = value
@@ -249,9 +249,9 @@ class Piece:
     def check_caps(self, indices: Sequence[int] | None) -> None:
         """Raises ValueError if a row by itself is over a cap. With ``on_oversize='warn'`` it logs a warning.
 
-        Call it only on a piece of all rows of a batch, in which the place of a row is its number in the batch. The
-        message names a row by its entry in ``sample_ids``, else by its index in the dataset, which ``indices`` holds
-        for each row, else by its number in the batch.
+        Call it on the piece of all rows of a batch. There the place of a row is its number in the batch. The message
+        names a row by its entry in ``sample_ids``, else by its index in the dataset, which ``indices`` holds for each
+        row, else by its number in the batch.
         """
         sizes = {'tokens': [width + self.facts.decoder_width for width in self.widths], **self.sizes}
         caps = {'tokens': self.options.max_tokens, **self.options.caps}
