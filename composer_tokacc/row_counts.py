@@ -163,7 +163,7 @@ def check_loss_shares(batch: object, token_weights: str, rule: LossRule, tokens_
 
 
 def _without_labels_of_added_rows(batch: Batch) -> Batch:
-    """Masks the labels of dummy rows and repeated samples."""
+    """Returns the batch with the labels of dummy rows and repeated samples masked."""
     labels = labels_of(batch)
     are_added = [row.samples == 0 for row in row_counts_of(batch)]
     if not any(are_added):

@@ -45,7 +45,7 @@ def summed_over_ranks(
     Args:
         report: The report of this rank.
         to_device: Moves a tensor to the device on which the process group reduces.
-        is_weighted: Whether tokens may have weights, the same on all ranks. If not, all numbers are integers.
+        is_weighted: Whether tokens may have weights, the same on all ranks. If not, ``loss_weight`` is a whole number.
     """
     if get_world_size() == 1:
         return report
@@ -56,7 +56,7 @@ def summed_over_ranks(
     sums_over_ranks = sum_over_ranks(to_device(torch.tensor(numbers, dtype=dtype)))
     sums: list[float] = []
     for number, total in zip(numbers, sums_over_ranks, strict=True):
-        is_weight = isinstance(number, float)  # all other numbers are integers, and stay integers
+        is_weight = isinstance(number, float)  # `loss_weight`, even if it is a whole number. The others stay integers
         sums.append(float(total) if is_weight else int(total))
     remaining = iter(sums)
     parts = [part._make(islice(remaining, len(part))) for part in report]

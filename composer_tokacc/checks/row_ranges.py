@@ -129,7 +129,7 @@ class RowRanges:
         missing: list[RowProperty] = []
         for row_property, other_limit in other.limits.items():
             limit = self.limits.get(row_property)
-            if limit is None or _larger(limit, other_limit) != limit:
+            if limit is None or _covering_limit(limit, other_limit) != limit:
                 missing.append(row_property)
         for key, possible in other.readings.items():
             # The key is missing if it is new, or if its most likely reading would change.
@@ -142,7 +142,7 @@ class RowRanges:
         """Returns the smallest ranges that cover both. Raises ValueError if a key means different things in them."""
         limits = dict(self.limits)
         for row_property, limit in other.limits.items():
-            limits[row_property] = _larger(limits.get(row_property, limit), limit)
+            limits[row_property] = _covering_limit(limits.get(row_property, limit), limit)
         return RowRanges(limits=limits, readings=joined_readings(self.readings, other.readings))
 
     def without_padding(self) -> RowRanges:
@@ -155,8 +155,8 @@ class RowRanges:
         return RowRanges(limits=limits, readings=self.readings)
 
 
-def _larger(first: Limit, second: Limit) -> Limit:
-    """Returns the larger one of each pair of values."""
+def _covering_limit(first: Limit, second: Limit) -> Limit:
+    """Returns the smallest limit within which both lie: the larger one of each pair of values."""
     return tuple(map(max, first, second))
 
 
@@ -357,7 +357,7 @@ def _padding_limits(facts_of_batches: Iterable[RowFacts]) -> Limits:
 
 
 def _padding_criteria(facts: RowFacts, missing: Collection[RowProperty]) -> Iterator[Criterion]:
-    """Yields the criterion for a label behind padding, and the criteria for widths if padded rows are new."""
+    """Always yields a criterion for a label behind padding. If padded rows are new, also yields those for widths."""
     # A row whose first label is predicted by the padding before it. Such a row is not trimmed. But packing drops the
     # padding, and the check must see that. Without such a row this criterion chooses the shortest row again.
     yield Criterion(facts.lengths, facts.has_label_behind_padding)
@@ -458,7 +458,7 @@ def chosen_rows(
         layout: Which parts of each tensor belong to which row.
         batch: The batch of a rank.
         missing: The properties that are new in the batch, as returned by :meth:`RowRanges.missing`.
-        max_rows: The most rows, unless new modalities and rows without labels need more.
+        max_rows: The most rows, unless new modalities and rows without labels, or :data:`MIN_ROWS`, need more.
     """
     facts = describe(layout, batch)
     has_no_label = lacks_labels(batch)
@@ -472,9 +472,9 @@ def chosen_rows(
             is_repeated = criterion.needs_new_row and row in rows
             lacks_label = criterion.needs_label and has_no_label[row]
             cost = criterion.costs[row]
-            # The row with the smallest key is chosen, so an earlier entry of the key counts more. A row with labels is
-            # better than one that gets them for the check, but to have the property is more important. If the criterion
-            # needs no label, labels count only between rows of equal cost.
+            # The row with the smallest key is chosen. False is smaller than True, and an earlier entry counts more, so
+            # to have the property is most important. A row with labels is better than one that gets them for the check.
+            # If the criterion needs no label, labels count only between rows of equal cost.
             key = (lacks_property, is_repeated, lacks_label, cost, has_no_label[row], length)
             keys.append(key)
         cheapest = keys.index(min(keys))
@@ -507,5 +507,5 @@ def _last_criteria(facts: RowFacts, missing: Collection[RowProperty]) -> Iterato
     """Yields the criteria that always come last: the shortest row of text only, the row with most media, and widths."""
     yield Criterion(facts.lengths, [num_media == 0 for num_media in facts.media])
     yield Criterion([-num_media for num_media in facts.media])
-    # If padded rows are new, _padding_criteria() has yielded them already, because chosen_rows() drops the last rows.
+    # If padded rows are new, _padding_criteria() has yielded these already, so that their rows are not dropped.
     yield from _width_criteria(facts, missing)

@@ -66,10 +66,10 @@ class CountingDataSpec(DataSpec):
         self._rule = rule
         self._batch_transforms = batch_transforms
         self._first_batch: FirstBatchCheck | None = None
-        # _transform_microbatch() may remove the counts of a microbatch, and Composer asks for its samples and tokens
-        # later. So the counts are kept here. The tensor of labels tells whether Composer asks for this microbatch.
-        self._computed_labels: torch.Tensor | None = None
-        self._computed_counts: Sequence[RowCounts] = ()
+        # Composer asks for samples and tokens of the current microbatch after _transform_microbatch() has removed its
+        # counts. So they are kept here. A batch with the same tensor of labels is this microbatch.
+        self._current_labels: torch.Tensor | None = None
+        self._current_counts: Sequence[RowCounts] = ()
         super().__init__(
             dataloader,
             batch_transforms=self._transform,
@@ -116,7 +116,10 @@ class CountingDataSpec(DataSpec):
     # Before the split.
 
     def _transform(self, batch: Any) -> Any:
-        """Applies the user's transforms to a batch of the loader, and refuses a batch that cannot be split."""
+        """Returns a batch of the loader after the user's transforms. Raises ValueError if it cannot be split.
+
+        Also begins a step: the split forgets the previous one, and is the split of this loader from now on.
+        """
         if self._batch_transforms is not None:
             if isinstance(batch, PreSplitBatch):
                 batch = batch.map(self._batch_transforms)
@@ -136,7 +139,10 @@ class CountingDataSpec(DataSpec):
         return batch
 
     def _count_and_split(self, batch: Batch, microbatch_size: int | float | None) -> list[BatchDict]:
-        """Checks and counts the batch unless an algorithm did, then splits it. This is Composer's ``split_batch``."""
+        """Splits a batch, after checking and counting it if no algorithm did. This is Composer's ``split_batch``.
+
+        The check is left out without ``model=``, in evaluation, and in a run that wants packing.
+        """
         if microbatch_size is None:  # in evaluation, if the loader has no `batch_size` but a batch sampler
             microbatch_size = sys.maxsize
         if not is_counted(batch):
@@ -160,10 +166,10 @@ class CountingDataSpec(DataSpec):
         batch: Batch,
         microbatch_size: int | float,
     ) -> None:
-        """Runs the first-batch check on a batch, because no algorithm runs it. It gives the split its rules.
+        """Runs the first-batch check and compares the widths of the ranks, because no algorithm does; a collective.
 
-        It is called with every batch, but the check computes only rows unlike those that it has seen before. A run
-        without a layout infers one from its first batch.
+        It is called with every batch. The first call sets up the split, which infers a layout if it has none. The check
+        gives the split its rules, and computes only rows unlike those that it has seen before.
         """
         split = self._split
         if self._first_batch is None:
@@ -215,16 +221,16 @@ class CountingDataSpec(DataSpec):
         has_algorithm = self._split.step is not None
         if has_algorithm or self._model is None or not is_counted(batch):
             return batch
-        self._computed_labels = batch['labels']
-        self._computed_counts = row_counts_of(batch)
+        self._current_labels = batch['labels']
+        self._current_counts = row_counts_of(batch)
         return without_row_counts(batch)
 
     # The counts behind the numbers that Composer asks for.
 
     def _counts_of(self, batch: Any) -> Sequence[RowCounts]:
         """Returns the counts of each row, even if :meth:`_transform_microbatch` has removed them from the batch."""
-        if self._computed_labels is not None and self._computed_labels is batch.get('labels'):
-            return self._computed_counts
+        if self._current_labels is not None and self._current_labels is batch.get('labels'):
+            return self._current_counts
         return row_counts_of(batch)
 
     def _num_samples(self, batch: Any) -> int:

@@ -48,9 +48,9 @@ PREFIX = 'documents_'
 LARGEST_HEAD = 256
 """Largest head size of the kernel for half precision, see :func:`_half_kernel`. It also needs a multiple of 8."""
 UNKNOWN_TO_KERNELS = ('position_bias', 'softcap')
-"""Arguments that :func:`_attend_at_once` cannot take, so that it is not used with them. The SDPA attention of
+"""Arguments that rule out :func:`_attend_at_once`, because it would ignore them. The SDPA attention of
 Transformers adds ``position_bias`` to the scores, and refuses ``softcap``. It ignores other arguments, such as
-``sliding_window``, because the mask says the same."""
+``sliding_window``, too, because the mask says the same."""
 SPLIT_ARGUMENTS = {
     'hidden_states': ('hidden_states',),
     'input_ids': ('input_ids', 'position_ids', 'token_type_ids'),
@@ -297,7 +297,10 @@ def _masks(plain_name: str, **arguments: Any) -> HostMask:
 
 
 def _call_layers_by_document(model: nn.Module) -> None:
-    """Changes the forward of layers that would mix documents, so that it runs once for each document."""
+    """Changes classes of layers that would mix documents, so that their forward runs once for each document.
+
+    The change is never undone. It also acts on other models with these layers, but only on packed rows.
+    """
     for tokens_name in SPLIT_ARGUMENTS:
         # The forward of their class is changed, not of single modules, so that copies of a model work too.
         layer_classes = {type(layer) for layer in _layers_that_mix(model, tokens_name)}
@@ -325,7 +328,7 @@ def _layers_that_mix(model: nn.Module, tokens_name: str) -> Iterator[nn.Module]:
     They have a state or a convolution, or are embeddings that look at the mask. Left out are:
 
     - attention modules, which have an attribute ``is_causal``. They receive :class:`_Documents`, and tell documents
-      apart. Our forward would only hide them from ``torch.compile``;
+      apart. To call them once for each document would only hide them from ``torch.compile``;
     - decoder layers, which hold an attention module that takes a mask;
     - models, and wrappers of models such as PEFT's, which take ids and a mask, too.
     """
@@ -404,7 +407,7 @@ def _forward_by_document(
 
 
 def _drop_packed_mask_in_router_losses(submodels: Sequence[nn.Module]) -> None:
-    """Changes the load-balancing loss of routers to :func:`_balancing_loss`."""
+    """Replaces the load-balancing loss in the files of the models by :func:`_balancing_loss`. Never undone."""
     for submodel in submodels:
         # Each file of Transformers that defines a model with experts has its own function.
         file = sys.modules[type(submodel).__module__]
@@ -574,7 +577,7 @@ def _with_repeated_heads(states: Tensor, num_heads: int) -> Tensor:
 
 @cache
 def _half_kernel() -> Callable[..., Tensor] | None:
-    """Returns torch's kernel for documents of any length in half precision; None if this release of torch lacks it.
+    """Returns torch's kernel for documents of any length in half precision; None if torch's is missing or too old.
 
     The kernel takes query, key and value, ``(tokens, heads, size)``; the ends of documents in the queries, and in the
     keys; and the longest length of a document in the queries, and in the keys. It returns ``(tokens, heads, size)``. It

@@ -177,9 +177,9 @@ def _pack_tensor(
         # Each row has slots for its images (Idefics3). From (rows, slots, ...) to (1, rows * slots, ...).
         return value.flatten(0, 1)[None]
     if entry.unit != 'row' or entry.is_media:
-        # All rows share the tensor, or it holds media: one entry per image, video or patch, or one image per row. The
-        # packed row has them all, in the same order. Mllama's `cross_attention_mask`, with rows and images, never comes
-        # here: rows of Mllama are not packed, see `Family.coupling`.
+        # All rows share the tensor, or it holds media. The packed row has the media of all rows, in the same order.
+        # Mllama's `cross_attention_mask`, with rows and images, never comes here: rows of Mllama are not packed, see
+        # `Family.coupling`.
         return value
     if value.shape == real.shape and entry.seq_dims:
         # The tensor lies along the text. Takes its values at the real tokens, row after row.

@@ -44,7 +44,7 @@ DummyRows: TypeAlias = Mapping[str, RowFacts]
 
 
 def missing_dummies(dummies: DummyRows, facts: RowFacts, rows: Sequence[int]) -> list[RowFacts]:
-    """Returns a dummy row for each modality that none of these rows of a batch has."""
+    """Returns the dummy rows of the modalities that none of these rows of a batch has."""
     has_media = any(facts.media[row] for row in rows)  # of any modality
     if has_media and facts.layout.family.one_kind:
         # The model takes media of only one modality in a forward, so a dummy row must not add another.
@@ -88,7 +88,7 @@ def smallest_row(facts_of_batches: Sequence[RowFacts], modality: str) -> BatchDi
 def trimmed_dummy(facts: RowFacts, row: int) -> BatchDict:
     """Returns a row of the batch without its padding and without weight.
 
-    If the batch has no other row, they share tensors. If audio lies along the text, the padding stays.
+    If the row is the whole batch, the result shares tensors with it. If audio lies along the text, the padding stays.
     """
     (trimmed,) = split_trimmed(facts.layout, facts.batch, [[row]])
     return zero_weight(trimmed)
@@ -97,7 +97,7 @@ def trimmed_dummy(facts: RowFacts, row: int) -> BatchDict:
 def add_rows(
     layout: BatchLayout,
     microbatch: Batch,
-    rows: Sequence[Batch],
+    dummies: Sequence[Batch],
     side: str,
 ) -> BatchDict:
     """Returns the microbatch with dummy rows after its own rows.
@@ -105,30 +105,30 @@ def add_rows(
     Args:
         layout: Layout of the microbatch.
         microbatch: The rows that come first, usually those with weight.
-        rows: The dummy rows, each a batch of one row.
+        dummies: The dummy rows, each a batch of one row.
         side: Padding side of the device batch. The microbatch cannot show it, because after trimming it may have no
             padding.
     """
     batches: list[Batch] = [microbatch]
-    for row in rows:
-        batches.append(_with_lists_of(microbatch, row))
+    for dummy in dummies:
+        batches.append(_with_lists_of(microbatch, dummy))
     pad_token_id = id_for_padding(layout, [microbatch])
     return layout.concat(batches, padding_side=side, pad_token_id=pad_token_id)
 
 
-def _with_lists_of(microbatch: Batch, row: Batch) -> BatchDict:
-    """Returns a dummy row with the same lists as the microbatch. ``concat`` refuses one that only some batches have.
+def _with_lists_of(microbatch: Batch, dummy: Batch) -> BatchDict:
+    """Returns a dummy row with the same lists as the microbatch. ``concat`` refuses a list that one of them lacks.
 
     If the dummy row has no value for a list, it gets None or 0, see :func:`.values_of_rows`.
     """
-    dummy = dict(row)
-    for key, value in row.items():
-        if isinstance(value, (list, tuple)):
-            del dummy[key]
+    with_lists = {}
+    for key, value in dummy.items():
+        if not isinstance(value, (list, tuple)):
+            with_lists[key] = value
     for key, value in microbatch.items():
         if isinstance(value, (list, tuple)):
-            dummy[key] = values_of_rows(key, [row])
-    return dummy
+            with_lists[key] = values_of_rows(key, [dummy])
+    return with_lists
 
 
 # Pieces.
@@ -144,8 +144,8 @@ class Piece:
         options: The caps of a microbatch, and how to cut under them.
         rows: The rows of this piece, by their numbers in the batch.
         widths: Number of columns that each of these rows keeps.
-        sizes: The numbers of these rows for each size that has a cap in ``options``, such as their image tokens, by the
-            name of the size (:data:`.CAPPED_SIZES`).
+        sizes: For each size that has a cap in ``options`` (:data:`.CAPPED_SIZES`), its value in each of these rows, for
+            example their image tokens.
         dummies: Facts of the dummy rows that are computed together with these rows, each of a batch of one row.
     """
 
@@ -181,7 +181,7 @@ class Piece:
 
     @property
     def width(self) -> int:
-        """Width of the microbatch without its dummy rows, see :meth:`_padded_widths`."""
+        """Width of the microbatch before it gets its dummy rows and is packed, see :meth:`_padded_widths`."""
         return int(self._padded_widths().max())
 
     @property
@@ -195,7 +195,7 @@ class Piece:
 
     def _padded_widths(self) -> np.ndarray:
         """Returns the widths of the rows, each rounded up to ``width_multiple``, but at most to the batch's width."""
-        # Rounding must not put a row that fits by itself over the cap. A row wider than that keeps its width.
+        # Rounding must not put a row that fits by itself over the cap. A row over the cap is not rounded.
         widest_under_cap = self.options.max_tokens - self.facts.decoder_width
         limit = min(self.facts.width, widest_under_cap)
         return padded_widths(np.array(self.widths), self.options.width_multiple, limit)
@@ -249,9 +249,9 @@ class Piece:
     def check_caps(self, indices: Sequence[int] | None) -> None:
         """Raises ValueError if a row by itself is over a cap. With ``on_oversize='warn'`` it logs a warning.
 
-        Call it on the piece of all rows, because it takes the place of a row for its number in the batch. The message
-        names a row by its entry in ``sample_ids``. If the batch has none, it names the row by its index in the dataset,
-        which ``indices`` holds for each row. With None it has only the number of the row in the batch.
+        Call it on the piece of all rows of a batch. There the place of a row is its number in the batch. The message
+        names a row by its entry in ``sample_ids``, else by its index in the dataset, which ``indices`` holds for each
+        row, else by its number in the batch.
         """
         sizes = {'tokens': [width + self.facts.decoder_width for width in self.widths], **self.sizes}
         caps = {'tokens': self.options.max_tokens, **self.options.caps}

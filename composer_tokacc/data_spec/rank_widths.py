@@ -49,7 +49,7 @@ class RankWidth:
 
     @classmethod
     def of(cls, facts_of_parts: Sequence[RowFacts], rules: CutRules | None, rule: LossRule | None) -> RankWidth:
-        """Returns the width of the batch of this rank.
+        """Returns the width of the rows of this rank, and finds out whether another width would change them.
 
         Args:
             facts_of_parts: The facts of the batch, or of each microbatch that the loader has made. Empty if rows cannot
@@ -65,16 +65,15 @@ class RankWidth:
         for facts in facts_of_parts:
             has_rotary_limit = facts.layout.width_limit is not None
             if has_rotary_limit and bool((labels_of(facts.batch) != IGNORE_INDEX).any()):
-                is_beyond = bool(is_beyond) or is_beyond_rotary_limit(facts)
+                is_beyond = is_beyond is True or is_beyond_rotary_limit(facts)
             width = max(width, facts.width)
             pads_left |= facts.is_padded and facts.side == 'left'
             is_padded_right = facts.is_padded and facts.side == 'right'
             if is_padded_right:
                 continue
-            # These rows are padded on the left, or not at all. Rows without padding might get it on the left in a wider
-            # batch.
-            # A label on the first token is named first, because the user can mask it. Rows with such a label are never
-            # trimmed, so with the label the check could not see whether the model counts positions.
+            # These rows are padded on the left, or not at all. A wider batch may pad all of them on the left.
+            # A label on a first token is the reason to name, because the user can mask it. It may even cause the other
+            # reason: rows with such a label are never trimmed, so the check cannot see how the model counts positions.
             if may_shift_labels and any(facts.has_first_label):
                 reason = 'the first token of a row has a label, which the pad before it would predict'
             elif not reason and _may_depend_on_padding(facts, rules):
@@ -119,10 +118,10 @@ def _may_depend_on_padding(facts: RowFacts, rules: CutRules | None) -> bool:
     # are beyond a rotary limit, or have audio along the text (Voxtral). Both kinds of models have rotary embeddings,
     # which see only distances.
     sees_only_distances = facts.is_padded and not facts.may_be_trimmed
-    # Of other models it is not known whether they count positions from the first column. `position_ids` in the batch do
-    # not help, because the model may ignore them. The check may have seen only rows that are not trimmed: rows without
-    # padding, or with a label on the first token, which the pad before it predicts. Rows without padding are not safe
-    # either, because they would get some in one forward over all rows.
+    # It is not known whether any other model counts positions from the first column. The check trims neither rows
+    # without padding, nor rows with a label on the first token, which the pad before it predicts. `position_ids` in the
+    # batch prove nothing, because the model may ignore them. Rows without padding may change as well, because they
+    # would get some in one forward over all rows.
     return not sees_only_distances
 
 
@@ -135,8 +134,9 @@ def check_widths(
 ) -> None:
     """Raises RuntimeError on all ranks if padding on the left, up to the width of the widest rank, would change rows.
 
-    It also raises if only some ranks have rows beyond the limit of a rotary embedding. If the sums show unequal
-    widths that may matter, the ranks exchange their widths, which is a collective.
+    Rows without padding count as well, but only if some rank pads on the left. It also raises if only some ranks have
+    rows beyond the limit of a rotary embedding. If the sums show unequal widths that may matter, the ranks exchange
+    their widths, which is a collective.
 
     Args:
         sums: The sums over the ranks.

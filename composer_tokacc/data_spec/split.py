@@ -107,8 +107,7 @@ class MicrobatchSplit:
         self.checked = False
         """Whether the rules come from the first-batch check."""
         self.eval_rule: LossRule | None = None
-        """The loss rule of a model that is evaluated. The DataSpec counts batches by it, and it decides which labels of
-        packed rows stay."""
+        """The loss rule of a model that is evaluated. The DataSpec counts batches by it, see :func:`.with_counts`."""
         self.step: Step | None = None
         """The step whose batch is split next. The algorithm sets it; None: there is no algorithm."""
         self._planned_tokens = 0
@@ -132,9 +131,9 @@ class MicrobatchSplit:
         batch: Batch,
         microbatch_size: float,
     ) -> None:
-        """Takes a model whose rules are not known yet, and decides whether to try packing. A collective.
+        """Begins a fit of a model whose rules are not known yet, and decides whether to try packing. A collective.
 
-        If the split was made without a layout, it also finds one, see :func:`layout_on_ranks`.
+        Forgets the model of an earlier fit. Finds a layout if none was given, see :func:`layout_on_ranks`.
 
         Args:
             model: The model that is trained.
@@ -145,7 +144,7 @@ class MicrobatchSplit:
         self._model = model
         layout = self.fixed_layout or layout_on_ranks(model, batch)
         self.layout = layout
-        self.rules = CutRules()  # trims nothing, until the first-batch check has found which padding may be trimmed
+        self.rules = CutRules()  # the first-batch check begins with rules that trim nothing
         self._note_plan(batch, microbatch_size)
         self._tries_packing = self.options.packing is True
         if self.options.packing == 'auto':
@@ -196,11 +195,12 @@ class MicrobatchSplit:
     def adopt(self, rules: CutRules, layout: BatchLayout | None, *, has_loss_in_dummies: bool = False) -> None:
         """Cuts by these rules from now on, because the first-batch check has found them to be exact.
 
+        The model gets the attention that packed rows need, or its own one if the rules do not pack.
+
         Args:
             rules: The rules.
             layout: How tensors belong to rows. The check learns this from each batch.
-            has_loss_in_dummies: Whether dummy rows add to a mean over tokens. Then the split refuses a step that needs
-                dummy rows.
+            has_loss_in_dummies: Whether dummy rows add to a mean over tokens. If so, steps that need some are refused.
         """
         if self.checked and self.packs_rows and not rules.packing:
             log.warning(
@@ -273,7 +273,7 @@ class MicrobatchSplit:
 
         Packing comes first, if rows may be packed. If the earlier rules pack, only their kind of packing is tried.
         Otherwise it is tried by documents, and by positions if the run must pack. A run that need not pack then tries
-        rules without packing.
+        rules without packing, which :func:`.padded_candidates` makes of the earlier ones.
 
         The check stops at the first rules that are exact. So the code after a ``yield`` only runs if these rules have
         failed.
@@ -307,9 +307,8 @@ class MicrobatchSplit:
             self._set_attention(rules.packing)
         options = self.options.without_caps()
         if not rules.packing:
-            # The width is not rounded up, because the check must see a row without any padding. In training some rows
-            # have none even after rounding. Padding may matter, because the last token may see the next column
-            # (MobileBERT).
+            # The width is not rounded up, so that the check sees a row without any padding, as training may have one. A
+            # single pad may matter, because the last token may see the next column (MobileBERT).
             options = replace(options, width_multiple=1)
         all_rows = Piece.from_facts(facts, rules, options)
         piece = all_rows.take(rows)
@@ -493,9 +492,10 @@ class MicrobatchSplit:
         options: CutOptions,
         pre_split: PreSplitBatch | None,
     ) -> list[Piece]:
-        """Returns pieces under the caps, on several ranks without repeated samples.
+        """Returns pieces under the caps. For a row that is over a cap by itself see :meth:`.Piece.check_caps`.
 
-        A microbatch of a pre-split batch stays as it is if it fits. For a row over a cap see :meth:`.Piece.check_caps`.
+        A microbatch of a pre-split batch stays as it is if it fits. On several ranks repeated samples are left out. The
+        list may then be empty.
         """
         pieces: list[Piece] = []
         has_ranks = get_world_size() > 1
@@ -546,7 +546,7 @@ class MicrobatchSplit:
 
     @property
     def _may_have_media(self) -> bool:
-        """Whether rows of some rank may have media. All ranks agree, because the check has exchanged the readings."""
+        """Whether rows of some rank may have media. All ranks agree, because the check gives them the same layout."""
         layout = self.layout
         if layout is None:
             return True
