@@ -47,12 +47,14 @@ BUDGETS = (
 )
 """Arguments of image and video processors that limit the tokens of an image.
 
-If a processor has a ``size`` with a ``longest_edge``, this is its only budget. Qwen-VL also calls it ``max_pixels``.
+If a processor has a ``size`` with a ``longest_edge``, this ``size`` is its only budget. (In Qwen-VL the same number is
+also called ``max_pixels``.)
 """
 OPTIONS_OF_MODALITY = {'image': 'images_kwargs', 'video': 'videos_kwargs'}
-PROBE_SIDE, PROBE_FRAMES = 1024, 8
-"""Side of the image, and frames of the video, that show whether a budget changes the number of tokens. The side of the
-video is half as long."""
+PROBE_SIDE = 1024
+"""Side, in pixels, of the image that shows whether a budget changes the number of tokens. The video has half of it."""
+PROBE_FRAMES = 8
+"""Frames of the video that shows the same."""
 PROCESSOR_ERRORS = (ValueError, TypeError, RuntimeError, ZeroDivisionError)
 """Errors of processors for sizes that they cannot compute with, or arguments that they do not take."""
 
@@ -151,15 +153,15 @@ class FittingEncoder(ConversationEncoder):
         shapes_only: bool = False,
         steps: int | None = None,
     ) -> EncodedSample:
-        """Encodes a record at the largest share that fits. ``shrink_steps`` of the sample is the number of steps.
+        """Encodes a record at the largest share that fits. Raises BadSampleError if none fits.
 
         Args:
             record: As for :meth:`.ConversationEncoder.encode_record`.
             files: The same.
             shapes_only: The same.
-            steps: The number of steps, if it is known, as in training. Then the sample has no ``shrink_steps``, because
-                it may be collated with samples of datasets without ``fit``, which have none. The number comes from a
-                length table, which may be older than the files. If the sample does not fit, the steps are found again.
+            steps: Number of steps in the length table, as in training. The table may be older than the files. If the
+                sample does not fit, a new number is found. None: it is found, and ``shrink_steps`` of the sample holds
+                it. In training this key is left out, so that samples of datasets without ``fit`` can be in the batch.
         """
         encode = partial(self._encode_with_steps, record, files)
         are_steps_known = steps is not None
@@ -171,9 +173,9 @@ class FittingEncoder(ConversationEncoder):
             try:
                 sample = encode(steps, shapes_only=shapes_only)
             except RuntimeError as error:
-                # The base class raises this from any error that is not a ValueError. If its cause is a RuntimeError of
-                # torch, an image has no pixels left (SmolVLM), so no number of steps is enough. `sample` is still the
-                # one from before the search, and is refused below. Other causes may be bugs.
+                # Torch raises a RuntimeError if an image has no pixels left (SmolVLM), and the base class wraps it in
+                # another one. Then no number of steps is enough. `sample` is still the one from before the search, and
+                # is refused below. Other causes may be bugs.
                 if type(error.__cause__) is not RuntimeError:
                     raise
         if not self._fits(sample):
@@ -194,8 +196,8 @@ class FittingEncoder(ConversationEncoder):
         encoder = self._encoder_with_steps(steps)
         # The base class's method, because the method of this class would search for steps again.
         sample = ConversationEncoder.encode_record(encoder, record, files, shapes_only=shapes_only)
-        # `encoder` is a copy. Without this, each audio of this length would be encoded twice, see
-        # `_check_ends_of_audios`.
+        # `encoder` is a copy, and has perhaps read a longer audio to its end. `_check_ends_of_audios` must know that,
+        # or it would encode every audio of this length twice.
         self._longest_read_audio = encoder._longest_read_audio
         return sample
 
@@ -232,7 +234,7 @@ class FittingEncoder(ConversationEncoder):
         return encoder
 
     def _fits(self, sample: EncodedSample) -> bool:
-        """Tells whether a sample is under both caps."""
+        """Tells whether a sample is within both caps."""
         return self.has_room(sample['input_ids'].shape[1], self._count_media_tokens(sample))
 
     def _count_media_tokens(self, sample: EncodedSample) -> int:
@@ -244,7 +246,8 @@ class FittingEncoder(ConversationEncoder):
         try:
             few = self._probe(modality, [budget])
             many = self._probe(modality, [])
-        except PROCESSOR_ERRORS:  # no argument of the processor. None in Transformers refuses its minimum
+        except PROCESSOR_ERRORS:
+            # The processor does not take this argument. None in Transformers takes it and refuses its minimum.
             return False
         return self._count_media_tokens(few) < self._count_media_tokens(many)
 
@@ -259,7 +262,7 @@ class FittingEncoder(ConversationEncoder):
         few = self._probe('video', budgets, num_frames=fewest_frames)
         pixels = many.get('pixel_values_videos')
         # Pixels of five dimensions are clips in one tensor, so that samples can be collated only if all clips have the
-        # same number of frames. If the processor has no such entry, its clips may be in one tensor, too.
+        # same number of frames. Without `pixel_values_videos` the clips are in another entry, perhaps in the same form.
         if pixels is None or pixels.dim() == 5:
             return False
         return few['input_ids'].shape[1] < many['input_ids'].shape[1]
@@ -307,7 +310,7 @@ def _budgets_of(part: Any) -> list[str]:
 
 
 def _lowered(part: Any, names: Sequence[str], share: float) -> dict[str, Any]:
-    """Returns the budgets of a processor times a share, as its arguments, but not below the processor's minimum."""
+    """Returns arguments for a processor: its budgets multiplied by a share, but not below the processor's minimum."""
     lowered: dict[str, Any] = {}
     for name in names:
         if name == 'size':

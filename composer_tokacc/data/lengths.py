@@ -3,8 +3,8 @@
 
 """Measures all samples of a dataset with the run's processor, and keeps the lengths and the bad samples in a file.
 
-All samples of a small dataset are read once. Most samples of a large one are measured from the headers of their images,
-see :mod:`.sizes`.
+All samples are read, except those of a large :class:`.LlavaDataset` with ``on_error='raise'``. Most of these are
+measured from the headers of their images, see :mod:`.sizes`.
 """
 
 from __future__ import annotations
@@ -229,8 +229,8 @@ def build_length_table(
 ) -> LengthTable:
     """Measures every sample of a dataset. Every rank must call it. The table is not kept in a file.
 
-    Arguments and errors are those of :func:`length_table`. Samples that are good in ``earlier`` are not measured again,
-    unless headers are used.
+    Arguments and errors are those of :func:`length_table`, except that an empty dataset has an empty table. Samples
+    that are good in ``earlier`` are not measured again, unless headers are used.
     """
     check_choice('on_error', on_error, ('raise', 'skip'))
     # A script that a launcher starts may have no process group. Then each rank measures all samples.
@@ -266,7 +266,7 @@ def _measure_rows(
         indices: The samples of this rank.
         on_error: See :func:`length_table`.
         earlier: A table of these samples. The rows of its good samples are taken from it. It is not used with headers,
-            because a table from headers is never kept if it has bad samples.
+            because then another rank has none, and all ranks must take part in the check.
     """
     rows: dict[int, TableRow | str] = {}
     if _uses_headers(measurer.dataset, on_error):
@@ -287,8 +287,8 @@ def table_name(dataset: Any, processor: Any, *, patch_size: int | None = None) -
     """Returns a name that changes with the data, the processor, its tokenizer, the chat template, or the patch size.
 
     The data are identified by ``dataset.fingerprint()`` if there is such a method, otherwise by
-    :func:`.identify_data`. If this does not notice a change, a length may be wrong. Then the ranks are balanced less
-    well. Microbatches still keep their cap, because they are cut by the lengths in the batch.
+    :func:`.identify_data`. If a change of the data is not noticed, a length may be wrong. Then the ranks are balanced
+    less well. Microbatches still keep their cap, because they are cut by the lengths in the batch.
     """
     if callable(getattr(dataset, 'fingerprint', None)):
         identity = dataset.fingerprint()

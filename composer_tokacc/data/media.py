@@ -44,7 +44,7 @@ def regular_file(path: Path) -> Path:
 
 
 def check_files(record: Record, *, allow_outside: bool) -> None:
-    """Raises BadSampleError if a file of a record does not exist, or lies outside of the record's folder.
+    """Raises BadSampleError if a file does not exist, or without `allow_outside` lies outside of the record's folder.
 
     Args:
         record: The record.
@@ -83,7 +83,7 @@ def open_files(record: Record) -> list[Path | BinaryIO]:
             else:
                 files.append(regular_file(record.folder / file))
         except (ValueError, OSError) as error:
-            if not is_from_file(error):  # it counts the ValueError of regular_file() as from the file
+            if not is_from_file(error):
                 raise
             name = file.name if isinstance(file, EmbeddedFile) else record.folder / file
             raise record.error(f'{modality} file {name} cannot be read: {error}') from error
@@ -133,7 +133,7 @@ def decode_media(
 
     Raises:
         BadSampleError: If a file cannot be decoded.
-        Exception: Any error that does not come from the file, see :func:`.is_from_file`.
+        Exception: Any error that does not come from the file, such as a missing PyAV, see :func:`.is_from_file`.
     """
     check_decoder(record)
     sampling = video or VideoSampling()

@@ -72,7 +72,7 @@ def map_samples(
     """Runs a function on items, in worker processes if there are many. Yields the results in the order of the items.
 
     Args:
-        function: Gets one item. If ``batch_size`` is set, it gets a list of items.
+        function: Gets one item, or with ``batch_size`` a list of consecutive items. Each call gives one result.
         items: The items.
         num_workers: Most processes.
         shows_bar: Whether to show a progress bar if the output is a terminal.
@@ -108,8 +108,8 @@ def image_token_ids(processor: Any) -> tuple[int, ...]:
         token_id = getattr(processor, f'{modality}_token_id', None)
         candidates.add(token_id)
         candidates.add(getattr(tokenizer, f'{modality}_token_id', None))
-        # A list that has the token itself is not read, because its other tokens are not counted. In Pixtral these
-        # are line breaks. Without a token the list is [None].
+        # A list that has the token itself is not used: its other tokens are line breaks (Pixtral), which do not
+        # count. If there is no token, the list is [None], which has it, too.
         listed_ids = getattr(processor, f'{modality}_token_ids', None) or []
         if token_id not in listed_ids:
             candidates.update(listed_ids)
@@ -262,8 +262,8 @@ class SampleMeasurer:
 
     def from_headers(self, indices: Sequence[int]) -> dict[int, TableRow]:
         """Returns the rows of samples by index, without decoding their images. A sample that must be read has none."""
-        # For some processors, images of any size add the same row. Then one size can stand for all. If the processor
-        # cannot encode any image, all rows here are None. Then samples with images get no row below, and are read.
+        # A single row means that images of any size add it, so one size can stand for all. If it is None, for example
+        # because the processor cannot encode any image, samples with images get no row below, and are read.
         probe_rows = {self._added_by((size,)) for size in PROBE_SIZES}
         measure_texts = partial(self._measure_texts, sizes_matter=len(probe_rows) > 1)
         measured_rows = []
@@ -313,8 +313,8 @@ class SampleMeasurer:
     def _added_by(self, sizes: ImageSizes) -> AddedRow | None:
         """Returns the row that images of these sizes add. None if only reading the sample can tell.
 
-        To find it, the processor runs on black images. If the processor works with torch, it gets meta tensors instead,
-        which have a shape and no content, so that nothing is computed.
+        To find it, the processor runs on meta tensors or on black images, see `_encode_images`. Meta tensors have a
+        shape and no content, so that nothing is computed.
         """
         encoder = copy(self.dataset.encoder)
         encoder.max_length = None  # a probe may be longer than the cap
@@ -331,9 +331,9 @@ class SampleMeasurer:
         return AddedRow(added, text_row.image_tokens)
 
     def _measure_videos(self, index: int) -> TableRow | None:
-        """Returns the row of a sample with videos, whose shapes are known when one frame of each is decoded.
+        """Returns the row of a sample with videos. None if it has no video, or is bad.
 
-        None if it has no video, or is bad.
+        Of each video file one frame is decoded, because only shapes are measured.
         """
         with suppress(Exception):  # the error is raised again when the sample is read
             sample = self.dataset.shapes_of_videos(index)

@@ -40,11 +40,11 @@ class Mixture:
         sizes: Samples of each dataset.
         epochs: How often each is read in one epoch of the run; 0.5 gives one half in one epoch and the other half in
             the next. Default: once each.
-        weights: Instead of `epochs`, the relative share of each dataset in the samples. Every global batch has it to
-            within a few samples, except with ``modality='per_step'``. An epoch then has ``sum(sizes)`` samples.
+        weights: Instead of `epochs`, the relative share of each dataset in the ``sum(sizes)`` samples of an epoch.
+            Every global batch has it to within a few samples, except with ``modality='per_step'``.
 
     Raises:
-        ValueError: If an argument is out of range.
+        ValueError: If an argument is out of range, or both `epochs` and `weights` are given.
     """
 
     sizes: Sequence[int]
@@ -72,9 +72,9 @@ class Mixture:
         """Returns a mixture by shares of the loss tokens, not of the samples.
 
         The weight of a dataset is its share divided by the mean number of loss tokens of its samples. So the shares are
-        exact over several epochs, if these read every dataset a whole number of times. In a single global batch the
-        number of samples of each dataset is right to within a few, see ``mixed_orders``. The number of tokens is less
-        exact, because samples differ in length.
+        exact over epochs that together read every dataset a whole number of times. In a single global batch the number
+        of samples of each dataset is right to within a few, see ``mixed_orders``. The number of tokens is less exact,
+        because samples differ in length.
 
         Args:
             sizes: Samples of each dataset.
@@ -110,7 +110,7 @@ class Mixture:
 
     @property
     def num_samples(self) -> int:
-        """Samples of an epoch."""
+        """Samples of an epoch. If it has only full batches, ``mixed_orders`` rounds this number down."""
         return max(round(sum(self.quotas)), 1)
 
     @property
@@ -203,9 +203,9 @@ class LossShares:
 def check_sizes_of_datasets(name: str, sizes: Sequence[int], dataset: object, num_samples: int) -> None:
     """Raises ValueError unless the sizes of a mixture, or of loss shares, can be those of the datasets in `dataset`.
 
-    They must add up to its length. And they must not be the sizes of the parts of a ConcatDataset in another order,
-    because then each share would apply to the samples of another dataset. All other sizes are accepted. A dataset of
-    the mixture may be several parts, or a piece of one part, whose class may join datasets in its own way.
+    They must add up to its length. They must not be the sizes of the parts of a ConcatDataset in another order,
+    because then each share would apply to the samples of another dataset. All other sizes are accepted: a dataset of
+    the mixture may be several parts, or a piece of a part, if the class of this part joins datasets in its own way.
 
     Args:
         name: Name of the argument with the sizes.
@@ -268,7 +268,7 @@ class _Sequence:
         """Returns the samples at some positions of the endless sequence.
 
         Args:
-            positions: Consecutive, counted from 0, int64 (m,).
+            positions: Consecutive numbers, int64 (m,). Position 0 is the first sample of the first pass.
             seed: Seed of the run. None: every pass keeps the order of the dataset.
         """
         size = len(self.samples)
@@ -296,17 +296,17 @@ def mixed_orders(
 ) -> list[np.ndarray]:
     """Returns the samples of one epoch in their order, or with `media` one order for each modality.
 
-    The epochs of the run are stretches of the merged sequence of each group, one after the other. If a group has n
-    sequences, every stretch has the share of each to within ``1 + share * (n - 2)`` samples, even one global batch.
-    That is less than two if the shares are equal, but more if one sequence of many has a large share.
+    In the merged sequence of each group, every epoch begins where the one before has ended. In any part of it, even a
+    single global batch, each of n sequences has its share to within ``1 + share * (n - 2)`` samples. That is less than
+    two if the shares are equal, but more if one sequence of many has a large share.
 
     Args:
         mixture: Shares of the datasets.
         seed: Seed of the orders. None: datasets keep their order.
         epoch: Number of the epoch.
         media: Modality of each sample, int (n,). Each modality is then a group.
-        full_batch_size: Size of a global batch, if the epoch must have only full ones. The remaining samples begin the
-            next epoch.
+        full_batch_size: Size of a global batch, if an epoch must have only full ones. Samples that do not fill the
+            last one begin the next epoch.
 
     Raises:
         ValueError: Without `full_batch_size`, if an epoch would have no sample of some modality. All epochs have equal
@@ -318,7 +318,6 @@ def mixed_orders(
     for group in groups:
         quotas = [sequence.quota for sequence in group]
         quotas_of_groups.append(sum(quotas, Fraction(0)))
-    # In the merged sequence of each group, each epoch begins where the one before has ended.
     if full_batch_size is None:
         # Every epoch has the same number of samples of each group.
         counts = counts_of_first(mixture.num_samples, quotas_of_groups)
@@ -348,7 +347,7 @@ def merged_evenly(batches_of_modalities: Sequence[Sequence[np.ndarray]]) -> list
     counts = [len(batches) for batches in batches_of_modalities]
     begins = [0] * len(counts)
     quotas = [Fraction(count) for count in counts]
-    # Every list begins at 0, so its count is its end. A modality without batches has no item to divide by its quota 0.
+    # The quota of an empty list is 0. Items are divided by the quota of their list, but an empty list has no items.
     modalities, numbers = interleave(begins, counts, quotas)
     merged = []
     for modality, number in zip(modalities, numbers, strict=True):
@@ -430,7 +429,7 @@ def interleave(
     ends: Sequence[int],
     quotas: Sequence[Fraction],
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns a stretch of the merged sequence: for each item the number of its sequence, and its position in it.
+    """Returns a stretch of the merged sequence: the sequence number of each item, and its position in this sequence.
 
     The stretch holds items ``begins[s]`` to ``ends[s] - 1`` of each sequence ``s``. Here marks may be floats, because a
     rounding error only exchanges neighbours inside the stretch.

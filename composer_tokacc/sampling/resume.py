@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Callbacks for runs that resume mid-epoch: one reads no batch in vain, the other restores random numbers."""
+"""Callbacks for runs that resume mid-epoch: one skips batches without reading them, one restores random numbers."""
 
 from __future__ import annotations
 
@@ -48,8 +48,9 @@ class RestoreRandomState(Callback):
     generators at the last batch that it discards. For such a dataset it discards none, so dropout would draw other
     masks than in the unbroken run.
 
-    Give a StreamingDataLoader its own ``generator``. Otherwise a resumed one draws a seed from torch's generator after
-    this callback. The unbroken run draws none mid-epoch, so all later random numbers would differ.
+    Give a StreamingDataLoader its own ``generator``. Otherwise it draws a seed from torch's generator when a resumed
+    run begins to read, after this callback. The unbroken run draws none mid-epoch, so all later random numbers would
+    differ.
     """
 
     def __init__(self) -> None:
@@ -57,7 +58,7 @@ class RestoreRandomState(Callback):
         """Loaded states of the generators, one entry a rank, until they are restored."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the states of the generators of all ranks. A collective, as Composer's own function is.
+        """Returns the states of the generators of all ranks; a collective, because Composer's function gathers them.
 
         They are one string, because a sharded checkpoint must have the same entries as the state of the run that loads
         it. A list would have an entry for each rank, so it could not be loaded on another number of ranks.
