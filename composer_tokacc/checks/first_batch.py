@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Checks the model on the first batch, and on the first batch with a new kind of rows.
+"""Checks the model on the first batch, before a step with a new kind of rows, and in steps 16, 32, 64 and so on.
 
 It finds out which labels count in the loss, and which cuts keep the gradient of every row.
 
@@ -161,8 +161,8 @@ class FirstBatchCheck:
     """None: the loss rule is not known yet."""
     _proven: RowRanges = field(default_factory=RowRanges, init=False)
     """The proven ranges, see the module. They are the same on all ranks."""
-    _is_check_due: bool = field(default=True, init=False)
-    """Whether to check rows even if none are new."""
+    is_due: bool = field(default=True, init=False)
+    """Whether :meth:`prove` must check rows even if none are new."""
 
     def __post_init__(self) -> None:
         # If the loss is not checked, the user's rule is believed.
@@ -189,15 +189,11 @@ class FirstBatchCheck:
         """
         return bool(self._proven.missing(self._ranges_of(facts_of_batches, microbatch_size)))
 
-    def is_due(self, step: int, *, has_new_rows: bool) -> bool:
-        """Returns whether to call :meth:`prove`: if some rank has new rows, and in steps 16, 32, 64 and so on.
-
-        In these steps it also notes that :meth:`prove` must check rows, even if none are new.
-        """
+    def begin_step(self, step: int) -> None:
+        """Notes that a check is due if this is step 16, 32, 64 and so on."""
         is_power_of_two = step & (step - 1) == 0
         if step >= LOOK_AGAIN and is_power_of_two:
-            self._is_check_due = True
-        return has_new_rows or self._is_check_due
+            self.is_due = True
 
     def prove(self, batch: Batch, microbatch_size: float) -> LossFacts:
         """Checks rows until no rank has rows outside of the proven ranges, and once if a check is due; a collective.
@@ -268,7 +264,7 @@ class FirstBatchCheck:
         if is_any_refused:
             raise_on_all_ranks(refusal)
         assert offer is not None  # else the line above has raised
-        if not self._is_check_due and not is_any_missing:
+        if not self.is_due and not is_any_missing:
             return None
         return all_gather_object(offer)
 
@@ -352,13 +348,13 @@ class FirstBatchCheck:
             The rules of the exact cut; None without a cutter. And whether a row was trimmed. If not, nothing was learnt
             about padding.
         """
-        if self._is_check_due:
+        if self.is_due:
             self.probe.judge_all_again()  # of states that a forward writes: a harmless one may have become harmful
         if self._loss_facts is None:
             self._loss_facts = LossFacts(rule=self._find_rule(shared.rows))
             self._warn_of_leaks(shared.rows)
         loss_facts = self._loss_facts
-        self._is_check_due = False
+        self.is_due = False
         if self.layout is None:
             self._check_unknown_rows(shared.rows, loss_facts)
             return rules, False

@@ -207,8 +207,8 @@ class Piece:
             return False
         for size, cap in self.options.caps.items():
             total = sum(self.sizes[size])
-            # Image tokens of dummy rows only count if the rows have image tokens themselves. Otherwise cutting the
-            # piece would not help, because each part would need the same dummy rows.
+            # Dummy rows have image tokens, but no loss tokens. Theirs only count if the rows have image tokens
+            # themselves. Otherwise cutting the piece would not help, because each part would need the same dummy rows.
             if size == 'image_tokens' and total > 0:
                 for dummy in self.dummies:
                     total += sum(dummy.image_tokens)
