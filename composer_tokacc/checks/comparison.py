@@ -326,7 +326,7 @@ class RowComparison:
         """Makes a comparison (one more forward) of some rows, followed by rows whose labels are taken away.
 
         Raises:
-            PrecisionChangedError: On all ranks, if these rows took too much memory in float32.
+            PrecisionChangedError: On all ranks, if these rows could not be computed in float32, on any rank.
         """
         batch = self.layout.select(self.rows, [*rows, *unlabelled_rows])
         labels = batch['labels'].clone()
