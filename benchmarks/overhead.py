@@ -10,7 +10,8 @@ and tokens of each source. The time of the algorithm is the time in its events a
 all-reduce, which waits for the other rank. The time of the all-reduce is also shown by itself. Rank 0 prints medians
 over the steps, and writes results/overhead.json.
 
-The checks of rows are also timed: the first one, and the later ones, of rows unlike all before.
+The checks of rows are also timed: the first one, and the later ones. These are in steps 16, 32 and so on, and in steps
+that have rows unlike all before. Steps are counted from 0.
 """
 
 from __future__ import annotations

@@ -119,9 +119,9 @@ class Samples(Dataset):
 
     The lengths are drawn from `lengths`. Without `count` there are as many samples as an epoch of the run has.
 
-    The first step, which is not timed, has the two longest and the two shortest samples. So our check of rows need not
-    be repeated for longer or shorter ones. A long run seldom repeats it, but in an epoch of few steps it would cost
-    much (`benchmarks.overhead` measures it).
+    The two longest and the two shortest samples come first. Contenders that keep the order have them in the first step,
+    which is not timed. So our check of rows need not be repeated for longer or shorter ones. A long run seldom repeats
+    it, but in an epoch of few steps it would cost much (`benchmarks.overhead` measures it).
     """
 
     def __init__(

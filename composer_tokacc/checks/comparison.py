@@ -327,7 +327,7 @@ class RowComparison:
         """Makes a comparison (one more forward) of some rows, followed by rows whose labels are taken away.
 
         Raises:
-            PrecisionChangedError: On all ranks, if these rows took too much memory in float32.
+            PrecisionChangedError: On all ranks, if these rows could not be computed in float32, on any rank.
         """
         batch = self.layout.select(self.rows, [*rows, *unlabelled_rows])
         labels = batch['labels'].clone()
@@ -477,24 +477,27 @@ class RowComparison:
     def _check_packed_rows(self, assemble: Callable[[list[int]], Batch], largest_packed_row: int) -> None:
         """Raises CutFailure unless packed rows have the expected gradients.
 
-        A leak runs from a document into later ones. So all rows are packed in their order, and in the opposite order:
-        each row comes after every other row in one of the two. A model may compute long packed rows in another way. So
-        if a packed row in training has room for both orders, they follow each other in one row, until it is as long as
-        in training. Further rows instead of copies would need more memory, because all rows of the check are also
-        computed together, padded.
+        A leak runs from a document into later ones, so each row must come after every other row. A model may compute
+        long packed rows in another way. So one packed row repeats the rows, in their order and in the opposite order by
+        turns, until it is as long as in training. Further rows instead of copies would need more memory, because all
+        rows of the check are also computed together, padded.
+
+        Some faults depend on the first or the last document. So a second packed row begins with the last row, and ends
+        with the first one.
 
         Each row is also packed by itself, because a loss may depend on which rows are together: on their number, on the
         longest or the shortest one, or on the share of tokens with labels.
         """
         in_order = self._all_rows
-        opposite = self._all_rows[::-1]
-        groups = [in_order, opposite]
-        num_copies = math.ceil(largest_packed_row / sum(self._facts.lengths))
-        if num_copies > 1:
-            longest_row: list[int] = []
-            for copy in range(num_copies):
-                longest_row += opposite if copy % 2 else in_order
-            groups = [longest_row]
+        opposite = in_order[::-1]
+        # Within the long row the opposite order begins with the first row, too. Otherwise two copies would end the long
+        # row with the document that it begins with, and a fault that compares the two would not show.
+        opposite_from_first = [*in_order[:1], *opposite[:-1]]
+        num_copies = max(math.ceil(largest_packed_row / sum(self._facts.lengths)), 1)
+        long_row: list[int] = []
+        for copy in range(num_copies):
+            long_row += opposite_from_first if copy % 2 else in_order
+        groups = [long_row, opposite]
         if len(self._all_rows) > 1:
             groups += self._single_rows
         self._check_microbatches(assemble, groups, CutKind.PACKED)

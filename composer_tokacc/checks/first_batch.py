@@ -363,7 +363,10 @@ class FirstBatchCheck:
         try:
             return compare()
         except PrecisionChangedError:
-            return compare()  # it cannot change a second time
+            log.info('Some rows could not be computed in float32. So all are compared in the precision of the trainer.')
+        # Outside of the handler, whose traceback holds the rows of the first comparison on the device. The precision
+        # cannot change a second time.
+        return compare()
 
     def _compare_rows(
         self,

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import operator
 from types import SimpleNamespace
 
 import pytest
@@ -431,6 +432,33 @@ def test_loss_depends_on_the_other_documents(packing, coupling, shape):
     message = 'mean over its loss-generating tokens|rows beside it|packed documents apart'
     with pytest.raises(RuntimeError, match=message):
         fit(model, ragged_batch(shape), packing=packing)
+
+
+class CoupledEnds(LlamaForCausalLM):
+    """The logits of a packed row depend on which is longer, its first or its last document."""
+
+    def __init__(self, config, is_changed):
+        super().__init__(config)
+        self.is_changed = is_changed
+
+    def forward(self, input_ids=None, attention_mask=None, labels=None, position_ids=None, **kwargs):
+        logits = super().forward(input_ids, attention_mask, position_ids=position_ids).logits
+        is_packed = len(attention_mask) > len(input_ids)
+        if is_packed:
+            lengths = attention_mask.sum(dim=1)
+            if self.is_changed(lengths[0], lengths[-1]):
+                logits = 1.1 * logits
+        return CausalLMOutput(loss=next_token_loss(logits, labels), logits=logits)
+
+
+@pytest.mark.parametrize('is_changed', [operator.lt, operator.gt])
+def test_first_and_last_document(is_changed):
+    """The longest row of the check is its first one. With the number of copies here it would also be the last one."""
+    model = CoupledEnds(one_layer_model().config, is_changed)
+    batch = ragged_batch([(14, 11), (5, 2), (9, 7), (8, 4), (10, 6), (7, 3), (11, 2), (6, 5)])
+
+    with pytest.raises(RuntimeError, match='mean over its loss-generating tokens'):
+        fit(model, batch, packing=True, microbatch_size=8)
 
 
 def test_label_whose_logit_is_masked():
