@@ -10,8 +10,7 @@ and tokens of each source. The time of the algorithm is the time in its events a
 all-reduce, which waits for the other rank. The time of the all-reduce is also shown by itself. Rank 0 prints medians
 over the steps, and writes results/overhead.json.
 
-The checks of rows are also timed: the first one, and the later ones. These are in steps 16, 32 and so on, and in steps
-that have rows unlike all before. Steps are counted from 0.
+Checks of rows are timed, too: the first one, and the later ones, in steps 16, 32 and so on, or for rows of a new kind.
 """
 
 from __future__ import annotations
@@ -116,7 +115,6 @@ def main() -> None:
     for kind in ('step', 'algorithm', 'all_reduce'):
         seconds[kind] = statistics.median(step[kind] for step in steps)
     print(f'medians on {dist.get_world_size()} ranks: shares of the step {shares}, seconds {seconds}')
-    print(f'seconds of each later check, by step: {seconds_of_checks}')
     results = {
         'machine': machine(),
         'ranks': dist.get_world_size(),

@@ -124,13 +124,7 @@ class Samples(Dataset):
     it, but in an epoch of few steps it would cost much (`benchmarks.overhead` measures it).
     """
 
-    def __init__(
-        self,
-        sizes: Sizes,
-        lengths: np.ndarray,
-        seed: int = 0,
-        count: int | None = None,
-    ) -> None:
+    def __init__(self, sizes: Sizes, lengths: np.ndarray, seed: int = 0, count: int | None = None) -> None:
         rng = np.random.default_rng(seed)
         by_length = np.sort(rng.choice(lengths, count or sizes.samples))
         shuffled = rng.permutation(by_length[2:-2])
