@@ -181,7 +181,7 @@ class LabelSelector:
         # For a backward that computes the output embedding again, because a checkpoint is around it.
         self._positions_at = WeakTensorKeyDictionary()  # the positions of a forward, by its hidden states
         self._last_positions: LabelledPositions | None = None  # the positions of the last forward with gradients
-        self._num_open_forwards = 0  # forwards with gradients since the last such backward
+        self._num_open_forwards = 0  # forwards with gradients since the last backward of this kind
         self.num_head_calls = 0
         """Calls of the output embedding in the last forward that computed all logits.
 
@@ -282,8 +282,8 @@ class LabelSelector:
 
         It need not be the last forward, because a loss may be the sum of the losses of several forwards. A checkpoint
         keeps the tensor that it got, which tells the forward. If the checkpoint begins before the hidden states (a norm
-        is in it), they are another tensor. Then it must be the last forward. Raises RuntimeError if there were several
-        since the embedding was last computed again. Counts them from 0 again.
+        is in it), they are another tensor. Then only the last forward can be meant. So RuntimeError is raised if there
+        were several since the embedding was last computed again. From here on they are counted from 0.
         """
         num_forwards = self._num_open_forwards
         self._num_open_forwards = 0

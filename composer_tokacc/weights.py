@@ -21,9 +21,9 @@ from composer_tokacc.refusals import InvalidInputError
 log = logging.getLogger(__name__)
 
 LOSS_WEIGHTS = 'loss_weights'
-"""Key of the tokens' weights in a batch. A collator writes a float per row or per position. Unless ``token_weights`` is
-``'token'``, :func:`.with_counts` replaces these at BATCH_START by float32 weights of the labels' shape. They are 0 at
-labels without loss."""
+"""Key of the tokens' weights in a batch. A collator may write a float per row or per position. At BATCH_START, unless
+``token_weights`` is ``'token'``, :func:`.with_counts` writes float32 weights of the labels' shape instead. They are 0
+at labels without loss."""
 TOKEN_WEIGHTS: dict[str, float | None] = {'token': 0.0, 'sqrt': 0.5, 'sample': 1.0, 'column': None}
 """The power p of each scheme: a token weighs n ** -p, where n is the number of loss tokens of its sample. None: the
 batch holds the weights."""

@@ -349,7 +349,7 @@ class FirstBatchCheck:
             about padding.
         """
         if self.is_due:
-            self.probe.judge_all_again()  # of states that a forward writes: a harmless one may have become harmful
+            self.probe.forget_judgements()  # of states that a forward writes: a harmless one may have become harmful
         if self._loss_facts is None:
             self._loss_facts = LossFacts(rule=self._find_rule(shared.rows))
             self._warn_of_leaks(shared.rows)

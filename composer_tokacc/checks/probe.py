@@ -7,8 +7,8 @@ The result is the loss and its gradients by the outputs of the last two layers. 
 whose output are the hidden states, and the head, whose output are the logits. The forward has no graph before these
 layers, so a probe takes about half of the memory of training.
 
-A loss may have several terms. Each is a mean over its unit, ``'tokens'`` or ``'samples'``. A loss that is one number is
-one term of the unit ``'tokens'``.
+A loss may have several terms. Each is a mean over its unit, such as ``'tokens'`` or ``'samples'``. A loss that is one
+number is one term of the unit ``'tokens'``.
 """
 
 from __future__ import annotations
@@ -99,18 +99,17 @@ class ProbeResult:
     losses: Mapping[str, float]
     # Gradients of these sums by the outputs of the last layers, each as a sketch with fewer entries,
     # ``(rows, width, entries)``. If the model has logits, the first gradient is by the hidden states, and the last one
-    # by the logits. If the model changes the output of its head, one by this output is between them. In most models no
-    # graph connects states and logits, so the first one comes only from loss terms that use the hidden states directly.
+    # by the logits. If the model changes the output of its head, one by this output is between them. The probe cuts
+    # the graph between states and logits, so the first one comes only from loss terms that use the states directly.
     # None: the loss does not use the output.
     gradients: Mapping[str, Sequence[Tensor | None]]
     # The weights of tokens, if targets were passed and the loss is made of the logits.
     measured: MeasuredTokens | None
     # Number of entries at a position, and memory address, of the tensor that logits_of() finds in the outputs. It holds
-    # logits, or hidden states if the loss contains the head. None: there is no such tensor, or it is a DTensor, which
-    # has no address.
+    # logits, or hidden states if the loss contains the head. None: there is no such tensor.
     output_size: int | None
-    output_address: int | None
-    has_logits: bool  # False if are_logits() has shown that this tensor holds hidden states
+    output_address: int | None  # also None for a DTensor, which has no address
+    has_logits: bool  # False only if are_logits() has shown that this tensor holds hidden states
     eps: float  # machine epsilon of the loss, the one of float32 or a coarser one
     gradient_eps: float  # machine epsilon of the coarsest gradient
 
@@ -174,8 +173,9 @@ class Probe:
     runs as in evaluation. If the forward is random nevertheless, cuts cannot be compared, because in each cut a row
     gets other random numbers. Then all layers run as in evaluation.
 
-    A model is probed in float32, without the trainer's ``precision``, because a leak of 2e-3 is easy to see in float32,
-    and not in bfloat16. If it cannot compute rows of a batch in float32, all forwards run with ``precision``.
+    A model is probed in float32, without the trainer's ``precision``, because a leak that changes a gradient by 2e-3 is
+    easy to see in float32, and not in bfloat16. If it cannot compute rows of a batch in float32, all forwards run with
+    ``precision``.
     """
 
     def __init__(
@@ -213,7 +213,7 @@ class Probe:
         # Modules of TorchScript take no hooks.
         self._modules = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
         self._weights = _ReplacedWeights(self._modules, can_convert=_can_convert(model))
-        # The other parameters are assumed to have its type.
+        # The first parameter stands for all.
         parameter = next(model.parameters(), None)
         has_float32 = parameter is not None and parameter.dtype == torch.float32
         self.uses_float32 = has_float32 or self._weights.can_convert
@@ -349,9 +349,9 @@ class Probe:
     def _check_random_numbers_decide(self, batch: Batch, first: ProbeResult) -> None:
         """Raises RuntimeError, on all ranks, if a loss changes from forward to forward with the same random numbers.
 
-        Then it depends on state that :class:`.StateSnapshot` does not see, such as a tensor in a dict. ``first`` is the
-        result of the first forward. Comparing the second and the third one would not do: state that is made of the rows
-        of the forward before would be the same for both.
+        Then it depends on state that :class:`.StateSnapshot` does not see, such as a tensor in a dict, or on random
+        numbers of a generator that is not seeded. ``first`` is the result of the first forward. Comparing the second
+        and the third one would not do: state that is made of the rows of the forward before would be the same for both.
         """
         # NaN never equals NaN, and is refused later. The ranks agree, because the next forward is a collective.
         if any(self.gather(first.invalid_loss is not None)):
@@ -402,7 +402,7 @@ class Probe:
         self._layers = [output.module for output in last_outputs]
         return result
 
-    def judge_all_again(self) -> None:
+    def forget_judgements(self) -> None:
         """Forgets which states were judged. A state that was only written may have begun to change the result."""
         self._judged.clear()
 
@@ -508,7 +508,7 @@ class Probe:
         shapes = [tuple(labels.shape)]
         if at_labels is not None:
             shapes.append(at_labels.positions.shape)
-            # The caller disarms it, because a forward that raises may leave it armed.
+            # Whoever has called run() disarms it afterwards, because a forward that raises may leave it armed.
             at_labels.selector.arm(at_labels.rule, len(at_labels.positions.of_labels))
         with (
             precision,
@@ -545,7 +545,8 @@ class Probe:
             if isinstance(module, WITH_DROPOUT) and isinstance(module.dropout, int | float):
                 saved.append((module, 'dropout', module.dropout))
                 module.dropout = 0.0
-        # The same random numbers for every forward, so that forwards can be compared.
+        # The same random numbers for every forward, so that forwards can be compared. undisturbed(), around this, puts
+        # those of the run back.
         seed_everything(seed)
         try:
             with _WithoutDropout(), torch.compiler.set_stance('force_eager'), _without_tf32():
@@ -658,7 +659,10 @@ class _ReplacedWeights:
                     self._restore(module)
 
     def _replace(self, module: Module, *, in_float32: bool, varied: bool) -> None:
-        """Gives a module attributes that hide its weights. Before, finds its weights with equal entries once."""
+        """Gives a module attributes that hide its weights.
+
+        Before it varies weights for the first time, it finds those with equal entries.
+        """
         if varied and module not in self.equal_names:
             # This waits until a forward has reached the module, because FSDP has the whole weight only then.
             equal_names = []
@@ -695,7 +699,7 @@ ValueT = TypeVar('ValueT')
 
 
 def _in_float32(value: ValueT) -> ValueT | Tensor:
-    """Returns a tensor in half precision in float32, and any other value as it is."""
+    """Converts a tensor in half precision to float32. Returns any other value as it is."""
     if isinstance(value, Tensor) and value.dtype in HALF_PRECISION:
         return value.float()
     return value
@@ -799,7 +803,7 @@ class _WithoutDropout(TorchFunctionMode):
         args: Any = (),
         kwargs: Any = None,
     ) -> Any:
-        """Calls the function with a dropout probability of 0."""
+        """Returns the input of a dropout. Calls attention with a dropout of 0, and any other function as it is."""
         kwargs = kwargs or {}
         name = getattr(func, '__name__', '')
         # A model of torch.export calls operators by their full names, such as `dropout.default`.
@@ -833,7 +837,8 @@ def _graph_from(
     after the forward that makes the logits, and :func:`_leaves_with` finds the leaves of that forward. If the loss runs
     the model again with gradients (R-Drop), only the leaves of this last forward are kept.
     """
-    # The running forward writes into the last dict. At its end a copy is added for the next forward.
+    # The running forward writes into the last dict. When its last layer has run, a copy is added, into which the next
+    # forward writes. If there is none, the last two dicts are equal.
     leaves_of_forwards: list[Leaves] = [{}]
 
     def start_graph(

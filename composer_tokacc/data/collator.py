@@ -44,7 +44,7 @@ class VisionLanguageCollator:
         """Joins samples into a batch. Raises ValueError if they are malformed or do not fit together.
 
         Args:
-            samples: The entries of a processor for one conversation each, with ``labels``, ``sample_ids`` and
+            samples: For each conversation, what the processor returned for it, with ``labels``, ``sample_ids`` and
                 ``num_images``. Possibly also ``num_videos`` and ``num_audios``.
 
         Returns:

@@ -33,7 +33,7 @@ EncodedSample = dict[str, Any]
 """One encoded conversation, as a batch of one row. The first dimension of a tensor is 1 for text, and of any size for
 media. Lists have one entry."""
 DecodedMedia = Mapping[str, Sequence[Any]]
-"""By modality: PIL images, :class:`.Video`, and float32 arrays ``(samples,)`` of audio."""
+"""By modality: PIL images, :class:`.Video`, and audio, float32 arrays ``(audio samples,)``."""
 
 PLACEHOLDERS = tuple(f'<{modality}>' for modality in MODALITIES)
 """Each marks the place of a medium in the text of a turn."""
@@ -153,7 +153,7 @@ class Record:
     sample_id: str
     """The record's ``id``, or its place, such as ``line 3``."""
     source: str
-    """``PATH, line 3``, for messages. :attr:`path` is a part of it, because shards store no other path."""
+    """``PATH, line 3``, for messages. The property :attr:`path` is cut out of it: shards store only this text."""
     turns: tuple[Turn, ...]
     media: tuple[Medium, ...]
     """In the order of the placeholders."""

@@ -81,7 +81,7 @@ class CountingDataSpec(DataSpec):
         )
 
     def get_num_tokens_in_batch(self, batch: Any, token_type: str = 'total') -> int:
-        """Returns the number of attended tokens of a batch. For ``'loss_generating'``, the number of its loss tokens.
+        """Returns the number of real tokens of a batch. For ``'loss_generating'``, the number of its loss tokens.
 
         Composer asks for loss tokens only if ``accumulate_train_batch_on_tokens`` is on.
 
@@ -157,7 +157,7 @@ class CountingDataSpec(DataSpec):
 
     @property
     def _known_rule(self) -> LossRule:
-        """The loss rule to count by. If none is known, the rule of most models."""
+        """The loss rule to count by: of the model if known, else of the last model trained, else of most models."""
         return self._rule or self._split.eval_rule or LossRule.CAUSAL
 
     def _check_rows(
@@ -198,7 +198,7 @@ class CountingDataSpec(DataSpec):
             return
         sums_of_ranks = np.array(all_gather_object(WidthSums.of(width)))
         sums = WidthSums._make(sums_of_ranks.sum(axis=0).tolist())
-        # `was_checked` is False, because the check ran before `width` was made, so the sums show what it has found.
+        # `was_checked` asks whether a check has changed the rules after the sums were made. Here it ran before.
         check_widths(sums, lambda: width, was_checked=False, is_trimmed=True)
 
     def _on_models_device(self, batch: Batch) -> Any:

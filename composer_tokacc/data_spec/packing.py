@@ -62,7 +62,8 @@ def pack_rows(
     """
     rule = row_counts_of(batch)[0].rule
     if rule is LossRule.CAUSAL_ATTENDED:
-        # This rule does not count labels on padding. But real_positions() takes padding with a label for a token.
+        # This rule does not count labels on padding, but real_positions() counts a pad that has a label as a token. So
+        # these labels are masked.
         labels = batch['labels'].masked_fill(~attended_positions(batch), IGNORE_INDEX)
         batch = {**batch, 'labels': labels}
     is_shifted = rule is None or rule.shifts_labels
@@ -77,7 +78,7 @@ def pack_rows(
         if key == ROWS_KEY:
             packed[key] = [packed_counts(_documents_among(value, real))]
         elif isinstance(value, Tensor):
-            if key != 'attention_mask':  # the packed mask is written below
+            if key not in ('attention_mask', 'position_ids'):  # both are written below
                 packed[key] = _pack_tensor(layout, batch, key, real)
         else:
             packed[key] = _pack_value(key, value, num_rows=len(real))
@@ -96,10 +97,10 @@ def pack_rows(
 
 
 def _documents_among(rows: Sequence[RowCounts], real: Tensor) -> list[RowCounts]:
-    """Returns the counts of the rows that become documents of the packed row.
+    """Returns the counts of the rows that the packed row counts.
 
-    A dummy row or a repeated sample without real positions leaves nothing in it. An empty sample stays, because it
-    counts as a sample.
+    A dummy row or a repeated sample without real positions leaves nothing in it. An empty sample is no document either,
+    but counts as a sample.
     """
     documents = []
     for row, has_positions in zip(rows, real.any(dim=1).tolist(), strict=True):
@@ -134,8 +135,8 @@ def _check_rows(
         raise InvalidInputError(f'`attention_mask` must be 2-D for packing, got: {mask.dim()}-D.')
     positions = batch.get('position_ids')
     if positions is not None:
-        packed_positions = attention.positions(batch, real)
-        if positions.shape != real.shape or not torch.equal(positions[real], packed_positions[real]):
+        positions_in_row = attention.positions(batch, real)
+        if positions.shape != real.shape or not torch.equal(positions[real], positions_in_row[real]):
             raise InvalidInputError(
                 '`position_ids` must be absent for packing, or count the tokens of each row from its first one, got: '
                 'others.'
@@ -166,7 +167,7 @@ def _pack_tensor(
 ) -> Tensor:
     """Returns the tensor of the packed row for one key of the batch. ``real`` marks the tokens that are packed.
 
-    Raises ValueError if the tensor does not lie along the text, but has one entry for each row.
+    Raises ValueError for a tensor of the rows that has not exactly one value for each position of the text.
     """
     value = batch[key]
     entry = layout.entry_of(batch, key)

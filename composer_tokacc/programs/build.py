@@ -93,7 +93,7 @@ def build_parts(config: TrainConfig) -> RunParts:
         source.config = replace(config, microbatching=microbatching)
     layout = BatchLayout.for_model(model)
     train_loader = source.build_loader(layout, model=model)
-    # A loader has no length if its epochs have unequal numbers of batches. Then we assume that it has some.
+    # A loader has no length if its epochs have unequal numbers of batches. It is taken for not empty then.
     num_batches = length_hint(train_loader.dataloader, 1)
     if num_batches == 0:  # Composer would look for a batch for ever
         raise ConfigError(
@@ -115,7 +115,8 @@ def build_optimizer(model: torch.nn.Module, section: Section) -> torch.optim.Opt
     else:
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = build_section('optimizer', section, parameters)
-    save_empty_states(optimizer)  # when torch loads a checkpoint, it looks up a state for every parameter
+    # When torch loads a checkpoint, it looks up a state for every parameter, also for those that have none yet.
+    save_empty_states(optimizer)
     return optimizer
 
 

@@ -83,7 +83,8 @@ def memory_of_run(
         'logits': logits,
         'width': width,
         # Other samples need another trace of the same model. For example, a token of a video has other pixels than a
-        # token of an image. The samples of `size lengths=...` have the sizes of a table, but are made up.
+        # token of an image. The samples of `size lengths=...` have the sizes of a table, but are made up, so their
+        # class counts, too.
         'dataset': class_name(dataset),
         'samples': {name: getattr(traced_sizes, name).tolist() for name in TABLE_COLUMNS},
     }
@@ -199,8 +200,8 @@ def _is_for_gpu(config: TrainConfig) -> bool:
 def _logits_of_run(config: TrainConfig) -> str:
     """Returns the argument ``logits`` of :func:`.calibrate_fake`: at which positions the run computes logits.
 
-    A run computes all logits without TokenAccumulation, if its arguments need them all, with metrics of training, and
-    with a compiled model.
+    A run computes all logits if it has no TokenAccumulation, if arguments of TokenAccumulation need them all, if it
+    logs metrics of training, or if the model is compiled.
     """
     algorithm = build_token_accumulation(config)
     is_compiled = config.trainer.get('compile_config') is not None
