@@ -217,16 +217,17 @@ def _may_have_items(
 
     It may if it has a tensor of media of two or more dimensions, a number above 0 in ``num_images`` (or ``num_videos``,
     ...), or a placeholder. A tensor ``(rows,)`` shows nothing, because it may be a column of the dataset. Without a
-    config the placeholders are not known, so the answer is True.
+    config the placeholders are not known. Then the answer is True, unless the numbers are all 0.
     """
-    if config is None:
-        return True
     for key, value in _tensors_of(batch, modality).items():
         is_registered_for_rows = key in registered and not registered[key].is_media
         if value.dim() > 1 and not is_registered_for_rows:
             return True
-    if any(carried_counts(batch, modality) or []):
+    carried = carried_counts(batch, modality)
+    if any(carried or []):
         return True
+    if config is None:
+        return not carried
     ids = placeholder_ids(config, modality)
     return bool(has_any_id(text_of(batch), ids).any())
 

@@ -344,6 +344,14 @@ def test_column_named_after_a_modality(values):
         assert part['image_id'].tolist() == [value]
 
 
+def test_numbers_show_that_a_column_is_no_media():
+    """Without a config, numbers of images that are all 0 show that `image_id` has one value for each row."""
+    layout = BatchLayout.infer({})
+    text_only = text_batch([3, 2, 3], image_id=torch.tensor([11, 12, 13]), num_images=[0, 0, 0])
+    parts = parts_of_rows(text_only, layout)
+    assert [part['image_id'].tolist() for part in parts] == [[11], [12], [13]]
+
+
 @pytest.mark.parametrize(
     ('entries', 'per_row'),
     [
