@@ -215,13 +215,13 @@ def _may_have_items(
 ) -> bool:
     """Returns whether a batch may have items of a modality.
 
-    It may if it has a tensor of media of two or more dimensions, a number above 0 in ``num_images`` (or ``num_videos``,
-    ...), or a placeholder. A tensor ``(rows,)`` shows nothing, because it may be a column of the dataset. Without a
-    config the placeholders are not known. Then the answer is True, unless the numbers are all 0.
+    It may if it has a tensor of media of two or more dimensions that is not empty, a number above 0 in ``num_images``
+    (or ``num_videos``, ...), or a placeholder. A tensor ``(rows,)`` shows nothing, because it may be a column of the
+    dataset. Without a config the placeholders are not known. Then the answer is True, unless the numbers are all 0.
     """
     for key, value in _tensors_of(batch, modality).items():
         is_registered_for_rows = key in registered and not registered[key].is_media
-        if value.dim() > 1 and not is_registered_for_rows:
+        if value.dim() > 1 and value.numel() and not is_registered_for_rows:
             return True
     carried = carried_counts(batch, modality)
     if any(carried or []):
