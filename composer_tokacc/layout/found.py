@@ -375,9 +375,9 @@ def entries_per_row(
         raise InvalidInputError(
             f'`layout` must tell which of {num_entries} entries of {modality}s belong to which of {num_rows} rows '
             f'({", ".join(keys)}), got: {placeholders.tokens} placeholders in {placeholders.runs} runs by row, and '
-            f'{answers or "no way to share them"}. Carry `num_{modality}s` in the batch, one int per row, declare '
-            f'a column that is none of {modality}s (`layout.with_entries(name=Entry())`), or register the tensors: '
-            'docs/families.md#not-there'
+            f'{answers or "no way to share them"}. Carry `num_{modality}s` in the batch, one int per row (of images, '
+            f'tiles are counted), declare a column that is none of {modality}s '
+            '(`layout.with_entries(name=Entry())`), or register the tensors: docs/families.md#not-there'
         )
     return list(distinct_answers.pop())
 
