@@ -140,6 +140,12 @@ def weighted_microbatches(
     counted_microbatches = [with_counts(microbatch, rule) for microbatch in _as_list(microbatches, rule)]
     token_counts = []
     for microbatch in counted_microbatches:
+        if labels_of(microbatch).numel() == 0:
+            raise InvalidInputError(
+                '`microbatches` must hold at least one row of one token each, got: labels of shape '
+                f'{tuple(labels_of(microbatch).shape)}. Leave such a batch out. If the rank has no other, give it a '
+                'row without labels, because other ranks may wait for its backward.'
+            )
         token_counts.append(sum(row.loss_tokens for row in row_counts_of(microbatch)))
     factors = _factors(microbatches, token_counts, sum(token_counts), device)
     for microbatch, num_tokens, factor in zip(counted_microbatches, token_counts, factors, strict=True):
@@ -155,16 +161,15 @@ def _as_list(microbatches: Sequence[Batch] | PreSplitBatch, rule: LossRule) -> l
     Raises:
         TypeError: If they are not a list.
         ValueError: If a batch has ``num_items_in_batch`` or a negative label other than -100, or if padding that the
-            loader has added predicts the label of a row's first token.
+            loader adds predicts the label of a row's first token, or would predict it in another cut.
     """
     if isinstance(microbatches, PreSplitBatch):
         microbatches = microbatches.microbatches
         if rule.shifts_labels:
             # The loader pads each microbatch by itself. So the cut decides whether a row has a pad on the left, which
             # would predict its first label.
-            for microbatch in microbatches:
-                facts = describe(BatchLayout.infer(microbatch), microbatch)
-                check_first_labels(facts, rule, COLLATED_BY_LOADER)
+            facts_of_batches = [describe(BatchLayout.infer(microbatch), microbatch) for microbatch in microbatches]
+            check_first_labels(facts_of_batches, rule, COLLATED_BY_LOADER)
     # An iterator would be used up here. A loader would give the caller's loop other batches than the counted ones.
     if not isinstance(microbatches, Sequence):
         raise TypeError(

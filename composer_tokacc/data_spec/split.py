@@ -371,6 +371,8 @@ class MicrobatchSplit:
         facts_of_batches = self._describe(layout, batch)
         pre_split = batch if isinstance(batch, PreSplitBatch) else None
         _check_decoder_padding(facts_of_batches)
+        if pre_split is not None:
+            _check_all_first_labels(facts_of_batches, COLLATED_BY_LOADER)
         if pre_split is not None and self._must_join(facts_of_batches):
             facts_of_batches = [self._joined(layout, pre_split, facts_of_batches)]
             pre_split = None
@@ -452,8 +454,7 @@ class MicrobatchSplit:
         """Returns the facts of one batch of all rows of a pre-split batch.
 
         Raises ValueError if joining would change a loss. This may happen if rows are padded on the left, because the
-        rows of narrower microbatches get more padding there: it may move positions, and a pad may predict the label of
-        a first token.
+        rows of narrower microbatches get more padding there, which may move positions.
         """
         for facts in facts_of_batches:
             if facts.side == 'left' and self.rules.depends_on_left_padding(facts):
@@ -462,9 +463,7 @@ class MicrobatchSplit:
                     f'positions from the first column, got: {sample_name(facts.batch, 0)} in a microbatch padded on '
                     'the left. Pad on the right, or give `position_ids` (docs/errors.md#padding).'
                 )
-        joined_facts = describe(layout, pre_split.joined(layout))
-        _check_all_first_labels([joined_facts], COLLATED_BY_LOADER)
-        return joined_facts
+        return describe(layout, pre_split.joined(layout))
 
     def _check_packing(self, facts_of_batches: Sequence[RowFacts]) -> None:
         """Raises if rows should be packed, but nothing shows that this is exact, or it is not exact for these rows."""
@@ -746,8 +745,8 @@ def _makes_decoder_ids(facts: RowFacts) -> bool:
 
 def _check_all_first_labels(facts_of_batches: Sequence[RowFacts], kind: str) -> None:
     """Raises ValueError if a pad predicts the label of a row's first token, see :func:`.check_first_labels`."""
-    for facts in facts_of_batches:
-        check_first_labels(facts, row_counts_of(facts.batch)[0].rule, kind)
+    rule = row_counts_of(facts_of_batches[0].batch)[0].rule
+    check_first_labels(facts_of_batches, rule, kind)
 
 
 def _empty_microbatch(facts_of_batches: Sequence[RowFacts], dummies: DummyRows) -> BatchDict:

@@ -298,27 +298,35 @@ COLLATED_BY_LOADER = 'microbatches that a loader has collated'
 """The ``kind`` of the rows of a pre-split batch, for :func:`check_first_labels`."""
 
 
-def check_first_labels(facts: RowFacts, rule: LossRule | None, kind: str) -> None:
-    """Raises ValueError if padding on the left predicts a label.
+def check_first_labels(facts_of_batches: Sequence[RowFacts], rule: LossRule | None, kind: str) -> None:
+    """Raises ValueError if padding on the left predicts a label, or would predict it in one batch of all rows.
 
     Called for rows whose padding depends on the cut or on the loader. Such a label makes the loss depend on it, too.
 
     Args:
-        facts: The facts about the rows.
+        facts_of_batches: The facts about the rows: of a batch, or of each microbatch that a loader has collated.
         rule: The loss rule. Nothing is raised if it does not shift labels, because no pad predicts a label then. None:
             it is not known yet, and nothing is raised.
         kind: A name of the rows for the message, such as ``'packed rows'``.
     """
     if rule is None or not rule.shifts_labels:
         return
-    if not any(facts.has_label_behind_padding):
-        return
-    row = facts.has_label_behind_padding.index(True)
-    raise InvalidInputError(
-        f'The first token of a row must have no label in {kind} if rows are padded on the left, got: a label in '
-        f'{sample_name(facts.batch, row)}. A pad would predict it, so whether it counts depends on the cut. Mask that '
-        'label (-100) in the collator, or pad on the right (docs/errors.md#padding).'
-    )
+    pads_left = any(facts.is_padded and facts.side == 'left' for facts in facts_of_batches)
+    widest = max((facts.width for facts in facts_of_batches), default=0)
+    for facts in facts_of_batches:
+        # One batch of all rows would pad all rows of a narrower microbatch on the left.
+        gets_padding = pads_left and facts.width < widest
+        begins_with_padding = (~facts.real[:, 0]).tolist()
+        if not gets_padding and not any(begins_with_padding):
+            continue
+        for row, has_label in enumerate(facts.has_first_label):
+            if has_label and (gets_padding or begins_with_padding[row]):
+                raise InvalidInputError(
+                    f'The first token of a row must have no label in {kind} if rows are padded on the left, got: a '
+                    f'label in {sample_name(facts.batch, row)}. A pad would predict it, so whether it counts depends '
+                    'on the cut. Mask that label (-100) in the collator, or pad on the right '
+                    '(docs/errors.md#padding).'
+                )
 
 
 def describe(layout: BatchLayout, batch: Batch) -> RowFacts:

@@ -215,18 +215,19 @@ def _may_have_items(
 ) -> bool:
     """Returns whether a batch may have items of a modality.
 
-    It may if it has a tensor of media of two or more dimensions, a number above 0 in ``num_images`` (or ``num_videos``,
-    ...), or a placeholder. A tensor ``(rows,)`` shows nothing, because it may be a column of the dataset. Without a
-    config the placeholders are not known, so the answer is True.
+    It may if it has a tensor of media of two or more dimensions that is not empty, a number above 0 in ``num_images``
+    (or ``num_videos``, ...), or a placeholder. A tensor ``(rows,)`` shows nothing, because it may be a column of the
+    dataset. Without a config the placeholders are not known. Then the answer is True, unless the numbers are all 0.
     """
-    if config is None:
-        return True
     for key, value in _tensors_of(batch, modality).items():
         is_registered_for_rows = key in registered and not registered[key].is_media
-        if value.dim() > 1 and not is_registered_for_rows:
+        if value.dim() > 1 and value.numel() and not is_registered_for_rows:
             return True
-    if any(carried_counts(batch, modality) or []):
+    carried = carried_counts(batch, modality)
+    if any(carried or []):
         return True
+    if config is None:
+        return not carried
     ids = placeholder_ids(config, modality)
     return bool(has_any_id(text_of(batch), ids).any())
 
@@ -374,9 +375,9 @@ def entries_per_row(
         raise InvalidInputError(
             f'`layout` must tell which of {num_entries} entries of {modality}s belong to which of {num_rows} rows '
             f'({", ".join(keys)}), got: {placeholders.tokens} placeholders in {placeholders.runs} runs by row, and '
-            f'{answers or "no way to share them"}. Carry `num_{modality}s` in the batch, one int per row, declare '
-            f'a column that is none of {modality}s (`layout.with_entries(name=Entry())`), or register the tensors: '
-            'docs/families.md#not-there'
+            f'{answers or "no way to share them"}. Carry `num_{modality}s` in the batch, one int per row (of images, '
+            f'tiles are counted), declare a column that is none of {modality}s '
+            '(`layout.with_entries(name=Entry())`), or register the tensors: docs/families.md#not-there'
         )
     return list(distinct_answers.pop())
 

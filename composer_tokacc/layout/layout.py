@@ -403,7 +403,10 @@ class BatchLayout:
         # Rule 6.
         is_placeholder = self._placeholders_of(batch, item_unit)
         if is_placeholder is None:
-            remedy = f'Carry `num_{modality}s` in the batch, one int per row (of images, tiles are counted)'
+            remedy = (
+                f'Carry `num_{modality}s` in the batch, one int per row (of images, tiles are counted), declare a '
+                f'column that is none of {modality}s (`layout.with_entries(name=Entry())`)'
+            )
             if self.config is None:
                 remedy += ', or pass `layout=BatchLayout.for_model(model)`'
             raise InvalidInputError(

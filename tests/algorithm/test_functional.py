@@ -116,6 +116,15 @@ def test_each_rule_counts_other_labels(rule, first_count, second_count):
     assert weights == [first_count / total, second_count / total]
 
 
+def test_microbatch_without_rows_is_refused():
+    """It can get no label, so its mean loss would be NaN."""
+    rows = ragged_batch([(5, 5)])
+    no_rows = {key: value[:0] for key, value in rows.items()}
+    with pytest.raises(ValueError, match='at least one row of one token each'):
+        listed_microbatches([rows, no_rows])
+    assert step_loss_weights([rows, no_rows]) == [1.0, 0.0]
+
+
 def listed_microbatches(batch, **options):
     """Returns the pairs of ``weighted_microbatches``, which is a generator."""
     return list(weighted_microbatches(batch, **options))
@@ -133,6 +142,20 @@ def test_first_label_after_padding_is_refused(function):
     with pytest.raises(ValueError, match='first token of a row must have no label'):
         function(batch)
     assert len(function(batch, loss_tokens='unshifted')) == 2
+
+    # The second row of the first microbatch has no label on its first token. In one batch of all rows, the row of the
+    # second microbatch would get padding.
+    padded_left['labels'][1, 5] = -100
+    batch = PreSplitBatch([padded_left, unpadded], max_tokens=18)
+    with pytest.raises(ValueError, match='first token of a row must have no label'):
+        function(batch)
+
+    padded_on_both_sides = ragged_batch([(9, 9)])
+    padded_on_both_sides['labels'][0, [0, 1, 8]] = -100
+    padded_on_both_sides['attention_mask'][0, [0, 1, 8]] = 0
+    batch = PreSplitBatch([padded_on_both_sides, unpadded], max_tokens=18)
+    with pytest.raises(ValueError, match='first token of a row must have no label'):
+        function(batch)
 
     batch = PreSplitBatch([padded_right, unpadded], max_tokens=18)
     assert len(function(batch)) == 2

@@ -185,6 +185,21 @@ def test_dummy_row_brings_no_new_lists():
     assert with_dummy['num_images'] == [0, 0, 1]
 
 
+@pytest.mark.parametrize('masked_rows', ['own', 'dummy'])
+def test_only_some_rows_have_a_mask(masked_rows):
+    """If a loader gives no masks, a rank that has padded its rows since has masks, and another rank has none."""
+    case, layout = case_of('llava')
+    text = batch_of(case, TEXT_ROWS[:1])
+    dummy = zero_weight(batch_of(case, [1]))
+    without_mask = dummy if masked_rows == 'own' else text
+    del without_mask['attention_mask']
+
+    with_dummy = add_rows(layout, text, [dummy], 'right')
+
+    lengths = [layout.width(text), layout.width(dummy)]
+    assert with_dummy['attention_mask'].sum(dim=1).tolist() == lengths
+
+
 @pytest.mark.parametrize('listed', ['image', 'video'])
 def test_dummies_of_two_ranks_have_unlike_lists(listed):
     """An empty microbatch joins the dummy row of this rank with that of another rank, whose batches lack a list."""

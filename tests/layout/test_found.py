@@ -344,6 +344,15 @@ def test_column_named_after_a_modality(values):
         assert part['image_id'].tolist() == [value]
 
 
+def test_numbers_show_that_a_column_is_no_media():
+    """Without a config, numbers of images that are all 0 show that `image_id` has one value for each row."""
+    text_only = text_batch([3, 2, 3], image_id=torch.tensor([11, 12, 13]), num_images=[0, 0, 0])
+    with_empty_tensor = {**text_only, 'pixel_values': torch.zeros(0, 3, 4, 4)}
+    for batch in (text_only, with_empty_tensor):
+        parts = parts_of_rows(batch, BatchLayout.infer(batch))
+        assert [part['image_id'].tolist() for part in parts] == [[11], [12], [13]]
+
+
 @pytest.mark.parametrize(
     ('entries', 'per_row'),
     [
