@@ -389,6 +389,25 @@ class RunContext:
             )
 
 
+def arguments_to_compare(state: State, options: AlgorithmOptions) -> dict[str, object]:
+    """Returns the arguments of this rank that must be the same on all ranks, by name.
+
+    Otherwise ranks would weight tokens in unlike ways, or only some of them would take part in a collective. The caps
+    of ``token_data_spec`` are left out, because steps are exact even if each rank has its own.
+    """
+    units = options.loss_units or {}
+    split = split_of(state.dataloader)
+    arguments: dict[str, object] = {
+        **vars(options),
+        'loss_units': dict(sorted(units.items())),
+        'token_data_spec': 'not used' if split is None else 'used',
+        'precision': state.precision.value,
+    }
+    for name in ('regroup', 'equal_counts', 'packing'):
+        arguments[name] = None if split is None else getattr(split.options, name)
+    return arguments
+
+
 def microbatch_size_of(state: State) -> int | float:
     """Returns the microbatch size; 1 if Composer has none.
 
