@@ -143,6 +143,25 @@ def learning_rates_of(optimizers: Iterable[Optimizer]) -> tuple[str, ...]:
     return tuple(learning_rates)
 
 
+def optimizer_settings_of(optimizers: Iterable[Optimizer]) -> list[str]:
+    """Returns the class of each optimizer, and the settings of each of its groups of parameters, as text.
+
+    Settings are numbers and texts, such as ``weight_decay`` and ``betas``. Learning rates are left out, because
+    :func:`learning_rates_of` returns them without round-off. So are the choices of a kernel, which may depend on the
+    machine of a rank.
+    """
+    settings = []
+    for optimizer in optimizers:
+        settings.append(type(optimizer).__name__)
+        for group in optimizer.param_groups:
+            for name, value in group.items():
+                numbers = value if isinstance(value, tuple) else (value,)
+                is_plain = all(isinstance(number, bool | int | float | str) for number in numbers)
+                if is_plain and name not in ('lr', 'initial_lr', 'foreach', 'fused', 'capturable'):
+                    settings.append(f'{name}={value}')
+    return settings
+
+
 class PlanSums(NamedTuple):
     """Sums over ranks that show whether their records agree, see :func:`check_plans`.
 

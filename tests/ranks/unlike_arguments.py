@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from composer.utils import dist
 
 from tests.support.text import collate, one_layer_model, text_rows
-from tests.support.training import fit, loader
+from tests.support.training import fit, hugging_face, loader
 
 UNLIKE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     'token_weights': ({}, {'token_weights': 'sample'}),
@@ -18,15 +19,18 @@ UNLIKE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     'loss_units': ({}, {'loss_units': {'lm': 'tokens'}}),
     'router_balance': ({}, {'router_balance': 'step'}),
     'packing': ({'packing': True}, {}),
+    'optimizers': ({'weight_decay': 0.1}, {}),
 }
 """The options of the two ranks."""
 
 
-def message_of(*data: Any, **options: Any) -> str:
+def message_of(*data: Any, weight_decay: float = 0.0, **options: Any) -> str:
     """Returns the message of this rank."""
     message = ''
+    model = hugging_face(one_layer_model())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=weight_decay)
     try:
-        fit(one_layer_model(), *data, **options)
+        fit(model, *data, optimizer=optimizer, **options)
     except RuntimeError as error:
         message = str(error)
     return message

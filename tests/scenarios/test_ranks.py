@@ -126,7 +126,7 @@ def test_argument_that_differs_is_named():
     first_message, second_message = results.pop('alike')
     assert first_message == second_message
     assert 'must be the same on all ranks' not in first_message
-    assert len(results) == 6
+    assert len(results) == 7
     for name, messages in results.items():
         first_message, second_message = messages
         assert first_message == second_message
