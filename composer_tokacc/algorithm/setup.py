@@ -403,7 +403,7 @@ def arguments_to_compare(state: State, options: AlgorithmOptions) -> dict[str, o
         'loss_units': dict(sorted(units.items())),
         'token_data_spec': 'not used' if split is None else 'used',
         'precision': state.precision.value,
-        'optimizers': optimizer_settings_of(state.optimizers),
+        **optimizer_settings_of(state.optimizers),
     }
     for name in ('regroup', 'equal_counts', 'packing'):
         arguments[name] = None if split is None else getattr(split.options, name)

@@ -19,7 +19,7 @@ UNLIKE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     'loss_units': ({}, {'loss_units': {'lm': 'tokens'}}),
     'router_balance': ({}, {'router_balance': 'step'}),
     'packing': ({'packing': True}, {}),
-    'optimizers': ({'weight_decay': 0.1}, {}),
+    'optimizers[0].param_groups[0].weight_decay': ({'weight_decay': 0.1}, {}),
 }
 """The options of the two ranks."""
 
