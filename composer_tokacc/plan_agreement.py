@@ -143,6 +143,26 @@ def learning_rates_of(optimizers: Iterable[Optimizer]) -> tuple[str, ...]:
     return tuple(learning_rates)
 
 
+def optimizer_settings_of(optimizers: Iterable[Optimizer]) -> Facts:
+    """Returns the class of each optimizer, and the settings of each of its groups of parameters, by name.
+
+    Settings are numbers and texts, such as ``weight_decay`` and ``betas``. Learning rates are left out, because
+    :func:`learning_rates_of` returns them without round-off. So are the choices of a kernel, which may depend on the
+    machine of a rank.
+    """
+    settings: Facts = {}
+    for number, optimizer in enumerate(optimizers):
+        place = f'optimizers[{number}]'
+        settings[place] = type(optimizer).__name__
+        for group_number, group in enumerate(optimizer.param_groups):
+            for name, value in group.items():
+                numbers = value if isinstance(value, tuple) else (value,)
+                is_plain = all(isinstance(number, bool | int | float | str) for number in numbers)
+                if is_plain and name not in ('lr', 'initial_lr', 'foreach', 'fused', 'capturable'):
+                    settings[f'{place}.param_groups[{group_number}].{name}'] = value
+    return settings
+
+
 class PlanSums(NamedTuple):
     """Sums over ranks that show whether their records agree, see :func:`check_plans`.
 

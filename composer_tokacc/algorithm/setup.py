@@ -47,6 +47,7 @@ from composer_tokacc.labelled import LabelSelector
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.layout.placeholders import all_placeholders, modality_of
 from composer_tokacc.model_structure import input_embedding, media_modules, output_embedding, shard_again
+from composer_tokacc.plan_agreement import optimizer_settings_of
 from composer_tokacc.refusals import InvalidInputError, NotExactError
 from composer_tokacc.repeated_samples import warn_of_unknown_copies
 from composer_tokacc.row_counts import CountSums
@@ -387,6 +388,26 @@ class RunContext:
                 '`loss_units` depend on which rows share a microbatch. Set '
                 '`token_data_spec(..., regroup=False, packing=False)` (docs/errors.md#row-coupling).'
             )
+
+
+def arguments_to_compare(state: State, options: AlgorithmOptions) -> dict[str, object]:
+    """Returns the arguments of this rank that must be the same on all ranks, by name.
+
+    Otherwise ranks would weight tokens or move weights in unlike ways, or only some of them would take part in a
+    collective. The caps of ``token_data_spec`` are left out, because steps are exact even if each rank has its own.
+    """
+    units = options.loss_units or {}
+    split = split_of(state.dataloader)
+    arguments: dict[str, object] = {
+        **vars(options),
+        'loss_units': dict(sorted(units.items())),
+        'token_data_spec': 'not used' if split is None else 'used',
+        'precision': state.precision.value,
+        **optimizer_settings_of(state.optimizers),
+    }
+    for name in ('regroup', 'equal_counts', 'packing'):
+        arguments[name] = None if split is None else getattr(split.options, name)
+    return arguments
 
 
 def microbatch_size_of(state: State) -> int | float:

@@ -36,11 +36,17 @@ from composer.loggers import Logger
 
 from composer_tokacc.algorithm.microbatch import CurrentMicrobatch
 from composer_tokacc.algorithm.rank_report import RankFlags, RankReport, summed_over_ranks
-from composer_tokacc.algorithm.setup import AlgorithmOptions, RunContext, check_labels_and_ids, microbatch_size_of
+from composer_tokacc.algorithm.setup import (
+    AlgorithmOptions,
+    RunContext,
+    arguments_to_compare,
+    check_labels_and_ids,
+    microbatch_size_of,
+)
 from composer_tokacc.arguments import check_state
 from composer_tokacc.batch import Batch, labels_of, sample_name
 from composer_tokacc.checks.step import MicrobatchRecord, Step, check_step
-from composer_tokacc.collectives import max_over_ranks, raise_on_all_ranks, sum_over_ranks
+from composer_tokacc.collectives import check_equal_on_ranks, max_over_ranks, raise_on_all_ranks, sum_over_ranks
 from composer_tokacc.data_spec.rank_widths import WidthSums, check_widths
 from composer_tokacc.data_spec.split import split_of
 from composer_tokacc.labelled import LabelSelector
@@ -420,6 +426,7 @@ class TokenAccumulation(Algorithm):
 
     def _set_up(self, state: State) -> None:
         """Sets up the fit at its first batch, and runs the first-batch check, which finds the loss rule."""
+        check_equal_on_ranks(arguments_to_compare(state, self.options))
         context = RunContext(state, self.options)
         # It may be True from a checkpoint or an earlier fit, but now ranks may wait for each other in every microbatch.
         self._reduces_once &= context.reductions.waits_only_to_reduce

@@ -124,6 +124,7 @@ class _Change:
     error: float
     factor: float  # how many times as large as expected the whole gradient is; 1 also if that cannot be measured
     error_without_factor: float  # size of the change that is left after division by the factor, relative as ``error``
+    invalid_loss: float | None  # NaN or infinite loss of all rows on the rank of this change; None: it is a number
 
 
 @dataclass(frozen=True)
@@ -631,8 +632,8 @@ class RowComparison:
         name = sample_name(self.rows, change.row)
         size = f'changes by {change.error:.1e} {cut_kind.value}'
         difference = f'{name}: the gradient at its logits {size} (round-off is {allowed:.0e})'
-        if self.reference.invalid_loss is not None:
-            return NOT_A_NUMBER.format(self.reference.invalid_loss, difference)
+        if change.invalid_loss is not None:
+            return NOT_A_NUMBER.format(change.invalid_loss, difference)
         if change.point.unit == 'samples':
             return (
                 f'{SAMPLES}a gradient of {name} that {size}. Take means over the tokens of each row, not over its '
@@ -677,6 +678,7 @@ class RowComparison:
                 error=float(errors[worst]),
                 factor=float(factors[worst]),
                 error_without_factor=float(remainders[worst]),
+                invalid_loss=self.reference.invalid_loss,
             )
             changes.append(change)
         return changes

@@ -26,6 +26,9 @@ class SkipReadBatches(Callback):
     it, or with another loader, all of them are read, with the same result. It may be added or removed between two
     starts of a run. Do not use it with ``Trainer(spin_dataloaders=False)``. Then Composer discards no batches, and the
     model would get the markers.
+
+    Workers of the loader draw other random numbers in the rest of the epoch, because they are seeded again at the first
+    batch that is read. A run whose dataset draws none in its workers is resumed bitwise.
     """
 
     def fit_start(

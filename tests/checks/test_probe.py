@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import math
 import random
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -798,3 +800,20 @@ def test_interrupted_probe_shows_the_weights():
         probe_of(causal, model=model).run(text_row(12, 6))
 
     assert sorted(vars(norm)) == attributes_before
+
+
+def test_loss_of_another_rank_is_no_number():
+    """All ranks name this cause, because the change comes from that rank."""
+
+    def gather(value):
+        if not isinstance(value, list):
+            return [value]
+        changes_of_other_rank = [replace(change, error=math.inf, invalid_loss=math.nan) for change in value]
+        return [value, changes_of_other_rank]
+
+    probe = probe_of(causal)
+    probe.examine(text_row(12, 6))
+    comparison = compare_rows(probe, ragged_batch())
+    probe.gather = gather
+    with pytest.raises(RuntimeError, match='loss must be a number, got: nan'):
+        comparison.check_single_rows()

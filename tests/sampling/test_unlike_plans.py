@@ -21,6 +21,7 @@ from composer_tokacc.plan_agreement import (
     check_plans,
     find_difference,
     learning_rates_of,
+    optimizer_settings_of,
     plan_record_of,
 )
 from composer_tokacc.planning import CostModel
@@ -267,3 +268,14 @@ def test_sums_tell_equal_checksums(checksums, are_equal):
     have_compared = len(compared_records) > 0
     checksums_differ = len(set(checksums)) > 1
     assert have_compared == checksums_differ
+
+
+def test_settings_of_optimizer_are_named():
+    """Learning rates are compared in each step, and the choice of a kernel may differ."""
+    weight = torch.nn.Parameter(torch.zeros(2))
+    settings = optimizer_settings_of([torch.optim.AdamW([weight], weight_decay=0.1, foreach=True)])
+    assert settings['optimizers[0]'] == 'AdamW'
+    assert settings['optimizers[0].param_groups[0].weight_decay'] == 0.1
+    assert settings['optimizers[0].param_groups[0].betas'] == (0.9, 0.999)
+    for name in ('params', 'lr', 'foreach'):
+        assert f'optimizers[0].param_groups[0].{name}' not in settings

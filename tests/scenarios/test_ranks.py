@@ -120,6 +120,22 @@ def test_all_ranks_name_a_bad_batch():
 
 
 @pytest.mark.slow
+def test_argument_that_differs_is_named():
+    """In one line, on all ranks, and before they make different collectives."""
+    results = launch_json('tests/ranks/unlike_arguments.py', ranks=2)
+    first_message, second_message = results.pop('alike')
+    assert first_message == second_message
+    assert 'must be the same on all ranks' not in first_message
+    assert len(results) == 7
+    for name, messages in results.items():
+        first_message, second_message = messages
+        assert first_message == second_message
+        assert first_message.startswith(f'`{name}` must be the same on all ranks, got: ')
+        assert '\n' not in first_message
+    assert 'got: token on rank 0, sample on rank 1' in results['token_weights'][0]
+
+
+@pytest.mark.slow
 def test_all_ranks_end_with_the_first_rank():
     """Only rank 0 calls the function. Its own error is raised there, and the other rank names it."""
     results = launch_json('tests/ranks/first_rank.py', ranks=2)
