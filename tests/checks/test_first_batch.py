@@ -379,6 +379,12 @@ def test_rows_with_new_images_are_kept(layout_with_images):
     assert chosen == [longest, shortest, smallest_image, largest_image]
 
 
+def test_rows_of_all_lengths_are_chosen():
+    """The longest, the shortest, the longest with padding, and one of medium length."""
+    batch = text_batch([3, 4, 5, 12, 19, 20])
+    assert chosen_rows(BatchLayout.infer(batch), batch, missing=[], max_rows=4) == [5, 0, 4, 3]
+
+
 def test_media_are_compared_if_padded_otherwise():
     """Returns only media that are padded further in the whole batch. Media of the same size need no second check."""
     one_tile = text_batch([4, 3], num_images=[1, 1], pixel_values=torch.ones(2, 1, 5))
