@@ -21,7 +21,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from benchmarks.length_sets import read_tables
 from composer_tokacc import BatchLayout
-from composer_tokacc.checks.row_ranges import Code, PaddedRows, RowRanges, Trait, ranges_of
+from composer_tokacc.checks.row_ranges import Code, KeyMeaning, PaddedRows, RowRanges, Trait, ranges_of
 from composer_tokacc.layout import Family, Media, describe
 from composer_tokacc.layout.found import Reading
 from tests.matrix.harness import kinds_of_steps
@@ -394,6 +394,26 @@ def test_larger_microbatches_of_packed_rows_are_new(caplog):
         callbacks = [On(Event.BATCH_END, grow)]
         fit(one_layer_model(), *batches, packing=True, microbatch_size=1, callbacks=callbacks)
     assert caplog.text.count('After the first-batch check') == 2
+
+
+@pytest.mark.parametrize(
+    ('readings', 'is_new'),
+    [
+        ({}, False),
+        ({'tags': (Reading.TEXT, Reading.ROWS)}, False),
+        ({'tags': (Reading.TEXT,)}, False),
+        ({'tags': (Reading.ROWS,)}, True),
+        ({'tags': (Reading.TEXT,), 'scores': (Reading.ROWS,)}, True),
+    ],
+)
+def test_meaning_of_a_key(readings, is_new):
+    """It is new if no batch had the key, or if its most likely reading changes."""
+    proven = RowRanges(readings={'tags': (Reading.TEXT, Reading.ROWS)})
+    last_key = list(readings)[-1:]
+
+    missing = proven.missing(RowRanges(readings=readings))
+
+    assert missing == ([KeyMeaning(*last_key)] if is_new else [])
 
 
 def test_padding_with_positions_is_new():
