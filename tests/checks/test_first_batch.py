@@ -35,6 +35,7 @@ from tests.support.text import (
     named_batch,
     one_layer_model,
     ragged_batch,
+    with_vectors,
 )
 from tests.support.training import (
     TOLERANCE,
@@ -108,6 +109,15 @@ def test_later_padding_is_proven_first(side, rules):
     rules_at_end = rules_after_exact_steps(gpt2(), without_padding, padded, fewer_padded)
 
     assert rules_at_end == rules
+
+
+def test_rows_without_labels_prove_no_padding():
+    """Only rows without labels are padded at first. They get none for the check, because it does not know their ids."""
+    model = gpt2()
+    unlabelled = ragged_batch([(14, 11), (9, 0), (5, 0), (3, 0)], side='left')
+    labelled = ragged_batch([(14, 11), (9, 7), (5, 3), (4, 2)], side='left')
+
+    assert_exact(model, with_vectors(model, unlabelled), with_vectors(model, labelled))
 
 
 class NeedsChunks(ColumnCounter):
