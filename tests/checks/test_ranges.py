@@ -21,13 +21,22 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from benchmarks.length_sets import read_tables
 from composer_tokacc import BatchLayout
-from composer_tokacc.checks.row_ranges import Code, KeyMeaning, PaddedRows, RowRanges, Trait, ranges_of
+from composer_tokacc.checks.row_ranges import (
+    BeyondRotaryLimit,
+    Code,
+    KeyMeaning,
+    PaddedRows,
+    RowRanges,
+    Trait,
+    chosen_rows,
+    ranges_of,
+)
 from composer_tokacc.layout import Family, Media, describe
 from composer_tokacc.layout.found import Reading
 from tests.matrix.harness import kinds_of_steps
 from tests.matrix.native_models import NativeModel
 from tests.model_types.tiny import tiny_config
-from tests.support.small_batches import IMAGE, TEXT, drawn_batch, numbered, text_batch
+from tests.support.small_batches import IMAGE, TEXT, drawn_batch, layout_of_model, numbered, text_batch
 from tests.support.text import gpt2, one_layer_model, ragged_batch
 from tests.support.training import On, fit, hugging_face
 
@@ -429,6 +438,38 @@ def test_label_behind_padding_says_nothing_about_trimming():
     facts = describe(TEXT_LAYOUT, text_batch([4, 9, 14], side='left'))
     assert all(facts.has_first_label)
     assert PADDED_LEFT not in ranges_of([facts]).limits
+
+
+@pytest.mark.parametrize('has_media', [False, True])
+def test_holes_beside_media(has_media):
+    """A model may handle a hole in another way if any row of the batch has media."""
+    rows = ['1ii2', '12'] if has_media else ['1342', '12']
+    batch = drawn_batch(*rows)
+    if has_media:
+        batch['pixel_values'] = numbered(1, 3, 4, 4)
+    batch['attention_mask'][1] = torch.tensor([1, 0, 0, 1])
+    layout = layout_of_model('new_vl', vision_config=SimpleNamespace(), image_token_id=IMAGE)
+
+    limits = ranges_of([describe(layout, batch)]).limits
+
+    assert (Trait.HOLES_BESIDE_MEDIA in limits) is has_media
+    assert (Trait.HOLES in limits) is not has_media
+
+
+def test_row_with_the_largest_position_is_chosen():
+    """If positions beyond the rotary limit are new. The longest row holds two documents, with smaller positions."""
+    two_documents = [*range(5), *range(5)]
+    one_document = [*range(8), 0, 0]
+    positions = torch.tensor([two_documents, one_document, two_documents])
+    batch = text_batch([10, 8, 4], position_ids=positions)
+    longest = 0
+    largest_position = 1
+
+    def first_row(missing):
+        return chosen_rows(TEXT_LAYOUT, batch, missing, max_rows=4)[0]
+
+    assert first_row(missing=[]) == longest
+    assert first_row(missing=[BeyondRotaryLimit(has_positions=True)]) == largest_position
 
 
 def test_codes():
