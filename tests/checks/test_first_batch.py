@@ -295,6 +295,16 @@ def test_check_leaves_the_batch_alone(writer, row_sizes):
     assert relative_error(recorder.gradients, expected) < TOLERANCE
 
 
+def test_transform_that_masks_labels_is_refused():
+    def mask_last_column(microbatch):
+        labels = microbatch['labels'].clone()
+        labels[:, -1] = -100
+        return {**microbatch, 'labels': labels}
+
+    with pytest.raises(RuntimeError, match='`microbatch_transforms` must leave labels alone'):
+        fit(one_layer_model(), ragged_batch(), microbatch_transforms=mask_last_column)
+
+
 FILLS = {'input_ids': 0, 'attention_mask': 0, 'position_ids': 0, 'labels': -100}
 
 

@@ -413,6 +413,22 @@ def first_batch_check(probe, layout):
     )
 
 
+def test_facts_of_earlier_checks_stay(monkeypatch):
+    """The rows of a later check may not show that terms over samples have a gradient in rows without labels."""
+    results = [True]
+    later_result = False
+    monkeypatch.setattr(RowComparison, 'check_unlabelled_row', lambda self: results.pop() if results else later_result)
+    batch = ragged_batch()
+    check = first_batch_check(probe_of(causal), BatchLayout.infer(batch))
+
+    check.prove(batch, 1)
+    check.is_due(LOOK_AGAIN, has_new_rows=False)
+    loss_facts = check.prove(batch, 1)
+
+    assert not results
+    assert loss_facts.trains_unlabelled_rows
+
+
 def test_half_precision_only_in_unknown_rows():
     """A later batch has the first image, and no layout tells its rows apart."""
     batch = text_row(12, 6)

@@ -472,6 +472,31 @@ def test_row_with_the_largest_position_is_chosen():
     assert first_row(missing=[BeyondRotaryLimit(has_positions=True)]) == largest_position
 
 
+@pytest.mark.parametrize(
+    ('rows', 'is_mixed'),
+    [(['1ii2', '1i23'], False), (['1342', '12'], False), (['1ii2', '12'], True)],
+)
+def test_rows_with_and_without_media(rows, is_mixed):
+    """Rows that all have media say nothing about rows of text beside them."""
+    batch = drawn_batch(*rows)
+    num_images = sum('i' in row for row in rows)
+    if num_images:
+        batch['pixel_values'] = numbered(num_images, 3, 4, 4)
+    layout = layout_of_model('new_vl', vision_config=SimpleNamespace(), image_token_id=IMAGE)
+    assert (Trait.PARTLY_WITH_MEDIA in ranges_of([describe(layout, batch)]).limits) is is_mixed
+
+
+@pytest.mark.parametrize('missing', [Trait.UNLABELLED_ROWS, Trait.PARTLY_UNLABELLED])
+def test_row_without_labels_is_chosen(missing):
+    """It is neither the longest nor the shortest row, and not of medium length."""
+    batch = text_batch([20, 4, 5, 6, 7, 12, 18])
+    unlabelled_row = 4
+    batch['labels'][unlabelled_row] = -100
+
+    assert unlabelled_row in chosen_rows(TEXT_LAYOUT, batch, [missing], max_rows=3)
+    assert unlabelled_row not in chosen_rows(TEXT_LAYOUT, batch, [], max_rows=3)
+
+
 def test_codes():
     """Codes are small integers of rows or of tokens with labels."""
     batch = text_batch(

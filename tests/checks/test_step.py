@@ -276,6 +276,15 @@ def test_added_rows_of_a_sharded_vocabulary(tmp_path):
     assert record.trains_added_rows
 
 
+def test_label_of_id_zero_is_new():
+    """Masked labels, -100, are no id. Id 1 was a label before."""
+    choice = TokenChoice()
+    outcomes = []
+    for labels in ([1, 1, -100], [1, -100, 1], [1, 0, -100], [1, 0, 0]):
+        outcomes += choice.rows_with_new_labels({'labels': torch.tensor([labels])}, LossRule.CAUSAL)
+    assert outcomes == [True, False, True, False]
+
+
 @pytest.mark.parametrize('trained_output', [0, 1])
 def test_added_row_in_one_of_two_outputs(trained_output):
     """The gradient of the other output comes before or after it, and is 0 in the added row."""
