@@ -545,6 +545,14 @@ def test_ranges_keep_readings_of_the_layout():
     assert ranges_of([describe(informed, batch)]).readings == {'image_codes': (Reading.MEDIA,)}
 
 
+def test_ranges_keep_readings_of_all_microbatches():
+    """Only the first microbatch has the key."""
+    first = text_batch([4, 6], tags=torch.ones(2))
+    second = text_batch([3])
+    facts = [describe(BatchLayout.infer(batch), batch) for batch in (first, second)]
+    assert ranges_of(facts).readings == {'tags': (Reading.ROWS,)}
+
+
 def test_joined_ranges_cover_both():
     first = ranges_of_batch([5, 20])
     second = ranges_of_batch([3, 9, 10], side='left')
