@@ -372,6 +372,24 @@ def half_precision_only(ids, error_class=RuntimeError):
         raise error_class('FlashAttention only support fp16 and bf16 data type')
 
 
+def test_loss_that_counts_forwards_in_bfloat16():
+    """It grows by more than one digit of bfloat16, so it is not taken for round-off."""
+    model = one_layer_model()
+    num_forwards = 0
+
+    def forward(batch):
+        nonlocal num_forwards
+        half_precision_only(batch['input_ids'])
+        num_forwards += 1
+        logits = model(input_ids=batch['input_ids']).logits
+        return {'loss': causal(logits, batch) + 0.05 * num_forwards, 'logits': logits}
+
+    probe = Probe(forward, loss_in, model, partial(torch.autocast, 'cpu', dtype=torch.bfloat16))
+
+    with pytest.raises(RuntimeError, match='although all random numbers were the same'):
+        probe.examine(row_for_rule())
+
+
 @pytest.mark.parametrize('error_class', [RuntimeError, AssertionError, ValueError, torch.OutOfMemoryError])
 def test_kernel_of_half_precision_only(error_class):
     """Kernels in Triton assert the type, and other hosts raise ValueError. Half precision takes less memory."""
