@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from itertools import combinations, pairwise, permutations
 from types import SimpleNamespace
 
 import pytest
@@ -526,28 +525,3 @@ def test_rank_with_the_change_explains_it():
 
     with pytest.raises(CutFailure, match="'second': the gradient at its logits changes by"):
         comparison._check_gradients(None, [0, 1], CutKind.SINGLE_ROW)
-
-
-@pytest.mark.parametrize('largest_packed_row', [0, 5, 18, 19, 36, 37, 100])
-def test_order_of_packed_rows(largest_packed_row):
-    """Some packed row has both orders if it has room, and each row is also packed by itself."""
-    lengths = [9, 6, 3]
-    comparison = RowComparison.__new__(RowComparison)
-    comparison._facts = SimpleNamespace(lengths=lengths)
-    comparison._all_rows = [0, 1, 2]
-    comparison._single_rows = [[0], [1], [2]]
-    packed_rows = []
-    comparison._check_microbatches = lambda assemble, groups, cut_kind: packed_rows.extend(groups)
-
-    comparison._check_packed_rows(None, largest_packed_row)
-
-    neighbours = set()
-    earlier_and_later = set()
-    for rows in packed_rows:
-        neighbours.update(pairwise(rows))
-        earlier_and_later.update(combinations(rows, 2))
-    assert earlier_and_later >= set(permutations(range(3), 2))
-    assert {(later, earlier) for earlier, later in neighbours} == neighbours
-    assert [rows for rows in packed_rows if len(rows) == 1] == [[0], [1], [2]]
-    largest = max(sum(lengths[row] for row in rows) for rows in packed_rows)
-    assert largest_packed_row <= largest < max(largest_packed_row, 1) + sum(lengths)
