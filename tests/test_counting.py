@@ -15,7 +15,14 @@ from composer.core.data_spec import DataSpec
 
 from composer_tokacc import TokenCounts, count_tokens, counting, token_data_spec
 from composer_tokacc.counting import LossRule
-from composer_tokacc.row_counts import RowCounts, attach_row_counts, num_samples, row_counts_of, with_counts
+from composer_tokacc.row_counts import (
+    RowCounts,
+    attach_row_counts,
+    num_samples,
+    packed_counts,
+    row_counts_of,
+    with_counts,
+)
 from composer_tokacc.weights import LOSS_WEIGHTS
 from tests.support.small_batches import additive, square_mask
 from tests.support.text import collate, one_layer_model, packed_row, positions_of, ragged_batch, text_row
@@ -36,6 +43,12 @@ def test_padding_is_no_loss():
     # Composer's own counter counts four rows of 12 tokens.
     stock_data = DataSpec([batch])
     assert stock_data.get_num_tokens_in_batch(batch, token_type='loss_generating') == 48
+
+
+@pytest.mark.parametrize('place', [0, 1, None])
+def test_new_label_in_a_packed_row(place):
+    documents = [RowCounts(has_new_label=number == place) for number in range(2)]
+    assert packed_counts(documents).has_new_label is (place is not None)
 
 
 def test_one_token_has_no_loss():

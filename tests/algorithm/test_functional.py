@@ -17,6 +17,7 @@ from composer_tokacc.algorithm import (
     weighted_microbatches,
 )
 from composer_tokacc.layout import PreSplitBatch
+from composer_tokacc.row_counts import RowCounts, attach_row_counts
 from tests.support.text import collate, next_token_loss, one_layer_model, packed_row, ragged_batch, text_rows
 from tests.support.training import composer_gradients, gradients_of, reference_gradients, relative_error
 
@@ -81,6 +82,11 @@ def test_microbatch_without_rows():
     with_labels = ragged_batch([(5, 3)])
     without_rows = {key: value[:0] for key, value in with_labels.items()}
     assert step_loss_weights([with_labels, without_rows]) == [1.0, 0.0]
+
+
+def test_microbatch_of_repeated_samples():
+    repeated = attach_row_counts(ragged_batch([(6, 4), (5, 3)]), [RowCounts(samples=0)] * 2)
+    assert step_loss_weights([ragged_batch([(5, 3)]), repeated]) == [1.0, 0.0]
 
 
 @pytest.mark.parametrize('side', ['left', 'right'])

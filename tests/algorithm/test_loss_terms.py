@@ -490,6 +490,20 @@ def test_term_of_a_dummy_row_is_refused(model_class, unit, model, batch):
         fit(composer_model, loader(batch_with_dummy), **options)
 
 
+class LastRowTerm(CausalModel):
+    """Its second term sees only the last row of a microbatch."""
+
+    def loss(self, outputs, batch):
+        return {'lm': outputs['loss'], 'norm': outputs['logits'][-1].square().mean()}
+
+
+def test_term_of_the_last_dummy_row_is_refused(model, batch):
+    batch_with_dummies = with_dummy_rows(batch, 2)
+    options = {'loss_units': {'lm': 'tokens', 'norm': 'coupled_samples'}, 'microbatch_size': 5}
+    with pytest.raises(RuntimeError, match='2 of 5 rows fill up'):
+        fit(LastRowTerm(model), loader(batch_with_dummies), **options)
+
+
 class LabelledTerm(CausalModel):
     """Its second term is a mean over rows, to which rows without labels add 0."""
 

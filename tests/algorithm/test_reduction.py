@@ -150,6 +150,28 @@ def test_last_microbatch_must_reduce():
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+@pytest.mark.parametrize(
+    ('reduces', 'ends_microbatch', 'is_refused'),
+    [
+        pytest.param(True, True, False, id='reduced'),
+        pytest.param(False, True, True, id='last microbatch did not reduce'),
+        pytest.param(True, False, True, id='DDP still waits for the unused head'),
+    ],
+)
+def test_all_gradients_reduced_at_the_end(reduces, ends_microbatch, is_refused):
+    """The number of microbatches is not known, so only the end of the step shows it."""
+    watch, model = watch_of(TwoHeads())
+    model.require_backward_grad_sync = reduces
+    loss = model(torch.ones(1, 2), ('first',))
+    watch.begin_microbatch(0, must_reduce_once=False)
+    loss.backward()
+    if ends_microbatch:
+        watch.end_microbatch()
+
+    with pytest.raises(RuntimeError, match='must have reduced every gradient') if is_refused else nullcontext():
+        watch.check_gradients()
+
+
 def test_early_reduction_of_equal_counts():
     watch, model = watch_of(TwoHeads())
     for _ in range(2):

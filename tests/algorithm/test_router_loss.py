@@ -234,6 +234,30 @@ def test_unnamed_coefficient_is_refused():
     assert outcome_without_router.kind == 'exact'
 
 
+class WithEarlyRouter(NativeModel):
+    """Its load-balancing loss is made of the embeddings, so that its gradient does not pass the last layers."""
+
+    def forward(self, batch):
+        outputs = super().forward(batch)
+        embeddings = self.model.get_input_embeddings()(batch['input_ids'])
+        aux_loss = embeddings.square().mean()
+        return {**outputs, 'aux_loss': aux_loss, 'loss': outputs['loss'] + 0.1 * aux_loss}
+
+
+def test_wrong_coefficient_is_refused_unchecked():
+    """The split of the loss would be wrong, so the coefficient is checked even if the loss is not."""
+    model = WithEarlyRouter('causal')
+    options = {'check_loss': False, 'loss_tokens': 'causal'}
+
+    model.model.router_aux_loss_coef = 0.1
+    recorder = fit(model, ragged_batch(), **options)
+    assert len(recorder.steps) == 1
+
+    model.model.router_aux_loss_coef = 0.2
+    with pytest.raises(RuntimeError, match='load-balancing loss times'):
+        fit(model, ragged_batch(), **options)
+
+
 @pytest.mark.parametrize('use_reentrant', [True, False])
 def test_router_loss_without_gradient_is_named(use_reentrant, caplog):
     """Transformers collects the router's logits in the first forward of a reentrant checkpoint, which has no graph."""

@@ -35,6 +35,7 @@ from tests.support.text import (
     named_batch,
     one_layer_model,
     ragged_batch,
+    with_vectors,
 )
 from tests.support.training import (
     TOLERANCE,
@@ -108,6 +109,15 @@ def test_later_padding_is_proven_first(side, rules):
     rules_at_end = rules_after_exact_steps(gpt2(), without_padding, padded, fewer_padded)
 
     assert rules_at_end == rules
+
+
+def test_rows_without_labels_prove_no_padding():
+    """Only rows without labels are padded at first. They get none for the check, because it does not know their ids."""
+    model = gpt2()
+    unlabelled = ragged_batch([(14, 11), (9, 0), (5, 0), (3, 0)], side='left')
+    labelled = ragged_batch([(14, 11), (9, 7), (5, 3), (4, 2)], side='left')
+
+    assert_exact(model, with_vectors(model, unlabelled), with_vectors(model, labelled))
 
 
 class NeedsChunks(ColumnCounter):
@@ -285,6 +295,16 @@ def test_check_leaves_the_batch_alone(writer, row_sizes):
     assert relative_error(recorder.gradients, expected) < TOLERANCE
 
 
+def test_transform_that_masks_labels_is_refused():
+    def mask_last_column(microbatch):
+        labels = microbatch['labels'].clone()
+        labels[:, -1] = -100
+        return {**microbatch, 'labels': labels}
+
+    with pytest.raises(RuntimeError, match='`microbatch_transforms` must leave labels alone'):
+        fit(one_layer_model(), ragged_batch(), microbatch_transforms=mask_last_column)
+
+
 FILLS = {'input_ids': 0, 'attention_mask': 0, 'position_ids': 0, 'labels': -100}
 
 
@@ -377,6 +397,12 @@ def test_rows_with_new_images_are_kept(layout_with_images):
     chosen = chosen_rows(layout_with_images, batch, missing=[MediaItems('image')], max_rows=2)
 
     assert chosen == [longest, shortest, smallest_image, largest_image]
+
+
+def test_rows_of_all_lengths_are_chosen():
+    """The longest, the shortest, the longest with padding, and one of medium length."""
+    batch = text_batch([3, 4, 5, 12, 19, 20])
+    assert chosen_rows(BatchLayout.infer(batch), batch, missing=[], max_rows=4) == [5, 0, 4, 3]
 
 
 def test_media_are_compared_if_padded_otherwise():

@@ -374,6 +374,24 @@ def half_precision_only(ids, error_class=RuntimeError):
         raise error_class('FlashAttention only support fp16 and bf16 data type')
 
 
+def test_loss_that_counts_forwards_in_bfloat16():
+    """It grows by more than one digit of bfloat16, so it is not taken for round-off."""
+    model = one_layer_model()
+    num_forwards = 0
+
+    def forward(batch):
+        nonlocal num_forwards
+        half_precision_only(batch['input_ids'])
+        num_forwards += 1
+        logits = model(input_ids=batch['input_ids']).logits
+        return {'loss': causal(logits, batch) + 0.05 * num_forwards, 'logits': logits}
+
+    probe = Probe(forward, loss_in, model, partial(torch.autocast, 'cpu', dtype=torch.bfloat16))
+
+    with pytest.raises(RuntimeError, match='although all random numbers were the same'):
+        probe.examine(row_for_rule())
+
+
 @pytest.mark.parametrize('error_class', [RuntimeError, AssertionError, ValueError, torch.OutOfMemoryError])
 def test_kernel_of_half_precision_only(error_class):
     """Kernels in Triton assert the type, and other hosts raise ValueError. Half precision takes less memory."""
@@ -413,6 +431,27 @@ def first_batch_check(probe, layout):
         named_rule=LossRule.CAUSAL,
         check_loss=True,
     )
+
+
+def test_facts_of_earlier_checks_stay(monkeypatch):
+    """The rows of a later check may not show that terms over samples have a gradient in rows without labels."""
+    num_checks = 0
+
+    def check_unlabelled_row(comparison):
+        nonlocal num_checks
+        num_checks += 1
+        return num_checks == 1
+
+    monkeypatch.setattr(RowComparison, 'check_unlabelled_row', check_unlabelled_row)
+    batch = ragged_batch()
+    check = first_batch_check(probe_of(causal), BatchLayout.infer(batch))
+
+    check.prove(batch, 1)
+    wider_rows = ragged_batch([(20, 9), (5, 3)])
+    loss_facts = check.prove(wider_rows, 1)
+
+    assert num_checks > 1
+    assert loss_facts.trains_unlabelled_rows
 
 
 def test_half_precision_only_in_unknown_rows():

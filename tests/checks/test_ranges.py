@@ -21,13 +21,22 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from benchmarks.length_sets import read_tables
 from composer_tokacc import BatchLayout
-from composer_tokacc.checks.row_ranges import Code, PaddedRows, RowRanges, Trait, ranges_of
+from composer_tokacc.checks.row_ranges import (
+    BeyondRotaryLimit,
+    Code,
+    KeyMeaning,
+    PaddedRows,
+    RowRanges,
+    Trait,
+    chosen_rows,
+    ranges_of,
+)
 from composer_tokacc.layout import Family, Media, describe
 from composer_tokacc.layout.found import Reading
 from tests.matrix.harness import kinds_of_steps
 from tests.matrix.native_models import NativeModel
 from tests.model_types.tiny import tiny_config
-from tests.support.small_batches import IMAGE, TEXT, drawn_batch, numbered, text_batch
+from tests.support.small_batches import IMAGE, TEXT, drawn_batch, layout_of_model, numbered, text_batch
 from tests.support.text import gpt2, one_layer_model, ragged_batch
 from tests.support.training import On, fit, hugging_face
 
@@ -396,6 +405,26 @@ def test_larger_microbatches_of_packed_rows_are_new(caplog):
     assert caplog.text.count('After the first-batch check') == 2
 
 
+@pytest.mark.parametrize(
+    ('readings', 'is_new'),
+    [
+        ({}, False),
+        ({'tags': (Reading.TEXT, Reading.ROWS)}, False),
+        ({'tags': (Reading.TEXT,)}, False),
+        ({'tags': (Reading.ROWS,)}, True),
+        ({'tags': (Reading.TEXT,), 'scores': (Reading.ROWS,)}, True),
+    ],
+)
+def test_meaning_of_a_key(readings, is_new):
+    """It is new if no batch had the key, or if its most likely reading changes."""
+    proven = RowRanges(readings={'tags': (Reading.TEXT, Reading.ROWS)})
+    last_key = list(readings)[-1:]
+
+    missing = proven.missing(RowRanges(readings=readings))
+
+    assert missing == ([KeyMeaning(*last_key)] if is_new else [])
+
+
 def test_padding_with_positions_is_new():
     positions = torch.arange(20).expand(2, 20)
     proven = ranges_of_batch([5, 20], side='left')
@@ -409,6 +438,63 @@ def test_label_behind_padding_says_nothing_about_trimming():
     facts = describe(TEXT_LAYOUT, text_batch([4, 9, 14], side='left'))
     assert all(facts.has_first_label)
     assert PADDED_LEFT not in ranges_of([facts]).limits
+
+
+@pytest.mark.parametrize('has_media', [False, True])
+def test_holes_beside_media(has_media):
+    """A model may handle a hole in another way if any row of the batch has media."""
+    rows = ['1ii2', '12'] if has_media else ['1342', '12']
+    batch = drawn_batch(*rows)
+    if has_media:
+        batch['pixel_values'] = numbered(1, 3, 4, 4)
+    batch['attention_mask'][1] = torch.tensor([1, 0, 0, 1])
+    layout = layout_of_model('new_vl', vision_config=SimpleNamespace(), image_token_id=IMAGE)
+
+    limits = ranges_of([describe(layout, batch)]).limits
+
+    assert (Trait.HOLES_BESIDE_MEDIA in limits) is has_media
+    assert (Trait.HOLES in limits) is not has_media
+
+
+def test_row_with_the_largest_position_is_chosen():
+    """If positions beyond the rotary limit are new. The longest row holds two documents, with smaller positions."""
+    two_documents = [*range(5), *range(5)]
+    one_document = [*range(8), 0, 0]
+    positions = torch.tensor([two_documents, one_document, two_documents])
+    batch = text_batch([10, 8, 4], position_ids=positions)
+    longest = 0
+    largest_position = 1
+
+    def first_row(missing):
+        return chosen_rows(TEXT_LAYOUT, batch, missing, max_rows=4)[0]
+
+    assert first_row(missing=[]) == longest
+    assert first_row(missing=[BeyondRotaryLimit(has_positions=True)]) == largest_position
+
+
+@pytest.mark.parametrize(
+    ('rows', 'is_mixed'),
+    [(['1ii2', '1i23'], False), (['1342', '12'], False), (['1ii2', '12'], True)],
+)
+def test_rows_with_and_without_media(rows, is_mixed):
+    """Rows that all have media say nothing about rows of text beside them."""
+    batch = drawn_batch(*rows)
+    num_images = sum('i' in row for row in rows)
+    if num_images:
+        batch['pixel_values'] = numbered(num_images, 3, 4, 4)
+    layout = layout_of_model('new_vl', vision_config=SimpleNamespace(), image_token_id=IMAGE)
+    assert (Trait.PARTLY_WITH_MEDIA in ranges_of([describe(layout, batch)]).limits) is is_mixed
+
+
+@pytest.mark.parametrize('missing', [Trait.UNLABELLED_ROWS, Trait.PARTLY_UNLABELLED])
+def test_row_without_labels_is_chosen(missing):
+    """It is neither the longest nor the shortest row, and not of medium length."""
+    batch = text_batch([20, 4, 5, 6, 7, 12, 18])
+    unlabelled_row = 4
+    batch['labels'][unlabelled_row] = -100
+
+    assert unlabelled_row in chosen_rows(TEXT_LAYOUT, batch, [missing], max_rows=3)
+    assert unlabelled_row not in chosen_rows(TEXT_LAYOUT, batch, [], max_rows=3)
 
 
 def test_codes():
@@ -457,6 +543,14 @@ def test_ranges_keep_readings_of_the_layout():
 
     assert ranges_of([describe(inferred, batch)]).readings == {'image_codes': (Reading.TEXT, Reading.MEDIA)}
     assert ranges_of([describe(informed, batch)]).readings == {'image_codes': (Reading.MEDIA,)}
+
+
+def test_ranges_keep_readings_of_all_microbatches():
+    """Only the first microbatch has the key."""
+    first = text_batch([4, 6], tags=torch.ones(2))
+    second = text_batch([3])
+    facts = [describe(BatchLayout.infer(batch), batch) for batch in (first, second)]
+    assert ranges_of(facts).readings == {'tags': (Reading.ROWS,)}
 
 
 def test_joined_ranges_cover_both():

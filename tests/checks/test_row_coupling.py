@@ -496,6 +496,19 @@ def test_leak_beside_varied_biases():
         fit(leaking_model(), ragged_batch())
 
 
+def mean_of_rows(logits, labels):
+    """Returns the mean over rows of each row's mean over its tokens."""
+    losses = [next_token_loss(logits[row : row + 1], labels[row : row + 1]) for row in range(len(labels))]
+    return torch.stack(losses).mean()
+
+
+def test_mean_of_rows_with_equally_many_labels():
+    """In this batch it equals the mean over tokens, and no row can get more labels."""
+    batch = ragged_batch([(9, 8)] * 4)
+    with pytest.raises(RuntimeError, match='must be the mean over its loss-generating tokens'):
+        fit(NativeModel(mean_of_rows, init='fresh'), batch)
+
+
 class CouplesSecondForward(NativeModel):
     """Its loss runs the model twice. In the second forward the rows hardly see each other."""
 

@@ -276,6 +276,43 @@ def test_added_rows_of_a_sharded_vocabulary(tmp_path):
     assert record.trains_added_rows
 
 
+def test_label_of_id_zero_is_new():
+    """Masked labels, -100, are no id. Id 1 was a label before."""
+    choice = TokenChoice()
+    outcomes = []
+    for labels in ([1, 1, -100], [1, -100, 1], [1, 0, -100], [1, 0, 0]):
+        outcomes += choice.rows_with_new_labels({'labels': torch.tensor([labels])}, LossRule.CAUSAL)
+    assert outcomes == [True, False, True, False]
+
+
+@pytest.mark.parametrize('trained_output', [0, 1])
+def test_added_row_in_one_of_two_outputs(trained_output):
+    """The gradient of the other output comes before or after it, and is 0 in the added row."""
+    record = MicrobatchRecord(batch={}, rows=[RowCounts(rule=LossRule.CAUSAL), RowCounts(samples=0)])
+    record.added_rows = [1]
+    outputs = [1 * torch.randn(2, 5, 16, requires_grad=True) for _ in range(2)]
+    for output in outputs:
+        record.watch_added_rows(output)
+
+    other_output = 1 - trained_output
+    loss = outputs[trained_output][1].sum() + outputs[other_output][0].sum()
+    loss.backward()
+
+    assert record.trains_added_rows
+
+
+def test_factors_of_two_backwards_add_up():
+    rows = [RowCounts(loss_tokens=2, loss_weight=2, rule=LossRule.CAUSAL)]
+    record = MicrobatchRecord(batch=ragged_batch([(4, 2)]), rows=rows)
+    record.composers_weight = 1.0
+    record.observe(torch.tensor([0.5, 0.25]))  # of a term that is not yet summed
+    record.observe(torch.tensor(0.25))
+    only_step = Step(rows=rows)
+    only_step.microbatches.append(record)
+
+    check_step(only_step)
+
+
 @pytest.mark.parametrize(
     ('num_tokens', 'factor', 'is_refused'),
     [

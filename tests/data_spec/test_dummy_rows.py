@@ -561,6 +561,22 @@ def test_no_media_rows_if_reduced_once(two_ranks, monkeypatch):
     assert sum(num_samples(microbatch) for microbatch in microbatches) == 8
 
 
+@pytest.mark.parametrize('has_loss_in_dummies', [False, True])
+def test_loss_in_dummy_rows_is_refused(has_loss_in_dummies):
+    """The check has found that rows with media and without labels add to a mean over tokens."""
+    case, layout = case_of('llava')
+    batch = layout.concat([batch_of(case, TEXT_ROWS), batch_of(case, [1])])
+    spec = token_data_spec(loader(batch), layout=layout)
+    rules = CutRules(right=sys.maxsize, needs_media=True)
+    split.split_of(spec.dataloader).adopt(rules, layout, has_loss_in_dummies=has_loss_in_dummies)
+
+    if not has_loss_in_dummies:
+        assert all('pixel_values' in microbatch for microbatch in spec.split_batch(batch, 1))
+        return
+    with pytest.raises(RuntimeError, match='a term in rows without labels'):
+        spec.split_batch(batch, 1)
+
+
 @pytest.mark.parametrize(('length', 'fits'), [(16, True), (17, False)])
 def test_dummies_beyond_rotary_limit_are_refused(length, fits):
     """Beyond 16 tokens the widest row of a batch changes the embedding of all."""

@@ -11,8 +11,10 @@ from composer.models import HuggingFaceModel
 from transformers import MptConfig, MptForCausalLM
 
 from composer_tokacc import BatchLayout, TokenMonitor, token_data_spec
+from composer_tokacc.checks.cut_rules import CutRules
 from composer_tokacc.counting import LossRule
 from composer_tokacc.data_spec.packing import pack_rows
+from composer_tokacc.data_spec.split import split_of
 from composer_tokacc.row_counts import RowCounts, attach_row_counts, row_counts_of, with_counts
 from tests.support.text import (
     ONE_UNLABELLED,
@@ -253,3 +255,22 @@ def test_packed_row_keeps_counts_of_documents():
     assert counts_of_packed.real_tokens == 4 + 5
     assert counts_of_packed.loss_tokens == 2 + 3
     assert counts_of_packed.loss_weight == pytest.approx(2**0.5 + 3**0.5)
+
+
+@pytest.mark.parametrize(('side', 'rule'), [('left', 'causal'), ('left', 'unshifted'), ('right', 'causal')])
+def test_label_that_a_pad_predicts_is_not_packed(side, rule):
+    """Later batches may have it, although those that were checked had none. No range of rows tells this."""
+    batch = ragged_batch([(9, 9), (14, 11)], side=side)
+    spec = token_data_spec(loader(batch), packing=True)
+    layout = BatchLayout.infer(batch)
+    split = split_of(spec.dataloader)
+    split.start(one_layer_model(), batch, 2)
+    split.adopt(CutRules(packing='documents'), layout)
+    counted = with_counts(batch, LossRule(rule))
+
+    if (side, rule) == ('left', 'causal'):
+        with pytest.raises(ValueError, match='must have no label in packed rows'):
+            spec.split_batch(counted, 2)
+    else:
+        [packed] = spec.split_batch(counted, 2)
+        assert packed['input_ids'].shape == (1, 23)

@@ -170,6 +170,13 @@ def test_rotary_limit_of_a_rank(lengths, has_positions, expected):
     assert width_without_labels.is_beyond_rotary_limit is None
 
 
+@pytest.mark.parametrize(('is_beyond', 'beyond_and_within'), [(True, (1, 0)), (False, (0, 1)), (None, (0, 0))])
+def test_rank_counts_on_one_side_of_the_limit(is_beyond, beyond_and_within):
+    sums = WidthSums.of(RankWidth(8, pads_left=True, reason='moved', is_beyond_rotary_limit=is_beyond))
+    assert (sums.num_beyond, sums.num_within) == beyond_and_within
+    assert sums[2:] == (1, 1, 8, 64)
+
+
 def test_ranks_on_both_sides_of_a_rotary_limit():
     within = RankWidth(8, pads_left=False, reason='', is_beyond_rotary_limit=False)
     beyond = RankWidth(12, pads_left=False, reason='', is_beyond_rotary_limit=True)
