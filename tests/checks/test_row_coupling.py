@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import operator
+from itertools import combinations, pairwise, permutations
 from types import SimpleNamespace
 
 import pytest
@@ -461,6 +462,37 @@ def test_first_and_last_document(is_changed):
         fit(model, batch, packing=True, microbatch_size=8)
 
 
+def lengths_of_packed_rows(batch, microbatch_size):
+    """Returns the lengths of the documents of each packed row of the first-batch check."""
+    model = one_layer_model()
+    packed_rows = []
+
+    def note(module, args, kwargs):
+        mask = kwargs['attention_mask']
+        is_packed = mask.shape != kwargs['input_ids'].shape  # (documents, tokens)
+        if is_packed and not torch.is_grad_enabled():
+            packed_rows.append(mask.sum(dim=1).tolist())
+
+    with model.register_forward_pre_hook(note, with_kwargs=True):
+        fit(model, batch, packing=True, microbatch_size=microbatch_size)
+    return packed_rows
+
+
+@pytest.mark.parametrize('microbatch_size', [1, 2, 3, 6])
+def test_order_of_packed_rows(microbatch_size):
+    """Each row comes before and after each other one. If one is right before another, it is also right after it."""
+    lengths = [9, 7, 6, 3]
+    packed_rows = lengths_of_packed_rows(ragged_batch([(length, 2) for length in lengths]), microbatch_size)
+
+    neighbours = set()
+    earlier_and_later = set()
+    for rows in packed_rows:
+        neighbours.update(pairwise(rows))
+        earlier_and_later.update(combinations(rows, 2))
+    assert earlier_and_later >= set(permutations(lengths, 2))
+    assert {(later, earlier) for earlier, later in neighbours} == neighbours
+
+
 def test_label_whose_logit_is_masked():
     """Its loss is infinite. The label is not among those by which the loss rule is found."""
     masked_id = torch.tensor([6])
@@ -531,8 +563,8 @@ def test_leak_in_the_second_forward():
 def test_rank_with_the_change_explains_it():
     """This rank has no change, but it raises the error of the rank that has one."""
     point = Point('tokens', 0)
-    change_here = _Change(point, row=0, error=0.0, factor=1.0, error_without_factor=0.0)
-    change_there = _Change(point, row=1, error=1e-3, factor=1.0, error_without_factor=1e-3)
+    change_here = _Change(point, row=0, error=0.0, factor=1.0, error_without_factor=0.0, invalid_loss=None)
+    change_there = _Change(point, row=1, error=1e-3, factor=1.0, error_without_factor=1e-3, invalid_loss=None)
 
     class ProbeOfTwoRanks:
         is_random = False
@@ -545,7 +577,6 @@ def test_rank_with_the_change_explains_it():
     comparison.probe = ProbeOfTwoRanks()
     comparison.rows = {'sample_ids': ['first', 'second']}
     comparison._counts = [1, 1]
-    comparison.reference = SimpleNamespace(invalid_loss=None)
     comparison._aligned = lambda result, rows, is_packed: {}
     comparison._largest_changes = lambda gradients, rows, cut_kind: [change_here]
     comparison._allowed = lambda point, error: 1e-6
