@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import operator
 from itertools import combinations, pairwise, permutations
-from types import SimpleNamespace
 
 import pytest
 import torch
