@@ -372,10 +372,10 @@ class MicrobatchSplit:
         pre_split = batch if isinstance(batch, PreSplitBatch) else None
         _check_decoder_padding(facts_of_batches)
         if pre_split is not None:
+            if self._must_join(facts_of_batches):
+                facts_of_batches = [self._joined(layout, pre_split, facts_of_batches)]
+                pre_split = None
             _check_all_first_labels(facts_of_batches, COLLATED_BY_LOADER)
-        if pre_split is not None and self._must_join(facts_of_batches):
-            facts_of_batches = [self._joined(layout, pre_split, facts_of_batches)]
-            pre_split = None
         self._check_packing(facts_of_batches)
         widest_row = max(max(self.rules.widths(facts)) for facts in facts_of_batches)
         budget = self._budget(facts_of_batches, microbatch_size, widest_row=widest_row)

@@ -97,6 +97,12 @@ class RowFacts:
         return Reach.of(self.real)
 
     @cached_property
+    def _has_padding_on_left(self) -> list[bool]:
+        """Which rows have padding before their first real position, on whichever side the batch is padded."""
+        # `columns` counts the columns from the first real position to the end. It is 0 in a row without real positions.
+        return [0 < columns < self.width for columns in self._reach.from_last]
+
+    @cached_property
     def lengths(self) -> list[int]:
         """Width of each row without its padding, at least 1."""
         return self._reach.lengths(self.side)
@@ -212,8 +218,7 @@ class RowFacts:
         """
         if self.side == 'left':
             return [False] * len(self.real)
-        # `columns` counts the columns from the first real position to the end. It is 0 in a row without real positions.
-        return [0 < columns < self.width for columns in self._reach.from_last]
+        return self._has_padding_on_left
 
     @cached_property
     def codes(self) -> dict[str, list[list[int]]]:
@@ -267,9 +272,8 @@ class RowFacts:
         """
         if self.side != 'left':
             return [False] * len(self.real)
-        has_padding = ~self.real[:, 0]
-        has_label = torch.tensor(self.has_first_label, device=self.real.device)
-        return (has_label & has_padding).tolist()
+        pairs = zip(self.has_first_label, self._has_padding_on_left, strict=True)
+        return [has_label and has_padding for has_label, has_padding in pairs]
 
 
 def _writes_into(batch: Batch) -> dict[str, int]:
@@ -302,6 +306,8 @@ def check_first_labels(facts_of_batches: Sequence[RowFacts], rule: LossRule | No
     """Raises ValueError if padding on the left predicts a label, or would predict it in one batch of all rows.
 
     Called for rows whose padding depends on the cut or on the loader. Such a label makes the loss depend on it, too.
+    Nothing is raised if no batch is padded on the left. Then a row that begins with padding probably has it in every
+    cut, such as a BOS that the mask hides because it is the pad, too.
 
     Args:
         facts_of_batches: The facts about the rows: of a batch, or of each microbatch that a loader has collated.
@@ -311,16 +317,14 @@ def check_first_labels(facts_of_batches: Sequence[RowFacts], rule: LossRule | No
     """
     if rule is None or not rule.shifts_labels:
         return
-    pads_left = any(facts.is_padded and facts.side == 'left' for facts in facts_of_batches)
-    widest = max((facts.width for facts in facts_of_batches), default=0)
+    if not any(facts.side == 'left' for facts in facts_of_batches):
+        return
+    widest = max(facts.width for facts in facts_of_batches)
     for facts in facts_of_batches:
         # One batch of all rows would pad all rows of a narrower microbatch on the left.
-        gets_padding = pads_left and facts.width < widest
-        begins_with_padding = (~facts.real[:, 0]).tolist()
-        if not gets_padding and not any(begins_with_padding):
-            continue
+        gets_padding = facts.width < widest
         for row, has_label in enumerate(facts.has_first_label):
-            if has_label and (gets_padding or begins_with_padding[row]):
+            if has_label and (gets_padding or facts._has_padding_on_left[row]):
                 raise InvalidInputError(
                     f'The first token of a row must have no label in {kind} if rows are padded on the left, got: a '
                     f'label in {sample_name(facts.batch, row)}. A pad would predict it, so whether it counts depends '

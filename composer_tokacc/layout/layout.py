@@ -404,7 +404,7 @@ class BatchLayout:
         is_placeholder = self._placeholders_of(batch, item_unit)
         if is_placeholder is None:
             remedy = (
-                f'Carry `num_{modality}s` in the batch, one int per row (of images, tiles are counted), declare a '
+                f'Carry `num_{modality}s` in the batch, one int per row (of images, tiles are counted), or declare a '
                 f'column that is none of {modality}s (`layout.with_entries(name=Entry())`)'
             )
             if self.config is None:

@@ -159,12 +159,29 @@ def test_first_label_after_padding_is_refused(function):
     padded_on_both_sides = ragged_batch([(9, 9)])
     padded_on_both_sides['labels'][0, [0, 1, 8]] = -100
     padded_on_both_sides['attention_mask'][0, [0, 1, 8]] = 0
-    batch = PreSplitBatch([padded_on_both_sides, unpadded], max_tokens=18)
+    padded_left['labels'][0, 0] = -100
+    batch = PreSplitBatch([padded_left, padded_on_both_sides], max_tokens=18)
     with pytest.raises(ValueError, match='first token of a row must have no label'):
         function(batch)
 
     batch = PreSplitBatch([padded_right, unpadded], max_tokens=18)
     assert len(function(batch)) == 2
+
+
+@pytest.mark.parametrize('function', [step_loss_weights, listed_microbatches])
+def test_hidden_token_predicts_first_label(function):
+    """A mask of ``input_ids != pad`` hides a BOS that is the pad, too. It stays before its row in every cut.
+
+    All rows are padded on the right to one width.
+    """
+    first = ragged_batch([(9, 9), (4, 4), (6, 6)])
+    second = ragged_batch([(9, 9), (5, 5)])
+    microbatches = []
+    for microbatch in (first, second):
+        microbatch['attention_mask'][:, 0] = 0
+        microbatch['labels'][:, 0] = -100
+        microbatches.append({key: value[1:] for key, value in microbatch.items()})
+    assert len(function(PreSplitBatch(microbatches, max_tokens=18))) == 2
 
 
 def packed_by_user() -> list[dict[str, torch.Tensor]]:

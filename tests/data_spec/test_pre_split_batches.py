@@ -19,11 +19,12 @@ from composer.models import HuggingFaceModel
 
 from composer_tokacc import RegroupingBatchSampler, RegroupingDataLoader, token_data_spec
 from composer_tokacc.checks.cut_rules import CutRules
+from composer_tokacc.counting import LossRule
 from composer_tokacc.data_spec.split import split_of
 from composer_tokacc.layout import BatchLayout, PreSplitBatch
 from composer_tokacc.layout.layout import inferred_layout
 from composer_tokacc.planning import CostModel
-from composer_tokacc.row_counts import RowCounts, attach_row_counts, num_samples
+from composer_tokacc.row_counts import RowCounts, attach_row_counts, num_samples, with_counts
 from tests.support.exactness import family_batch
 from tests.support.families import FAMILIES
 from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples, regrouping_loader
@@ -344,6 +345,41 @@ def test_label_predicted_by_pad_is_refused():
 
     with pytest.raises(ValueError, match='first token of a row must have no label'):
         fit(one_layer_model(), data)
+
+
+def test_first_label_of_narrow_microbatch_is_refused():
+    """No pad predicts it in its own microbatch, but in one batch of all rows a pad would."""
+    (padded_left,) = without_first_labels(pre_split([[9, 8]], side='left')).microbatches
+    narrow = text_batch([4, 4], names=['1.0', '1.1'])
+    wide = text_batch([10], names=['1.0'])
+    spec = spec_for()
+
+    batch = with_counts(PreSplitBatch([padded_left, narrow], max_tokens=CAP))
+    with pytest.raises(ValueError, match='first token of a row must have no label'):
+        spec.split_batch(batch, 2)
+
+    batch = with_counts(PreSplitBatch([padded_left, wide], max_tokens=CAP))
+    assert_handed_on(spec.split_batch(batch, 2), batch)
+
+
+def test_hidden_token_looks_like_padding():
+    """A mask of ``input_ids != pad`` hides a BOS that is the pad, too. Rows are padded on the right.
+
+    Microbatches of equally long rows look padded on the left. The BOS predicts the first label in every cut.
+    """
+
+    def with_hidden_bos(microbatch):
+        microbatch = {**microbatch, 'attention_mask': microbatch['attention_mask'].clone()}
+        microbatch['attention_mask'][:, 0] = 0
+        return microbatch
+
+    batch = with_counts(without_first_labels(pre_split()).map(with_hidden_bos))
+
+    microbatches = spec_for().split_batch(batch, 2)
+
+    assert_same_rows(microbatches, batch)
+    num_tokens = sum(int(LossRule.CAUSAL.mask(microbatch).sum()) for microbatch in microbatches)
+    assert num_tokens == sum(length - 1 for length in chain.from_iterable(LENGTHS))
 
 
 @pytest.mark.parametrize('has_positions', [False, True])
