@@ -46,6 +46,9 @@ CHECKSUM_BITS = 20
 MOST_SHOWN = 4
 """The largest number of ranks whose samplers an error shows."""
 
+NOT_COMPARED = ('params', 'param_names', 'lr', 'initial_lr', 'foreach', 'fused', 'capturable')
+"""Entries of a group of parameters that :func:`optimizer_settings_of` leaves out."""
+
 RANDOM = 'random'
 """The witness of a rank if its dataset draws random numbers itself, so that every read differs."""
 
@@ -143,24 +146,41 @@ def learning_rates_of(optimizers: Iterable[Optimizer]) -> tuple[str, ...]:
     return tuple(learning_rates)
 
 
-def optimizer_settings_of(optimizers: Iterable[Optimizer]) -> Facts:
-    """Returns the class of each optimizer, and the settings of each of its groups of parameters, by name.
+def optimizer_settings_of(optimizers: Iterable[Optimizer]) -> dict[str, str]:
+    """Returns the class of each optimizer, and the settings of each of its groups of parameters, as text, by name.
 
-    Settings are numbers and texts, such as ``weight_decay`` and ``betas``. Learning rates are left out, because
-    :func:`learning_rates_of` returns them without round-off. So are the choices of a kernel, which may depend on the
-    machine of a rank.
+    Settings are numbers, texts and sequences of them, such as ``weight_decay`` and ``betas``. Floats have 8 digits,
+    because a scheduler may compute them, and machines of different kinds may round the last digits in another way.
+    Learning rates are left out, because :func:`learning_rates_of` returns them. So are the choices of a kernel, which
+    may depend on the machine of a rank.
     """
-    settings: Facts = {}
+    settings = {}
     for number, optimizer in enumerate(optimizers):
         place = f'optimizers[{number}]'
         settings[place] = type(optimizer).__name__
         for group_number, group in enumerate(optimizer.param_groups):
             for name, value in group.items():
-                numbers = value if isinstance(value, tuple) else (value,)
-                is_plain = all(isinstance(number, bool | int | float | str) for number in numbers)
-                if is_plain and name not in ('lr', 'initial_lr', 'foreach', 'fused', 'capturable'):
-                    settings[f'{place}.param_groups[{group_number}].{name}'] = value
+                text = _text_of_setting(value)
+                if text is not None and name not in NOT_COMPARED:
+                    settings[f'{place}.param_groups[{group_number}].{name}'] = text
     return settings
+
+
+def _text_of_setting(value: object) -> str | None:
+    """Returns a setting of an optimizer as text. None: it is no number, no text and no sequence of them."""
+    if isinstance(value, (tuple, list)):  # a loaded checkpoint may turn a tuple into a list
+        texts = []
+        for entry in value:
+            text = _text_of_setting(entry)
+            if text is None:
+                return None
+            texts.append(text)
+        return f'({", ".join(texts)})'
+    if isinstance(value, float):
+        return f'{value:.8g}'
+    if isinstance(value, bool | int | str):
+        return str(value)
+    return None
 
 
 class PlanSums(NamedTuple):

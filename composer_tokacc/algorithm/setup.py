@@ -393,8 +393,9 @@ class RunContext:
 def arguments_to_compare(state: State, options: AlgorithmOptions) -> dict[str, object]:
     """Returns the arguments of this rank that must be the same on all ranks, by name.
 
-    Otherwise ranks would weight tokens or move weights in unlike ways, or only some of them would take part in a
-    collective. The caps of ``token_data_spec`` are left out, because steps are exact even if each rank has its own.
+    Otherwise ranks could weight tokens or move weights in unlike ways, or only some of them could take part in a
+    collective. The caps and the ``width_multiple`` of ``token_data_spec`` are left out, because steps are exact even if
+    each rank has its own.
     """
     units = options.loss_units or {}
     split = split_of(state.dataloader)

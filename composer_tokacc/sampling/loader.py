@@ -40,7 +40,8 @@ class RegroupingDataLoader(DataLoader):
       the microbatch size, Composer begins with this one.
     - If a global batch has fewer samples than ranks, a rank without a sample gets a copy of one, which does not count.
     - The seeds of workers only depend on the seed of the sampler, the epoch, the rank and the first batch that is read,
-      unless you give a ``generator``. Iterating draws no random numbers of the run.
+      unless you give a ``generator``. Persistent workers are seeded only when they start. Iterating draws no random
+      numbers of the run.
     - Batches that a resumed run discards are not read, see :meth:`skip_to`.
     - On several ranks, every rank reads the first and the last sample three times, together with its first batch. If
       they differ between ranks, because the datasets list them in different orders, the first step is refused.

@@ -27,7 +27,7 @@ class SkipReadBatches(Callback):
     starts of a run. Do not use it with ``Trainer(spin_dataloaders=False)``. Then Composer discards no batches, and the
     model would get the markers.
 
-    Workers of the loader draw other random numbers in the rest of the epoch, because they are seeded again at the first
+    Workers of the loader draw other random numbers than in the unbroken run, because their seed depends on the first
     batch that is read. A run whose dataset draws none in its workers is resumed bitwise.
     """
 

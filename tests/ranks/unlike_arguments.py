@@ -44,9 +44,10 @@ def main() -> dict[str, list[str]]:
         messages[name] = dist.all_gather_object(message_of(batch, **options_of_ranks[rank]))
     data = (loader(batch),) if rank else (batch,)
     messages['token_data_spec'] = dist.all_gather_object(message_of(*data))
-    # The order of a mapping does not matter, nor do caps.
+    # The order of a mapping does not matter. The model gives no terms, so both ranks refuse them later.
     units = {'lm': 'tokens', 'boxes': 'samples'}
-    reversed_units = dict(reversed(units.items()))
-    alike: list[dict[str, Any]] = [{'loss_units': units}, {'loss_units': reversed_units, 'slot_tokens': 9}]
+    alike: list[dict[str, Any]] = [{'loss_units': units}, {'loss_units': dict(reversed(units.items()))}]
     messages['alike'] = dist.all_gather_object(message_of(batch, **alike[rank]))
+    caps: list[dict[str, Any]] = [{}, {'slot_tokens': 9}]
+    messages['caps'] = dist.all_gather_object(message_of(batch, **caps[rank]))
     return messages

@@ -275,7 +275,32 @@ def test_settings_of_optimizer_are_named():
     weight = torch.nn.Parameter(torch.zeros(2))
     settings = optimizer_settings_of([torch.optim.AdamW([weight], weight_decay=0.1, foreach=True)])
     assert settings['optimizers[0]'] == 'AdamW'
-    assert settings['optimizers[0].param_groups[0].weight_decay'] == 0.1
-    assert settings['optimizers[0].param_groups[0].betas'] == (0.9, 0.999)
+    assert settings['optimizers[0].param_groups[0].weight_decay'] == '0.1'
+    assert settings['optimizers[0].param_groups[0].betas'] == '(0.9, 0.999)'
     for name in ('params', 'lr', 'foreach'):
         assert f'optimizers[0].param_groups[0].{name}' not in settings
+
+
+@pytest.mark.parametrize(
+    ('changes', 'is_same'),
+    [
+        ({'weight_decay': 0.1}, False),
+        ({'betas': (0.9, 0.99)}, False),
+        ({'betas': [0.9, 0.99]}, False),
+        ({'maximize': True}, False),
+        ({'max_grad_norm': 1.0}, False),
+        ({'weight_decay': 0.3 * (1 + 1e-15)}, True),
+        ({'betas': [0.9, 0.95]}, True),
+        ({'lr': 0.5, 'fused': True, 'param_names': ['weight']}, True),
+        ({'max_grad_norm': None, 'mask': torch.ones(1)}, True),
+    ],
+)
+def test_optimizer_settings_of_ranks(changes, is_same):
+    """Round-off is no difference, nor is a tuple that a checkpoint has turned into a list."""
+    settings_of_ranks = []
+    for changes_of_rank in ({}, changes):
+        optimizer = torch.optim.AdamW([torch.zeros(1)], weight_decay=0.3, betas=(0.9, 0.95))
+        optimizer.param_groups[0].update(changes_of_rank)
+        settings_of_ranks.append(optimizer_settings_of([optimizer]))
+    first_settings, second_settings = settings_of_ranks
+    assert (first_settings == second_settings) is is_same

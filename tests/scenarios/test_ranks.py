@@ -123,6 +123,7 @@ def test_all_ranks_name_a_bad_batch():
 def test_argument_that_differs_is_named():
     """In one line, on all ranks, and before they make different collectives."""
     results = launch_json('tests/ranks/unlike_arguments.py', ranks=2)
+    assert results.pop('caps') == ['', '']
     first_message, second_message = results.pop('alike')
     assert first_message == second_message
     assert 'must be the same on all ranks' not in first_message
@@ -133,6 +134,7 @@ def test_argument_that_differs_is_named():
         assert first_message.startswith(f'`{name}` must be the same on all ranks, got: ')
         assert '\n' not in first_message
     assert 'got: token on rank 0, sample on rank 1' in results['token_weights'][0]
+    assert 'got: 0.1 on rank 0, 0 on rank 1' in results['optimizers[0].param_groups[0].weight_decay'][0]
 
 
 @pytest.mark.slow
