@@ -84,7 +84,7 @@ def measure_demo(steps: int, overrides: list[str]) -> StepTimes:
             algorithm.apply = times.timed(algorithm.apply, 'algorithm')  # pyright: ignore[reportAttributeAccessIssue]
     MicrobatchRecord.observe = times.timed(MicrobatchRecord.observe, 'algorithm')
     MicrobatchRecord._measure = times.timed(MicrobatchRecord._measure, 'algorithm')  # pyright: ignore[reportPrivateUsage]
-    token_accumulation.sum_over_ranks = times.timed(token_accumulation.sum_over_ranks, 'all_reduce')
+    token_accumulation.summed_over_ranks = times.timed(token_accumulation.summed_over_ranks, 'all_reduce')
     FirstBatchCheck.prove = times.timed(FirstBatchCheck.prove, 'check')
     # The ledger also needs an exchange, but the monitor makes that exchange in any case.
     SourceLedger.note = times.timed(SourceLedger.note, 'ledger')
