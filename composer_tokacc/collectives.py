@@ -9,8 +9,7 @@ A single rank needs no process group, and makes no collective in one.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 import torch
@@ -140,25 +139,6 @@ def raise_on_all_ranks(refusal: RefusalError | None) -> None:
         raise refusal
     if message is not None:
         raise NotExactError(f'Another rank has refused its batch: {message}')
-
-
-def check_equal_on_ranks(arguments: Mapping[str, object]) -> None:
-    """Raises an error on all ranks if an argument is not the same on all of them; a collective.
-
-    Args:
-        arguments: The arguments of this rank by name. They are compared as text. A rank may lack some.
-    """
-    texts = {name: str(value) for name, value in arguments.items()}
-    texts_of_ranks = all_gather_object(texts)
-    names = dict.fromkeys(chain.from_iterable(texts_of_ranks))
-    for name in names:
-        first_text, *further_texts = [texts_of_rank.get(name, 'none') for texts_of_rank in texts_of_ranks]
-        for rank, text in enumerate(further_texts, start=1):
-            if text != first_text:
-                raise NotExactError(
-                    f'`{name}` must be the same on all ranks, got: {first_text} on rank 0, {text} on rank {rank}. Give '
-                    'all ranks the same arguments (docs/errors.md#ranks).'
-                )
 
 
 def max_over_ranks(values: Sequence[int]) -> list[int]:

@@ -10,13 +10,14 @@ So each rank has a *record* of its plan: a checksum, the rank, and a *witness*, 
 reads. The record also holds the learning rates of the step, because ranks with different ones would train different
 weights. Three integers of it travel with the counts that are summed over the ranks in each step anyway. Their sums tell
 all ranks whether the records agree. Only if they do not, the ranks exchange their records, and all of them raise the
-same error about the difference. A normal step has no further collective.
+same error about the difference. A normal step has no further collective. Arguments of the run are compared once, at its
+first batch.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, zip_longest
 from typing import Any, NamedTuple
@@ -42,6 +43,13 @@ Facts = dict[str, object]
 CHECKSUM_BITS = 20
 """Squares of checksums, below 2**40, are summed over the ranks. The sum is exact in float64 up to 2**53, so on up to
 8,192 ranks."""
+
+ALIGN_PLANS = (
+    'Give all ranks the same arguments, list the samples in the same order (sort what a glob or a set returns), and '
+    'call `set_epoch`, `skip_to` and `load_state_dict` on every rank. Otherwise some samples are trained twice and '
+    'others never.'
+)
+"""What to do if ranks plan different global batches."""
 
 MOST_SHOWN = 4
 """The largest number of ranks whose samplers an error shows."""
@@ -235,6 +243,18 @@ def compare_plans(record: PlanRecord, gather: Gather = all_gather_object) -> Non
         raise NotExactError(difference)
 
 
+def check_equal_on_ranks(arguments: Facts) -> None:
+    """Raises RuntimeError on all ranks if an argument is not the same on all of them; a collective.
+
+    Args:
+        arguments: The arguments of this rank. They are compared as text. A rank may lack some.
+    """
+    texts = {name: str(value) for name, value in arguments.items()}
+    difference = _first_unequal(all_gather_object(texts))
+    if difference is not None:
+        raise NotExactError(f'{difference} Give all ranks the same arguments (docs/errors.md#ranks).')
+
+
 def checksum_of(facts: Facts) -> int:
     """Returns the checksum of the arguments of a plan."""
     texts = {name: str(value) for name, value in facts.items()}
@@ -275,11 +295,9 @@ def reading_facts(dataloader: DataLoader) -> Facts:
 def find_difference(records: Sequence[PlanRecord]) -> str | None:
     """Returns the error for the first difference between the records of all ranks; None if they agree."""
     # The arguments come first, because they explain most other differences. A rank with another loader may lack some.
-    names = dict.fromkeys(chain.from_iterable(record.facts for record in records))
-    for name in names:
-        values = [str(record.facts.get(name, 'none')) for record in records]
-        if len(set(values)) > 1:
-            return _unequal(name, values)
+    difference = _first_unequal([record.facts for record in records])
+    if difference is not None:
+        return f'{difference} {ALIGN_PLANS}'
     rates_of_ranks = [record.learning_rates for record in records]
     for rates in zip_longest(*rates_of_ranks, fillvalue='none'):
         if len(set(rates)) > 1:
@@ -295,7 +313,7 @@ def find_difference(records: Sequence[PlanRecord]) -> str | None:
     witnesses = [record.witness or 'unknown' for record in records]
     known_witnesses = set(witnesses) - {'unknown'}
     if RANDOM not in known_witnesses and len(known_witnesses) > 1:
-        return _unequal('first samples', witnesses)
+        return f'{_unequal("first samples", witnesses)} {ALIGN_PLANS}'
     # Every process must have the sampler of its own rank, and all samplers must be for all ranks.
     num_ranks = len(records)
     planned = [f'rank {record.rank} of {record.num_ranks}' for record in records]
@@ -320,12 +338,17 @@ def _first_other(values: Sequence[str]) -> int:
     return differs_from_first.index(True)
 
 
+def _first_unequal(facts_of_ranks: Sequence[Mapping[str, object]]) -> str | None:
+    """Returns a sentence about the first argument that differs between ranks; None if all are equal, as text."""
+    names = dict.fromkeys(chain.from_iterable(facts_of_ranks))
+    for name in names:
+        values = [str(facts.get(name, 'none')) for facts in facts_of_ranks]
+        if len(set(values)) > 1:
+            return _unequal(name, values)
+    return None
+
+
 def _unequal(name: str, values: Sequence[str]) -> str:
-    """Returns the error for an argument that differs between ranks. ``values`` has one text for each rank."""
+    """Returns a sentence about an argument that differs between ranks. ``values`` has one text for each rank."""
     rank = _first_other(values)
-    return (
-        f'`{name}` must be the same on all ranks, got: {values[0]} on rank 0, {values[rank]} on rank {rank}. Give all '
-        'ranks the same arguments, list the samples in the same order (sort what a glob or a set returns), and call '
-        '`set_epoch`, `skip_to` and `load_state_dict` on every rank. Otherwise some samples are trained twice and '
-        'others never.'
-    )
+    return f'`{name}` must be the same on all ranks, got: {values[0]} on rank 0, {values[rank]} on rank {rank}.'

@@ -46,12 +46,19 @@ from composer_tokacc.algorithm.setup import (
 from composer_tokacc.arguments import check_state
 from composer_tokacc.batch import Batch, labels_of, sample_name
 from composer_tokacc.checks.step import MicrobatchRecord, Step, check_step
-from composer_tokacc.collectives import check_equal_on_ranks, max_over_ranks, raise_on_all_ranks, sum_over_ranks
+from composer_tokacc.collectives import max_over_ranks, raise_on_all_ranks, sum_over_ranks
 from composer_tokacc.data_spec.rank_widths import WidthSums, check_widths
 from composer_tokacc.data_spec.split import split_of
 from composer_tokacc.labelled import LabelSelector
 from composer_tokacc.layout import describe_all, microbatches_of
-from composer_tokacc.plan_agreement import PlanRecord, PlanSums, check_plans, learning_rates_of, plan_record_of
+from composer_tokacc.plan_agreement import (
+    PlanRecord,
+    PlanSums,
+    check_equal_on_ranks,
+    check_plans,
+    learning_rates_of,
+    plan_record_of,
+)
 from composer_tokacc.refusals import InvalidInputError, NotExactError, RefusalError
 from composer_tokacc.repeated_samples import first_batch_of, num_repeated
 from composer_tokacc.row_counts import (
