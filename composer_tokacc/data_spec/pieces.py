@@ -28,7 +28,7 @@ from composer_tokacc.checks.cut_rules import CutRules
 from composer_tokacc.data_spec.document_attention import DocumentAttention
 from composer_tokacc.data_spec.packing import pack_rows
 from composer_tokacc.layout import BatchLayout, RowFacts
-from composer_tokacc.layout.layout import split_trimmed, values_of_rows, with_masks
+from composer_tokacc.layout.layout import split_trimmed, values_of_rows, with_mask
 from composer_tokacc.layout.pre_split import id_for_padding
 from composer_tokacc.planning import CAPPED_SIZES, CutOptions, cut_rows, padded_widths
 from composer_tokacc.refusals import InvalidInputError
@@ -115,10 +115,7 @@ def add_rows(
     if any(batch.get('attention_mask') is not None for batch in batches):
         # If a loader gives no masks, only batches that were padded since have one. concat() refuses a mask that only
         # some batches have, so the others get a mask of ones.
-        masked: list[Batch] = []
-        for batch in batches:
-            masked += with_masks([batch])
-        batches = masked
+        batches = [with_mask(batch) for batch in batches]
     pad_token_id = id_for_padding(layout, [microbatch])
     return layout.concat(batches, padding_side=side, pad_token_id=pad_token_id)
 

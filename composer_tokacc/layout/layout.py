@@ -885,12 +885,19 @@ def with_masks(batches: Sequence[Batch]) -> Sequence[Batch]:
     """
     masked: list[Batch] = []
     for batch in batches:
-        has_mask = batch.get('attention_mask') is not None
-        if not has_text(batch) or has_mask or _may_be_packed(batch):
+        batch_with_mask = with_mask(batch)
+        if batch_with_mask is batch:
             return batches
-        mask = torch.ones_like(text_of(batch))
-        masked.append({**batch, 'attention_mask': mask})
+        masked.append(batch_with_mask)
     return masked
+
+
+def with_mask(batch: Batch) -> Batch:
+    """Returns the batch with an ``attention_mask`` of ones if it has text and no mask, and no row is packed."""
+    has_mask = batch.get('attention_mask') is not None
+    if not has_text(batch) or has_mask or _may_be_packed(batch):
+        return batch
+    return {**batch, 'attention_mask': torch.ones_like(text_of(batch))}
 
 
 def _may_be_packed(batch: Batch) -> bool:
