@@ -394,7 +394,7 @@ class TokenAccumulation(Algorithm):
         _check_has_weight(step, state.batch)
         # In the first step no check is due, because prove() has just checked its rows. In steps 16, 32, 64 and so on it
         # is due even without new rows, because a model may begin to treat known rows in another way.
-        run.check.begin_step(run.step_number)
+        run.check.note_step(run.step_number)
         is_check_due = run.check.is_due or sums.flags.has_new_rows > 0
         if is_check_due:
             run.prove(state.batch, microbatch_size)  # new rows are cut only by rules that were proven for them

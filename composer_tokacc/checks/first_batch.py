@@ -189,7 +189,7 @@ class FirstBatchCheck:
         """
         return bool(self._proven.missing(self._ranges_of(facts_of_batches, microbatch_size)))
 
-    def begin_step(self, step: int) -> None:
+    def note_step(self, step: int) -> None:
         """Notes that a check is due if this is step 16, 32, 64 and so on."""
         is_power_of_two = step & (step - 1) == 0
         if step >= LOOK_AGAIN and is_power_of_two:
@@ -222,7 +222,7 @@ class FirstBatchCheck:
             is_of_this_rank = offers[get_global_rank()] is offer
             shared = self._shared_rows(batch if is_of_this_rank else None, offer.missing, microbatch_size)
             # In the first check nothing is proven yet.
-            are_new = not self._proven.limits or any(offer.missing for offer in offers)
+            are_new = not self._proven.limits or any(other.missing for other in offers)
             with _explained_index_errors(shared.rows):
                 new_rules, has_shown_trimming = self._check_rows(shared, rules, are_new=are_new)
             is_new_cut = rules is not None and new_rules is not None and not new_rules.cuts_like(rules)

@@ -468,7 +468,7 @@ def test_half_precision_only_in_unknown_rows():
     check.prove(batch, microbatch_size=2)
 
     is_later = True
-    check.begin_step(LOOK_AGAIN)
+    check.note_step(LOOK_AGAIN)
     check.prove(batch, microbatch_size=2)
 
     assert probe.run(batch).gradient_eps == BFLOAT16_EPS
