@@ -124,7 +124,6 @@ class _Change:
     error: float
     factor: float  # how many times as large as expected the whole gradient is; 1 also if that cannot be measured
     error_without_factor: float  # size of the change that is left after division by the factor, relative as ``error``
-    invalid_loss: float | None  # NaN or infinite loss of all rows on the rank of this change; None: it is a number
 
 
 @dataclass(frozen=True)
@@ -628,12 +627,13 @@ class RowComparison:
                 raise CutFailure(self._explained_change(change, allowed, cut_kind))
 
     def _explained_change(self, change: _Change, allowed: float, cut_kind: CutKind) -> str:
-        """Returns a message about a change of a row's gradient that exceeds ``allowed``."""
+        """Returns a message about a change of a row's gradient that exceeds ``allowed``; a collective."""
         name = sample_name(self.rows, change.row)
         size = f'changes by {change.error:.1e} {cut_kind.value}'
         difference = f'{name}: the gradient at its logits {size} (round-off is {allowed:.0e})'
-        if change.invalid_loss is not None:
-            return NOT_A_NUMBER.format(change.invalid_loss, difference)
+        invalid_loss = self._invalid_loss_of_ranks()
+        if invalid_loss is not None:
+            return NOT_A_NUMBER.format(invalid_loss, difference)
         if change.point.unit == 'samples':
             return (
                 f'{SAMPLES}a gradient of {name} that {size}. Take means over the tokens of each row, not over its '
@@ -678,7 +678,6 @@ class RowComparison:
                 error=float(errors[worst]),
                 factor=float(factors[worst]),
                 error_without_factor=float(remainders[worst]),
-                invalid_loss=self.reference.invalid_loss,
             )
             changes.append(change)
         return changes
@@ -718,17 +717,23 @@ class RowComparison:
                 raise CutFailure(self._explained_loss(unit, mean))
 
     def _explained_loss(self, unit: str, mean: float) -> str:
-        """Returns a message about a loss that is not the ``mean`` of the losses of the microbatches."""
+        """Returns a message about a loss that is not the ``mean`` of the losses of the microbatches; a collective."""
         loss_of_all = f'{self.reference.losses[unit]:.6f} for {len(self._counts)} rows together'
         difference = f'{loss_of_all}, and {mean:.6f} as their mean by row'
-        if self.reference.invalid_loss is not None:
-            return NOT_A_NUMBER.format(self.reference.invalid_loss, difference)
+        invalid_loss = self._invalid_loss_of_ranks()
+        if invalid_loss is not None:
+            return NOT_A_NUMBER.format(invalid_loss, difference)
         if unit == 'samples':
             return (
                 f'{SAMPLES}{difference}. Divide by all rows, also by those without labels, set `packing=False` if only '
                 "packed rows differ, or name another unit, such as 'coupled_samples' (docs/errors.md#model-loss)."
             )
         return f'{MEAN}{difference}. It holds a term that depends on which rows share a microbatch. {NAME_TERMS}'
+
+    def _invalid_loss_of_ranks(self) -> float | None:
+        """Returns a loss of all rows that is NaN or infinite on any rank; None: there is no such loss; a collective."""
+        losses = self.probe.gather(self.reference.invalid_loss)
+        return next((loss for loss in losses if loss is not None), None)
 
     def _is_same_loss(self, unit: str, compared_loss: float) -> bool:
         """Returns whether the loss of all rows equals another loss up to round-off, on all ranks; a collective."""

@@ -841,14 +841,35 @@ def test_interrupted_probe_shows_the_weights():
     assert sorted(vars(norm)) == attributes_before
 
 
-def test_loss_of_another_rank_is_no_number():
-    """All ranks name this cause, because the change comes from that rank."""
+def test_change_on_another_rank_names_its_row():
+    """On this rank no row has changed, but all ranks raise the same error."""
 
     def gather(value):
         if not isinstance(value, list):
             return [value]
-        changes_of_other_rank = [replace(change, error=math.inf, invalid_loss=math.nan) for change in value]
-        return [value, changes_of_other_rank]
+        return [value, [replace(change, row=1, error=1e-3, error_without_factor=1e-3) for change in value]]
+
+    probe = probe_of(causal)
+    probe.examine(text_row(12, 6))
+    comparison = compare_rows(probe, ragged_batch())
+    probe.gather = gather
+    with pytest.raises(RuntimeError, match='row 1: the gradient at its logits changes'):
+        comparison.check_single_rows()
+
+
+@pytest.mark.parametrize('changes_gradient', [True, False], ids=['gradient and loss', 'loss only'])
+def test_loss_of_another_rank_is_no_number(changes_gradient):
+    """All ranks name this cause."""
+
+    def gather(value):
+        of_other_rank = value
+        if isinstance(value, list) and changes_gradient:
+            of_other_rank = [replace(change, error=math.inf) for change in value]
+        elif isinstance(value, bool):  # whether a loss is the expected one
+            of_other_rank = False
+        elif value is None:
+            of_other_rank = math.nan
+        return [value, of_other_rank]
 
     probe = probe_of(causal)
     probe.examine(text_row(12, 6))

@@ -13,7 +13,6 @@ import torch
 from transformers import LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutput
 
-from composer_tokacc.checks.comparison import CutFailure, CutKind, Point, RowComparison, _Change
 from composer_tokacc.data_spec.split import split_of
 from tests.matrix.native_models import NativeModel, has_loss
 from tests.support.text import ONE_UNLABELLED, VOCABULARY, gpt2, next_token_loss, one_layer_model, ragged_batch
@@ -557,29 +556,3 @@ def test_leak_in_the_second_forward():
 
     with pytest.raises(RuntimeError, match='rows beside it'):
         fit(model, ragged_batch())
-
-
-def test_rank_with_the_change_explains_it():
-    """This rank has no change, but it raises the error of the rank that has one."""
-    point = Point('tokens', 0)
-    change_here = _Change(point, row=0, error=0.0, factor=1.0, error_without_factor=0.0, invalid_loss=None)
-    change_there = _Change(point, row=1, error=1e-3, factor=1.0, error_without_factor=1e-3, invalid_loss=None)
-
-    class ProbeOfTwoRanks:
-        is_random = False
-
-        def gather(self, changes):
-            return [changes, [change_there]]
-
-    # The comparison has only the attributes that `_check_gradients` reads. Its changes are not computed.
-    comparison = RowComparison.__new__(RowComparison)
-    comparison.probe = ProbeOfTwoRanks()
-    comparison.rows = {'sample_ids': ['first', 'second']}
-    comparison._counts = [1, 1]
-    comparison._aligned = lambda result, rows, is_packed: {}
-    comparison._largest_changes = lambda gradients, rows, cut_kind: [change_here]
-    comparison._allowed = lambda point, error: 1e-6
-    comparison._explained = lambda difference, cut_kind: difference
-
-    with pytest.raises(CutFailure, match="'second': the gradient at its logits changes by"):
-        comparison._check_gradients(None, [0, 1], CutKind.SINGLE_ROW)
