@@ -27,14 +27,7 @@ from composer.utils import dist, get_device
 from benchmarks.record import ROOT, Row
 
 # Composer's launcher sets these. A Trainer that runs without the launcher sets them too, and leaves them.
-RANK_VARIABLES = {
-    'RANK',
-    'WORLD_SIZE',
-    'LOCAL_RANK',
-    'LOCAL_WORLD_SIZE',
-    'NODE_RANK',
-    'MASTER_ADDR',
-}
+RANK_VARIABLES = {'RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'NODE_RANK', 'MASTER_ADDR'}
 COMPOSER = str(Path(sys.executable).with_name('composer'))
 PACKAGES = ('mosaicml', 'torch', 'transformers', 'numpy', 'numba')
 
@@ -72,12 +65,7 @@ def environment_of_no_rank() -> dict[str, str]:
 
 def environment(**variables: str) -> dict[str, str]:
     """Returns the environment of a new process: one thread, and imports from this checkout."""
-    return {
-        **environment_of_no_rank(),
-        'OMP_NUM_THREADS': '1',
-        'PYTHONPATH': str(ROOT),
-        **variables,
-    }
+    return {**environment_of_no_rank(), 'OMP_NUM_THREADS': '1', 'PYTHONPATH': str(ROOT), **variables}
 
 
 def on_ranks(numbers_of_ranks: Sequence[int], module: str, **arguments: Any) -> list[Row]:

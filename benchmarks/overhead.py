@@ -29,7 +29,7 @@ from benchmarks.machine import machine
 from benchmarks.record import ROOT, parser_of, write
 from composer_tokacc import TokenAccumulation
 from composer_tokacc.algorithm import token_accumulation
-from composer_tokacc.checks.first_batch import FirstBatchCheck
+from composer_tokacc.checks.first_batch import LOOK_AGAIN, FirstBatchCheck
 from composer_tokacc.checks.step import MicrobatchRecord
 from composer_tokacc.monitor.source_ledger import SourceLedger
 from composer_tokacc.programs import load_config
@@ -97,8 +97,10 @@ def measure_demo(steps: int, overrides: list[str]) -> StepTimes:
 def main() -> None:
     warnings.simplefilter('ignore')
     parser = parser_of(__doc__)
-    parser.add_argument('--steps', type=int, default=40, help='at least 17, to have a later check')
+    parser.add_argument('--steps', type=int, default=40)
     arguments, overrides = parser.parse_known_args()
+    if arguments.steps <= LOOK_AGAIN:
+        parser.error(f'--steps must be at least {LOOK_AGAIN + 1}, so that rows are checked again.')
     times = measure_demo(arguments.steps, overrides)
     if dist.get_global_rank() != 0:
         return
