@@ -119,16 +119,24 @@ class Samples(Dataset):
 
     The lengths are drawn from `lengths`. Without `count` there are as many samples as an epoch of the run has.
 
-    The two longest and the two shortest samples come first. Contenders that keep the order have them in the first step,
-    which is not timed. So our check of rows need not be repeated for longer or shorter ones. A long run seldom repeats
-    it, but in an epoch of few steps it would cost much (`benchmarks.overhead` measures it).
+    The longest and the shortest samples come first, two of each for every rank. Contenders that keep the order have
+    them in the first step, which is not timed. So our check of rows need not be repeated for longer or shorter ones. A
+    long run seldom repeats it, but in an epoch of few steps it would cost much (`benchmarks.overhead` measures it).
     """
 
-    def __init__(self, sizes: Sizes, lengths: np.ndarray, seed: int = 0, count: int | None = None) -> None:
+    def __init__(
+        self,
+        sizes: Sizes,
+        lengths: np.ndarray,
+        seed: int = 0,
+        count: int | None = None,
+        ranks: int = 1,
+    ) -> None:
         rng = np.random.default_rng(seed)
         by_length = np.sort(rng.choice(lengths, count or sizes.samples))
-        shuffled = rng.permutation(by_length[2:-2])
-        self.lengths = np.concatenate([by_length[:2], by_length[-2:], shuffled])
+        extremes = 2 * ranks
+        shuffled = rng.permutation(by_length[extremes:-extremes])
+        self.lengths = np.concatenate([by_length[:extremes], by_length[-extremes:], shuffled])
         self.rows: list[Row] = []
         median_length = np.median(lengths)
         # The same chains for samples of every seed.

@@ -172,7 +172,7 @@ def quartiles(values: Sequence[float]) -> list[float]:
 def measure(sizes: Sizes, set_name: str, names: Sequence[str], rounds: int) -> Iterator[list[Row]]:
     """Yields all cells of a set after each epoch, so that they can be saved. In a round, the contenders take turns."""
     lengths, source = lengths_of(set_name, sizes.mean)
-    samples = Samples(sizes, lengths)
+    samples = Samples(sizes, lengths, ranks=dist.get_world_size())
     num_held_out = min(HELD_OUT, sizes.samples // 4)
     held_out = Samples(sizes, lengths, seed=1, count=num_held_out)
     references: dict[tuple[int, ...], Gradients] = {}

@@ -93,9 +93,9 @@ def test_speed_without_padding(title):
     speed_packed = against_stock(cells, 'ours_packed')
     row = row_of('docs/benchmarks.md', f'all rows of equal length, {title}')
     assert row == ['1.00', '', f'{speed:.2f}', f'{speed_packed:.2f}']
-    assert 0.02 <= 1 - speed < 0.045
+    assert 1 - speed < 0.045
     for page in ('README.md', 'docs/limits.md', 'docs/benchmarks.md'):
-        assert 'cost 2 to 4 % of a step' in text_of(page), page
+        assert 'cost up to 4 % of a step' in text_of(page), page
 
 
 @pytest.mark.parametrize('model', ['smolvlm', 'qwen'])
