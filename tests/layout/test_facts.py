@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from composer_tokacc import BatchLayout
+from composer_tokacc.batch import lengths_of_runs
 from composer_tokacc.layout import describe
 from composer_tokacc.layout.facts import largest_positions
-from composer_tokacc.layout.found import lengths_of_runs
 from tests.support.small_batches import IMAGE, LLAVA, QWEN, drawn_batch, text_batch
 
 LAYOUT = BatchLayout(family=QWEN, config=SimpleNamespace(image_token_id=IMAGE))

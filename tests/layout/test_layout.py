@@ -16,7 +16,7 @@ import torch
 from composer_tokacc import BatchLayout
 from composer_tokacc.batch import padding_side
 from composer_tokacc.layout import FAMILIES, Entry, Family, describe, tensors
-from composer_tokacc.layout.layout import with_masks
+from composer_tokacc.layout.joining import with_masks
 from tests.support.small_batches import (
     IMAGE,
     LLAVA,

@@ -12,7 +12,8 @@ import torch
 
 from composer_tokacc import BatchLayout
 from composer_tokacc.layout import Entry, PreSplitBatch, describe
-from composer_tokacc.layout.found import Reading, entries_per_row, joined_readings
+from composer_tokacc.layout.item_counts import entries_per_row
+from composer_tokacc.layout.readings import Reading, joined_readings
 from tests.support.small_batches import (
     IMAGE,
     VIDEO,
