@@ -75,7 +75,7 @@ def labels_at_text(batch: Batch) -> Tensor | None:
     labels = batch.get('labels')
     if not isinstance(labels, Tensor) or batch.get('decoder_input_ids') is not None:
         return None
-    return labels if labels.shape == text_of(batch).shape else None
+    return labels if labels.shape == text_of(batch).shape[:2] else None
 
 
 def lacks_labels(batch: Batch) -> list[bool]:

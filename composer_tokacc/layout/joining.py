@@ -83,7 +83,10 @@ def with_mask(batch: Batch) -> Batch:
     has_mask = batch.get('attention_mask') is not None
     if not has_input_text(batch) or has_mask or _may_be_packed(batch):
         return batch
-    return {**batch, 'attention_mask': torch.ones_like(text_of(batch))}
+    text = text_of(batch)
+    # Not `ones_like(text)`, because ids of several codebooks have a third dimension.
+    mask = torch.ones(text.shape[:2], dtype=text.dtype, device=text.device)
+    return {**batch, 'attention_mask': mask}
 
 
 def _may_be_packed(batch: Batch) -> bool:
