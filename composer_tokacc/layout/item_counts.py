@@ -227,9 +227,9 @@ def _entries_by_sizes(
     patches_of_items = sizes.prod(dim=1) if is_grid else sizes
     patches: list[int] = patches_of_items.tolist()
     num_patches = sum(patches)
-    # No side of a grid is 0, so a grid with a 0 is a mask. A number of tiles may be 0.
-    is_mask = is_grid and min(patches) < 1
-    if not num_patches or is_mask:
+    # No side of a grid is 0, so a grid with a 0 is a mask. A number of tiles may be 0, but not less.
+    least_patches = 1 if is_grid else 0
+    if not num_patches or min(patches) < least_patches:
         return None
     items_per_row = _items_by_sizes(patches, placeholders)
     if items_per_row is None:
