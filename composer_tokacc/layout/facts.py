@@ -405,13 +405,14 @@ def is_beyond_rotary_limit(facts: RowFacts) -> bool:
 
 def is_ragged(modality: str, facts_of_batches: Sequence[RowFacts]) -> bool:
     """Returns whether microbatches pad a tensor of the modality to different sizes."""
-    first_shapes: dict[str, torch.Size] = {}
+    first_shapes: dict[str, list[int]] = {}
     for facts in facts_of_batches:
         for key, entry in facts._media_entry_by_key.items():
             if entry.modality != modality:
                 continue
-            item_shape = facts.batch[key].shape[1:]
-            first_shape = first_shapes.setdefault(key, item_shape)
-            if item_shape != first_shape:
+            shape_of_entries = list(facts.batch[key].shape)
+            del shape_of_entries[entry.row_dim]  # the number of entries
+            first_shape = first_shapes.setdefault(key, shape_of_entries)
+            if shape_of_entries != first_shape:
                 return True
     return False
