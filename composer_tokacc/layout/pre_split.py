@@ -217,11 +217,11 @@ def widened(
     The new padding is on ``side``; by default on the side of the old one. The caller adds a mask before, so that the
     new columns are hidden; packed rows get none, see ``with_masks``.
 
-    Two kinds of batches keep their width: a batch without ``input_ids``, and one with an unregistered tensor that may
-    lie along the text. If it does, it would have to be padded too. Only the model's config tells whether it does, and
-    the loader, which calls this function, does not know the model.
+    Two kinds of batches keep their width: a batch without a tensor ``input_ids``, and one with an unregistered tensor
+    that may lie along the text. If it does, it would have to be padded too. Only the model's config tells whether it
+    does, and the loader, which calls this function, does not know the model.
     """
-    if width_multiple == 1 or batch.get('input_ids') is None:
+    if width_multiple == 1 or not isinstance(batch.get('input_ids'), torch.Tensor):
         return batch
     layout = BatchLayout.infer(batch)
     old_width = layout.width(batch)
@@ -258,12 +258,12 @@ def id_for_padding(layout: BatchLayout, batches: Iterable[Batch]) -> int:
     Hidden ids farther in may be placeholders: LLaMA-Factory's collator hides the placeholders of a dummy image between
     text and padding. A layout without a config does not recognise them, so the outermost id is taken.
 
-    Without ``input_ids`` it returns 0, which is not used.
+    Without ``input_ids``, or if they are of another type than a tensor, it returns 0, which is not used.
     """
     id_of_text = 0
     for batch in batches:
         ids = batch.get('input_ids')
-        if ids is None:
+        if not isinstance(ids, torch.Tensor):
             continue
         is_allowed = ~layout.is_placeholder(batch)
         mask = batch.get('attention_mask')
