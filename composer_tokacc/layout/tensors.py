@@ -12,8 +12,8 @@ two rows, and the first row has two images:
 
 To select the second row is to take entry 1 of ``input_ids`` and no entry of ``pixel_values``.
 
-The functions copy no more than they must, because the tensors of images are large. Copies of page-locked tensors are
-page-locked, because they are moved to the GPU later.
+The functions copy no more than they must, because the tensors of images are large. Rows of page-locked tensors are
+copied to page-locked memory, because they are moved to the GPU later.
 """
 
 from __future__ import annotations
@@ -242,28 +242,43 @@ def select_rows(
             selected[key] = value
             if isinstance(value, (list, tuple)):
                 selected[key] = [value[row] for row in rows]
-            continue
-        # Columns first, so that the other columns are not copied.
-        narrowed = _narrowed_to(columns, value, entry)
-        if entry.unit == 'shared':
+        elif entry.unit == 'shared':
+            narrowed = _narrowed_to(columns, value, entry)
             selected[key] = narrowed
             if narrowed is not value:
                 selected[key] = compact(narrowed)  # for the same reason as in select_columns()
-            continue
-        unit_offsets = offsets[entry.unit]
-        _check_num_entries(key, value, entry, unit_offsets)
-        of_rows = take(narrowed, entry.row_dim, _entries_of_rows(rows, unit_offsets))
-        if entry.slot_dim is not None:
-            of_rows = _without_unused_slots(of_rows, entry.slot_dim, offsets['image'], rows)
-        if entry.points_into is not None:
-            # The pixel tensor is (entries, patches of an entry, ...).
-            patches_per_entry = batch[entry.points_into].shape[1]
-            pixel_offsets = offsets[entry_by_key[entry.points_into].unit]
-            of_rows = _renumber_patches(of_rows, unit_offsets, pixel_offsets, patches_per_entry, rows)
-        # Models do not take empty tensors of images.
-        if not entry.is_media or of_rows.numel() > 0:
-            selected[key] = of_rows
+        else:
+            of_rows = _tensor_of_rows(key, batch, entry_by_key, offsets, rows, columns)
+            # Models do not take empty tensors of images.
+            if not entry.is_media or of_rows.numel() > 0:
+                selected[key] = of_rows
     return selected
+
+
+def _tensor_of_rows(
+    key: str,
+    batch: Batch,
+    entry_by_key: Mapping[str, Entry],
+    offsets: RowOffsets,
+    rows: Sequence[int],
+    columns: range,
+) -> torch.Tensor:
+    """Returns the entries of these rows of ``batch[key]``. For the arguments see :func:`select_rows`."""
+    value: torch.Tensor = batch[key]
+    entry = entry_by_key[key]
+    unit_offsets = offsets[entry.unit]
+    _check_num_entries(key, value, entry, unit_offsets)
+    # Columns first, so that the other columns are not copied.
+    narrowed = _narrowed_to(columns, value, entry)
+    of_rows = take(narrowed, entry.row_dim, _entries_of_rows(rows, unit_offsets))
+    if entry.slot_dim is not None:
+        of_rows = _without_unused_slots(of_rows, entry.slot_dim, offsets['image'], rows)
+    if entry.points_into is not None:
+        # The pixel tensor is (entries, patches of an entry, ...).
+        patches_per_entry = batch[entry.points_into].shape[1]
+        pixel_offsets = offsets[entry_by_key[entry.points_into].unit]
+        of_rows = _renumber_patches(of_rows, unit_offsets, pixel_offsets, patches_per_entry, rows)
+    return of_rows
 
 
 def _check_num_entries(
