@@ -101,7 +101,9 @@ def labels_of(batch: object) -> Tensor:
 
 
 def _keys_or_type(batch: object) -> str:
-    return str(sorted(batch)) if isinstance(batch, Mapping) else type(batch).__name__
+    if not isinstance(batch, Mapping):
+        return type(batch).__name__
+    return str(sorted(batch, key=str))  # keys need not be strings
 
 
 def check_dense(batch: Batch) -> None:

@@ -160,7 +160,7 @@ def entries_per_row(
         answers['runs of placeholders'] = placeholders.runs
     distinct_answers = {tuple(entries) for entries in answers.values()}
     if len(distinct_answers) != 1:
-        keys = [key for key in batch if modality_of(key) == modality]
+        keys = [str(key) for key in batch if modality_of(key) == modality]
         raise InvalidInputError(
             f'`layout` must tell which of {num_entries} entries of {modality}s belong to which of {num_rows} rows '
             f'({", ".join(keys)}), got: {placeholders.tokens} placeholders in {placeholders.runs} runs by row, and '

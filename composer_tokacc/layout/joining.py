@@ -36,7 +36,7 @@ def values_of_rows(key: str, batches: Iterable[Batch]) -> list[Any]:
 
     The rows of a batch without the key have 0 if it is the key of a count, such as ``num_images``, and None otherwise.
     """
-    missing = 0 if key.startswith('num_') else None
+    missing = 0 if str(key).startswith('num_') else None  # keys need not be strings
     values: list[Any] = []
     for batch in batches:
         value = batch.get(key)

@@ -155,7 +155,7 @@ class PreSplitBatch(Mapping[str, Any]):
         entry = layout.entry_of(example, key)
         if entry.is_media:
             # Without the other keys, which are left out below, the `Entry` could be inferred wrongly.
-            layout = layout.with_entries(**{key: entry})
+            layout = replace(layout, extra={key: entry})
         needed_keys = KEYS_OF_ROWS | {key}
         if entry.points_into is not None:
             # The values are indices of patches in the pixel tensor. They are shifted by the number of patches of the

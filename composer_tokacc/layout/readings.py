@@ -227,7 +227,7 @@ def _entry_of_media(batch: Batch, key: str) -> Entry:
     if modality == 'video':
         pixels_key = 'pixel_values_videos'
     # In Molmo 2 a tensor with this name holds indices of patches in the pixels of the whole batch.
-    holds_patch_indices = key.endswith('_token_pooling') and pixels_key in batch
+    holds_patch_indices = str(key).endswith('_token_pooling') and pixels_key in batch
     return Entry(
         unit=inferred_unit(modality, num_entries),
         row_dim=row_dim,

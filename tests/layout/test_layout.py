@@ -285,6 +285,18 @@ def test_token_wise_entries_are_selected(key):
 # Other entries.
 
 
+def test_keys_that_are_no_strings():
+    batch = {**three_rows(), 7: ['a', 'b', 'c'], ('tags', 1): torch.tensor([1, 2, 3])}
+
+    parts = TEXT_LAYOUT.split(batch, [[2, 0], [1]])
+    joined = TEXT_LAYOUT.concat(parts)
+
+    assert joined[7] == ['c', 'a', 'b']
+    assert joined['tags', 1].tolist() == [3, 1, 2]
+    with pytest.raises(ValueError, match=r'must have tensors `input_ids` or `labels`'):
+        TEXT_LAYOUT.num_rows({7: 1, 'tags': 2})
+
+
 def test_lists_none_and_plain_values():
     batch = three_rows(sample_ids=['a', 'b', 'c'], pixel_values=None, task='ocr', step=3, weights=(1, 2, 3))
 
