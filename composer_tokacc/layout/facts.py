@@ -110,7 +110,10 @@ class RowFacts:
 
     @property
     def has_ids(self) -> bool:
-        """Whether the batch has the ids or the vectors of its text. If not (Whisper), rows are those of ``labels``."""
+        """Whether the input of the model is text, see :func:`.has_input_text`.
+
+        If it is not (Whisper), the rows are those of ``labels``.
+        """
         return has_input_text(self.batch)
 
     @property
@@ -233,16 +236,14 @@ class RowFacts:
         labels = labels_along_text(self.layout, self.batch)
         codes_by_key: dict[str, list[list[int]]] = {}
         for key, value in self.batch.items():
-            if key in KEYS_WITHOUT_CODES or not isinstance(value, torch.Tensor):
-                continue
-            is_integer = not (value.is_floating_point() or value.is_complex())
-            if not is_integer or not value.numel() or value.dim() > 2:
+            if key in KEYS_WITHOUT_CODES or not _may_hold_codes(value):
                 continue
             entry = self.layout.entry_of(self.batch, key)
             if entry.unit != 'row' or entry.is_media or value.shape[entry.row_dim] != len(self.real):
                 continue
-            values = value.movedim(entry.row_dim, 0).long()
-            if labels is not None and values.shape == labels.shape:
+            values = value.movedim(entry.row_dim, 0).long()  # (rows, ...)
+            is_of_tokens = labels is not None and values.shape == labels.shape
+            if is_of_tokens:
                 values = values.masked_fill(labels == IGNORE_INDEX, HIGHEST_CODE + 1)  # not a code
             codes_by_key[key] = _codes_of_rows(values.reshape(len(values), -1))
         return codes_by_key
@@ -284,6 +285,13 @@ def _writes_into(batch: Batch) -> dict[str, int]:
         if isinstance(value, torch.Tensor):
             writes[key] = num_writes(value)
     return writes
+
+
+def _may_hold_codes(value: object) -> bool:
+    """Returns whether a value is a tensor of integers or bools, not empty, of at most two dimensions."""
+    if not isinstance(value, torch.Tensor) or value.is_floating_point() or value.is_complex():
+        return False
+    return value.numel() > 0 and value.dim() <= 2
 
 
 def _codes_of_rows(values: torch.Tensor) -> list[list[int]]:
