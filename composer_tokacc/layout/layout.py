@@ -737,6 +737,9 @@ class BatchLayout:
         return values
 
 
+# Functions of a layout that other rooms use, too. They are not methods, because methods of BatchLayout are public.
+
+
 # Layouts of models and of several batches.
 
 
