@@ -27,50 +27,59 @@ COUNT_KEYS = {'num_images': 'image', 'num_videos': 'video', 'num_audios': 'audio
 
 
 def text_of(batch: Batch) -> Tensor:
-    """Returns the tensor that decides rows and width of the batch: the ids, else the labels, else the decoder's ids.
+    """Returns the tensor that tells the number of rows and their width: the ids, else the labels, else the decoder ids.
 
-    Raises ValueError if the batch has none of them, or if it has no ids and its labels are not of shape (rows, width).
+    Only its first two dimensions tell them: ids of several codebooks have a third one.
+
+    Raises ValueError if the batch has none of these tensors, or if it has no ids and its labels are not of shape
+    (rows, width).
     """
     if isinstance(batch, Mapping):
-        for key in ('input_ids', 'labels', 'decoder_input_ids'):
-            text = batch.get(key)
-            if isinstance(text, Tensor):
-                return labels_of(batch) if key == 'labels' else text
+        if isinstance(batch.get('input_ids'), Tensor):
+            return batch['input_ids']
+        if isinstance(batch.get('labels'), Tensor):
+            return labels_of(batch)
+        if isinstance(batch.get('decoder_input_ids'), Tensor):
+            return batch['decoder_input_ids']
     raise InvalidInputError(
         f'`batch` must have tensors `input_ids` or `labels` of shape (rows, width), got: {_keys_or_type(batch)}.'
     )
 
 
-def has_text(batch: Batch) -> bool:
-    """Returns whether the batch has the text of its rows: ``input_ids`` of any class, or a vector for each label.
+def has_input_text(batch: Batch) -> bool:
+    """Returns whether the input of the model is text: the batch has ``input_ids``, or ``inputs_embeds`` at its labels.
 
-    If it has neither (Whisper), its labels are the text of a decoder, and its mask belongs to another input. With
-    ``decoder_input_ids`` the vectors, ``inputs_embeds``, do not count, because the labels belong to the decoder.
+    If it is not (Whisper), :func:`text_of` returns the labels, which are the text of a decoder, and the mask belongs to
+    the input, such as the frames of an audio. With ``decoder_input_ids`` the labels are those of a decoder, too, so
+    they do not show that ``inputs_embeds`` are text.
     """
-    if batch.get('input_ids') is not None:
+    if batch.get('input_ids') is not None:  # not always a tensor, because a custom model may have ids of another type
         return True
-    vectors = batch.get('inputs_embeds')
-    labels = batch.get('labels')
-    if not isinstance(vectors, Tensor) or not isinstance(labels, Tensor) or batch.get('decoder_input_ids') is not None:
+    if batch.get('decoder_input_ids') is not None:
         return False
-    return vectors.dim() == 3 and vectors.shape[:2] == labels.shape
+    embeddings = batch.get('inputs_embeds')
+    labels = batch.get('labels')
+    if not isinstance(embeddings, Tensor) or not isinstance(labels, Tensor):
+        return False
+    # (rows, width, size of the model), with a label for each position
+    return embeddings.dim() == 3 and embeddings.shape[:2] == labels.shape
 
 
 def labels_at_text(batch: Batch) -> Tensor | None:
-    """Returns the labels if they lie at the positions of the text, else None.
+    """Returns the labels if they have the rows and the width of the text, else None.
 
-    The labels of an encoder-decoder model lie at positions of the decoder, but may have the shape of the text by
-    chance. If the batch has no ``decoder_input_ids``, nothing shows this, and the labels are returned. To trim batches,
-    use :func:`.labels_along_text`, which also reads the config of the model.
+    The labels of an encoder-decoder model lie at positions of the decoder, but may be as wide as the text by chance. If
+    the batch has no ``decoder_input_ids``, it does not show this, and the labels are returned. If a config of the model
+    is at hand, use :func:`.labels_along_text`, which reads it.
     """
     labels = batch.get('labels')
     if not isinstance(labels, Tensor) or batch.get('decoder_input_ids') is not None:
         return None
-    return labels if labels.shape == text_of(batch).shape else None
+    return labels if labels.shape == text_of(batch).shape[:2] else None
 
 
 def lacks_labels(batch: Batch) -> list[bool]:
-    """Returns which rows have no label, except perhaps in the first column, where most models do not count it."""
+    """Returns for each row whether it has no label. The first column does not count, as in most models."""
     is_masked = labels_of(batch)[:, 1:] == IGNORE_INDEX
     return is_masked.all(dim=1).tolist()
 
@@ -92,7 +101,9 @@ def labels_of(batch: object) -> Tensor:
 
 
 def _keys_or_type(batch: object) -> str:
-    return str(sorted(batch)) if isinstance(batch, Mapping) else type(batch).__name__
+    if not isinstance(batch, Mapping):
+        return type(batch).__name__
+    return str(sorted(batch, key=str))  # keys need not be strings
 
 
 def check_dense(batch: Batch) -> None:
@@ -111,7 +122,11 @@ def check_dense(batch: Batch) -> None:
 
 
 def check_ids(batch: Batch) -> None:
-    """Raises ValueError unless ids are integers ``(rows, width)``, and the mask and the width of positions fit them."""
+    """Raises ValueError unless ``input_ids``, ``attention_mask`` and ``position_ids`` have the right types and shapes.
+
+    The ids must be integers ``(rows, width)``. The mask must be numbers with the rows and the width of the ids, and the
+    positions must have their width. All three may be absent.
+    """
     ids = batch.get('input_ids')
     if not isinstance(ids, Tensor | None):
         return  # a custom model may have ids of another type. Then `labels` are the text, see text_of()
@@ -145,7 +160,7 @@ def _is_mask_of(mask: object, ids: Tensor | None) -> bool:
     """Returns whether a mask is a tensor of real numbers of two or four dimensions, with rows and width of the ids."""
     if not isinstance(mask, Tensor) or mask.dim() not in (2, 4) or mask.is_complex():
         return False
-    if mask.is_floating_point() and bool(mask.isnan().any()):
+    if mask.is_floating_point() and bool(mask.isnan().any()):  # NaN says neither "attend" nor "hide"
         return False
     if ids is None:
         return True
@@ -155,9 +170,11 @@ def _is_mask_of(mask: object, ids: Tensor | None) -> bool:
 
 
 def check_batch(batch: Batch, *, labels_are_at_ids: bool = False) -> None:
-    """Raises ValueError if labels, ids, mask or positions are wrong, a tensor is not plain, or there is no token.
+    """Raises ValueError unless a batch is of the form that models of Transformers take, and can be counted.
 
-    Also if the mask hides all of a row that has labels.
+    These are the checks of a Composer run: of :func:`check_ids` and :func:`check_dense`, that labels are int64, and
+    that there is a token. A row that has labels must not be hidden by the mask as a whole. For a batch of a user's own
+    loop see :func:`check_rows`.
 
     Args:
         batch: A batch on the CPU.
@@ -182,11 +199,12 @@ def check_batch(batch: Batch, *, labels_are_at_ids: bool = False) -> None:
 
 
 def check_rows(batch: Batch) -> None:
-    """Raises ValueError unless labels and any mask are tensors, all tensors are plain, and there is a token.
+    """Raises ValueError unless the rows of a batch can be told apart, and its labels can be counted.
 
-    Also if ids or mask have other rows than the labels, or the mask hides all of a row that has labels. Unlike
-    :func:`check_batch` it allows what a user's own loop may read: ids of bytes, ids of several codebooks
-    ``(rows, width, codebooks)``, labels of int32, or a mask of three dimensions.
+    These are the checks of :func:`.verify_invariance`, whose batches a user's own loop reads. So they allow more than
+    :func:`check_batch`: ids of bytes, ids of several codebooks ``(rows, width, codebooks)``, labels of int32, or a mask
+    of three dimensions. Ids and mask must have the rows of the labels, all tensors must be plain, and there must be a
+    token. A row that has labels must not be hidden by the mask as a whole.
     """
     labels = labels_of(batch)
     if not labels.dtype.is_signed:
@@ -231,7 +249,7 @@ def check_vocabulary(
     batch: Batch,
     key: str,
     size: int | None,
-    further_ids: Callable[[], Iterable[int]] = tuple,
+    further_ids: Callable[[], Iterable[int]] | None = None,
 ) -> None:
     """Raises ValueError, which names the sample, if an id is out of the vocabulary. The CUDA error would not name it.
 
@@ -239,8 +257,8 @@ def check_vocabulary(
         batch: A batch on the CPU.
         key: The entry with the ids. In ``'labels'``, -100 is allowed.
         size: Number of ids of the vocabulary. None: it is not known, so only negative ids are refused.
-        further_ids: Returns further ids that are allowed. It is called only if an id is out of the vocabulary. By
-            default there are none.
+        further_ids: Returns further ids that are allowed. A function, because reading them from a config is slow, and
+            they are only needed if an id is out of the vocabulary. None: no further id is allowed.
     """
     ids = batch[key]
     if key == 'labels':
@@ -250,8 +268,9 @@ def check_vocabulary(
         is_bad |= ids >= size
     if not bool(is_bad.any()):
         return
-    for further_id in further_ids():
-        is_bad &= ids != further_id
+    if further_ids is not None:
+        for further_id in further_ids():
+            is_bad &= ids != further_id
     if not bool(is_bad.any()):
         return
     row, column = is_bad.nonzero()[0].tolist()
@@ -317,19 +336,19 @@ def attended_positions(batch: Batch) -> Tensor:
 
     In a mask of three or four dimensions, a position is attended if any query attends to it.
     """
-    ids = text_of(batch)
+    text = text_of(batch)
     mask = batch.get('attention_mask')
     # Without text, or with another width, the mask belongs to another input, such as the frames of Whisper.
-    if mask is None or not has_text(batch) or mask.shape[-1] != ids.shape[1]:
-        # Not `ones_like`, because ids of several codebooks have a third dimension.
-        return torch.ones(ids.shape[:2], dtype=torch.bool, device=ids.device)
+    if mask is None or not has_input_text(batch) or mask.shape[-1] != text.shape[1]:
+        # Not `ones_like(text)`, because ids of several codebooks have a third dimension.
+        return torch.ones(text.shape[:2], dtype=torch.bool, device=text.device)
     if mask.dim() == 2:
         return mask != 0
     # (rows, heads, queries, keys), or without heads. Floats are added to the scores, so 0 means attended. Otherwise 0
     # means hidden.
     is_attended = mask == 0 if mask.dtype.is_floating_point else mask.bool()
     is_attended_by_any = is_attended.flatten(1, -2).any(dim=1)
-    return is_attended_by_any.expand(len(ids), -1)
+    return is_attended_by_any.expand(len(text), -1)
 
 
 def num_runs(positions: Tensor) -> Tensor:
@@ -341,6 +360,21 @@ def num_runs(positions: Tensor) -> Tensor:
     differs_from_left = F.pad(positions, (1, 0)).diff(dim=1)
     is_start = positions & differs_from_left
     return is_start.sum(dim=1)
+
+
+def lengths_of_runs(positions: Tensor) -> list[list[int]]:
+    """Returns the lengths of the runs of True in each row, from bool ``(rows, width)``.
+
+    For example, the row ``1 1 0 1`` has the lengths 2 and 1.
+    """
+    # A False column on both sides, so that each run has a first column and a column after its last one.
+    is_change = F.pad(positions, (1, 1)).diff(dim=1)  # for bools a difference is the exclusive or
+    # Row by row, and in each row from left to right, so each first column is followed by the end column of its run.
+    changes = is_change.nonzero().tolist()
+    lengths_of_rows: list[list[int]] = [[] for _ in range(len(positions))]
+    for (row, first_column), (_, end_column) in zip(changes[::2], changes[1::2], strict=True):
+        lengths_of_rows[row].append(end_column - first_column)
+    return lengths_of_rows
 
 
 def padding_side(batch: Batch) -> str:
@@ -357,9 +391,9 @@ def common_padding_side(batches: Iterable[Batch]) -> str:
     One batch is enough, because batches without padding or without text do not show the side.
     """
     for batch in batches:
-        # A custom model may have ids of another type, which has_text() takes for text.
+        # A custom model may have ids of another type, which has_input_text() takes for text.
         has_readable_ids = isinstance(batch.get('input_ids'), Tensor | None)
-        if has_readable_ids and has_text(batch) and padding_side(batch) == 'left':
+        if has_readable_ids and has_input_text(batch) and padding_side(batch) == 'left':
             return 'left'
     return 'right'
 
@@ -381,19 +415,26 @@ class Reach:
     def of(cls, positions: Tensor) -> Reach:
         """Returns the reach of the positions that are True, bool ``(rows, width)``."""
         width = positions.shape[1]
-        from_first = torch.arange(1, width + 1, device=positions.device)
-        distances = torch.stack([from_first, from_first.flip(0)])
-        distances_of_positions = positions * distances[:, None]  # (2, rows, width)
-        farthest = distances_of_positions.amax(dim=2)
-        reach_from_first, reach_from_last = farthest.tolist()
-        return cls(width, reach_from_first, reach_from_last)
+        distances_from_first = torch.arange(1, width + 1, device=positions.device)
+        distances_from_last = distances_from_first.flip(0)
+        # Both at once, so that a GPU is waited for only once.
+        distances = torch.stack([distances_from_first, distances_from_last])
+        distances_of_marks = positions * distances[:, None]  # (2, rows, width). It is 0 where there is no mark
+        from_first, from_last = distances_of_marks.amax(dim=2).tolist()
+        return cls(width, from_first, from_last)
 
     @property
     def side(self) -> str:
         """The padding side if the marks are the real positions, see :func:`padding_side`."""
-        full_or_empty = (self.width, 0)  # a row without real positions says nothing about the side
-        all_end_last = all(columns in full_or_empty for columns in self.from_first)
-        all_begin_first = all(columns in full_or_empty for columns in self.from_last)
+        all_end_last = True
+        all_begin_first = True
+        for from_first, from_last in zip(self.from_first, self.from_last, strict=True):
+            if from_first == 0:
+                continue  # a row without real positions says nothing about the side
+            if from_first < self.width:
+                all_end_last = False
+            if from_last < self.width:
+                all_begin_first = False
         return 'left' if all_end_last and not all_begin_first else 'right'
 
     def lengths(self, side: str) -> list[int]:
@@ -401,7 +442,7 @@ class Reach:
 
         Positions without attention between real ones are not padding, so they count.
         """
-        reach = self.from_first
+        widths = self.from_first
         if side == 'left':
-            reach = self.from_last
-        return [max(num_columns, 1) for num_columns in reach]
+            widths = self.from_last
+        return [max(num_columns, 1) for num_columns in widths]

@@ -62,9 +62,10 @@ from composer_tokacc.invariance import (
     relative_error,
 )
 from composer_tokacc.layout import BatchLayout
-from composer_tokacc.layout.found import joined_readings
-from composer_tokacc.layout.layout import layout_of_rows, split_trimmed, with_masks
+from composer_tokacc.layout.joining import with_masks
+from composer_tokacc.layout.layout import layout_of_rows, split_trimmed
 from composer_tokacc.layout.pre_split import widened
+from composer_tokacc.layout.readings import joined_readings
 from composer_tokacc.programs import ConfigError, TrainConfig
 from composer_tokacc.programs.build import build_parts
 from composer_tokacc.programs.devices import runs_on_gpu

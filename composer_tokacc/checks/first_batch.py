@@ -61,8 +61,8 @@ from composer_tokacc.layout import (
     media_entries,
     microbatches_of,
 )
-from composer_tokacc.layout.found import joined_readings
 from composer_tokacc.layout.placeholders import all_placeholders, has_any_id
+from composer_tokacc.layout.readings import joined_readings
 from composer_tokacc.model_structure import transformers_model
 from composer_tokacc.refusals import NotExactError, RefusalError
 from composer_tokacc.row_counts import num_rows, without_row_counts
@@ -321,7 +321,7 @@ class FirstBatchCheck:
 
         All ranks learn the same, so they divide tensors among rows in the same way. A batch may have a tensor that is
         registered for no model family. A reading is one possible way in which such a tensor belongs to rows: with one
-        entry for each row, or one for each image, see :mod:`.layout.found`.
+        entry for each row, or one for each image, see :mod:`.layout.readings`.
         """
         readings = self._proven.readings
         for offer in offers:

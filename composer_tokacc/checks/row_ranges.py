@@ -26,7 +26,7 @@ from typing import NamedTuple, TypeAlias
 from composer_tokacc.batch import MODALITIES, Batch, lacks_labels
 from composer_tokacc.layout import BatchLayout, RowFacts, describe
 from composer_tokacc.layout.facts import HIGHEST_CODE, is_beyond_rotary_limit, is_ragged, largest_positions
-from composer_tokacc.layout.found import Readings, agreed_readings, joined_readings
+from composer_tokacc.layout.readings import Readings, agreed_readings, joined_readings
 
 MIN_ROWS = 4
 """Fewest rows of a check, if the batch has as many. They differ in length and media, so each may show another fault."""

@@ -28,7 +28,8 @@ from composer_tokacc.checks.cut_rules import CutRules
 from composer_tokacc.data_spec.document_attention import DocumentAttention
 from composer_tokacc.data_spec.packing import pack_rows
 from composer_tokacc.layout import BatchLayout, RowFacts
-from composer_tokacc.layout.layout import split_trimmed, values_of_rows, with_mask
+from composer_tokacc.layout.joining import values_of_rows, with_mask
+from composer_tokacc.layout.layout import split_trimmed
 from composer_tokacc.layout.pre_split import id_for_padding
 from composer_tokacc.planning import CAPPED_SIZES, CutOptions, cut_rows, padded_widths
 from composer_tokacc.refusals import InvalidInputError

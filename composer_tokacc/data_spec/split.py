@@ -63,8 +63,8 @@ from composer_tokacc.data_spec.pieces import (
 )
 from composer_tokacc.layout import BatchLayout, PreSplitBatch, RowFacts, describe, describe_all, microbatches_of
 from composer_tokacc.layout.facts import COLLATED_BY_LOADER, check_first_labels
-from composer_tokacc.layout.found import Reading
 from composer_tokacc.layout.layout import inferred_layout, layout_of_model
+from composer_tokacc.layout.readings import Reading
 from composer_tokacc.planning import CutOptions, cut_rows, pack_lengths, padded_widths, token_budget
 from composer_tokacc.refusals import InvalidInputError, NotExactError
 from composer_tokacc.row_counts import row_counts_of, without_row_counts

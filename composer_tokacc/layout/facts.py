@@ -17,7 +17,8 @@ from composer_tokacc.batch import (
     Batch,
     Reach,
     attended_positions,
-    has_text,
+    has_input_text,
+    lengths_of_runs,
     num_runs,
     padding_positions,
     sample_name,
@@ -25,10 +26,6 @@ from composer_tokacc.batch import (
 from composer_tokacc.compat import num_writes
 from composer_tokacc.counting import LossRule
 from composer_tokacc.layout.families import Media
-from composer_tokacc.layout.found import (
-    has_audio_along_text,
-    lengths_of_runs,
-)
 from composer_tokacc.layout.layout import (
     BatchLayout,
     labels_along_text,
@@ -38,17 +35,20 @@ from composer_tokacc.layout.layout import (
     real_positions_of,
 )
 from composer_tokacc.layout.pre_split import microbatches_of
+from composer_tokacc.layout.readings import has_audio_along_text
 from composer_tokacc.layout.tensors import Entry
 from composer_tokacc.refusals import InvalidInputError
 
-KEYS_WITHOUT_CODES = ('input_ids', 'attention_mask', 'labels', 'position_ids', *COUNT_KEYS)
-"""Keys without :attr:`RowFacts.codes`. Their values leave no row or token out of a loss, or are described by other
-facts."""
 LOWEST_CODE = -128
 """Lowest code, see :attr:`RowFacts.codes`. Lower integers count as this one. Usual codes are not below -100."""
 HIGHEST_CODE = 16
 """Highest code. Higher integers are usually ids or counts. If they were codes, the check would run in nearly every
-step. For the same reason codes above 0 count only if the tensor has no higher one."""
+step. For the same reason ``checks/row_ranges.py`` reads codes above 0 only if the tensor has no higher integer."""
+KEYS_WITHOUT_CODES = ('input_ids', 'attention_mask', 'labels', 'position_ids', *COUNT_KEYS)
+"""Keys without :attr:`RowFacts.codes`. A loss leaves out no row or token by ids, positions or counts, and other facts
+describe the mask and the labels."""
+COLLATED_BY_LOADER = 'microbatches that a loader has collated'
+"""The ``kind`` of the rows of a pre-split batch, for :func:`check_first_labels`."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,12 @@ class RowFacts:
     width: int
     is_padded: bool
     real: torch.Tensor = field(repr=False)
+    _writes: dict[str, int] = field(init=False, repr=False, compare=False)
+    """How often each tensor of the batch had been written into when these facts were found."""
+
+    def __post_init__(self) -> None:
+        # The dataclass is frozen.
+        object.__setattr__(self, '_writes', _writes_into(self.batch))
 
     def describes(self, layout: BatchLayout, batch: Batch) -> bool:
         """Returns whether these facts hold for a batch: it has the same layout, and no value was changed since.
@@ -80,11 +86,6 @@ class RowFacts:
             return False
         are_same = all(value is self.batch[key] for key, value in batch.items())
         return are_same and _writes_into(batch) == self._writes
-
-    @cached_property
-    def _writes(self) -> dict[str, int]:
-        """How often each tensor had been written into when :func:`describe`, which fills this, found the facts."""
-        return _writes_into(self.batch)
 
     @cached_property
     def layout_of_rows(self) -> BatchLayout:
@@ -99,8 +100,8 @@ class RowFacts:
     @cached_property
     def _has_padding_on_left(self) -> list[bool]:
         """Which rows have padding before their first real position, on whichever side the batch is padded."""
-        # `columns` counts the columns from the first real position to the end. It is 0 in a row without real positions.
-        return [0 < columns < self.width for columns in self._reach.from_last]
+        # Such a row does not reach from the last column to the first. A row without real positions reaches 0 columns.
+        return [0 < num_columns < self.width for num_columns in self._reach.from_last]
 
     @cached_property
     def lengths(self) -> list[int]:
@@ -109,8 +110,11 @@ class RowFacts:
 
     @property
     def has_ids(self) -> bool:
-        """Whether the batch has the ids or the vectors of its text. If not (Whisper), rows are those of ``labels``."""
-        return has_text(self.batch)
+        """Whether the input of the model is text, see :func:`.has_input_text`.
+
+        If it is not (Whisper), the rows are those of ``labels``.
+        """
+        return has_input_text(self.batch)
 
     @property
     def has_positions(self) -> bool:
@@ -128,7 +132,7 @@ class RowFacts:
         return not has_audio_along_text(self.batch, self.layout.config)
 
     @cached_property
-    def _media_entries(self) -> dict[str, Entry]:
+    def _media_entry_by_key(self) -> dict[str, Entry]:
         """How the tensors of images, videos and audios belong to the rows, by key."""
         return media_entries(self.layout, self.batch)
 
@@ -136,7 +140,7 @@ class RowFacts:
     def counts(self) -> dict[str, list[int]]:
         """Number of items of each row, by modality. Only modalities that have tensors in the batch are keys."""
         counts = {}
-        for modality in modalities_of(self._media_entries):
+        for modality in modalities_of(self._media_entry_by_key):
             counts[modality] = self.layout.units_per_row(self.batch, modality)
         return counts
 
@@ -222,26 +226,24 @@ class RowFacts:
 
     @cached_property
     def codes(self) -> dict[str, list[list[int]]]:
-        """The codes of each row, by key: ``LOWEST_CODE`` to ``HIGHEST_CODE`` in further tensors of integers or bools.
+        """The codes of each row, by key. A code is an integer from ``LOWEST_CODE`` to ``HIGHEST_CODE``, or a bool.
 
-        Such a tensor may hold a flag, a mask, a category, or the labels of a second task, and a loss may leave out rows
-        or tokens by it. It has one value or several for each row, or one for each token. In the last case only values
-        at tokens with labels count. Tensors of more than two dimensions, such as boxes of tokens, are not read, to save
-        time.
+        A loss may leave out rows or tokens by a code of a further tensor: a flag, a mask, a category, or the labels of
+        a second task. So rows with a new code are checked, see ``checks/row_ranges.py``. The tensor has one value or
+        several for each row, or one for each token. In the last case only values at tokens with labels count. Tensors
+        of more than two dimensions, such as boxes of tokens, are not read, to save time.
         """
         labels = labels_along_text(self.layout, self.batch)
         codes_by_key: dict[str, list[list[int]]] = {}
         for key, value in self.batch.items():
-            if key in KEYS_WITHOUT_CODES or not isinstance(value, torch.Tensor):
-                continue
-            is_integer = not (value.is_floating_point() or value.is_complex())
-            if not is_integer or not value.numel() or value.dim() > 2:
+            if key in KEYS_WITHOUT_CODES or not _may_hold_codes(value):
                 continue
             entry = self.layout.entry_of(self.batch, key)
             if entry.unit != 'row' or entry.is_media or value.shape[entry.row_dim] != len(self.real):
                 continue
-            values = value.movedim(entry.row_dim, 0).long()
-            if labels is not None and values.shape == labels.shape:
+            values = value.movedim(entry.row_dim, 0).long()  # (rows, ...)
+            is_of_tokens = labels is not None and values.shape == labels.shape
+            if is_of_tokens:
                 values = values.masked_fill(labels == IGNORE_INDEX, HIGHEST_CODE + 1)  # not a code
             codes_by_key[key] = _codes_of_rows(values.reshape(len(values), -1))
         return codes_by_key
@@ -285,6 +287,13 @@ def _writes_into(batch: Batch) -> dict[str, int]:
     return writes
 
 
+def _may_hold_codes(value: object) -> bool:
+    """Returns whether a value is a tensor of integers or bools, not empty, of at most two dimensions."""
+    if not isinstance(value, torch.Tensor) or value.is_floating_point() or value.is_complex():
+        return False
+    return value.numel() > 0 and value.dim() <= 2
+
+
 def _codes_of_rows(values: torch.Tensor) -> list[list[int]]:
     """Returns the codes among the values of each row, ``(rows, values)``, each code once and rising."""
     # A table with a column for each code, and a last one for all higher values.
@@ -298,16 +307,14 @@ def _codes_of_rows(values: torch.Tensor) -> list[list[int]]:
     return codes
 
 
-COLLATED_BY_LOADER = 'microbatches that a loader has collated'
-"""The ``kind`` of the rows of a pre-split batch, for :func:`check_first_labels`."""
-
-
 def check_first_labels(facts_of_batches: Sequence[RowFacts], rule: LossRule | None, kind: str) -> None:
     """Raises ValueError if padding on the left predicts a label, or would predict it in one batch of all rows.
 
-    Called for rows whose padding depends on the cut or on the loader. Such a label makes the loss depend on it, too.
-    Nothing is raised if no batch is padded on the left. Then a row that begins with padding probably has it in every
-    cut, such as a BOS that the mask hides because it is the pad, too.
+    Called for rows whose padding depends on the cut or on the loader. Then the loss depends on them, too: a shifted
+    loss counts such a label if a pad stands before it, and does not count it if nothing does.
+
+    Nothing is raised if no batch is padded on the left. Then a row that begins with padding probably does so in every
+    cut. For example, its first token is a BOS that the mask hides, because the tokenizer has the same id for padding.
 
     Args:
         facts_of_batches: The facts about the rows: of a batch, or of each microbatch that a loader has collated.
@@ -350,9 +357,8 @@ def describe(layout: BatchLayout, batch: Batch) -> RowFacts:
         is_padded=not bool(real.all()),
         real=real,
     )
-    # Fills two cached properties: the reach is computed once, and writes are counted from now on.
+    # Fills the cached property, so that the reach is computed only once.
     vars(facts)['_reach'] = reach
-    vars(facts)['_writes'] = _writes_into(facts.batch)
     return facts
 
 
@@ -407,13 +413,14 @@ def is_beyond_rotary_limit(facts: RowFacts) -> bool:
 
 def is_ragged(modality: str, facts_of_batches: Sequence[RowFacts]) -> bool:
     """Returns whether microbatches pad a tensor of the modality to different sizes."""
-    first_shapes: dict[str, torch.Size] = {}
+    first_shapes: dict[str, list[int]] = {}
     for facts in facts_of_batches:
-        for key, entry in facts._media_entries.items():
+        for key, entry in facts._media_entry_by_key.items():
             if entry.modality != modality:
                 continue
-            item_shape = facts.batch[key].shape[1:]
-            first_shape = first_shapes.setdefault(key, item_shape)
-            if item_shape != first_shape:
+            shape_of_entries = list(facts.batch[key].shape)
+            del shape_of_entries[entry.row_dim]  # the number of entries
+            first_shape = first_shapes.setdefault(key, shape_of_entries)
+            if shape_of_entries != first_shape:
                 return True
     return False

@@ -3,7 +3,7 @@
 
 """Which tensors a family of multimodal models puts into a batch, and how each belongs to rows.
 
-To add a family, add one :class:`Family` to :data:`FAMILIES`. Most models need no entry: ``found.py`` infers theirs.
+To add a family, add one :class:`Family` to :data:`FAMILIES`. Most models need no entry: :func:`inferred_family`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from composer_tokacc.batch import IGNORE_INDEX, Batch, text_of
-from composer_tokacc.layout.placeholders import audio_tokens, has_any_id, query_tokens, replaced_ids
+from composer_tokacc.batch import IGNORE_INDEX, MODALITIES, Batch, text_of
+from composer_tokacc.layout.placeholders import audio_tokens, has_any_id, named_ids, query_tokens, replaced_ids
 from composer_tokacc.layout.tensors import Entry
 
 
@@ -32,11 +32,12 @@ class Media:
         sizes: Returns the number of placeholders of each item. Called as ``sizes(batch, config, num_items,
             num_tokens)``, with the numbers of items and of placeholders in the batch. For models that do not notice a
             wrong number: see ``query_tokens`` and ``audio_tokens`` of ``placeholders.py``. None: it is inferred, see
-            ``found.py``.
+            ``item_counts.py``.
         token_type: The value of ``mm_token_type_ids`` at the placeholders of this modality; 0: there is none.
-        frames: None: the modality has its own placeholder. In GLM-4V, images and frames of videos share one:
+        frames: For GLM-4V, where images and frames of videos share the placeholder of an image:
             ``<image> ... <start of video> <image> <image> <end of video>``. True: this modality (videos) has the
-            placeholders between start and end. False: this modality (images) has all others.
+            placeholders between start and end. False: this modality (images) has all others. None, the usual case: the
+            modality has its own placeholder.
     """
 
     sizes: Callable[[Batch, Any, int, int], list[int]] | None = None
@@ -54,19 +55,21 @@ class Media:
         Returns None if neither the ids in the config nor ``mm_token_type_ids`` tell them. ``unit`` is the name of the
         modality.
         """
-        ids = text_of(batch)
-        name_in_config = unit if self.frames is None else 'image'
-        placeholder_ids = replaced_ids(config, name_in_config)
-        if not placeholder_ids:
+        text = text_of(batch)
+        modality_of_id = unit
+        if self.frames is not None:
+            modality_of_id = 'image'  # videos have the placeholder of an image, too
+        ids = replaced_ids(config, modality_of_id)
+        if not ids:
             types = batch.get('mm_token_type_ids')
             if types is None or not self.token_type:
                 return None
             return types == self.token_type
-        is_placeholder = has_any_id(ids, placeholder_ids)
+        is_placeholder = has_any_id(text, ids)
         if self.frames is None:
             return is_placeholder
-        num_starts = (ids == config.video_start_token_id).cumsum(dim=1)
-        num_ends = (ids == config.video_end_token_id).cumsum(dim=1)
+        num_starts = (text == config.video_start_token_id).cumsum(dim=1)
+        num_ends = (text == config.video_end_token_id).cumsum(dim=1)
         is_in_video = num_starts > num_ends  # up to here, a video has started and not ended
         return is_placeholder & (is_in_video == self.frames)
 
@@ -126,8 +129,8 @@ TEXT_ENTRIES: dict[str, Entry] = {
 _IMAGE = Entry(unit='image')
 _VIDEO = Entry(unit='video')
 _AUDIO = Entry(unit='audio')
-# The patches of all images (videos) one after the other. A grid tells how many patches an image (a video) has.
-_GRIDS = {
+# Pixels are the patches of all images (videos) one after the other. A grid tells how many an image (a video) has.
+_PATCHES = {
     'pixel_values': Entry(unit='patch'),
     'image_grid_thw': _IMAGE,
     'pixel_values_videos': Entry(unit='video_patch'),
@@ -135,7 +138,7 @@ _GRIDS = {
 }
 
 
-def _instructed(entry: Entry) -> dict[str, Entry]:
+def _entries_of_instructblip(entry: Entry) -> dict[str, Entry]:
     """Returns the tensors that InstructBLIP has for each image or video: its pixels and an instruction."""
     return {'pixel_values': entry, 'qformer_input_ids': entry, 'qformer_attention_mask': entry}
 
@@ -163,15 +166,18 @@ class _Format(NamedTuple):
 
 
 def _is_qwen(batch: Batch) -> bool:
+    """Returns whether a batch has grids of patches, or audios without images and videos (Qwen-Audio)."""
+    if 'image_grid_thw' in batch or 'video_grid_thw' in batch:
+        return True
     has_only_audios = _Format({'input_features': None}, lacks=('pixel_values', 'pixel_values_videos'))
-    return 'image_grid_thw' in batch or 'video_grid_thw' in batch or has_only_audios(batch)
+    return has_only_audios(batch)
 
 
 _FORMATS_OF_LLAVA = (
     _Format({'image_sizes': None, 'pixel_values': 5}),
     _Format({'pixel_values_videos': 5}),
     _Format({'pixel_values_images': None}),
-    # MiniCPM-V also has `target_sizes`. It has the patches of all images side by side, which `found.py` knows.
+    # MiniCPM-V also has `target_sizes`. It has the patches of all images side by side, which `readings.py` knows.
     _Format({'pixel_values': 4}, lacks=('target_sizes',)),
 )
 
@@ -202,11 +208,11 @@ TEXT_FAMILY = Family(name='text', matches=_Format(lacks=('pixel_values',)))
 # The comment above each family says why the family is needed. To find out, each family was removed in turn, and tiny
 # models of its types were trained without it.
 #
-# Some are only needed if the model is not known. token_data_spec() gets the model by `model=`, by `layout=` or from
-# TokenAccumulation. A collator and verify_invariance() get it only by `layout=`. `widened()`, which pads microbatches,
-# never gets it. Nor does a pre-split batch when a callback reads a tensor of all its rows. Without the model only the
-# keys of a batch tell its format, and no config names the placeholders. The first family that matches is taken, so a
-# special format stands before the more general ones.
+# Some are only needed if the model is not known. Then only the keys of a batch tell its format, and no config names the
+# placeholders. The first family that matches is taken, so a special format stands before the more general ones. The
+# model is known to token_data_spec() by `model=`, by `layout=` or from TokenAccumulation, and to a collator and to
+# verify_invariance() only by `layout=`. It is not known to `widened()`, which pads microbatches, nor to a pre-split
+# batch when a callback reads a tensor of all its rows.
 FAMILIES: tuple[Family, ...] = (
     # Only needed if the model is not known.
     Family(
@@ -238,7 +244,7 @@ FAMILIES: tuple[Family, ...] = (
             'qwen2_audio',
         ),
         entries={
-            **_GRIDS,
+            **_PATCHES,
             'second_per_grid_ts': _VIDEO,
             'video_second_per_grid': _VIDEO,
             'input_features': _AUDIO,
@@ -264,7 +270,7 @@ FAMILIES: tuple[Family, ...] = (
             'glm_ocr',
             'glm5_next',
         ),
-        entries=_GRIDS,
+        entries=_PATCHES,
         one_kind=True,
         media={
             # Frames of a video are written like images, between the tokens that start and end it.
@@ -313,7 +319,7 @@ FAMILIES: tuple[Family, ...] = (
         name='InstructBLIP',
         model_types=('instructblip',),
         has_queries=True,
-        entries=_instructed(_IMAGE),
+        entries=_entries_of_instructblip(_IMAGE),
         media={'image': Media(sizes=query_tokens)},
         matches=_Format({'qformer_input_ids': None, 'pixel_values': 4}),
     ),
@@ -322,7 +328,7 @@ FAMILIES: tuple[Family, ...] = (
         name='InstructBLIP-Video',
         model_types=('instructblipvideo',),
         has_queries=True,
-        entries=_instructed(_VIDEO),
+        entries=_entries_of_instructblip(_VIDEO),
         media={'video': Media(sizes=query_tokens)},
         matches=_Format({'qformer_input_ids': None, 'pixel_values': 5}),
     ),
@@ -360,3 +366,21 @@ FAMILIES: tuple[Family, ...] = (
     ),
     TEXT_FAMILY,
 )
+
+
+def inferred_family(config: Any) -> Family:
+    """Returns the family of a model that is not in :data:`FAMILIES`, with the modalities that its config names.
+
+    A config names a modality by its placeholders, or by the config of its encoder; videos only by their placeholders.
+    """
+    vision_config = getattr(config, 'vision_config', None)
+    audio_config = getattr(config, 'audio_config', None)
+    encoders = {'image': vision_config, 'audio': audio_config}
+    media = {}
+    for modality in MODALITIES:
+        has_encoder = encoders.get(modality) is not None
+        if has_encoder or named_ids(config, modality):
+            media[modality] = Media()
+    if not media:
+        return TEXT_FAMILY
+    return Family(name=config.model_type, media=media)

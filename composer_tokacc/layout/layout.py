@@ -10,7 +10,6 @@ how many units each row has (:meth:`BatchLayout.units_per_row`).
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -23,40 +22,49 @@ import torch
 from composer_tokacc.arguments import check_choice, check_count, check_kind
 from composer_tokacc.batch import (
     COUNT_KEYS,
-    IGNORE_INDEX,
     MODALITIES,
     Batch,
     Reach,
     attended_positions,
-    has_text,
+    has_input_text,
     labels_at_text,
-    padding_positions,
     real_positions,
-    sample_name,
     text_of,
 )
 from composer_tokacc.compat import inner_model, is_encoder_decoder
-from composer_tokacc.layout.families import FAMILIES, TEXT_ENTRIES, Family, Media
-from composer_tokacc.layout.found import (
-    Readings,
+from composer_tokacc.layout.families import FAMILIES, TEXT_ENTRIES, Family, Media, inferred_family
+from composer_tokacc.layout.item_counts import (
     carried_counts,
     entries_per_row,
-    entry_of_reading,
-    has_audio_along_text,
-    inferred_family,
-    items_of_rows,
-    joined_readings,
-    possible_readings,
+    items_by_placeholders,
     sums_of_groups,
 )
-from composer_tokacc.layout.placeholders import has_any_id, placeholder_ids, replaced_ids
+from composer_tokacc.layout.joining import (
+    check_are_tensors,
+    check_equal_clips,
+    check_present,
+    check_same_form,
+    entry_of_all,
+    fill_of,
+    pointers_in_joined_pixels,
+    values_of_rows,
+    widest_shared,
+    with_masks,
+)
+from composer_tokacc.layout.placeholders import has_any_id, named_ids, replaced_ids
+from composer_tokacc.layout.readings import (
+    Readings,
+    entry_of_reading,
+    has_audio_along_text,
+    joined_readings,
+    possible_readings,
+)
 from composer_tokacc.layout.tensors import (
     PART_UNITS,
     Entry,
     cat_padded,
     inferred_unit,
     parse_unit,
-    renumbered,
     select_columns,
     select_rows,
 )
@@ -66,9 +74,6 @@ SCALED_ROTARY_TYPES = ('dynamic', 'longrope')
 """Rotary embeddings that change with the largest position of the batch, once that is over a limit."""
 KEYS_AT_LABELS = ('labels', 'loss_weights', 'loss_mask')
 """Keys of tensors with a value for each label."""
-_NAME_OF_LABELS = re.compile(r'(?!is_|has_).*(labels?|label_ids|targets?)_?\d*$')
-"""Matches names of labels of a second task, such as `ner_labels` or `labels2`, but not names of masks, such as
-`label_mask` or `is_target`."""
 NUM_DUMMY_FRAMES = 4
 """Frames of a dummy video. InstructBLIP-Video's processor writes placeholders for as many."""
 
@@ -94,8 +99,8 @@ class BatchLayout:
     extra: Mapping[str, Entry] = field(default_factory=dict)
     readings: Readings = field(default_factory=dict, init=False, repr=False, compare=False)
     """The ways in which unregistered tensors may belong to rows, by key, without those that earlier batches of the fit
-    have ruled out: see ``found.py``. Not an argument, because no user knows them: a run learns them from its
-    batches."""
+    have ruled out: see ``readings.py``. A run learns them from its batches. No user knows them, so they are set by
+    :meth:`with_readings` and are no argument."""
 
     def __post_init__(self) -> None:
         check_kind('family', self.family, Family)
@@ -135,7 +140,7 @@ class BatchLayout:
         return layout.with_readings(self.readings)
 
     def with_readings(self, readings: Readings) -> BatchLayout:
-        """Returns a layout that allows only these readings of unregistered keys: see :meth:`readings_of`."""
+        """Returns a layout with these readings of unregistered keys in place of its own: see :meth:`readings_of`."""
         layout = replace(self)
         # The dataclass is frozen, and `readings` is not an argument.
         object.__setattr__(layout, 'readings', readings)
@@ -174,18 +179,21 @@ class BatchLayout:
         config = self.config
         if hasattr(config, 'get_text_config'):
             config = config.get_text_config()
-        # Transformers 4 has `rope_scaling`.
-        rope = getattr(config, 'rope_parameters', None) or getattr(config, 'rope_scaling', None) or {}
+        rope = getattr(config, 'rope_parameters', None)
+        if not rope:
+            rope = getattr(config, 'rope_scaling', None)  # its name in Transformers 4
+        if not rope:
+            return None
         # Models with several types of layers nest the parameters of each type.
-        nested = [value for value in rope.values() if isinstance(value, Mapping)]
+        parameters_of_types = [rope]
+        for value in rope.values():
+            if isinstance(value, Mapping):
+                parameters_of_types.append(value)
         limits: list[int] = []
-        for parameters in [rope, *nested]:
+        for parameters in parameters_of_types:
             rotary_type = parameters.get('rope_type', parameters.get('type'))
             if rotary_type in SCALED_ROTARY_TYPES:
-                limit = parameters.get('original_max_position_embeddings')
-                limit = limit or getattr(config, 'original_max_position_embeddings', None)
-                limit = limit or config.max_position_embeddings
-                limits.append(limit)
+                limits.append(_rotary_limit(parameters, config))
         return min(limits, default=None)
 
     def width_matters(self, batch: Batch) -> bool:
@@ -194,11 +202,11 @@ class BatchLayout:
         Returns False without text, because then nothing is trimmed in any case.
         """
         limit = self.width_limit
-        if limit is None or not has_text(batch):
+        if limit is None or not has_input_text(batch):
             return False
         return self.width(batch) > limit
 
-    # How each entry belongs to rows.
+    # How each tensor belongs to rows.
 
     @cached_property
     def _registered(self) -> Mapping[str, Entry]:
@@ -245,35 +253,40 @@ class BatchLayout:
                 the tensor has no dimension for its rows or images.
         """
         value: torch.Tensor = batch[key]
-        num_rows, width = text_of(batch).shape[:2]
         entry = self._registered.get(key)
         if entry is None:
             entry = self._inferred_entry(batch, key)
         elif key not in self.extra:  # an `Entry` of the user keeps its unit, whatever the shape
-            entry = _entry_by_shape(key, value, entry, num_rows, width)
+            num_rows, width = text_of(batch).shape[:2]
+            entry = _adapted_to_shape(entry, key, value, num_rows, width)
         if entry.unit != 'shared' and not _has_dim(value, entry.row_dim):
             raise InvalidInputError(
                 f'`batch[{key!r}]` must have one entry for each {entry.unit}, got: a tensor of shape '
                 f'{tuple(value.shape)}. Give it that dimension in the collator.'
             )
-        # Without text (Whisper) the labels are the decoder's, which are not trimmed.
-        lies_along_text = has_text(batch)
-        if key in KEYS_AT_LABELS and _labels_are_of_decoder(self.config, batch):
-            lies_along_text = False
-        for dim in entry.seq_dims:
-            # A tensor may lack the dimension: `loss_weights` may have one weight per row.
-            lies_along_text &= _has_dim(value, dim) and value.shape[dim] == width
-        if lies_along_text:
-            return entry
-        return replace(entry, seq_dims=())
+        if entry.seq_dims and not self._lies_along_text(batch, key, entry.seq_dims):
+            return replace(entry, seq_dims=())
+        return entry
 
-    def _entries_of(self, batch: Batch) -> dict[str, Entry]:
+    def _lies_along_text(self, batch: Batch, key: str, seq_dims: Sequence[int]) -> bool:
+        """Returns whether a tensor has the width of the text in all these dimensions, and belongs to no decoder."""
+        # Without input text (Whisper) the labels are the decoder's, which are not trimmed.
+        if not has_input_text(batch):
+            return False
+        if key in KEYS_AT_LABELS and _labels_are_of_decoder(self.config, batch):
+            return False
+        value: torch.Tensor = batch[key]
+        width = self.width(batch)
+        # A tensor may lack the dimension: `loss_weights` may have one weight per row.
+        return all(_has_dim(value, dim) and value.shape[dim] == width for dim in seq_dims)
+
+    def _entries_by_key(self, batch: Batch) -> dict[str, Entry]:
         """Returns how each tensor of a batch belongs to rows, by key: see :meth:`entry_of`."""
-        entries = {}
+        entry_by_key = {}
         for key, value in batch.items():
             if isinstance(value, torch.Tensor):
-                entries[key] = self.entry_of(batch, key)
-        return entries
+                entry_by_key[key] = self.entry_of(batch, key)
+        return entry_by_key
 
     def _inferred_entry(self, batch: Batch, key: str) -> Entry:
         """Returns how an unregistered tensor belongs to rows: by the likeliest reading that no batch has ruled out."""
@@ -290,9 +303,10 @@ class BatchLayout:
         return entry_of_reading(most_likely, batch, key)
 
     def tensors_of(self, batch: Batch, unit: str) -> dict[str, torch.Tensor]:
-        """Returns the tensors that have one entry for each image (or patch, ..., as ``unit`` says), by key.
+        """Returns the registered tensors of media that have one entry for each image (or patch, ...), by key.
 
-        Tensors that are not registered have other units, such as ``'image/12'``, so they are left out.
+        ``unit`` says which. Tensors that are not registered have other units, such as ``'image/12'``, so they are left
+        out.
         """
         tensors = {}
         for key, entry in media_entries(self, batch).items():
@@ -319,7 +333,8 @@ class BatchLayout:
         """Returns how many of a unit (``'image'``, ``'video'``, ``'audio'``, ``'patch'``, ...) each row has.
 
         The number of patches follows from the items of the row and their grids. An item is an image, a video or an
-        audio. The first of these rules that applies tells the number of items, or of entries of an inferred unit:
+        audio. If ``unit`` is inferred, such as ``'image/12'``, its entries are counted like items. The first of these
+        rules that applies tells the number of items:
 
         1. If images are in slots (see ``Family.slots``), the slots of the row up to its last image.
         2. If no tensor has the items, the numbers ``num_<unit>s`` of the batch. Without them each row has 0.
@@ -327,7 +342,7 @@ class BatchLayout:
            config names them: the placeholders. A row has as many items as these fill: see ``Media.sizes``.
         4. If there is one row, it has all items.
         5. The numbers ``num_<unit>s``, if they add up to the items of the batch.
-        6. The placeholders, in the ways of ``found.py``.
+        6. The placeholders, in the ways of ``item_counts.py``.
 
         Raises:
             ValueError: If nothing tells which items belong to which row.
@@ -367,20 +382,18 @@ class BatchLayout:
         return Reach.of(is_occupied).from_first
 
     def _items_per_row(self, batch: Batch, unit: str) -> list[int]:
-        """Returns the number of items of each row, by the rules 2 to 6 of :meth:`units_per_row`.
-
-        If ``unit`` is inferred, such as ``'image/12'``, "items" are its entries: tiles, patches or images.
-        """
+        """Returns the number of items of each row, by the rules 2 to 6 of :meth:`units_per_row`."""
         num_rows = self.num_rows(batch)
-        entries = media_entries(self, batch)
-        item_unit = _unit_of_items(entries, unit)
+        media_entry_by_key = media_entries(self, batch)
+        # For example 'image/3' for 'image', if three entries of images are in the batch, and none is registered.
+        item_unit = _unit_of_items(media_entry_by_key, unit)
         modality, _ = parse_unit(item_unit)
         carried = carried_counts(batch, modality)
         # If there is not one number for each row, the numbers are ignored, because they are optional. The placeholders
         # tell the items, too.
         if carried is not None and len(carried) != num_rows:
             carried = None
-        num_items = _num_items(batch, entries, item_unit)
+        num_items = _num_items(batch, media_entry_by_key, item_unit)
         if num_items is None:
             # Rule 2. There is no tensor to cut, so wrong numbers do no harm.
             return carried or [0] * num_rows
@@ -388,11 +401,11 @@ class BatchLayout:
         # are too few.
         media = self.family.media.get(item_unit, Media())
         if media.sizes is not None:
-            is_placeholder = self._placeholders_of(batch, item_unit)
+            is_placeholder = self._placeholders_of_items(batch, item_unit)
             if is_placeholder is not None:
                 tokens_per_row = is_placeholder.sum(dim=1).tolist()
                 tokens_per_item = media.sizes(batch, self.config, num_items, sum(tokens_per_row))
-                return _items_by_placeholders(item_unit, tokens_per_row, tokens_per_item)
+                return items_by_placeholders(item_unit, tokens_per_row, tokens_per_item)
         # Rule 4.
         if num_rows == 1:
             return [num_items]
@@ -401,33 +414,39 @@ class BatchLayout:
         if carried is not None and sum(carried) == num_items:
             return carried
         # Rule 6.
-        is_placeholder = self._placeholders_of(batch, item_unit)
+        is_placeholder = self._placeholders_of_items(batch, item_unit)
         if is_placeholder is None:
-            remedy = (
-                f'Carry `num_{modality}s` in the batch, one int per row (of images, tiles are counted), or declare a '
-                f'column that is none of {modality}s (`layout.with_entries(name=Entry())`)'
-            )
-            if self.config is None:
-                remedy += ', or pass `layout=BatchLayout.for_model(model)`'
-            raise InvalidInputError(
-                f'`layout` must tell which of {num_items} {modality}s belong to which of {num_rows} rows, got: nothing '
-                f'that tells their placeholders, and `num_{modality}s`={batch.get(f"num_{modality}s")}. {remedy}.'
-            )
-        # Other keys are left out. A tensor with one entry per row, such as the dataset's column `image_id`, tells
-        # nothing about items, although its name does.
-        media_keys = {*entries, *self.family.entries}
-        media_batch = {key: value for key, value in batch.items() if key in media_keys}
+            raise self._unknown_items_error(batch, modality, num_items)
+        # Only tensors of media, and what the family registers with them, such as `batch_num_images`. A tensor with one
+        # entry per row, such as the dataset's column `image_id`, tells nothing about items, although its name does.
+        keys = media_entry_by_key.keys() | self.family.entries.keys()
+        media_batch = {key: value for key, value in batch.items() if key in keys}
         return entries_per_row(media_batch, is_placeholder, modality, num_items)
 
-    def _placeholders_of(self, batch: Batch, item_unit: str) -> torch.Tensor | None:
+    def _unknown_items_error(self, batch: Batch, modality: str, num_items: int) -> InvalidInputError:
+        """Returns the error that nothing tells which items belong to which row."""
+        remedy = (
+            f'Carry `num_{modality}s` in the batch, one int per row (of images, tiles are counted), or declare a '
+            f'column that is none of {modality}s (`layout.with_entries(name=Entry())`)'
+        )
+        if self.config is None:
+            remedy += ', or pass `layout=BatchLayout.for_model(model)`'
+        return InvalidInputError(
+            f'`layout` must tell which of {num_items} {modality}s belong to which of {self.num_rows(batch)} rows, got: '
+            f'nothing that tells their placeholders, and `num_{modality}s`={batch.get(f"num_{modality}s")}. {remedy}.'
+        )
+
+    def _placeholders_of_items(self, batch: Batch, item_unit: str) -> torch.Tensor | None:
         """Returns the positions of the placeholders of some items, bool ``(rows, width)``; None: nothing tells them."""
         modality, num_entries = parse_unit(item_unit)
-        # With a number it is an inferred unit, such as 'image/12'. Then nothing tells which ids the model replaces,
-        # so all are taken: see placeholders.py.
-        if num_entries is not None and self.config is not None:
-            return has_any_id(text_of(batch), placeholder_ids(self.config, modality))
+        is_inferred = num_entries is not None  # such as 'image/12'
+        if is_inferred and self.config is not None:
+            # Nothing tells which ids the model replaces, so all are taken: see placeholders.py.
+            return has_any_id(text_of(batch), named_ids(self.config, modality))
         media = self.family.media.get(modality, Media())
         return media.placeholders(batch, self.config, modality)
+
+    # New batches from existing ones.
 
     def with_media(self, batch: Batch) -> Batch:
         """Adds one grey dummy image or video if the batch has none and the model needs one: see ``has_queries``.
@@ -450,8 +469,6 @@ class BatchLayout:
             if key != 'pixel_values':
                 dummy[key] = torch.ones(1, 1, dtype=torch.long, device=device)
         return {**batch, **dummy}
-
-    # New batches from existing ones.
 
     def select(self, batch: Batch, rows: Sequence[int]) -> dict[str, Any]:
         """Returns a batch of some rows, in the given order, with exactly their images. The width stays.
@@ -480,7 +497,7 @@ class BatchLayout:
         num_rows = self.num_rows(batch)
         for key, value in batch.items():
             self._check_value(key, value, num_rows)
-        entries = self._entries_of(batch)
+        entry_by_key = self._entries_by_key(batch)
         all_rows = list(range(num_rows))
         groups = list(groups)
         if columns is None:
@@ -491,18 +508,18 @@ class BatchLayout:
             rows = list(group)
             _check_rows(rows, num_rows)
             if rows == all_rows:
-                selected.append(select_columns(batch, entries, kept_columns))
+                selected.append(select_columns(batch, entry_by_key, kept_columns))
                 continue
             # Counted here, because it takes a while, and a group of all rows does not need it.
             if offsets is None:
-                offsets = self._offsets_of_rows(batch, entries)
-            selected.append(select_rows(batch, entries, offsets, rows, kept_columns))
+                offsets = self._offsets_of_rows(batch, entry_by_key)
+            selected.append(select_rows(batch, entry_by_key, offsets, rows, kept_columns))
         return selected
 
-    def _offsets_of_rows(self, batch: Batch, entries: Mapping[str, Entry]) -> dict[str, list[int]]:
+    def _offsets_of_rows(self, batch: Batch, entry_by_key: Mapping[str, Entry]) -> dict[str, list[int]]:
         """Returns where the entries of each row begin, for each unit of the batch: see :data:`.RowOffsets`."""
         units = {'row'}
-        for entry in entries.values():
+        for entry in entry_by_key.values():
             units.add(entry.unit)
             if entry.slot_dim is not None:
                 units.add('image')  # their number tells how many slots the selected rows need
@@ -525,13 +542,13 @@ class BatchLayout:
         """
         if value is None or isinstance(value, (torch.Tensor, str, bool, int, float)):
             return
-        description = type(value).__name__
         if isinstance(value, (list, tuple)):
             entry = self._registered.get(key, Entry())
-            is_of_rows = entry.unit == 'row' and not entry.is_media
-            if len(value) == num_rows and is_of_rows:
+            if len(value) == num_rows and _is_of_rows(entry):
                 return
-            description = f'{description} of {len(value)} {entry.modality} entries for {num_rows} rows'
+            description = f'{type(value).__name__} of {len(value)} {entry.modality} entries for {num_rows} rows'
+        else:
+            description = type(value).__name__
         raise InvalidInputError(
             f'`batch[{key!r}]` must be a tensor, a list with one entry per row, or a plain value, got: {description}. '
             'Turn it into one of these in the collator.'
@@ -566,7 +583,7 @@ class BatchLayout:
         """Returns the batch with ``width`` columns of its text, from column ``start`` on."""
         if width == self.width(batch):
             return dict(batch)
-        return select_columns(batch, self._entries_of(batch), range(start, start + width))
+        return select_columns(batch, self._entries_by_key(batch), range(start, start + width))
 
     def concat(
         self,
@@ -604,19 +621,33 @@ class BatchLayout:
             present = [batch for batch in batches if batch.get(key) is not None]
             values = [batch[key] for batch in present]
             if values and key in COUNT_KEYS:
-                # Each batch is counted by itself, because in a batch of one row it is certain that all tiles belong to
-                # that row.
-                joined[key] = []
-                for batch in batches:
-                    joined[key] += self._carried_or_counted(batch, COUNT_KEYS[key])
+                joined[key] = self._joined_counts(key, batches)
             elif any(isinstance(value, torch.Tensor) for value in values):
                 joined[key] = self._joined_tensor(key, present, batches, width, padding_side, pad_token_id)
             elif any(isinstance(value, (list, tuple)) for value in values):
-                _check_present(key, present, batches)
+                check_present(key, present, batches)
                 joined[key] = values_of_rows(key, batches)
             else:
                 joined[key] = self._joined_plain_value(key, values, batches)
         return joined
+
+    def _joined_counts(self, key: str, batches: Sequence[Batch]) -> list[int]:
+        """Returns the number of items of each row of all batches. ``key`` is one of ``COUNT_KEYS``.
+
+        A batch may carry the numbers. But if registered tensors have one entry per item, these entries are counted,
+        because the carried numbers may be of images that the processor has cut into tiles. A batch that lacks the
+        numbers is counted, too. Each batch is counted by itself, because in a batch of one row it is certain that all
+        tiles belong to that row.
+        """
+        modality = COUNT_KEYS[key]
+        counts: list[int] = []
+        for batch in batches:
+            carried = carried_counts(batch, modality)
+            if carried is None or self.tensors_of(batch, modality):
+                counts += self.units_per_row(batch, modality)
+            else:
+                counts += carried
+        return counts
 
     def _joined_plain_value(self, key: str, values: Sequence[Any], batches: Sequence[Batch]) -> Any:
         """Returns the plain value that all batches share, or a list with the value of each row.
@@ -628,23 +659,12 @@ class BatchLayout:
             return None
         # Arrays cannot be compared by `!=`, which returns another array.
         differs = any(isinstance(value, np.ndarray) or value != values[0] for value in values)
-        entry = self._registered.get(key)
         # A registered key of rows, such as `loss_weights`, has a value for each row, even if all of them are equal.
-        is_of_rows = entry is not None and entry.unit == 'row' and not entry.is_media
+        entry = self._registered.get(key)
+        is_of_rows = entry is not None and _is_of_rows(entry)
         if differs or is_of_rows:
             return values_of_rows(key, batches)
         return values[0]
-
-    def _carried_or_counted(self, batch: Batch, modality: str) -> list[int]:
-        """Returns the number of items of each row of a batch.
-
-        The batch may carry the numbers. But if registered tensors have one entry per item, these entries are counted,
-        because the carried numbers may be of images that the processor has cut into tiles.
-        """
-        carried = carried_counts(batch, modality)
-        if carried is None or self.tensors_of(batch, modality):
-            return self.units_per_row(batch, modality)
-        return carried
 
     def _joined_tensor(
         self,
@@ -660,46 +680,42 @@ class BatchLayout:
         ``present`` are the batches that have the key.
         """
         values = [batch[key] for batch in present]
-        _check_are_tensors(key, values)
+        check_are_tensors(key, values)
         entries = [self.entry_of(batch, key) for batch in present]
-        _check_same_form(key, values, entries)
-        entry = _joined_entry(entries)
+        check_same_form(key, values, entries)
+        entry = entry_of_all(entries)
         if entry.unit == 'shared':
-            return _widest_shared(key, values, entry, side)
-        if entry.unit == 'video' and present[0][key].dim() == 5:  # clips: (videos, frames, channels, height, width)
-            _check_equal_clips(self.family.name, key, present)
+            return widest_shared(key, values, entry, side)
+        if entry.unit == 'video' and values[0].dim() == 5:  # clips: (videos, frames, channels, height, width)
+            check_equal_clips(self.family.name, key, present)
         # A batch that lacks the key adds no entry to a tensor of media. To a tensor with an entry for each row it must
         # add its rows. If images are in slots, their tensor has an entry for each row, too.
         if not entry.is_media or entry.slot_dim is not None:
-            values = self._tensors_of_all(key, present, batches, entry)
+            values = self._with_missing_tensors(key, present, batches, entry)
         if entry.points_into is not None:
-            # Each batch counts its patches from 0. In the joined batch the patches of earlier batches come first. Only
-            # media without slots point into pixels, so `values` still has one tensor for each batch of `present`.
-            first_patch = 0
-            for number, batch in enumerate(present):
-                values[number] = renumbered(values[number], first_patch)
-                pixels: torch.Tensor = batch[entry.points_into]
-                first_patch += pixels.shape[:2].numel()  # (images, patches of an image, ...)
+            # Only media without slots point into pixels, so `values` still has one tensor for each batch of `present`.
+            pixels = [batch[entry.points_into] for batch in present]
+            values = pointers_in_joined_pixels(values, pixels)
         if key == 'input_ids':
             entry = replace(entry, fill=pad_token_id)
         elif key not in self._registered and not entry.is_media:
-            entry = replace(entry, fill=_fill_of(key, present))
+            entry = replace(entry, fill=fill_of(key, present))
         return cat_padded(values, entry, width, side)
 
-    def _tensors_of_all(
+    def _with_missing_tensors(
         self,
         key: str,
         present: Sequence[Batch],
         batches: Sequence[Batch],
         entry: Entry,
     ) -> list[torch.Tensor]:
-        """Returns one tensor for each batch, to be joined. ``present`` are the batches that have the key.
+        """Returns one tensor for each batch, to be joined: its own one, or a new one if it has none.
 
-        The others get a new tensor with 0 slots, or filled with ``entry.absent``. Raises ValueError if neither is
-        possible.
+        A new tensor has 0 slots, or is filled with ``entry.absent``. Raises ValueError if neither is possible.
+        ``present`` are the batches that have the key.
         """
         if entry.slot_dim is None and entry.absent is None:
-            _check_present(key, present, batches)
+            check_present(key, present, batches)
         like: torch.Tensor = present[0][key]
         values = []
         for batch in batches:
@@ -712,11 +728,19 @@ class BatchLayout:
                 shape[dim] = self.width(batch)
             if entry.slot_dim is not None:
                 shape[entry.slot_dim] = 0
-            absent = entry.absent or False  # False is 0 in every dtype. The integer 0 would turn bools into integers.
+            absent = entry.absent
+            if not absent:  # 0, or None if the tensor has 0 slots, so no values
+                absent = False  # it is 0 in every dtype. The integer 0 would turn bools into integers
             # `absent` may be NaN, which an integer tensor cannot hold.
             dtype = torch.result_type(like, absent)
             values.append(like.new_full(shape, absent, dtype=dtype))
         return values
+
+
+# Functions of a layout that other rooms use, too. They are not methods, because methods of BatchLayout are public.
+
+
+# Layouts of models and of several batches.
 
 
 def config_of(model: Any) -> Any:
@@ -739,28 +763,34 @@ def layout_of_model(model: Any) -> BatchLayout | None:
     return BatchLayout.for_model(config)
 
 
-def _entry_by_shape(
-    key: str,
-    value: torch.Tensor,
-    entry: Entry,
-    num_rows: int,
-    width: int,
-) -> Entry:
-    """Returns ``entry``, which is registered for the key, unless it does not fit the shape of a mask or of positions.
+def inferred_layout(batches: Iterable[Batch]) -> BatchLayout:
+    """Returns the layout that some batches imply together, as :meth:`BatchLayout.infer` does for one batch.
 
-    A mask may have several dimensions. A mask or positions with one row may be shared by all rows of the text, whose
-    shape is ``(num_rows, width)``.
+    The first value of each key is enough, because only keys and numbers of dimensions tell the layout. A batch without
+    images may lack their keys, or have None there.
     """
-    is_shared = num_rows > 1 and value.shape[:1] == (1,)
-    unit = 'shared' if is_shared else 'row'
-    if key == 'attention_mask' and value.dim() > 2:
-        # (rows, width, width) and (rows, heads, width, width) have the width twice. In an additive mask 0 means
-        # "attend", so it is filled with the lowest number.
-        fill = torch.finfo(value.dtype).min if value.dtype.is_floating_point else 0
-        return Entry(unit=unit, seq_dims=(-2, -1), fill=fill)
-    if key == 'position_ids' and value.shape == (1, width):
-        return Entry(unit=unit, seq_dims=(1,))
-    return entry
+    values: dict[str, Any] = {}
+    for batch in batches:
+        check_kind('batch', batch, Mapping)
+        for key, value in batch.items():
+            if values.get(key) is None:
+                values[key] = value
+    return BatchLayout.infer(values)
+
+
+def layout_of_rows(layout: BatchLayout, batches: Iterable[Batch]) -> BatchLayout:
+    """Returns a layout for rows that are selected from these batches. It allows only readings that all of them allow.
+
+    The shapes of a few rows tell less surely how a tensor that is not registered belongs to them: the codes of two
+    images may have the shape of the text of two rows.
+    """
+    readings = layout.readings
+    for batch in batches:
+        readings = joined_readings(readings, layout.readings_of(batch))
+    return layout.with_readings(readings)
+
+
+# The text of a batch, and its columns.
 
 
 def _labels_are_of_decoder(config: Any, batch: Batch) -> bool:
@@ -771,7 +801,7 @@ def _labels_are_of_decoder(config: Any, batch: Batch) -> bool:
     """
     if batch.get('decoder_input_ids') is not None:
         return True
-    return has_text(batch) and is_encoder_decoder(config)
+    return has_input_text(batch) and is_encoder_decoder(config)
 
 
 def labels_along_text(layout: BatchLayout, batch: Batch) -> torch.Tensor | None:
@@ -779,13 +809,16 @@ def labels_along_text(layout: BatchLayout, batch: Batch) -> torch.Tensor | None:
 
     Unlike :func:`.labels_at_text` it also recognizes an encoder-decoder by its config.
     """
-    return None if _labels_are_of_decoder(layout.config, batch) else labels_at_text(batch)
+    if _labels_are_of_decoder(layout.config, batch):
+        return None
+    return labels_at_text(batch)
 
 
 def real_positions_of(layout: BatchLayout, batch: Batch) -> torch.Tensor:
     """Returns the positions that must not be trimmed, bool ``(rows, width)``: those with attention or with a label.
 
-    Labels of a decoder do not count, because they lie at other positions. See also :func:`.real_positions`.
+    Unlike :func:`.real_positions` it also recognizes an encoder-decoder by its config. Labels of a decoder do not
+    count, because they lie at other positions.
     """
     if _labels_are_of_decoder(layout.config, batch):
         return attended_positions(batch)
@@ -830,168 +863,15 @@ def split_trimmed(layout: BatchLayout, batch: Batch, groups: Sequence[Sequence[i
     return layout.split(batch, groups, needed_columns(layout, batch, groups))
 
 
-def layout_of_rows(layout: BatchLayout, batches: Iterable[Batch]) -> BatchLayout:
-    """Returns a layout for rows that are selected from these batches. It allows only readings that all of them allow.
-
-    The shapes of a few rows tell less surely how a tensor that is not registered belongs to them: the codes of two
-    images may have the shape of the text of two rows.
-    """
-    readings = layout.readings
-    for batch in batches:
-        readings = joined_readings(readings, layout.readings_of(batch))
-    return layout.with_readings(readings)
-
-
-def inferred_layout(batches: Iterable[Batch]) -> BatchLayout:
-    """Returns the layout that some batches imply together, as :meth:`BatchLayout.infer` does for one batch.
-
-    The first value of each key is enough, because only keys and numbers of dimensions tell the layout. A batch without
-    images may lack their keys, or have None there.
-    """
-    values: dict[str, Any] = {}
-    for batch in batches:
-        check_kind('batch', batch, Mapping)
-        for key, value in batch.items():
-            if values.get(key) is None:
-                values[key] = value
-    return BatchLayout.infer(values)
-
-
-def values_of_rows(key: str, batches: Iterable[Batch]) -> list[Any]:
-    """Returns one value for each row: an entry of a list, or the plain value that its batch has for all rows.
-
-    The rows of a batch without the key have 0 if it is the key of a count, such as ``num_images``, and None otherwise.
-    """
-    missing = 0 if key.startswith('num_') else None
-    values: list[Any] = []
-    for batch in batches:
-        value = batch.get(key)
-        if value is None:
-            value = missing
-        if isinstance(value, (list, tuple)):
-            values += value
-        else:
-            num_rows = len(text_of(batch))
-            values += [value] * num_rows
-    return values
-
-
-def with_masks(batches: Sequence[Batch]) -> Sequence[Batch]:
-    """Returns the batches with an ``attention_mask`` of ones if all have text, none has a mask, and no row is packed.
-
-    The caller pads the batches afterwards. Without a mask a model would attend to the new padding. Batches with packed
-    rows get no mask, because Transformers finds the documents of packed rows by their positions only if there is no
-    mask.
-    """
-    masked: list[Batch] = []
-    for batch in batches:
-        batch_with_mask = with_mask(batch)
-        if batch_with_mask is batch:
-            return batches
-        masked.append(batch_with_mask)
-    return masked
-
-
-def with_mask(batch: Batch) -> Batch:
-    """Returns the batch with an ``attention_mask`` of ones if it has text and no mask, and no row is packed."""
-    has_mask = batch.get('attention_mask') is not None
-    if not has_text(batch) or has_mask or _may_be_packed(batch):
-        return batch
-    return {**batch, 'attention_mask': torch.ones_like(text_of(batch))}
-
-
-def _may_be_packed(batch: Batch) -> bool:
-    """Returns whether positions of the batch may begin again within a row: one is not larger than the one before it.
-
-    True if they are not a tensor, because they are not read then.
-    """
-    positions = batch.get('position_ids')
-    if positions is None:
-        return False
-    if not isinstance(positions, torch.Tensor):
-        return True
-    begins_again = positions[..., 1:] <= positions[..., :-1]
-    if begins_again.dim() == 3:  # (axes, rows, width). Within an image, at least one axis rises with each token
-        begins_again = begins_again.all(dim=0)
-    return bool(begins_again.any())
-
-
-def _has_dim(value: torch.Tensor, dim: int) -> bool:
-    """Returns whether a tensor has a dimension, which may be counted from the end."""
-    return -value.dim() <= dim < value.dim()
-
-
-def media_entries(layout: BatchLayout, batch: Batch) -> dict[str, Entry]:
-    """Returns how the tensors of images, videos and audios of a batch belong to rows, by key.
-
-    This is called for every microbatch. To save time it recognises text by its key.
-    """
-    entries = {}
-    for key, value in batch.items():
-        is_text = key in TEXT_ENTRIES and key not in layout.extra and key not in layout.family.entries
-        if isinstance(value, torch.Tensor) and not is_text:
-            entry = layout.entry_of(batch, key)
-            if entry.is_media:
-                entries[key] = entry
-    return entries
-
-
-def modalities_of(entries: Mapping[str, Entry]) -> list[str]:
-    """Returns the modalities of the tensors of a batch, see :func:`media_entries`."""
-    present = {entry.modality for entry in entries.values()}
-    return [modality for modality in MODALITIES if modality in present]
-
-
-def _unit_of_items(entries: Mapping[str, Entry], unit: str) -> str:
-    """Returns the unit of the tensors that have one entry per item: ``unit`` itself, or an inferred one.
-
-    Unregistered tensors have units like ``'image/12'``: 12 entries in the batch. The tensors with the fewest entries
-    have one per item, the others have one per tile or patch.
-
-    Args:
-        entries: The entries of all media of the batch: see :func:`media_entries`.
-        unit: ``'image'``, ``'video'`` or ``'audio'``, or another unit that the user has registered.
-    """
-    numbers_of_entries: list[int] = []
-    for entry in entries.values():
-        if entry.unit == unit:
-            return unit
-        modality, num_entries = parse_unit(entry.unit)
-        if modality == unit and num_entries is not None:
-            numbers_of_entries.append(num_entries)
-    if not numbers_of_entries:
-        return unit
-    return inferred_unit(unit, min(numbers_of_entries))
-
-
-def _num_items(batch: Batch, entries: Mapping[str, Entry], unit: str) -> int | None:
-    """Returns how many items the tensors of a unit have; None if the batch has no such tensor.
-
-    ``entries`` are the entries of all media of the batch: see :func:`media_entries`.
-    """
-    for key, entry in entries.items():
-        if entry.unit == unit:
-            return batch[key].shape[entry.row_dim]
-    return None
-
-
-def _items_by_placeholders(
-    unit: str,
-    tokens_per_row: Sequence[int],
-    tokens_per_item: Sequence[int],
-) -> list[int]:
-    """Returns the number of items of each row, by the number of its placeholders.
-
-    Raises ValueError if an item would lie in two rows.
-    """
-    items = items_of_rows(tokens_per_row, tokens_per_item)
-    if items is None:
-        raise InvalidInputError(
-            f'`input_ids` must hold the placeholders of {len(tokens_per_item)} whole {unit}s, got: {tokens_per_row} by '
-            f'row, where the {unit}s fill {tokens_per_item}. Do not cut rows inside their {unit}s, and write no {unit} '
-            'into the text. If the model has query tokens, give it and its processor the same `num_query_tokens`.'
-        )
-    return items
+def _rotary_limit(parameters: Mapping[str, Any], config: Any) -> int:
+    """Returns the limit of an embedding of :data:`SCALED_ROTARY_TYPES`: its own one, or that of the config."""
+    own_limit = parameters.get('original_max_position_embeddings')
+    if own_limit:
+        return own_limit
+    limit_of_config = getattr(config, 'original_max_position_embeddings', None)
+    if limit_of_config:
+        return limit_of_config
+    return config.max_position_embeddings
 
 
 def _check_rows(rows: Sequence[int], num_rows: int) -> None:
@@ -1004,141 +884,94 @@ def _check_rows(rows: Sequence[int], num_rows: int) -> None:
             )
 
 
-def _check_are_tensors(key: str, values: Sequence[object]) -> None:
-    """Raises ValueError if some values of a key are tensors, and others are not."""
-    for value in values:
-        if not isinstance(value, torch.Tensor):
-            raise InvalidInputError(
-                f'`{key}` must be a tensor in every batch that is joined, or in none, got: a tensor and a '
-                f'{type(value).__name__}. Give every sample the same type.'
-            )
+# The `Entry` of a tensor.
 
 
-def _check_same_form(
-    key: str,
-    values: Sequence[torch.Tensor],
-    entries: Sequence[Entry],
-) -> None:
-    """Raises ValueError if tensors of one key cannot be joined.
+def media_entries(layout: BatchLayout, batch: Batch) -> dict[str, Entry]:
+    """Returns how the tensors of images, videos and audios of a batch belong to rows, by key.
 
-    They must have equally many dimensions, and the same padding value. The padding values of two masks differ if 0
-    means "attend" in one of them, and "hide" in the other. If the rows of one batch share the tensor, no batch may have
-    an entry for each of several rows.
+    This is called for every microbatch. To save time it recognises text by its key.
     """
-    numbers_of_dims = {value.dim() for value in values}
-    fills = {entry.fill for entry in entries}
-    is_shared = any(entry.unit == 'shared' for entry in entries)
-    has_rows = any(value.shape[:1] > (1,) for value in values)
-    if len(numbers_of_dims) > 1 or len(fills) > 1 or (is_shared and has_rows):
-        forms = sorted({f'{value.dtype} of shape {tuple(value.shape)}' for value in values})
-        raise InvalidInputError(
-            f'`{key}` must have the same form in all batches that are joined, got: {", ".join(forms)}. Give every '
-            'sample the same number of dimensions, masks of one dtype, and every row an entry, or none.'
-        )
+    entry_by_key = {}
+    for key, value in batch.items():
+        is_text = key in TEXT_ENTRIES and key not in layout.extra and key not in layout.family.entries
+        if isinstance(value, torch.Tensor) and not is_text:
+            entry = layout.entry_of(batch, key)
+            if entry.is_media:
+                entry_by_key[key] = entry
+    return entry_by_key
 
 
-def _joined_entry(entries: Sequence[Entry]) -> Entry:
-    """Returns how a tensor of the joined batch belongs to rows. ``entries`` say it for each batch, and may disagree.
-
-    If the tensor is shared in one batch, it is shared in the joined batch. In a batch of one row, a shared tensor looks
-    like one with an entry for that row. If it has no ``seq_dims`` in one batch, it has none, because a decoder's labels
-    can have the encoder's width by chance.
-    """
-    for entry in entries:
-        if entry.unit == 'shared':
-            return entry
-    for entry in entries:
-        if not entry.seq_dims:
-            return entry
-    return entries[0]
+def modalities_of(media_entry_by_key: Mapping[str, Entry]) -> list[str]:
+    """Returns the modalities of the tensors of a batch, see :func:`media_entries`."""
+    present = {entry.modality for entry in media_entry_by_key.values()}
+    return [modality for modality in MODALITIES if modality in present]
 
 
-def _check_present(key: str, present: Sequence[Batch], batches: Sequence[Batch]) -> None:
-    """Raises ValueError if some batches lack the key."""
-    if len(present) < len(batches):
-        raise InvalidInputError(
-            f'`{key}` must be in every batch or in none, got: {len(present)} of {len(batches)}. Encode all samples '
-            'with the same processor.'
-        )
-
-
-def _widest_shared(
-    key: str,
-    values: Sequence[torch.Tensor],
+def _adapted_to_shape(
     entry: Entry,
-    side: str,
-) -> torch.Tensor:
-    """Returns the widest of several tensors, each shared by the rows of its batch.
+    key: str,
+    value: torch.Tensor,
+    num_rows: int,
+    width: int,
+) -> Entry:
+    """Returns the ``Entry`` that is registered for a key, or another one if a mask or positions have another shape.
 
-    The others must be the same as its beginning, or if text is padded on the left, the same as its end.
-
-    Raises:
-        ValueError: If one is not. Then its rows would get the values of another batch.
+    A mask may have several dimensions. A mask or positions with one row may be shared by all rows of the text, whose
+    shape is ``(num_rows, width)``.
     """
-    widest = max(values, key=torch.Tensor.numel)
-    # If the ends must be compared, the dimensions along the text are reversed. Then the ends are beginnings.
-    reversed_dims = entry.seq_dims if side == 'left' else ()
-    reversed_widest = widest.flip(reversed_dims)
-    for value in values:
-        part = tuple(slice(size) for size in value.shape)
-        if not torch.equal(value.flip(reversed_dims), reversed_widest[part]):
-            raise InvalidInputError(
-                f'`{key}` must be the same for all rows, as it is shared by the rows of a batch, got: tensors that '
-                f'differ, of shapes {[tuple(value.shape) for value in values]}. Give every batch one entry per row.'
-            )
-    return widest
+    is_shared = num_rows > 1 and value.shape[:1] == (1,)
+    unit = 'shared' if is_shared else 'row'
+    if key == 'attention_mask' and value.dim() > 2:
+        # (rows, width, width) and (rows, heads, width, width) have the width twice. In an additive mask 0 means
+        # "attend", so it is filled with the lowest number.
+        fill = torch.finfo(value.dtype).min if value.dtype.is_floating_point else 0
+        return Entry(unit=unit, seq_dims=(-2, -1), fill=fill)
+    if key == 'position_ids' and value.shape == (1, width):
+        return Entry(unit=unit, seq_dims=(1,))
+    return entry
 
 
-def _fill_of(key: str, batches: Sequence[Batch]) -> float:
-    """Returns the value that pads an unregistered tensor along the text.
+def _has_dim(value: torch.Tensor, dim: int) -> bool:
+    """Returns whether a tensor has a dimension, which may be counted from the end."""
+    return -value.dim() <= dim < value.dim()
 
-    It is the value that the collator has written on its own padding. If there is none, or several, labels get -100, and
-    all others get 0. Integers are taken for labels if some are -100, or if the key is a name of labels.
+
+def _is_of_rows(entry: Entry) -> bool:
+    """Returns whether a value has one entry for each row. A tensor of slots is one of media."""
+    return entry.unit == 'row' and not entry.is_media
+
+
+def _unit_of_items(media_entry_by_key: Mapping[str, Entry], unit: str) -> str:
+    """Returns the unit of the tensors that have one entry per item: ``unit`` itself, or an inferred one.
+
+    Unregistered tensors have units like ``'image/12'``: 12 entries in the batch. The tensors with the fewest entries
+    have one per item, the others have one per tile or patch. For example, tensors of the units ``'image/3'`` and
+    ``'image/12'`` tell that the batch has 3 images.
+
+    Args:
+        media_entry_by_key: The entries of all media of the batch: see :func:`media_entries`.
+        unit: ``'image'``, ``'video'`` or ``'audio'``, or another unit that the user has registered. An inferred unit is
+            returned as it is.
     """
-    value_on_padding = _value_on_padding(key, batches)
-    if value_on_padding is not None:
-        return value_on_padding
-    if batches[0][key].dtype not in (torch.int16, torch.int32, torch.int64):
-        return 0
-    has_ignored = any(bool((batch[key] == IGNORE_INDEX).any()) for batch in batches)
-    if has_ignored or _NAME_OF_LABELS.match(str(key)):
-        return IGNORE_INDEX
-    return 0
+    if any(entry.unit == unit for entry in media_entry_by_key.values()):
+        return unit
+    numbers_of_entries: list[int] = []
+    for entry in media_entry_by_key.values():
+        modality, num_entries = parse_unit(entry.unit)
+        if modality == unit and num_entries is not None:
+            numbers_of_entries.append(num_entries)
+    if not numbers_of_entries:
+        return unit
+    return inferred_unit(unit, min(numbers_of_entries))
 
 
-def _value_on_padding(key: str, batches: Sequence[Batch]) -> float | None:
-    """Returns the value that a tensor has at all padding of the text; None if there is none, or several."""
-    parts: list[torch.Tensor] = []
-    for batch in batches:
-        value: torch.Tensor = batch[key]
-        is_padding = padding_positions(real_positions(batch))
-        if value.shape[:2] == is_padding.shape:
-            parts.append(value[is_padding].flatten())
-    if not parts:
-        return None
-    padding = torch.cat(parts)
-    if padding.numel() == 0:
-        return None
-    first = padding[0]
-    # Unlike `==`, this finds NaN equal to NaN, which may mark missing values.
-    is_first = torch.isclose(padding, first, rtol=0, atol=0, equal_nan=True)
-    if not bool(is_first.all()):
-        return None
-    return first.item()
+def _num_items(batch: Batch, media_entry_by_key: Mapping[str, Entry], unit: str) -> int | None:
+    """Returns how many items the tensors of a unit have; None if the batch has no such tensor.
 
-
-def _check_equal_clips(family: str, key: str, batches: Sequence[Batch]) -> None:
-    """Raises ValueError if the videos of different batches have different numbers of frames.
-
-    They are joined to one tensor without a mask, so the model would compute the frames that pad a shorter video.
+    ``media_entry_by_key`` has the entries of all media of the batch: see :func:`media_entries`.
     """
-    batch_by_frames = {batch[key].shape[1]: batch for batch in batches}
-    if len(batch_by_frames) > 1:
-        names = []
-        for num_frames in sorted(batch_by_frames):
-            first_sample = sample_name(batch_by_frames[num_frames], 0)
-            names.append(f'{num_frames} ({first_sample})')
-        raise InvalidInputError(
-            f'Videos of a batch must be of one number of frames for {family}, got: {", ".join(names)}. Take '
-            'the same number of frames from each video: `dataset.video.num_frames`.'
-        )
+    for key, entry in media_entry_by_key.items():
+        if entry.unit == unit:
+            return batch[key].shape[entry.row_dim]
+    return None

@@ -1,13 +1,17 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Ids of placeholder tokens, and how many of them each item has if the model does not notice a wrong number.
+"""Ids of placeholder tokens, and the number of placeholders of each item in two families of models.
 
 The text has placeholders at the positions at which the model puts the embeddings of an image, video or audio (an item).
-The models of ``families.py`` replace one id of each modality, such as ``image_token_id``: :func:`replaced_ids`. Their
-configs may name others that they do not replace, such as ``vision_token_id`` of Qwen2-VL. For other models nothing
-tells which ids are replaced, and there may be several: Higgs Audio also replaces ``audio_delay_token_id``. So
-``found.py`` takes all ids: :func:`placeholder_ids`.
+There are two sets of ids:
+
+- :func:`named_ids`: all ids that the config names as placeholders.
+- :func:`replaced_ids`: only those that the model replaces with embeddings. The config of Qwen2-VL names
+  ``image_token_id`` and ``vision_token_id``, and the model replaces only the first.
+
+The models of ``families.py`` replace one id of each modality. For other models nothing tells which ids are replaced,
+and there may be several: Higgs Audio also replaces ``audio_delay_token_id``. For them all named ids are taken.
 """
 
 from __future__ import annotations
@@ -48,9 +52,18 @@ def modality_of(name: Hashable) -> str | None:
     return None
 
 
-def placeholder_ids(config: Any, modality: str) -> tuple[int, ...]:
+def tensors_named_after(modality: str, batch: Batch) -> dict[str, torch.Tensor]:
+    """Returns the tensors of a batch whose names tell this modality, by key."""
+    tensors = {}
+    for key, value in batch.items():
+        if isinstance(value, torch.Tensor) and modality_of(key) == modality:
+            tensors[key] = value
+    return tensors
+
+
+def named_ids(config: Any, modality: str) -> tuple[int, ...]:
     """Returns all ids that a config names as placeholders of a modality, each id once."""
-    ids: dict[str, int] = {}  # by name
+    id_by_name: dict[str, int] = {}
     vision_config = getattr(config, 'vision_config', None)
     audio_config = getattr(config, 'audio_config', None)
     for part in (config, vision_config, audio_config):
@@ -66,31 +79,31 @@ def placeholder_ids(config: Any, modality: str) -> tuple[int, ...]:
             # Kimi-VL names the placeholder of images `media_placeholder_token_id`.
             if modality_of(name.replace('media', 'image')) == modality:
                 # An encoder's config may repeat the name, perhaps with a default. The first value is the model's own.
-                ids.setdefault(name, value)
-    return tuple(dict.fromkeys(ids.values()))
-
-
-def all_placeholders(config: Any) -> list[int]:
-    """Returns the ids that a config names as placeholders of any modality. An id may be in the list twice."""
-    ids: list[int] = []
-    for modality in MODALITY_WORDS:
-        ids += placeholder_ids(config, modality)
-        # placeholder_ids() does not find an id that the config computes as a property. replaced_ids() does.
-        ids += replaced_ids(config, modality)
-    return ids
+                id_by_name.setdefault(name, value)
+    return tuple(dict.fromkeys(id_by_name.values()))
 
 
 def replaced_ids(config: Any, modality: str) -> tuple[int, ...]:
     """Returns the ids of the placeholders that the model replaces with the embeddings of a modality.
 
     If the config has an id of the usual name, such as ``image_token_id``, it is the only one. Otherwise the config does
-    not tell which of :func:`placeholder_ids` are replaced, and all of them are returned.
+    not tell which of the :func:`named_ids` are replaced, and all of them are returned.
     """
     for suffix in ('id', 'index'):  # older configs call it an index
         token_id = getattr(config, f'{modality}_token_{suffix}', None)
         if token_id is not None:
             return (token_id,)
-    return placeholder_ids(config, modality)
+    return named_ids(config, modality)
+
+
+def all_placeholders(config: Any) -> list[int]:
+    """Returns the ids that a config names as placeholders of any modality. An id may be in the list twice."""
+    ids: list[int] = []
+    for modality in MODALITY_WORDS:
+        ids += named_ids(config, modality)
+        # named_ids() does not find an id that the config computes as a property. replaced_ids() does.
+        ids += replaced_ids(config, modality)
+    return ids
 
 
 def has_any_id(text: torch.Tensor, ids: Sequence[int]) -> torch.Tensor:
@@ -102,8 +115,9 @@ def has_any_id(text: torch.Tensor, ids: Sequence[int]) -> torch.Tensor:
     return has_id
 
 
-# Placeholders of each item. `families.Media.sizes` is one of these functions. The batch has `num_items` items of the
-# modality, and `num_tokens` placeholders in all.
+# The next two functions return the number of placeholders of each item, for `families.Media.sizes`. They are called
+# with the numbers of items and of placeholders of the modality in the batch. They are needed for models that do not
+# notice a wrong number of placeholders.
 
 
 def query_tokens(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:

@@ -23,8 +23,9 @@ import torch
 from composer_tokacc.batch import Batch, common_padding_side, map_tensors, padding_side
 from composer_tokacc.compat import new_shared_storage
 from composer_tokacc.layout.families import TEXT_ENTRIES
-from composer_tokacc.layout.found import Reading
-from composer_tokacc.layout.layout import BatchLayout, values_of_rows
+from composer_tokacc.layout.joining import values_of_rows
+from composer_tokacc.layout.layout import BatchLayout
+from composer_tokacc.layout.readings import Reading
 from composer_tokacc.layout.tensors import cat_padded
 from composer_tokacc.plan_agreement import PlanRecord
 
@@ -38,7 +39,8 @@ def _not_of_one_mapping(init: Callable[..., None]) -> Callable[..., None]:
     """Wraps ``PreSplitBatch.__init__``: raises a TypeError that names the remedy if it is called with one mapping.
 
     Transformers and accelerate make a batch again from its entries, ``type(batch)({...})``, when they move it to a
-    device. Torch does the same, and takes a dict if that raises a TypeError.
+    device. Torch does the same, and takes a dict if that raises a TypeError. The check is not in ``__init__`` itself,
+    because Python would raise before, about the missing ``max_tokens``.
     """
 
     @wraps(init)
@@ -88,7 +90,7 @@ class PreSplitBatch(Mapping[str, Any]):
         self.loss_tokens: Sequence[int] | None = None
         """Number of loss tokens of each row, as the sampler's ``loss_shares`` say. The weights of tokens depend on it,
         so it is compared with the labels. None: the sampler gives no weights."""
-        self._joined: dict[str, Any] = {}  # the joined entries that were already read, by key
+        self._joined: dict[str, Any] = {}  # the joined values that were already read, by key
 
     def __repr__(self) -> str:
         """Returns keys and sizes."""
@@ -104,9 +106,7 @@ class PreSplitBatch(Mapping[str, Any]):
 
     def joined(self, layout: BatchLayout) -> dict[str, Any]:
         """Returns one plain batch of all rows, padded to the widest row, on the side of the microbatches' padding."""
-        side = common_padding_side(self.microbatches)
-        pad_token_id = id_for_padding(layout, self.microbatches)
-        return layout.concat(self.microbatches, padding_side=side, pad_token_id=pad_token_id)
+        return _joined_microbatches(self.microbatches, layout)
 
     def pin_memory(self) -> PreSplitBatch:
         """Returns the batch in page-locked memory. Torch's own pinning would turn the mapping into a plain dict."""
@@ -126,24 +126,24 @@ class PreSplitBatch(Mapping[str, Any]):
         return any(key in microbatch for microbatch in self.microbatches)
 
     def __getitem__(self, key: str) -> Any:
-        """Returns the entry for all rows, joined when it is first read."""
+        """Returns the value for all rows, joined when it is first read."""
         if key not in self:
             raise KeyError(key)
         if key not in self._joined:
-            self._joined[key] = self._joined_entry(key)
+            self._joined[key] = self._joined_value(key)
         return self._joined[key]
 
-    def _joined_entry(self, key: str) -> Any:
-        """Returns the entry for all rows; None if it is None in all microbatches."""
-        with_key = [microbatch for microbatch in self.microbatches if microbatch.get(key) is not None]
-        if not with_key:
-            return None
-        value = with_key[0][key]
-        if isinstance(value, torch.Tensor):
-            return self._joined_tensor(key, with_key[0])
-        if isinstance(value, (list, tuple)):
-            return values_of_rows(key, self.microbatches)
-        return value
+    def _joined_value(self, key: str) -> Any:
+        """Returns the value for all rows; None if it is None in all microbatches."""
+        for microbatch in self.microbatches:
+            value = microbatch.get(key)
+            if isinstance(value, torch.Tensor):
+                return self._joined_tensor(key, microbatch)
+            if isinstance(value, (list, tuple)):
+                return values_of_rows(key, self.microbatches)
+            if value is not None:
+                return value
+        return None
 
     def _joined_tensor(self, key: str, example: Batch) -> torch.Tensor:
         """Returns the tensor for all rows. Joins no other tensors, except those that are needed for it.
@@ -155,15 +155,16 @@ class PreSplitBatch(Mapping[str, Any]):
         entry = layout.entry_of(example, key)
         if entry.is_media:
             # Without the other keys, which are left out below, the `Entry` could be inferred wrongly.
-            layout = layout.with_entries(**{key: entry})
-        # If the values are indices of patches in the pixel tensor (`points_into`), they are shifted when microbatches
-        # are joined. The pixels tell by how much: they have all patches of the earlier microbatches.
-        needed_keys = KEYS_OF_ROWS | {key, entry.points_into}
-
-        def needed_entries(microbatch: Batch) -> Batch:
-            return {name: value for name, value in microbatch.items() if name in needed_keys}
-
-        return self.map(needed_entries).joined(layout)[key]
+            layout = replace(layout, extra={key: entry})
+        needed_keys = KEYS_OF_ROWS | {key}
+        if entry.points_into is not None:
+            # The values are indices of patches in the pixel tensor. They are shifted by the number of patches of the
+            # earlier microbatches, which their pixels tell.
+            needed_keys |= {entry.points_into}
+        needed_parts = []
+        for microbatch in self.microbatches:
+            needed_parts.append({name: value for name, value in microbatch.items() if name in needed_keys})
+        return _joined_microbatches(needed_parts, layout)[key]
 
     # A worker process pickles the batch to send it.
 
@@ -177,7 +178,7 @@ class PreSplitBatch(Mapping[str, Any]):
             **vars(self),
             'microbatches': with_places,
             'memory': memory,
-            '_joined': {},  # not sent: the receiver joins entries again if they are read
+            '_joined': {},  # not sent: the receiver joins values again if they are read
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -197,6 +198,13 @@ def microbatches_of(batch: Batch) -> Sequence[Batch]:
     return [batch]
 
 
+def _joined_microbatches(microbatches: Sequence[Batch], layout: BatchLayout) -> dict[str, Any]:
+    """Returns one plain batch of all rows, padded to the widest row, on the side of the microbatches' padding."""
+    side = common_padding_side(microbatches)
+    pad_token_id = id_for_padding(layout, microbatches)
+    return layout.concat(microbatches, padding_side=side, pad_token_id=pad_token_id)
+
+
 def widened(
     batch: Batch,
     width_multiple: int,
@@ -207,13 +215,13 @@ def widened(
     """Returns the batch with its text padded to a multiple of ``width_multiple``, but to no more than ``limit``.
 
     The new padding is on ``side``; by default on the side of the old one. The caller adds a mask before, so that the
-    new columns are hidden; packed rows get none, see ``with_masks``. A batch without ``input_ids`` is returned as it
-    is.
+    new columns are hidden; packed rows get none, see ``with_masks``.
 
-    So is a batch with an unregistered tensor that may lie along the text. If it does, it would have to be padded too.
-    Only the model's config tells whether it does, and the loader, which calls this function, does not know the model.
+    Two kinds of batches keep their width: a batch without a tensor ``input_ids``, and one with an unregistered tensor
+    that may lie along the text. If it does, it would have to be padded too. Only the model's config tells whether it
+    does, and the loader, which calls this function, does not know the model.
     """
-    if width_multiple == 1 or batch.get('input_ids') is None:
+    if width_multiple == 1 or not isinstance(batch.get('input_ids'), torch.Tensor):
         return batch
     layout = BatchLayout.infer(batch)
     old_width = layout.width(batch)
@@ -224,9 +232,10 @@ def widened(
     for possible in layout.readings_of(batch).values():
         if Reading.TEXT in possible or Reading.SHARED_TEXT in possible:
             return batch
-    side = side or padding_side(batch)
+    if side is None:
+        side = padding_side(batch)
     wider: dict[str, Any] = dict(batch)
-    # Unregistered tensors do not lie along the text, see above.
+    # Only registered tensors, because the unregistered ones do not lie along the text.
     for key in TEXT_ENTRIES.keys() | layout.family.entries.keys():
         value = batch.get(key)
         if not isinstance(value, torch.Tensor):
@@ -249,18 +258,18 @@ def id_for_padding(layout: BatchLayout, batches: Iterable[Batch]) -> int:
     Hidden ids farther in may be placeholders: LLaMA-Factory's collator hides the placeholders of a dummy image between
     text and padding. A layout without a config does not recognise them, so the outermost id is taken.
 
-    Without ``input_ids`` it returns 0, which is not used.
+    Without ``input_ids``, or if they are of another type than a tensor, it returns 0, which is not used.
     """
     id_of_text = 0
     for batch in batches:
         ids = batch.get('input_ids')
-        if ids is None:
+        if not isinstance(ids, torch.Tensor):
             continue
         is_allowed = ~layout.is_placeholder(batch)
         mask = batch.get('attention_mask')
         if mask is not None and mask.shape == ids.shape:
             is_hidden = is_allowed & (mask == 0)
-            hidden_ids = ids.T[is_hidden.T]  # column by column
+            hidden_ids = ids.T[is_hidden.T]  # column by column, so that the outermost id is the first or the last
             if len(hidden_ids) > 0:
                 outermost = 0 if padding_side(batch) == 'left' else -1
                 return int(hidden_ids[outermost])

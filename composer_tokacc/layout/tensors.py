@@ -12,8 +12,8 @@ two rows, and the first row has two images:
 
 To select the second row is to take entry 1 of ``input_ids`` and no entry of ``pixel_values``.
 
-The functions copy no more than they must, because the tensors of images are large. Copies of page-locked tensors are
-page-locked, because they are moved to the GPU later.
+The functions copy no more than they must, because the tensors of images are large. Rows of page-locked tensors are
+copied to page-locked memory, because they are moved to the GPU later.
 """
 
 from __future__ import annotations
@@ -46,7 +46,11 @@ PART_UNITS = {
 
 
 def inferred_unit(modality: str, num_entries: int) -> str:
-    """Returns the unit of a tensor that is not registered, such as ``'image/12'``: it has 12 entries of images."""
+    """Returns the unit of a tensor that is not registered, such as ``'image/12'``: it has 12 entries of images.
+
+    Nothing tells whether these entries are images, tiles or patches. Only tensors with equally many entries have the
+    same unit.
+    """
     return f'{modality}/{num_entries}'
 
 
@@ -63,16 +67,16 @@ class Entry:
     """How one tensor of a batch belongs to its rows. One ``Entry`` describes all entries of the tensor.
 
     Args:
-        unit: An entry stands for one of these. ``'row'``: a row. ``'image'``, ``'patch'``, ``'video'``,
-            ``'video_patch'``, ``'audio'``: an image, a patch, ..., in the order of the rows; a row has any number of
-            them. ``'shared'``: all rows use the whole tensor. Any other name is allowed if the batch carries
-            ``num_<name>s``, one number per row. No dummy row is made to provide such entries. Tensors that are
-            not registered get an inferred unit, see ``inferred_unit()``. Its entries may be whole images, tiles or
-            patches.
+        unit: What an entry stands for. ``'row'``: a row. ``'image'``, ``'patch'``, ``'video'``, ``'video_patch'``,
+            ``'audio'``: an image, a patch, ..., in the order of the rows; a row has any number of them. ``'shared'``:
+            the tensor has no entries, because all rows use the whole tensor. Any other name is allowed if the batch
+            carries ``num_<name>s``, one number per row; no dummy row is added to provide one. Tensors that are not
+            registered get an inferred unit, see ``inferred_unit()``.
         row_dim: The dimension along which the entries lie.
         seq_dims: Dimensions along the text of a row. They are padded and trimmed together with it.
-        slot_dim: The dimension along which a row has slots for its images (Idefics3). All rows have as many slots as
-            the row with the most images needs. Unused slots hold padding.
+        slot_dim: The dimension along which a row has slots for its images (Idefics3), ``(rows, slots, ...)``. The unit
+            is ``'row'`` then. All rows have as many slots as the row with the most images needs. Unused slots hold
+            padding.
         fill: Padding value.
         absent: Value for the rows of a batch without this tensor, if it is joined with a batch that has it. None: such
             batches cannot be joined. Media need no value, because a row without media has no entry.
@@ -98,7 +102,7 @@ class Entry:
 
     @property
     def modality(self) -> str:
-        """The modality of the entries. For a unit without a modality, such as ``'row'``, this is the unit itself."""
+        """The modality of the entries, or of the slots. A unit without a modality is returned itself: ``'row'``."""
         if self.slot_dim is not None:
             return 'image'
         if self.unit in PART_UNITS:
@@ -131,6 +135,7 @@ def take(
     """Returns a copy of the entries at these indices along ``dim``. It is page-locked if the tensor is."""
     shape = list(value.shape)
     shape[dim] = len(index)
+    # Without `out=`, the copy would not be page-locked.
     selected = _empty(shape, value)
     positions = torch.tensor(index, dtype=torch.long, device=value.device)
     return torch.index_select(value, dim, positions, out=selected)
@@ -167,38 +172,40 @@ def cat_padded(
     for value in values:
         dtype = torch.promote_types(dtype, value.dtype)
     joined = values[0].new_full(shape, entry.fill, dtype=dtype)
-    start = 0
+    first_entry = 0
     for value in values:
         num_entries = value.shape[row_dim]
-        target = joined.narrow(row_dim, start, num_entries)
+        # The part of `joined` that gets this value: its entries, and in each other dimension its size.
+        part = joined.narrow(row_dim, first_entry, num_entries)
         for dim, size in enumerate(value.shape):
             if dim == row_dim:
                 continue
-            is_padded_before = dim in seq_dims and side == 'left'
-            offset = target.shape[dim] - size if is_padded_before else 0
-            target = target.narrow(dim, offset, size)
-        target.copy_(value)
-        start += num_entries
+            start = 0
+            if dim in seq_dims and side == 'left':
+                start = width - size
+            part = part.narrow(dim, start, size)
+        part.copy_(value)
+        first_entry += num_entries
     return joined
 
 
-def text_columns(
+def _narrowed_to(
+    columns: range,
     value: torch.Tensor,
     entry: Entry,
-    columns: range,
 ) -> torch.Tensor:
-    """Returns a view of these columns of a tensor. A tensor that loses no column is returned as it is."""
+    """Returns a view of these columns of a tensor. If it loses no column, the tensor itself is returned."""
     for dim in entry.seq_dims:
         if len(columns) < value.shape[dim]:
             value = value.narrow(dim, columns.start, len(columns))
     return value
 
 
-def select_columns(batch: Batch, entries: Mapping[str, Entry], columns: range) -> dict[str, Any]:
+def select_columns(batch: Batch, entry_by_key: Mapping[str, Entry], columns: range) -> dict[str, Any]:
     """Returns the batch with these columns of its text. A tensor that loses no column is shared with the batch."""
     selected: dict[str, Any] = dict(batch)
-    for key, entry in entries.items():
-        value = text_columns(batch[key], entry, columns)
+    for key, entry in entry_by_key.items():
+        value = _narrowed_to(columns, batch[key], entry)
         if value is not batch[key]:
             # Composer's LanguageCrossEntropy views labels flat, which torch refuses for a tensor with gaps.
             selected[key] = compact(value)
@@ -207,12 +214,13 @@ def select_columns(batch: Batch, entries: Mapping[str, Entry], columns: range) -
 
 RowOffsets = Mapping[str, Sequence[int]]
 """For each unit, the index of the first entry of each row, then the number of all entries. Row i has the entries
-``offsets[unit][i]:offsets[unit][i + 1]``."""
+``offsets[unit][i]:offsets[unit][i + 1]``. For example, ``offsets['image']`` is ``[0, 2, 2, 3]`` if three rows have 2, 0
+and 1 images."""
 
 
 def select_rows(
     batch: Batch,
-    entries: Mapping[str, Entry],
+    entry_by_key: Mapping[str, Entry],
     offsets: RowOffsets,
     rows: Sequence[int],
     columns: range,
@@ -221,35 +229,97 @@ def select_rows(
 
     Args:
         batch: The batch.
-        entries: How each tensor of the batch belongs to rows.
-        offsets: The offsets of every unit of these entries.
+        entry_by_key: How each tensor of the batch belongs to rows.
+        offsets: The offsets of every unit of ``entry_by_key``.
         rows: The indices of the rows in the batch.
         columns: The columns of the text that the rows keep.
     """
     selected: dict[str, Any] = {}
     for key, value in batch.items():
-        entry = entries.get(key)
+        entry = entry_by_key.get(key)
         if entry is None:
             # The value is not a tensor. A list has one entry per row, any other value belongs to all rows.
             selected[key] = value
             if isinstance(value, (list, tuple)):
                 selected[key] = [value[row] for row in rows]
-            continue
-        # Columns first, so that the other columns are not copied.
-        narrowed = text_columns(value, entry, columns)
-        if entry.unit == 'shared' and narrowed is not value:
-            # The entries of rows are copied below. This tensor is not, so it may have gaps: see select_columns().
-            narrowed = compact(narrowed)
-        chosen = _select_entries(key, narrowed, entry, offsets, rows)
-        if entry.points_into is not None:
-            # The pixel tensor is (entries, patches of an entry, ...).
-            patches_per_entry = batch[entry.points_into].shape[1]
-            pixel_offsets = offsets[entries[entry.points_into].unit]
-            chosen = _renumber_patches(chosen, offsets[entry.unit], pixel_offsets, patches_per_entry, rows)
-        # Models do not take empty tensors of images.
-        if not entry.is_media or chosen.numel() > 0:
-            selected[key] = chosen
+        elif entry.unit == 'shared':
+            narrowed = _narrowed_to(columns, value, entry)
+            selected[key] = narrowed
+            if narrowed is not value:
+                selected[key] = compact(narrowed)  # for the same reason as in select_columns()
+        else:
+            of_rows = _tensor_of_rows(key, batch, entry_by_key, offsets, rows, columns)
+            # Models do not take empty tensors of images.
+            if not entry.is_media or of_rows.numel() > 0:
+                selected[key] = of_rows
     return selected
+
+
+def _tensor_of_rows(
+    key: str,
+    batch: Batch,
+    entry_by_key: Mapping[str, Entry],
+    offsets: RowOffsets,
+    rows: Sequence[int],
+    columns: range,
+) -> torch.Tensor:
+    """Returns the entries of these rows of ``batch[key]``. For the arguments see :func:`select_rows`."""
+    value: torch.Tensor = batch[key]
+    entry = entry_by_key[key]
+    unit_offsets = offsets[entry.unit]
+    _check_num_entries(key, value, entry, unit_offsets)
+    # Columns first, so that the other columns are not copied.
+    narrowed = _narrowed_to(columns, value, entry)
+    of_rows = take(narrowed, entry.row_dim, _entries_of_rows(rows, unit_offsets))
+    if entry.slot_dim is not None:
+        of_rows = _without_unused_slots(of_rows, entry.slot_dim, offsets['image'], rows)
+    if entry.points_into is not None:
+        # The pixel tensor is (entries, patches of an entry, ...).
+        patches_per_entry = batch[entry.points_into].shape[1]
+        pixel_offsets = offsets[entry_by_key[entry.points_into].unit]
+        of_rows = _renumber_patches(of_rows, unit_offsets, pixel_offsets, patches_per_entry, rows)
+    return of_rows
+
+
+def _check_num_entries(
+    key: str,
+    value: torch.Tensor,
+    entry: Entry,
+    unit_offsets: Sequence[int],
+) -> None:
+    """Raises ValueError if a tensor has another number of entries than the rows of the batch have units."""
+    num_entries = value.shape[entry.row_dim]
+    if num_entries != unit_offsets[-1]:
+        units_per_row = [end - start for start, end in pairwise(unit_offsets)]
+        raise InvalidInputError(
+            f'`batch[{key!r}]` must have {unit_offsets[-1]} entries along dimension {entry.row_dim}, one for each '
+            f'{entry.unit} ({units_per_row} by row), got: {num_entries}. Keep its entries and the rows together in the '
+            'collator, or encode each sample by itself and join them with `BatchLayout.concat`.'
+        )
+
+
+def _entries_of_rows(rows: Sequence[int], unit_offsets: Sequence[int]) -> list[int]:
+    """Returns the indices of the entries of these rows, in the order of the rows."""
+    index: list[int] = []
+    for row in rows:
+        index += range(unit_offsets[row], unit_offsets[row + 1])
+    return index
+
+
+def _without_unused_slots(
+    value: torch.Tensor,
+    slot_dim: int,
+    image_offsets: Sequence[int],
+    rows: Sequence[int],
+) -> torch.Tensor:
+    """Returns the tensor of the chosen rows with as many image slots as their row with the most images needs."""
+    most_images = 0
+    for row in rows:
+        most_images = max(most_images, image_offsets[row + 1] - image_offsets[row])
+    num_slots = min(most_images, value.shape[slot_dim])  # a tensor may have fewer slots than `pixel_values`
+    narrowed = value.narrow(slot_dim, 0, num_slots)
+    # The models view rows and slots as one dimension, which torch refuses for a tensor with gaps.
+    return compact(narrowed)
 
 
 def _renumber_patches(
@@ -260,6 +330,9 @@ def _renumber_patches(
     rows: Sequence[int],
 ) -> torch.Tensor:
     """Turns indices of patches of the whole batch into indices of the same patches in a batch of the chosen rows.
+
+    For example, the two rows of a batch have an image of 100 patches each. The pointers of the second row are 100 to
+    199. If only this row is chosen, they become 0 to 99.
 
     Args:
         pointers: The indices that the chosen rows hold, still counted over the whole batch.
@@ -273,51 +346,13 @@ def _renumber_patches(
     new_first_patch = 0
     for row, old_pointers in zip(rows, pointers.split(num_pointers), strict=True):
         old_first_patch = patches_per_entry * pixel_offsets[row]
-        new_pointers = renumbered(old_pointers, new_first_patch - old_first_patch)
+        new_pointers = shifted_pointers(old_pointers, new_first_patch - old_first_patch)
         pointers_of_rows.append(new_pointers)
         num_pixel_entries = pixel_offsets[row + 1] - pixel_offsets[row]
         new_first_patch += patches_per_entry * num_pixel_entries
     return torch.cat(pointers_of_rows)
 
 
-def _select_entries(
-    key: str,
-    value: torch.Tensor,
-    entry: Entry,
-    offsets: RowOffsets,
-    rows: Sequence[int],
-) -> torch.Tensor:
-    """Returns the entries of some rows of ``batch[key]``, in this order, or the whole tensor if all rows share it.
-
-    ``value`` has only the columns that are kept. Drops image slots that no row needs. Raises ValueError if the tensor
-    has another number of entries than ``offsets``.
-    """
-    if entry.unit == 'shared':
-        return value
-    unit_offsets = offsets[entry.unit]
-    if unit_offsets[-1] != value.shape[entry.row_dim]:
-        units_per_row = [end - start for start, end in pairwise(unit_offsets)]
-        raise InvalidInputError(
-            f'`batch[{key!r}]` must have {unit_offsets[-1]} entries along dimension {entry.row_dim}, one for each '
-            f'{entry.unit} ({units_per_row} by row), got: {value.shape[entry.row_dim]}. Keep its entries and the rows '
-            'together in the collator, or encode each sample by itself and join them with `BatchLayout.concat`.'
-        )
-    index: list[int] = []
-    for row in rows:
-        index += range(unit_offsets[row], unit_offsets[row + 1])
-    chosen = take(value, entry.row_dim, index)
-    if entry.slot_dim is None:
-        return chosen
-    image_offsets = offsets['image']
-    most_images = 0
-    for row in rows:
-        most_images = max(most_images, image_offsets[row + 1] - image_offsets[row])
-    num_slots = min(most_images, chosen.shape[entry.slot_dim])  # a tensor may have fewer slots than `pixel_values`
-    narrowed = chosen.narrow(entry.slot_dim, 0, num_slots)
-    # The models view rows and slots as one dimension, which torch refuses for a tensor with gaps.
-    return compact(narrowed)
-
-
-def renumbered(pointers: torch.Tensor, shift: int) -> torch.Tensor:
+def shifted_pointers(pointers: torch.Tensor, shift: int) -> torch.Tensor:
     """Returns indices of patches with ``shift`` added. Negative values stay, because they point to no patch."""
     return torch.where(pointers < 0, pointers, pointers + shift)

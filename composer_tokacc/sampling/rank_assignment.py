@@ -15,7 +15,7 @@ import torch
 
 from composer_tokacc.batch import IGNORE_INDEX, Batch, BatchDict, common_padding_side, sample_name
 from composer_tokacc.layout import PreSplitBatch
-from composer_tokacc.layout.layout import with_masks
+from composer_tokacc.layout.joining import with_masks
 from composer_tokacc.layout.pre_split import widened
 from composer_tokacc.planning import CutOptions, Microbatch
 from composer_tokacc.refusals import InvalidInputError

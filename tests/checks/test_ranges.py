@@ -32,7 +32,7 @@ from composer_tokacc.checks.row_ranges import (
     ranges_of,
 )
 from composer_tokacc.layout import Family, Media, describe
-from composer_tokacc.layout.found import Reading
+from composer_tokacc.layout.readings import Reading
 from tests.matrix.harness import kinds_of_steps
 from tests.matrix.native_models import NativeModel
 from tests.model_types.tiny import tiny_config

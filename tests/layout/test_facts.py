@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from composer_tokacc import BatchLayout
+from composer_tokacc.batch import lengths_of_runs
 from composer_tokacc.layout import describe
-from composer_tokacc.layout.facts import largest_positions
-from composer_tokacc.layout.found import lengths_of_runs
-from tests.support.small_batches import IMAGE, LLAVA, QWEN, drawn_batch, text_batch
+from composer_tokacc.layout.facts import is_ragged, largest_positions
+from tests.support.small_batches import IMAGE, LLAVA, QWEN, drawn_batch, layout_of_model, text_batch
 
 LAYOUT = BatchLayout(family=QWEN, config=SimpleNamespace(image_token_id=IMAGE))
 
@@ -51,6 +51,18 @@ def test_largest_image_of_each_row():
     facts = describe(layout, batch)
 
     assert facts.media_sizes('image') == [4, 3, None]
+
+
+def test_patches_side_by_side_are_not_padded():
+    """The pixels of MiniCPM-V are as wide as all patches of the batch, so their width says nothing about padding."""
+    layout = layout_of_model('new_vl', image_token_id=IMAGE)
+    facts_of_microbatches = []
+    for num_patches in (2, 3):
+        pixels = torch.rand(1, 3, 4, 4 * num_patches)
+        batch = drawn_batch('ii1', pixel_values=pixels, target_sizes=torch.tensor([[1, num_patches]]))
+        facts_of_microbatches.append(describe(layout, batch))
+
+    assert not is_ragged('image', facts_of_microbatches)
 
 
 def test_facts_hold_until_an_entry_changes():

@@ -16,7 +16,7 @@ import torch
 from composer_tokacc import BatchLayout
 from composer_tokacc.batch import padding_side
 from composer_tokacc.layout import FAMILIES, Entry, Family, describe, tensors
-from composer_tokacc.layout.layout import with_masks
+from composer_tokacc.layout.joining import with_masks
 from tests.support.small_batches import (
     IMAGE,
     LLAVA,
@@ -184,6 +184,32 @@ def test_only_packed_rows_get_no_mask(positions, has_mask):
     assert ('attention_mask' in masked) == has_mask
 
 
+def row_of_codebooks(length):
+    """Returns a row of this many tokens, each with an id of four codebooks, as models of audio have them."""
+    return {
+        'input_ids': torch.ones(1, length, 4, dtype=torch.long),
+        'labels': torch.arange(1, length + 1)[None],
+    }
+
+
+def test_mask_of_padded_codebooks():
+    """The mask has one value for each token, not one for each codebook."""
+    joined = TEXT_LAYOUT.concat([row_of_codebooks(3), row_of_codebooks(5)])
+
+    assert joined['attention_mask'].tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]
+
+
+def test_hidden_label_of_codebooks_stays():
+    """The third token has no attention, but a label, which some models count."""
+    batch = row_of_codebooks(5)
+    batch['attention_mask'] = torch.tensor([[1, 1, 0, 0, 0]])
+    batch['labels'][:, 3:] = -100
+
+    trimmed = TEXT_LAYOUT.trim(batch)
+
+    assert trimmed['labels'].tolist() == [[1, 2, 3]]
+
+
 def test_batch_without_mask_is_never_trimmed():
     batch = text_batch([3, 5], width=7)
     del batch['attention_mask']
@@ -257,6 +283,18 @@ def test_token_wise_entries_are_selected(key):
 
 
 # Other entries.
+
+
+def test_keys_that_are_no_strings():
+    batch = {**three_rows(), 7: ['a', 'b', 'c'], ('tags', 1): torch.tensor([1, 2, 3])}
+
+    parts = TEXT_LAYOUT.split(batch, [[2, 0], [1]])
+    joined = TEXT_LAYOUT.concat(parts)
+
+    assert joined[7] == ['c', 'a', 'b']
+    assert joined['tags', 1].tolist() == [3, 1, 2]
+    with pytest.raises(ValueError, match=r'must have tensors `input_ids` or `labels`'):
+        TEXT_LAYOUT.num_rows({7: 1, 'tags': 2})
 
 
 def test_lists_none_and_plain_values():

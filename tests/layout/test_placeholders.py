@@ -108,7 +108,7 @@ def test_own_id_of_a_model_counts():
     """The config of its encoder repeats the name, with another value."""
     config = SimpleNamespace(image_token_id=IMAGE, vision_config=SimpleNamespace(image_token_id=0))
 
-    assert placeholders.placeholder_ids(config, 'image') == (IMAGE,)
+    assert placeholders.named_ids(config, 'image') == (IMAGE,)
 
 
 def test_audio_expanded_by_the_model():

@@ -92,6 +92,16 @@ def test_padding_is_no_hidden_placeholder(side, column_of_placeholder):
     assert int(layout.is_placeholder(wider).sum()) == 1
 
 
+def test_ids_of_another_type():
+    """A custom model may have ids that are no tensor. They tell no id for padding."""
+    short_row = {'input_ids': ['ab'], 'labels': torch.tensor([[1, 2]])}
+    long_row = {'input_ids': ['abc'], 'labels': torch.tensor([[1, 2, 3]])}
+
+    batch = PreSplitBatch([short_row, long_row], max_tokens=20)
+
+    assert batch['labels'].tolist() == [[1, 2, -100], [1, 2, 3]]
+
+
 def test_reads_patch_numbers_of_all_microbatches():
     """Molmo 2 counts patches over the batch, so numbers of the second microbatch go on after those of the first."""
     one_image = text_batch(

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from composer_tokacc.layout.placeholders import placeholder_ids
+from composer_tokacc.layout.placeholders import named_ids
 from tests.model_types.exceptions import ROWS, RowSettings
 from tests.model_types.processors import processor_name, small_processor
 from tests.model_types.tiny import FIRST_MARK
@@ -178,7 +178,7 @@ class Maker:
         """Returns the id of the placeholder of a modality."""
         if self.settings.frames_as_images and modality == 'video':
             return self._mark('image_token_id')
-        known_ids = placeholder_ids(self.config, modality)
+        known_ids = named_ids(self.config, modality)
         return known_ids[0] if known_ids else FIRST_MARK
 
     def _number(self, modality: str, item: int) -> int:

@@ -12,7 +12,8 @@ import torch
 
 from composer_tokacc import BatchLayout
 from composer_tokacc.layout import Entry, PreSplitBatch, describe
-from composer_tokacc.layout.found import Reading, entries_per_row, joined_readings
+from composer_tokacc.layout.item_counts import entries_per_row
+from composer_tokacc.layout.readings import Reading, joined_readings
 from tests.support.small_batches import (
     IMAGE,
     VIDEO,
@@ -148,6 +149,13 @@ def test_mask_is_no_grid():
     last_row = LAYOUT.select(batch, [2])
 
     assert last_row['pixel_mask'].tolist() == [[1, 0, 0]]
+
+
+def test_negative_numbers_are_no_sizes():
+    """Each image has four tiles. Another tensor has a number for each image, but -1 is no number of tiles."""
+    batch = three_rows(pixel_values=numbered(12, 4, 4), image_ranks=torch.tensor([-1, 1, 3]))
+
+    assert numbers_of_rows(batch) == [[0, 1, 2, 3, 4, 5, 6, 7], None, [8, 9, 10, 11]]
 
 
 def test_mask_of_images_is_no_size():
