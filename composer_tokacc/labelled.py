@@ -43,6 +43,14 @@ class LabelledPositions:
     selected positions, and one ignored label in front of the selected labels. The model's shift removes both, and each
     position meets the label that it predicts. In shapes ``(+ 1)`` stands for this addition.
 
+    For example, the labels 7, 8 and 9 count in two rows of four positions::
+
+        index      0     1     2     3  |    4     5     6     7
+        labels  -100  -100     7     8  | -100  -100  -100     9
+
+    ``of_labels`` is 2, 3, 7. ``of_logits`` is 1, 2, 6, and 7, which is added. The selected labels are -100, which is
+    added, 7, 8, 9.
+
     Args:
         of_labels: Indices of the labels in the flattened batch, int64 ``(labels,)``.
         of_logits: Indices of the positions at which logits are computed, int64 ``(labels (+ 1),)``.
@@ -178,10 +186,11 @@ class LabelSelector:
         self._num_calls = 0  # of the output embedding
         self._is_recomputed = False  # whether a backward runs this forward, because a checkpoint is around the model
         self._has_graph = False  # whether it will have a backward
-        # For a backward that computes the output embedding again, because a checkpoint is around it.
+        # About earlier forwards. If a checkpoint is around the output embedding only, a backward computes the embedding
+        # again, and must select the positions of the forward to which it belongs.
         self._positions_at = WeakTensorKeyDictionary()  # the positions of a forward, by its hidden states
         self._last_positions: LabelledPositions | None = None  # the positions of the last forward with gradients
-        self._num_open_forwards = 0  # forwards with gradients since the last backward of this kind
+        self._num_open_forwards = 0  # forwards with gradients since an embedding was last computed again
         self.num_head_calls = 0
         """Calls of the output embedding in the last forward that computed all logits.
 
@@ -263,7 +272,9 @@ class LabelSelector:
         hidden_states = args[0]
         if is_in_backward() and not self._is_recomputed:
             # Activation checkpointing of the output embedding computes this part of a forward again.
-            positions = self._recomputed_positions(hidden_states)
+            num_forwards = self._num_open_forwards
+            self._num_open_forwards = 0
+            positions = self._recomputed_positions(hidden_states, num_forwards)
         else:
             positions = self._positions
             if positions is not None and hidden_states.shape[:2] != self._labels_shape:
@@ -277,16 +288,18 @@ class LabelSelector:
             return None
         return (positions.select(hidden_states), *args[1:])
 
-    def _recomputed_positions(self, hidden_states: torch.Tensor) -> LabelledPositions | None:
+    def _recomputed_positions(self, hidden_states: torch.Tensor, num_forwards: int) -> LabelledPositions | None:
         """Returns the positions of the forward whose output embedding is computed again; None: all positions.
 
         It need not be the last forward, because a loss may be the sum of the losses of several forwards. A checkpoint
         keeps the tensor that it got, which tells the forward. If the checkpoint begins before the hidden states (a norm
-        is in it), they are another tensor. Then only the last forward can be meant. So RuntimeError is raised if there
-        were several since the embedding was last computed again. From here on they are counted from 0.
+        is in it), they are another tensor. Then only the last forward can be meant, so RuntimeError is raised if there
+        were several.
+
+        Args:
+            hidden_states: The hidden states at the output embedding.
+            num_forwards: The number of forwards with gradients since the embedding was last computed again.
         """
-        num_forwards = self._num_open_forwards
-        self._num_open_forwards = 0
         if hidden_states in self._positions_at:
             return self._positions_at[hidden_states]
         if num_forwards > 1:
