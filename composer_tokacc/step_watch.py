@@ -75,8 +75,10 @@ class StepWatch:
         self._parameters = {} if 'FullyShardedDataParallel' in classes else trained
         self._hooks = ExitStack()
         self._gradient_nodes: list[torch.autograd.graph.Node] = []
+        # The backwards.
         self._num_backwards = 0
-        self._in_backward = False
+        self._has_open_backward = False
+        """Whether a backward was seen to start, and not to end. It runs now, or it has raised."""
         self._parameters_at_last_start: dict[str, tuple[Checksum, bool]] = {}
         """When a backward last started: the checksum of each parameter, and whether it requires a gradient."""
         self._gradients_at_last_end: dict[str, Checksum] = {}
@@ -126,9 +128,9 @@ class StepWatch:
     def _on_backward_start(self, gradients: object) -> None:
         """Compares weights and gradients with those of the previous backward, before this one adds to a gradient."""
         # A backward reaches several nodes with this hook. Only the first one counts.
-        if self._in_backward:
+        if self._has_open_backward:
             return
-        self._in_backward = True
+        self._has_open_backward = True
         self._num_backwards += 1
         when_backward_ends(self._on_backward_end)
         parameters = {}
@@ -171,7 +173,7 @@ class StepWatch:
     def _on_backward_end(self) -> None:
         """Keeps the gradients, to compare them when the next backward starts."""
         self._gradients_at_last_end = self._gradient_checksums()
-        self._in_backward = False
+        self._has_open_backward = False
 
     def _on_optimizer_step(
         self,
@@ -192,7 +194,7 @@ class StepWatch:
         self._has_stepped_since_backward = True
         self._has_ever_stepped = True
         # Within a backward, an optimizer may make its step as soon as one gradient is complete.
-        if self._in_backward or not self._gradients_at_last_end:
+        if self._has_open_backward or not self._gradients_at_last_end:
             return
         lost_names = []
         nonfinite_names = []
@@ -237,12 +239,12 @@ class StepWatch:
             self._inputs.append((args, kwargs))
 
     def _after_forward(self, module: torch.nn.Module, inputs: object, outputs: Any) -> None:
-        """Adds a hook that sees the backward. Repeats the first forward twice, and compares the two sets of logits."""
+        """Adds a hook that sees the backward, and repeats the first forward, see :meth:`_list_written_state`."""
         if module is not self._model:
             return
-        if self._in_backward and not is_in_backward():
+        if self._has_open_backward and not is_in_backward():
             # The last backward raised, perhaps because memory ran out. The loop must compute the whole step again.
-            self._in_backward = False
+            self._has_open_backward = False
             self._num_backwards = 0
             self._gradients_at_last_end = {}
         args, kwargs = self._inputs.pop()
@@ -254,10 +256,16 @@ class StepWatch:
         node, _ = edge_of(logits)
         assert node is not None  # the logits have a graph
         node.register_prehook(self._on_backward_start)
-        if self._has_repeated:
-            return
-        self._has_repeated = True
-        difference, written = _difference_of_forwards(module, args, kwargs)
+        if not self._has_repeated:
+            self._has_repeated = True
+            self._list_written_state(args, kwargs, logits.dtype)
+
+    def _list_written_state(self, args: Any, kwargs: Any, dtype: torch.dtype) -> None:
+        """Repeats a forward twice. It is a fault if the two have different logits, because the first changed a state.
+
+        ``dtype`` is the type of the logits.
+        """
+        difference, written = _difference_of_forwards(self._model, args, kwargs)
         if math.isnan(difference):
             # This alone is no sign of state that forwards write. The weights may be NaN.
             names = f' A forward writes {listed(written)}.' if written else ''
@@ -265,7 +273,7 @@ class StepWatch:
                 'The logits of two forwards of the same rows cannot be compared: a logit is NaN or infinite, or their '
                 f'shapes differ.{names}'
             )
-        elif difference > tolerance_of(logits.dtype):
+        elif difference > tolerance_of(dtype):
             names = listed(written) if written else 'state that is no tensor or number of a module'
             self.faults.append(
                 f'A forward writes {names}, and the next one depends on it: the logits of the same rows differ by '
