@@ -196,25 +196,23 @@ class StepWatch:
         # Within a backward, an optimizer may make its step as soon as one gradient is complete.
         if self._has_open_backward or not self._gradients_at_last_end:
             return
-        lost_names = []
-        nonfinite_names = []
-        gradients = {}
+        stepped = {}
         for name, gradient in self._gradient_checksums().items():
-            if id(self._parameters[name]) not in stepped_ids:
-                continue
-            if not math.isfinite(gradient.size):
-                nonfinite_names.append(name)
-                continue
-            gradients[name] = gradient
+            if id(self._parameters[name]) in stepped_ids:
+                stepped[name] = gradient
+        finite = {name: gradient for name, gradient in stepped.items() if math.isfinite(gradient.size)}
+        self._keep_gradients(finite)
+        lost_names = []
+        for name, gradient in finite.items():
             if gradient == ZERO and self._gradients_at_last_end[name] != ZERO:
                 lost_names.append(name)
-        self._keep_gradients(gradients)
         if lost_names:
             self.faults.append(
                 'Gradients were set to 0 between the last backward and the step of the optimizer: '
                 f'{listed(lost_names)}. Call `zero_grad` after the step, and freeze parameters by '
                 '`requires_grad_(False)`.'
             )
+        nonfinite_names = [name for name in stepped if name not in finite]
         # A GradScaler leaves out the step of most optimizers itself. It tells a fused one by this attribute whether to
         # leave it out, and an older kind, such as that of Transformer Engine, by this argument.
         may_leave_out = hasattr(optimizer, 'found_inf') or kwargs.get('grad_scaler') is not None
