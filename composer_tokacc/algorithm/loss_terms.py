@@ -214,13 +214,7 @@ class LossTerms:
             factor: The sum of all means over tokens, divided by the mean of the cross-entropies, as the first-batch
                 check has found it. None: it is not known, and taken as 1.
         """
-        positions = torch.arange(targets.numel(), device=logits.device)
-        # Without a graph. They are 0 at positions without a target.
-        losses = token_losses_at(logits, positions, targets.flatten())
-        num_tokens = (targets != IGNORE_INDEX).sum()
-        plain_mean = losses.sum() / num_tokens
-        changes = losses.view_as(weights) * (weights - 1)
-        change_of_mean = changes.sum() / num_tokens
+        plain_mean, change_of_mean = _weighted_change(logits, targets, weights)
         means = [term for term in self.terms_of(loss) if term.unit == 'tokens']
         added: dict[str, Tensor] = {}  # by the name of the term
         if len(means) > 1 and logits.grad_fn is not None:
@@ -404,6 +398,15 @@ def _outputs_of_loss(
         if output is logits or node in nodes:
             outputs_of_loss.append(output)
     return outputs_of_loss
+
+
+def _weighted_change(logits: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the mean of the cross-entropies, and what relative weights of the tokens add to it. Makes no graph."""
+    positions = torch.arange(targets.numel(), device=logits.device)
+    losses = token_losses_at(logits, positions, targets.flatten())  # 0 at positions without a target
+    num_tokens = (targets != IGNORE_INDEX).sum()
+    changes = losses.view_as(weights) * (weights - 1)
+    return losses.sum() / num_tokens, changes.sum() / num_tokens
 
 
 def sum_of_means(terms: Iterable[Tensor]) -> Tensor:
