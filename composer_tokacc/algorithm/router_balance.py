@@ -49,6 +49,8 @@ class CountedMicrobatch(NamedTuple):
 
     positions: Tensor
     """Which positions count for the step: see :func:`counted_positions`, ``(rows, width)`` bool."""
+    num_positions: Tensor
+    """The number of these positions, a scalar. A position counts once for each layer."""
     choices: Tensor
     """How often each expert was chosen at these positions, ``(experts,)`` int64."""
 
@@ -135,32 +137,35 @@ class StepBalance:
         self._counted = deque()
         self._loss_deviation = torch.zeros(())
         self._choice_deviation = torch.zeros(())
-        num_positions = torch.tensor(0)
         # undisturbed() puts random numbers and buffers back, so that the forwards in training find the same state.
         # Nothing here asks whether a forward has written parameters, so it need not watch them, which takes time.
         with torch.no_grad(), undisturbed(self._model, watches_parameters=False):
             for microbatch in microbatches:
-                batch = without_row_counts(microbatch)
-                if is_weighted:
-                    del batch[LOSS_WEIGHTS]
-                batch = self._to_device(with_copied_tensors(batch))
-                with self._precision():
-                    outputs = self._model(batch)
-                    attended = _attended(batch)
-                    models_loss, logits = _checked_router(outputs, num_positions=attended.numel())
-                    self._compare_losses(models_loss, logits, attended)
-                    positions = counted_positions(microbatch).to(logits[0].device)
-                    choices, _ = _sums_over_positions(logits, positions, self._top_k)
-                self._counted.append(CountedMicrobatch(positions, choices.sum(dim=0)))
-                num_layers = len(logits)
-                num_positions = num_positions + positions.sum() * num_layers
-        choices_of_microbatches = [counted.choices for counted in self._counted]
-        choices_of_experts = torch.stack(choices_of_microbatches).sum(dim=0)
+                counted = self._count_microbatch(microbatch, is_weighted=is_weighted)
+                self._counted.append(counted)
+        num_positions = torch.stack([counted.num_positions for counted in self._counted]).sum()
+        choices_of_experts = torch.stack([counted.choices for counted in self._counted]).sum(dim=0)
         on_rank = torch.stack([num_positions, *choices_of_experts])
         sums = self._device.tensor_to_device(on_rank)
         add_over_ranks(sums)
         self._num_positions = sums[0]
         self._choices_of_experts = sums[1:]
+
+    def _count_microbatch(self, microbatch: Batch, *, is_weighted: bool) -> CountedMicrobatch:
+        """Computes a microbatch, compares the model's own load-balancing loss, and counts the choices."""
+        batch = without_row_counts(microbatch)
+        if is_weighted:
+            del batch[LOSS_WEIGHTS]
+        batch = self._to_device(with_copied_tensors(batch))
+        with self._precision():
+            outputs = self._model(batch)
+            attended = _attended(batch)
+            models_loss, logits = _checked_router(outputs, num_positions=attended.numel())
+            self._compare_losses(models_loss, logits, attended)
+            positions = counted_positions(microbatch).to(logits[0].device)
+            choices, _ = _sums_over_positions(logits, positions, self._top_k)
+        num_layers = len(logits)
+        return CountedMicrobatch(positions, positions.sum() * num_layers, choices.sum(dim=0))
 
     def _compare_losses(
         self,
