@@ -145,6 +145,57 @@ class AlgorithmOptions:
             check_choice(f'loss_units[{name!r}]', unit, LOSS_UNITS)
 
 
+class ModelChecks:
+    """Checks of the model that are repeated in every step, because the model may change in training.
+
+    Args:
+        state: The trainer's state.
+        forbids_batch_norms: Whether no BatchNorm may be in training mode.
+    """
+
+    def __init__(self, state: State, *, forbids_batch_norms: bool) -> None:
+        self._model: torch.nn.Module = inner_model(state.model)
+        # These are collected once for a fit. A mixture of experts may have thousands of modules.
+        self._unsharded = unsharded_parameters(state.model)
+        self._parameters = list(self._model.parameters())
+        self._batch_norms: dict[str, torch.nn.Module] = {}  # by name
+        if forbids_batch_norms:
+            for name, module in self._model.named_modules():
+                if isinstance(module, BatchNorm):
+                    self._batch_norms[name] = module
+        self._checked_hooks: list[int] | None = None  # numbers of the gradient hooks that were checked
+
+    def check(self) -> None:
+        """Raises RuntimeError if the model cannot be trained exactly in its present state."""
+        check_unsharded_are_frozen(self._unsharded)  # a parameter may have been unfrozen
+        self._check_batch_norms()
+        self._check_new_hooks()
+
+    def _check_batch_norms(self) -> None:
+        """Raises RuntimeError if a BatchNorm is in training mode.
+
+        Composer puts the model into training mode after each evaluation.
+        """
+        training = [name for name, module in self._batch_norms.items() if module.training]
+        if training:
+            raise NotExactError(
+                f'Rows must be independent of the rows beside them, got: {len(training)} BatchNorm in training mode, '
+                f'such as {training[0]!r}, which normalises by the statistics of its microbatch. Freeze it in eval '
+                'mode, again after each evaluation (docs/errors.md#row-coupling).'
+            )
+
+    def _check_new_hooks(self) -> None:
+        """Raises RuntimeError if a hook on a parameter is not linear, or if an optimizer steps in the backward.
+
+        A hook runs once for each microbatch. The results add up to the result for the whole step only if it is linear.
+        The hooks are only tried if some were added or removed since the last call.
+        """
+        numbers = hook_numbers(self._parameters)
+        if numbers != self._checked_hooks:
+            check_gradient_hooks(self._model)
+            self._checked_hooks = numbers
+
+
 class RunContext:
     """The parts that the algorithm needs during a fit, set up at its first batch.
 
@@ -176,17 +227,13 @@ class RunContext:
         # The model and its optimizers. No hooks are added before these checks, so that a refused model stays as it was.
         check_trains_something(model)
         shard_again(state.model)  # an earlier evaluation may have left weights gathered
-        self._unsharded = unsharded_parameters(state.model)
-        self.check_sharding()
-        check_clipping(state)
-        check_sees_gradients(state)
-        self._parameters = list(model.parameters())
-        self._checked_hooks: list[int] | None = None  # numbers of the gradient hooks that were checked
-        self.check_new_gradient_hooks()
         # With `check_loss=False` the user accepts that rows depend on each other, so BatchNorm may train. This holds
         # with token weights, too, although they need the first-batch check.
-        self._batch_norms = _batch_norms_of(model) if options.check_loss else {}
-        self.check_batch_norms()
+        self.model_checks = ModelChecks(state, forbids_batch_norms=options.check_loss)
+        """Checks that are repeated in every step."""
+        self.model_checks.check()
+        check_clipping(state)
+        check_sees_gradients(state)
 
         # The loss, and the reduction of its gradients over the ranks.
         self.world_size = get_world_size()
@@ -358,36 +405,6 @@ class RunContext:
             )
         log.info('Logits are computed at all positions: %s.', why)
 
-    # Checks that are repeated in every step, because the model may change in training.
-
-    def check_new_gradient_hooks(self) -> None:
-        """Raises RuntimeError if a hook on a parameter is not linear, or if an optimizer steps in the backward.
-
-        A hook runs once for each microbatch. The results add up to the result for the whole step only if it is linear.
-        The hooks are only tried if some were added or removed since the last call.
-        """
-        numbers = hook_numbers(self._parameters)
-        if numbers != self._checked_hooks:
-            check_gradient_hooks(self.model)
-            self._checked_hooks = numbers
-
-    def check_sharding(self) -> None:
-        """Raises RuntimeError if a parameter that FSDP leaves out is trained. It may have been unfrozen in training."""
-        check_unsharded_are_frozen(self._unsharded)
-
-    def check_batch_norms(self) -> None:
-        """Raises RuntimeError if a BatchNorm is in training mode.
-
-        Composer puts the model into training mode after each evaluation.
-        """
-        training = [name for name, module in self._batch_norms.items() if module.training]
-        if training:
-            raise NotExactError(
-                f'Rows must be independent of the rows beside them, got: {len(training)} BatchNorm in training mode, '
-                f'such as {training[0]!r}, which normalises by the statistics of its microbatch. Freeze it in eval '
-                'mode, again after each evaluation (docs/errors.md#row-coupling).'
-            )
-
     # Checks of the split.
 
     def _check_equal_counts(self, state: State, split: MicrobatchSplit) -> None:
@@ -436,14 +453,6 @@ def microbatch_size_of(state: State) -> int | float:
     Without a size from the user Composer takes the batch size of the loader, which is None with a batch sampler.
     """
     return state.device_train_microbatch_size or 1
-
-
-def _batch_norms_of(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Returns the BatchNorms of a model by name.
-
-    Called only once for a fit, because it takes long if a mixture of experts has thousands of modules.
-    """
-    return {name: module for name, module in model.named_modules() if isinstance(module, BatchNorm)}
 
 
 def _why_all_logits(

@@ -496,9 +496,7 @@ class TokenAccumulation(Algorithm):
         run = self._run
         step = run.step
         _check_not_repeated_in_another_size(step, state.device_train_microbatch_size)
-        run.check_sharding()
-        run.check_batch_norms()
-        run.check_new_gradient_hooks()
+        run.model_checks.check()
         run.reductions.start_attempt()
         step.microbatches = []
         self._microbatch = None  # the graph of a microbatch that failed would stay in memory
