@@ -72,7 +72,7 @@ class LossTerms:
         self.router_coefficient = router_coefficient
 
     @property
-    def coupled(self) -> list[str]:
+    def coupled_terms(self) -> list[str]:
         """Names of the terms in ``loss_units`` that depend on which rows share a microbatch."""
         coupling_units = ('coupled_samples', 'microbatches')
         return [name for name, unit in self.units.items() if unit in coupling_units]

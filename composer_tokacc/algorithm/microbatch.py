@@ -220,7 +220,7 @@ class CurrentMicrobatch:
             return loss
         run = self._run
         check_trains_something(run.model)  # all may have been frozen during training
-        layout = run.check.layout
+        layout = run.row_check.layout
         if layout is None or layout.media_of(batch):
             return loss
         if self._is_first:

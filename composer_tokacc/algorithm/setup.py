@@ -242,7 +242,7 @@ class RunContext:
         self.read_router_coefficient()
         # A contrastive term may gather the rows of other ranks. With `check_loss=False` a SyncBatchNorm may train,
         # which gathers statistics in every forward.
-        may_gather = bool(self.terms.coupled) or not options.check_loss
+        may_gather = bool(self.terms.coupled_terms) or not options.check_loss
         self.reductions = ReductionWatch(state, may_gather=may_gather)
         """Watches which gradients the backward of each microbatch writes."""
         self.excess_of_reduction = excess_of_reduction(state.model)
@@ -278,8 +278,8 @@ class RunContext:
             self.balance = StepBalance(state, self.split, self.terms, to_device, precision)
         self.selector = self._new_selector(state, layout)
         """Makes the model compute logits only at labels. None: the model computes all logits."""
-        self.check = self._new_check(state, layout, to_device, precision)
-        """The first-batch check."""
+        self.row_check = self._new_check(state, layout, to_device, precision)
+        """The first-batch check, which checks rows of later batches, too."""
         self._closure_hooks = give_loss_of_step(state)
 
     def _new_check(
@@ -289,7 +289,7 @@ class RunContext:
         to_device: Callable[[Batch], Any],
         precision: Callable[[], AbstractContextManager[object]],
     ) -> FirstBatchCheck:
-        """Returns the first-batch check, which has compared no rows yet."""
+        """Returns the first-batch check, which has checked no rows yet."""
         probe = Probe(
             forward=self.model,
             loss=self.model.loss,
@@ -313,7 +313,7 @@ class RunContext:
         """Adds the hooks for logits at labels to the model. If the run needs all logits, returns None, or raises."""
         why_all_logits = _why_all_logits(state, layout, self.options, self.model)
         if why_all_logits is not None:
-            self._log_all_logits(why_all_logits)
+            self._accept_all_logits(why_all_logits)
             return None
         return LabelSelector(self.model.model)
 
@@ -372,11 +372,11 @@ class RunContext:
             batch = with_weights_of_positions(batch)
         self.read_router_coefficient()
         try:
-            self.loss_facts = self.check.prove(batch, microbatch_size)
+            self.loss_facts = self.row_check.prove(batch, microbatch_size)
             why_all_logits = self.loss_facts.selection_failure
             if why_all_logits is not None and self.selector is not None:
                 self._remove_selector()
-                self._log_all_logits(why_all_logits)
+                self._accept_all_logits(why_all_logits)
         except BaseException:
             # FIT_END does not come after an error, so the hooks are removed here.
             self.end()
@@ -396,8 +396,8 @@ class RunContext:
             self.selector.remove()
             self.selector = None
 
-    def _log_all_logits(self, why: str) -> None:
-        """Logs why all logits are computed. Raises RuntimeError if the user requires logits at labels."""
+    def _accept_all_logits(self, why: str) -> None:
+        """Logs why all logits are computed. Raises RuntimeError if the user does not accept it: `logits='labels'`."""
         if self.options.logits == 'labels':
             raise NotExactError(
                 f"`logits='labels'` must leave loss and gradient the same, got: {why}. Set `logits='auto'`, which "
@@ -418,9 +418,9 @@ class RunContext:
 
     def _check_coupled_terms(self, split: MicrobatchSplit) -> None:
         """Raises RuntimeError if the split regroups or packs rows, but a term depends on the rows of its microbatch."""
-        if self.terms.coupled and (split.options.regroup or split.options.packing):
+        if self.terms.coupled_terms and (split.options.regroup or split.options.packing):
             raise NotExactError(
-                f'Rows must be independent to be regrouped or packed, but the terms {self.terms.coupled} of '
+                f'Rows must be independent to be regrouped or packed, but the terms {self.terms.coupled_terms} of '
                 '`loss_units` depend on which rows share a microbatch. Set '
                 '`token_data_spec(..., regroup=False, packing=False)` (docs/errors.md#row-coupling).'
             )

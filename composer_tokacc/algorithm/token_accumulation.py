@@ -369,7 +369,7 @@ class TokenAccumulation(Algorithm):
             step = self._count_batch(state, batch_index)
             # Facts about rows are found when they are first read, so these may refuse the batch, too.
             width = run.width_of(step)
-            has_new_rows = run.check.has_new_rows(step.facts, microbatch_size)
+            has_new_rows = run.row_check.has_new_rows(step.facts, microbatch_size)
         except RefusalError as refusal_of_counts:
             self._refuse(state, refusal_of_counts)
         # Everything that ranks must know of each other before the batch is cut.
@@ -389,8 +389,8 @@ class TokenAccumulation(Algorithm):
         _check_has_weight(step, state.batch)
         # In steps 16, 32, 64 and so on a check is due even without new rows, because a model may begin to treat known
         # rows in another way. In the first step none is due, because _set_up() has just checked its rows.
-        run.check.note_step(run.step_number)
-        needs_check = run.check.is_due or sums.flags.has_new_rows > 0
+        run.row_check.note_step(run.step_number)
+        needs_check = run.row_check.is_due or sums.flags.has_new_rows > 0
         if needs_check:
             run.prove(state.batch, microbatch_size)  # new rows are cut only by rules that were proven for them
         # Each rank pads to its own longest row. One forward over all rows would pad some of them more. More padding on
@@ -469,7 +469,7 @@ class TokenAccumulation(Algorithm):
         state.batch = self._with_new_labels_marked(counted_batch)
         return Step(
             rows=row_counts_of(state.batch),
-            facts=describe_all(run.check.layout, state.batch),
+            facts=describe_all(run.row_check.layout, state.batch),
             is_weighted=self.is_weighted,
         )
 
