@@ -156,6 +156,22 @@ def places_of(running_count: torch.Tensor, ordinals: range) -> torch.Tensor:
     return places.clamp_(max=len(running_count) - 1)
 
 
+@dataclass(kw_only=True)
+class RunningForward:
+    """The forward of the model that runs now."""
+
+    positions: LabelledPositions | None = None
+    """The positions whose hidden states are selected. None: it computes all logits."""
+    labels_shape: tuple[int, ...] = ()
+    """The shape of its labels, before some were selected."""
+    num_head_calls: int = 0
+    """Calls of the output embedding so far."""
+    has_graph: bool = False
+    """Whether it will have a backward."""
+    is_recomputed: bool = False
+    """Whether a backward runs it, because a checkpoint is around the model."""
+
+
 class LabelSelector:
     """Hooks on a Hugging Face model. They select labels and hidden states in the next forward after :meth:`arm`.
 
@@ -180,12 +196,7 @@ class LabelSelector:
         # About the next forward, see arm().
         self._rule = LossRule.CAUSAL
         self._num_labels: int | None = None  # None: it computes all logits
-        # About the forward that runs now.
-        self._positions: LabelledPositions | None = None  # None: it computes all logits
-        self._labels_shape = torch.Size()
-        self._num_calls = 0  # of the output embedding
-        self._is_recomputed = False  # whether a backward runs this forward, because a checkpoint is around the model
-        self._has_graph = False  # whether it will have a backward
+        self._forward = RunningForward()  # an empty one if no forward runs
         # About earlier forwards. If a checkpoint is around the output embedding only, a backward computes the embedding
         # again, and must select the positions of the forward to which it belongs.
         self._positions_at = WeakTensorKeyDictionary()  # the positions of a forward, by its hidden states
@@ -235,11 +246,7 @@ class LabelSelector:
 
         Labels that are not a named argument stay as they are.
         """
-        # The last forward may have raised before _end_forward(), which resets the positions.
-        self._positions = None
-        self._is_recomputed = is_in_backward()
-        self._has_graph = torch.is_grad_enabled()
-        self._num_calls = 0
+        self._forward = RunningForward(has_graph=torch.is_grad_enabled(), is_recomputed=is_in_backward())
         num_labels = self._num_labels
         self._num_labels = None
         labels = kwargs.get('labels')
@@ -255,8 +262,8 @@ class LabelSelector:
             # The model would make these ids from its labels, but it gets only some of the labels.
             kwargs['decoder_input_ids'] = module.prepare_decoder_input_ids_from_labels(labels=labels)
         kwargs['labels'] = positions.select_labels(labels, IGNORE_INDEX)
-        self._positions = positions
-        self._labels_shape = labels.shape
+        self._forward.positions = positions
+        self._forward.labels_shape = labels.shape
         return args, kwargs
 
     def _select_hidden_states(self, head: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -264,24 +271,25 @@ class LabelSelector:
 
         Raises RuntimeError if there are hidden states at other positions than labels.
         """
-        self._num_calls += 1
+        forward = self._forward
+        forward.num_head_calls += 1
         if not args:
             # They are given by name, so nothing is selected. If labels were selected, the model's loss raises an error,
             # because it gets more logits than labels.
             return None
         hidden_states = args[0]
-        if is_in_backward() and not self._is_recomputed:
+        if is_in_backward() and not forward.is_recomputed:
             # Activation checkpointing of the output embedding computes this part of a forward again.
             num_forwards = self._num_open_forwards
             self._num_open_forwards = 0
             positions = self._recomputed_positions(hidden_states, num_forwards)
         else:
-            positions = self._positions
-            if positions is not None and hidden_states.shape[:2] != self._labels_shape:
+            positions = forward.positions
+            if positions is not None and hidden_states.shape[:2] != forward.labels_shape:
                 raise NotExactError(
                     'Logits at labels need hidden states of every position of the labels '
-                    f'{tuple(self._labels_shape)}, got: {tuple(hidden_states.shape[:2])} at the output embedding. The '
-                    'model changes the sequence on the way.'
+                    f'{tuple(forward.labels_shape)}, got: {tuple(hidden_states.shape[:2])} at the output embedding. '
+                    'The model changes the sequence on the way.'
                 )
             self._positions_at[hidden_states] = positions
         if positions is None:
@@ -317,19 +325,18 @@ class LabelSelector:
 
         Raises RuntimeError if labels were selected, but the output embedding was not called exactly once.
         """
-        positions = self._positions
-        self._positions = None
-        if self._has_graph:
-            self._last_positions = positions
-            if not self._is_recomputed:
+        forward = self._forward
+        self._forward = RunningForward()  # the output embedding may be called between two forwards
+        if forward.has_graph:
+            self._last_positions = forward.positions
+            if not forward.is_recomputed:
                 self._num_open_forwards += 1
-        self._is_recomputed = False
-        if positions is None:
-            self.num_head_calls = self._num_calls
-        elif self._num_calls != 1:
+        if forward.positions is None:
+            self.num_head_calls = forward.num_head_calls
+        elif forward.num_head_calls != 1:
             raise NotExactError(
                 'Logits at labels need one call of the output embedding in each forward, got: '
-                f'{self._num_calls} calls. The model computes its loss in another way (a fused kernel, or more '
+                f'{forward.num_head_calls} calls. The model computes its loss in another way (a fused kernel, or more '
                 'than one head).'
             )
 
