@@ -81,19 +81,6 @@ class StepBalance:
         RuntimeError: If the run cannot have ``router_balance='step'``.
     """
 
-    # Set by count(), for each attempt to compute a step.
-    _counted: deque[CountedMicrobatch]
-    """The microbatches of this rank that are not trained yet."""
-    # Sums over the step and all ranks. They stay on the device, because the host would have to wait to read them.
-    _num_positions: Tensor
-    """The number of positions. A position counts once for each layer."""
-    _choices_of_experts: Tensor
-    """How often each expert was chosen, ``(experts,)``."""
-    _loss_deviation: Tensor
-    """The largest deviation of a loss so far, as a multiple of its tolerance, a scalar on the device."""
-    _choice_deviation: Tensor
-    """The same for choices."""
-
     def __init__(
         self,
         state: State,
@@ -122,6 +109,21 @@ class StepBalance:
         self._precision = precision
         # Number of experts chosen for a position. 0: not known yet. The first microbatch with tokens shows it.
         self._top_k = 0
+        self._forget_step()
+
+    def _forget_step(self) -> None:
+        """Sets what is known of a step to its state before :meth:`count`, for each attempt to compute a step."""
+        self._counted: deque[CountedMicrobatch] = deque()
+        """The microbatches of this rank that are not trained yet."""
+        # Sums over the step and all ranks. They stay on the device, because the host would have to wait to read them.
+        self._num_positions = torch.tensor(0)
+        """The number of positions. A position counts once for each layer."""
+        self._choices_of_experts = torch.tensor([0])
+        """How often each expert was chosen, ``(experts,)``."""
+        self._loss_deviation = torch.zeros(())
+        """The largest deviation of a loss so far, as a multiple of its tolerance, a scalar on the device."""
+        self._choice_deviation = torch.zeros(())
+        """The same for choices."""
 
     def count(self, microbatches: Sequence[Batch], *, is_weighted: bool) -> None:
         """Computes each microbatch without a graph, and counts how often each expert is chosen; a collective.
@@ -134,9 +136,7 @@ class StepBalance:
         Raises:
             RuntimeError: If the model has no load-balancing loss, or another one at the first comparison.
         """
-        self._counted = deque()
-        self._loss_deviation = torch.zeros(())
-        self._choice_deviation = torch.zeros(())
+        self._forget_step()
         # undisturbed() puts random numbers and buffers back, so that the forwards in training find the same state.
         # Nothing here asks whether a forward has written parameters, so it need not watch them, which takes time.
         with torch.no_grad(), undisturbed(self._model, watches_parameters=False):
