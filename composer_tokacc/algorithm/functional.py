@@ -204,7 +204,7 @@ def _factors(
     Args:
         microbatches: The microbatches as the caller has them. A pre-split batch may have a plan.
         weight_sums: The sum of the weights of the tokens of each microbatch.
-        num_tokens: The number of the tokens of all microbatches.
+        num_tokens: The number of the tokens of all microbatches. Tokens whose weights are all 0 are refused.
         device: The device on which the process group reduces.
 
     Raises:

@@ -43,10 +43,12 @@ class LogitsAtLabels:
     at the end.
 
     The first such forward computes its batch with all logits and with logits at labels, and compares loss and gradient.
-    Unless a row has twice as many labels as another, a copy of a row with another number of labels is added, so that
-    the check shows how the loss joins rows. If the model cannot compute this row (memory, kernels for one row), the
-    check leaves it out, except with FSDP. The check takes about five more forwards, whose gradients are not kept. With
-    FSDP all ranks must make this forward at the same time.
+    This takes about five more forwards, whose gradients are not kept. With FSDP all ranks must make this forward at the
+    same time.
+
+    A mean over the means of rows equals a mean over tokens if all rows have equally many labels. So unless a row has
+    twice as many labels as another, the check adds a copy of a row, with another number of labels. If the model cannot
+    compute the additional row (memory, kernels for one row), the check leaves it out, except with FSDP.
 
     Args:
         model: A Hugging Face model that computes its own loss; it may be wrapped by Composer, DDP or accelerate.

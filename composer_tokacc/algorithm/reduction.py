@@ -219,7 +219,7 @@ class ReductionWatch:
                 'them, or train with DDP (docs/errors.md#ranks).'
             )
 
-    def reduced_once(self) -> bool | None:
+    def has_reduced_once(self) -> bool | None:
         """Returns whether DDP reduced in no microbatch of this step before the last one.
 
         None: the step does not show it, because it has only one microbatch, or it does not matter, because ranks wait

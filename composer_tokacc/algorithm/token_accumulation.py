@@ -572,7 +572,7 @@ class TokenAccumulation(Algorithm):
         if run.balance is not None:
             run.balance.check()
         if run.split is not None:  # only our split makes unequal numbers of microbatches if DDP has reduced once
-            reduced_once = run.reductions.reduced_once()
+            reduced_once = run.reductions.has_reduced_once()
             if reduced_once is not None:  # None: this step does not show it
                 self._reduces_once = reduced_once
         if run.is_step_empty:

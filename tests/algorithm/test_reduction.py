@@ -128,7 +128,7 @@ def test_microbatches_before_the_last_reach_nothing():
 
     backward(watch, model, ('first',), num_microbatches=2)
     assert unused_weight.grad.tolist() == [[0.0, 0.0]]
-    assert watch.reduced_once() is True
+    assert watch.has_reduced_once() is True
 
 
 def test_early_reduction_is_refused():
@@ -176,7 +176,7 @@ def test_early_reduction_of_equal_counts():
     watch, model = watch_of(TwoHeads())
     for _ in range(2):
         backward(watch, model, ('first',), num_microbatches=2)
-    assert watch.reduced_once() is False
+    assert watch.has_reduced_once() is False
 
 
 @pytest.mark.parametrize('freezes_others', [False, True])
