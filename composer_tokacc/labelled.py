@@ -43,6 +43,14 @@ class LabelledPositions:
     selected positions, and one ignored label in front of the selected labels. The model's shift removes both, and each
     position meets the label that it predicts. In shapes ``(+ 1)`` stands for this addition.
 
+    For example, the labels 7, 8 and 9 count in two rows of four positions::
+
+        index      0     1     2     3  |    4     5     6     7
+        labels  -100  -100     7     8  | -100  -100  -100     9
+
+    ``of_labels`` is 2, 3, 7. ``of_logits`` is 1, 2, 6, and 7, which is added. The selected labels are -100, which is
+    added, 7, 8, 9.
+
     Args:
         of_labels: Indices of the labels in the flattened batch, int64 ``(labels,)``.
         of_logits: Indices of the positions at which logits are computed, int64 ``(labels (+ 1),)``.
@@ -148,6 +156,22 @@ def places_of(running_count: torch.Tensor, ordinals: range) -> torch.Tensor:
     return places.clamp_(max=len(running_count) - 1)
 
 
+@dataclass(kw_only=True)
+class RunningForward:
+    """The forward of the model that runs now."""
+
+    positions: LabelledPositions | None = None
+    """The positions whose hidden states are selected. None: it computes all logits."""
+    labels_shape: tuple[int, ...] = ()
+    """The shape of its labels, before some were selected."""
+    num_head_calls: int = 0
+    """Calls of the output embedding so far."""
+    has_graph: bool = False
+    """Whether it will have a backward."""
+    is_recomputed: bool = False
+    """Whether a backward runs it, because a checkpoint is around the model."""
+
+
 class LabelSelector:
     """Hooks on a Hugging Face model. They select labels and hidden states in the next forward after :meth:`arm`.
 
@@ -172,16 +196,12 @@ class LabelSelector:
         # About the next forward, see arm().
         self._rule = LossRule.CAUSAL
         self._num_labels: int | None = None  # None: it computes all logits
-        # About the forward that runs now.
-        self._positions: LabelledPositions | None = None  # None: it computes all logits
-        self._labels_shape = torch.Size()
-        self._num_calls = 0  # of the output embedding
-        self._is_recomputed = False  # whether a backward runs this forward, because a checkpoint is around the model
-        self._has_graph = False  # whether it will have a backward
-        # For a backward that computes the output embedding again, because a checkpoint is around it.
+        self._forward = RunningForward()  # an empty one if no forward runs
+        # About earlier forwards. If a checkpoint is around the output embedding only, a backward computes the embedding
+        # again, and must select the positions of the forward to which it belongs.
         self._positions_at = WeakTensorKeyDictionary()  # the positions of a forward, by its hidden states
         self._last_positions: LabelledPositions | None = None  # the positions of the last forward with gradients
-        self._num_open_forwards = 0  # forwards with gradients since the last backward of this kind
+        self._num_open_forwards = 0  # forwards with gradients since an embedding was last computed again
         self.num_head_calls = 0
         """Calls of the output embedding in the last forward that computed all logits.
 
@@ -226,11 +246,7 @@ class LabelSelector:
 
         Labels that are not a named argument stay as they are.
         """
-        # The last forward may have raised before _end_forward(), which resets the positions.
-        self._positions = None
-        self._is_recomputed = is_in_backward()
-        self._has_graph = torch.is_grad_enabled()
-        self._num_calls = 0
+        self._forward = RunningForward(has_graph=torch.is_grad_enabled(), is_recomputed=is_in_backward())
         num_labels = self._num_labels
         self._num_labels = None
         labels = kwargs.get('labels')
@@ -246,8 +262,8 @@ class LabelSelector:
             # The model would make these ids from its labels, but it gets only some of the labels.
             kwargs['decoder_input_ids'] = module.prepare_decoder_input_ids_from_labels(labels=labels)
         kwargs['labels'] = positions.select_labels(labels, IGNORE_INDEX)
-        self._positions = positions
-        self._labels_shape = labels.shape
+        self._forward.positions = positions
+        self._forward.labels_shape = labels.shape
         return args, kwargs
 
     def _select_hidden_states(self, head: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -255,38 +271,43 @@ class LabelSelector:
 
         Raises RuntimeError if there are hidden states at other positions than labels.
         """
-        self._num_calls += 1
+        forward = self._forward
+        forward.num_head_calls += 1
         if not args:
             # They are given by name, so nothing is selected. If labels were selected, the model's loss raises an error,
             # because it gets more logits than labels.
             return None
         hidden_states = args[0]
-        if is_in_backward() and not self._is_recomputed:
+        if is_in_backward() and not forward.is_recomputed:
             # Activation checkpointing of the output embedding computes this part of a forward again.
-            positions = self._recomputed_positions(hidden_states)
+            num_forwards = self._num_open_forwards
+            self._num_open_forwards = 0
+            positions = self._recomputed_positions(hidden_states, num_forwards)
         else:
-            positions = self._positions
-            if positions is not None and hidden_states.shape[:2] != self._labels_shape:
+            positions = forward.positions
+            if positions is not None and hidden_states.shape[:2] != forward.labels_shape:
                 raise NotExactError(
                     'Logits at labels need hidden states of every position of the labels '
-                    f'{tuple(self._labels_shape)}, got: {tuple(hidden_states.shape[:2])} at the output embedding. The '
-                    'model changes the sequence on the way.'
+                    f'{tuple(forward.labels_shape)}, got: {tuple(hidden_states.shape[:2])} at the output embedding. '
+                    'The model changes the sequence on the way.'
                 )
             self._positions_at[hidden_states] = positions
         if positions is None:
             return None
         return (positions.select(hidden_states), *args[1:])
 
-    def _recomputed_positions(self, hidden_states: torch.Tensor) -> LabelledPositions | None:
+    def _recomputed_positions(self, hidden_states: torch.Tensor, num_forwards: int) -> LabelledPositions | None:
         """Returns the positions of the forward whose output embedding is computed again; None: all positions.
 
         It need not be the last forward, because a loss may be the sum of the losses of several forwards. A checkpoint
         keeps the tensor that it got, which tells the forward. If the checkpoint begins before the hidden states (a norm
-        is in it), they are another tensor. Then only the last forward can be meant. So RuntimeError is raised if there
-        were several since the embedding was last computed again. From here on they are counted from 0.
+        is in it), they are another tensor. Then only the last forward can be meant, so RuntimeError is raised if there
+        were several.
+
+        Args:
+            hidden_states: The hidden states at the output embedding.
+            num_forwards: The number of forwards with gradients since the embedding was last computed again.
         """
-        num_forwards = self._num_open_forwards
-        self._num_open_forwards = 0
         if hidden_states in self._positions_at:
             return self._positions_at[hidden_states]
         if num_forwards > 1:
@@ -304,19 +325,18 @@ class LabelSelector:
 
         Raises RuntimeError if labels were selected, but the output embedding was not called exactly once.
         """
-        positions = self._positions
-        self._positions = None
-        if self._has_graph:
-            self._last_positions = positions
-            if not self._is_recomputed:
+        forward = self._forward
+        self._forward = RunningForward()  # the output embedding may be called between two forwards
+        if forward.has_graph:
+            self._last_positions = forward.positions
+            if not forward.is_recomputed:
                 self._num_open_forwards += 1
-        self._is_recomputed = False
-        if positions is None:
-            self.num_head_calls = self._num_calls
-        elif self._num_calls != 1:
+        if forward.positions is None:
+            self.num_head_calls = forward.num_head_calls
+        elif forward.num_head_calls != 1:
             raise NotExactError(
                 'Logits at labels need one call of the output embedding in each forward, got: '
-                f'{self._num_calls} calls. The model computes its loss in another way (a fused kernel, or more '
+                f'{forward.num_head_calls} calls. The model computes its loss in another way (a fused kernel, or more '
                 'than one head).'
             )
 

@@ -132,8 +132,9 @@ def with_counts(batch: Batch, rule: LossRule = LossRule.CAUSAL, token_weights: s
 def check_loss_shares(batch: object, token_weights: str, rule: LossRule, tokens_of_rows: Sequence[int] = ()) -> None:
     """Raises ValueError if the sampler's ``loss_shares`` are not applied, or come from wrong numbers of loss tokens.
 
-    The sampler takes the numbers, ``batch.loss_tokens``, from a table that may be out of date. With a wrong number the
-    datasets would not have the shares of the loss that the user has set. Does nothing unless the sampler has shares.
+    With ``loss_shares`` the user sets which part of the loss each dataset has. The sampler computes the weights of the
+    rows from it, and from the numbers of loss tokens in a table, ``batch.loss_tokens``. The table may be out of date.
+    With wrong numbers the datasets would not have their shares. Does nothing unless the sampler has shares.
 
     Args:
         batch: A batch. Only one of a :class:`.RegroupingDataLoader` can have such numbers.

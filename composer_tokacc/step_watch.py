@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -47,6 +48,25 @@ ZERO = Checksum(0.0, 0.0)
 """Checksum of a gradient that is 0, or absent."""
 
 
+@dataclass
+class SeenBackward:
+    """What :class:`StepWatch` has seen of the last backward."""
+
+    number: int
+    """Its number in the step, from 1."""
+    parameters_at_start: Mapping[str, tuple[Checksum, bool]]
+    """The checksum of each parameter, and whether the parameter requires a gradient."""
+    gradients_at_end: Mapping[str, Checksum] | None = None
+    """Checksums of the gradients. None: it has not ended. It runs now, or it has raised."""
+    is_followed_by_step: bool = False
+    """Whether an optimizer has made a step since it started."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it has not ended."""
+        return self.gradients_at_end is None
+
+
 class StepWatch:
     """Lists faults of the gradient of one optimizer step; a context around the step.
 
@@ -75,14 +95,8 @@ class StepWatch:
         self._parameters = {} if 'FullyShardedDataParallel' in classes else trained
         self._hooks = ExitStack()
         self._gradient_nodes: list[torch.autograd.graph.Node] = []
-        self._num_backwards = 0
-        self._in_backward = False
-        self._parameters_at_last_start: dict[str, tuple[Checksum, bool]] = {}
-        """When a backward last started: the checksum of each parameter, and whether it requires a gradient."""
-        self._gradients_at_last_end: dict[str, Checksum] = {}
-        """Checksums of the gradients when a backward last ended. Empty: none has ended."""
-        self._has_stepped_since_backward = False
-        """Whether an optimizer has made a step since a backward last started."""
+        self._backward: SeenBackward | None = None
+        """The last backward. None: there was none yet, or it has raised, and the loop computes the step again."""
         self._has_ever_stepped = False
         """Whether an optimizer has made any step in the context."""
         self._inputs: list[tuple[Any, Any]] = []
@@ -125,43 +139,44 @@ class StepWatch:
 
     def _on_backward_start(self, gradients: object) -> None:
         """Compares weights and gradients with those of the previous backward, before this one adds to a gradient."""
+        previous = self._backward
         # A backward reaches several nodes with this hook. Only the first one counts.
-        if self._in_backward:
+        if previous is not None and previous.is_open:
             return
-        self._in_backward = True
-        self._num_backwards += 1
-        when_backward_ends(self._on_backward_end)
         parameters = {}
         for name, checksum in _checksums(self._parameters).items():
             parameters[name] = checksum, self._parameters[name].requires_grad
-        gradient_checksums = self._gradient_checksums()
-        if self._num_backwards == 1:
-            names = [name for name, checksum in gradient_checksums.items() if checksum != ZERO]
-            if names:
-                self.faults.append(
-                    f'Gradients were not 0 before the first backward, or after one that raised: {listed(names)}. Call '
-                    '`zero_grad` first.'
-                )
-        else:
-            self._list_changes(parameters, gradient_checksums)
-        self._parameters_at_last_start = parameters
-        self._has_stepped_since_backward = False
+        number = 1 if previous is None else previous.number + 1
+        self._backward = SeenBackward(number, parameters)
+        when_backward_ends(self._on_backward_end)
+        gradients = self._gradient_checksums()
+        if previous is not None:
+            self._list_changes(previous, parameters, gradients)
+            return
+        names = [name for name, checksum in gradients.items() if checksum != ZERO]
+        if names:
+            self.faults.append(
+                f'Gradients were not 0 before the first backward, or after one that raised: {listed(names)}. Call '
+                '`zero_grad` first.'
+            )
 
     def _list_changes(
         self,
+        previous: SeenBackward,
         parameters: Mapping[str, tuple[Checksum, bool]],
         gradients: Mapping[str, Checksum],
     ) -> None:
         """Adds the faults that happened between the previous backward and the one that starts now."""
-        between = f'between backward {self._num_backwards - 1} and {self._num_backwards}'
-        if self._has_stepped_since_backward:
+        assert previous.gradients_at_end is not None
+        between = f'between backward {previous.number} and {previous.number + 1}'
+        if previous.is_followed_by_step:
             # The step explains all other changes.
             self.faults.append(f'An optimizer made a step {between}. Call its `step` after the last microbatch.')
             return
-        names = _changed_names(self._parameters_at_last_start, parameters)
+        names = _changed_names(previous.parameters_at_start, parameters)
         if names:
             self.faults.append(f'Parameters changed, or were frozen or unfrozen, {between}: {listed(names)}.')
-        names = _changed_names(self._gradients_at_last_end, gradients)
+        names = _changed_names(previous.gradients_at_end, gradients)
         if names:
             self.faults.append(
                 f'Gradients changed {between}: {listed(names)}. Call `zero_grad`, clip and unscale once a step, not '
@@ -170,8 +185,8 @@ class StepWatch:
 
     def _on_backward_end(self) -> None:
         """Keeps the gradients, to compare them when the next backward starts."""
-        self._gradients_at_last_end = self._gradient_checksums()
-        self._in_backward = False
+        assert self._backward is not None  # it has started
+        self._backward.gradients_at_end = self._gradient_checksums()
 
     def _on_optimizer_step(
         self,
@@ -189,30 +204,31 @@ class StepWatch:
             stepped_ids |= {id(parameter) for parameter in group['params']}
         if not stepped_ids & self._trained_ids:
             return
-        self._has_stepped_since_backward = True
         self._has_ever_stepped = True
-        # Within a backward, an optimizer may make its step as soon as one gradient is complete.
-        if self._in_backward or not self._gradients_at_last_end:
+        if self._backward is None:
             return
-        lost_names = []
-        nonfinite_names = []
-        gradients = {}
+        self._backward.is_followed_by_step = True
+        gradients_at_end = self._backward.gradients_at_end
+        # Within a backward, an optimizer may make its step as soon as one gradient is complete.
+        if gradients_at_end is None:
+            return
+        stepped = {}
         for name, gradient in self._gradient_checksums().items():
-            if id(self._parameters[name]) not in stepped_ids:
-                continue
-            if not math.isfinite(gradient.size):
-                nonfinite_names.append(name)
-                continue
-            gradients[name] = gradient
-            if gradient == ZERO and self._gradients_at_last_end[name] != ZERO:
+            if id(self._parameters[name]) in stepped_ids:
+                stepped[name] = gradient
+        finite = {name: gradient for name, gradient in stepped.items() if math.isfinite(gradient.size)}
+        self._keep_gradients(finite)
+        lost_names = []
+        for name, gradient in finite.items():
+            if gradient == ZERO and gradients_at_end[name] != ZERO:
                 lost_names.append(name)
-        self._keep_gradients(gradients)
         if lost_names:
             self.faults.append(
                 'Gradients were set to 0 between the last backward and the step of the optimizer: '
                 f'{listed(lost_names)}. Call `zero_grad` after the step, and freeze parameters by '
                 '`requires_grad_(False)`.'
             )
+        nonfinite_names = [name for name in stepped if name not in finite]
         # A GradScaler leaves out the step of most optimizers itself. It tells a fused one by this attribute whether to
         # leave it out, and an older kind, such as that of Transformer Engine, by this argument.
         may_leave_out = hasattr(optimizer, 'found_inf') or kwargs.get('grad_scaler') is not None
@@ -237,14 +253,12 @@ class StepWatch:
             self._inputs.append((args, kwargs))
 
     def _after_forward(self, module: torch.nn.Module, inputs: object, outputs: Any) -> None:
-        """Adds a hook that sees the backward. Repeats the first forward twice, and compares the two sets of logits."""
+        """Adds a hook that sees the backward, and repeats the first forward, see :meth:`_list_written_state`."""
         if module is not self._model:
             return
-        if self._in_backward and not is_in_backward():
+        if self._backward is not None and self._backward.is_open and not is_in_backward():
             # The last backward raised, perhaps because memory ran out. The loop must compute the whole step again.
-            self._in_backward = False
-            self._num_backwards = 0
-            self._gradients_at_last_end = {}
+            self._backward = None
         args, kwargs = self._inputs.pop()
         logits = logits_of(outputs)
         if logits is None or logits.grad_fn is None:
@@ -254,10 +268,16 @@ class StepWatch:
         node, _ = edge_of(logits)
         assert node is not None  # the logits have a graph
         node.register_prehook(self._on_backward_start)
-        if self._has_repeated:
-            return
-        self._has_repeated = True
-        difference, written = _difference_of_forwards(module, args, kwargs)
+        if not self._has_repeated:
+            self._has_repeated = True
+            self._list_written_state(args, kwargs, logits.dtype)
+
+    def _list_written_state(self, args: Any, kwargs: Any, dtype: torch.dtype) -> None:
+        """Repeats a forward twice. It is a fault if the two have different logits, because the first changed a state.
+
+        ``dtype`` is the type of the logits.
+        """
+        difference, written = _difference_of_forwards(self._model, args, kwargs)
         if math.isnan(difference):
             # This alone is no sign of state that forwards write. The weights may be NaN.
             names = f' A forward writes {listed(written)}.' if written else ''
@@ -265,7 +285,7 @@ class StepWatch:
                 'The logits of two forwards of the same rows cannot be compared: a logit is NaN or infinite, or their '
                 f'shapes differ.{names}'
             )
-        elif difference > tolerance_of(logits.dtype):
+        elif difference > tolerance_of(dtype):
             names = listed(written) if written else 'state that is no tensor or number of a module'
             self.faults.append(
                 f'A forward writes {names}, and the next one depends on it: the logits of the same rows differ by '

@@ -99,7 +99,7 @@ def step_loss_weights(
     rule = LossRule(loss_tokens)
     weight_sums = []
     tokens_of_rows: list[int] = []
-    for microbatch in _as_list(microbatches, rule):
+    for microbatch in _checked_list(microbatches, rule):
         has_loss = rule.mask(microbatch)
         # A row of 0 samples repeats a sample, so that this rank has as many rows as the others. It must not count.
         are_samples = [row.samples > 0 for row in row_counts_of(microbatch)]
@@ -137,7 +137,7 @@ def weighted_microbatches(
     """
     rule = LossRule(loss_tokens)
     check_loss_shares(microbatches, 'token', rule)  # all tokens weigh the same, so it refuses any shares
-    counted_microbatches = [with_counts(microbatch, rule) for microbatch in _as_list(microbatches, rule)]
+    counted_microbatches = [with_counts(microbatch, rule) for microbatch in _checked_list(microbatches, rule)]
     token_counts = []
     for microbatch in counted_microbatches:
         if labels_of(microbatch).numel() == 0:
@@ -155,7 +155,7 @@ def weighted_microbatches(
         yield model_batch, factor
 
 
-def _as_list(microbatches: Sequence[Batch] | PreSplitBatch, rule: LossRule) -> list[Batch]:
+def _checked_list(microbatches: Sequence[Batch] | PreSplitBatch, rule: LossRule) -> list[Batch]:
     """Returns the microbatches as a list. Refuses microbatches that would get wrong factors.
 
     Raises:
@@ -164,12 +164,14 @@ def _as_list(microbatches: Sequence[Batch] | PreSplitBatch, rule: LossRule) -> l
             loader adds predicts the label of a row's first token, or would predict it in another cut.
     """
     if isinstance(microbatches, PreSplitBatch):
-        microbatches = microbatches.microbatches
         if rule.shifts_labels:
             # The loader pads each microbatch by itself. So the cut decides whether a row has a pad on the left, which
             # would predict its first label.
-            facts_of_batches = [describe(BatchLayout.infer(microbatch), microbatch) for microbatch in microbatches]
+            facts_of_batches = []
+            for microbatch in microbatches.microbatches:
+                facts_of_batches.append(describe(BatchLayout.infer(microbatch), microbatch))
             check_first_labels(facts_of_batches, rule, COLLATED_BY_LOADER)
+        microbatches = microbatches.microbatches
     # An iterator would be used up here. A loader would give the caller's loop other batches than the counted ones.
     if not isinstance(microbatches, Sequence):
         raise TypeError(
@@ -202,7 +204,7 @@ def _factors(
     Args:
         microbatches: The microbatches as the caller has them. A pre-split batch may have a plan.
         weight_sums: The sum of the weights of the tokens of each microbatch.
-        num_tokens: The number of the tokens of all microbatches.
+        num_tokens: The number of the tokens of all microbatches. Tokens whose weights are all 0 are refused.
         device: The device on which the process group reduces.
 
     Raises:

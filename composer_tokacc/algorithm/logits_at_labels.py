@@ -43,10 +43,12 @@ class LogitsAtLabels:
     at the end.
 
     The first such forward computes its batch with all logits and with logits at labels, and compares loss and gradient.
-    Unless a row has twice as many labels as another, a copy of a row with another number of labels is added, so that
-    the check shows how the loss joins rows. If the model cannot compute this row (memory, kernels for one row), the
-    check leaves it out, except with FSDP. The check takes about five more forwards, whose gradients are not kept. With
-    FSDP all ranks must make this forward at the same time.
+    This takes about five more forwards, whose gradients are not kept. With FSDP all ranks must make this forward at the
+    same time.
+
+    A mean over the means of rows equals a mean over tokens if all rows have equally many labels. So unless a row has
+    twice as many labels as another, the check adds a copy of a row, with another number of labels. If the model cannot
+    compute the additional row (memory, kernels for one row), the check leaves it out, except with FSDP.
 
     Args:
         model: A Hugging Face model that computes its own loss; it may be wrapped by Composer, DDP or accelerate.
@@ -116,20 +118,8 @@ class LogitsAtLabels:
             return
         if kwargs.get('shift_labels') is not None:
             return  # the loss reads these instead of the labels, and the selector leaves such a batch alone
-        if args:
-            # The check and the selector look tensors up by name.
-            raise InvalidInputError(
-                f'With LogitsAtLabels a model must get its batch by name, `model(**batch)`, got: {len(args)} arguments '
-                'by position.'
-            )
+        _check_arguments(args, kwargs)
         assert self._selector is not None
-        mask = kwargs.get('attention_mask')
-        if not isinstance(mask, torch.Tensor | None):
-            # Such as a dict of masks. It would have to be read, because a label without attention may not count.
-            raise InvalidInputError(
-                f'With LogitsAtLabels `attention_mask` must be a tensor, got: {type(mask).__name__}. Give the mask of '
-                'padding, (rows, width), or train without LogitsAtLabels.'
-            )
         if self._rule is None:
             if torch.is_inference_mode_enabled():
                 return  # the check needs gradients
@@ -146,7 +136,11 @@ class LogitsAtLabels:
         self._selector.begin_forward(self._rule, num_labels, kwargs['labels'].numel())
 
     def _checked_rule(self, batch: Mapping[str, Any]) -> LossRule:
-        """Returns the loss rule of the model. Raises if logits at labels change the loss or its gradient."""
+        """Returns the loss rule of the model. Raises if logits at labels change the loss or its gradient.
+
+        Notes whether the check holds for batches with labels in several rows.
+        """
+        assert self._selector is not None
         self._is_probing = True
         try:
             entries: dict[str, Any] = {}
@@ -157,7 +151,10 @@ class LogitsAtLabels:
                     entries[key] = value
             probe = self._new_probe()
             rule = self._rule_of(probe, entries)
-            failure = self._failure(probe, rule, entries)
+            if not bool(rule.mask(entries).any()):
+                entries = with_one_label(entries)  # without labels nothing would show
+            rows, comparison = self._compare(probe, rule, entries)
+            failure = comparison.selection_failure(self._selector)
         finally:
             self._is_probing = False
         if failure is not None:
@@ -165,38 +162,32 @@ class LogitsAtLabels:
                 f'Logits at labels must leave loss and gradient the same, got: {failure}. Train this model without '
                 'LogitsAtLabels (docs/errors.md#logits-at-labels).'
             )
+        label_counts = set(rule.mask(rows).sum(dim=1).tolist())
+        # Rows without labels show nothing. The others must have at least two numbers of labels.
+        self._is_proven_for_rows = len(label_counts - {0}) > 1
         return rule
 
     def _new_probe(self) -> Probe:
         """Returns a probe that gives the model all entries of a batch, because it may take some by ``**kwargs``."""
         return Probe(lambda entries: self._model(**without_row_counts(entries)), _loss_in, self._model)
 
-    def _failure(self, probe: Probe, rule: LossRule, batch: BatchDict) -> str | None:
-        """Returns why logits at labels change the loss or its gradient; None: they do not.
+    def _compare(self, probe: Probe, rule: LossRule, batch: BatchDict) -> tuple[BatchDict, RowComparison]:
+        """Computes the rows of a batch with all logits, and returns the rows and the comparison with these results.
 
-        Notes whether this holds for batches with labels in several rows.
+        If possible, the rows have unequal numbers of labels, see :func:`_with_unequal_row`.
         """
-        assert self._selector is not None
-        if not bool(rule.mask(batch).any()):
-            batch = with_one_label(batch)  # without labels nothing would show
         layout = BatchLayout.for_model(self._model)
         rows = _with_unequal_row(layout, batch, rule)
         has_added_row = len(rows['labels']) > len(batch['labels'])
         try:
-            comparison = RowComparison(probe, layout, _unchanged, rule, rows, check_loss=True)
+            return rows, RowComparison(probe, layout, _unchanged, rule, rows, check_loss=True)
         except Exception:
             # With FSDP all ranks must run the same forwards, and perhaps only this rank has an error.
             if not has_added_row or fsdp_units(self._model):
                 raise
-            comparison = None
-        if comparison is None:
-            # The model has no memory for one more row, or computes only one (some kernels for packed rows). Tried again
-            # here and not in the handler, because the error would keep the memory of the forward that failed.
-            rows = batch
-            comparison = RowComparison(self._new_probe(), layout, _unchanged, rule, rows, check_loss=True)
-        counts = set(rule.mask(rows).sum(dim=1).tolist())
-        self._is_proven_for_rows = len(counts - {0}) > 1
-        return comparison.selection_failure(self._selector)
+        # The model has no memory for one more row, or computes only one (some kernels for packed rows). Tried again
+        # here and not in the handler, because the error would keep the memory of the forward that failed.
+        return batch, RowComparison(self._new_probe(), layout, _unchanged, rule, batch, check_loss=True)
 
     def _rule_of(self, probe: Probe, rows: Batch) -> LossRule:
         """Returns the loss rule that the user has named, or finds it by the probe."""
@@ -206,6 +197,23 @@ class LogitsAtLabels:
         # into the first row, and keeps the other rows without labels.
         batch = rule_batch(layout=None, rows=rows)
         return find_loss_rule(probe, batch)
+
+
+def _check_arguments(args: tuple[object, ...], kwargs: Mapping[str, Any]) -> None:
+    """Raises ValueError if the check and the selector cannot read the arguments of a forward."""
+    if args:
+        # They look tensors up by name.
+        raise InvalidInputError(
+            f'With LogitsAtLabels a model must get its batch by name, `model(**batch)`, got: {len(args)} arguments '
+            'by position.'
+        )
+    mask = kwargs.get('attention_mask')
+    if not isinstance(mask, torch.Tensor | None):
+        # Such as a dict of masks. It would have to be read, because a label without attention may not count.
+        raise InvalidInputError(
+            f'With LogitsAtLabels `attention_mask` must be a tensor, got: {type(mask).__name__}. Give the mask of '
+            'padding, (rows, width), or train without LogitsAtLabels.'
+        )
 
 
 def _with_unequal_row(layout: BatchLayout, batch: BatchDict, rule: LossRule) -> BatchDict:

@@ -15,7 +15,7 @@ It is left out of the loss that Composer differentiates, because Composer sums u
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any, ClassVar, NamedTuple
 
@@ -72,7 +72,7 @@ class LossTerms:
         self.router_coefficient = router_coefficient
 
     @property
-    def coupled(self) -> list[str]:
+    def coupled_terms(self) -> list[str]:
         """Names of the terms in ``loss_units`` that depend on which rows share a microbatch."""
         coupling_units = ('coupled_samples', 'microbatches')
         return [name for name, unit in self.units.items() if unit in coupling_units]
@@ -96,21 +96,19 @@ class LossTerms:
                 f"The model's loss must be a tensor, or a dict of tensors, got: {loss!r}. Let the model compute a loss "
                 'in every microbatch, even without labels, and return it without `.item()` (docs/errors.md#model-loss).'
             )
-        units = self.units
-        if isinstance(loss, SplitLoss):
-            units = loss.units
-        elif not isinstance(loss, Mapping):
-            loss = {f'loss{place}': value for place, value in enumerate(loss)}
-            units = dict.fromkeys(loss, 'tokens')
-        elif len(loss) == 1 and not units:  # a single term needs no `loss_units`
-            units = dict.fromkeys(loss, 'tokens')
+        values: Mapping[str, Any]
+        if isinstance(loss, Mapping):
+            values = loss
+        else:
+            values = {f'loss{place}': value for place, value in enumerate(loss)}
+        units = self._units_of(loss, values.keys())
         terms = []
-        for name, value in loss.items():
+        for name, value in values.items():
             if not isinstance(value, Tensor):
                 raise NotExactError(
                     f'`loss[{name!r}]` must be a tensor, got: {value!r}. Leave out what a microbatch does not have.'
                 )
-            if name == 'total' and len(loss) > 1:
+            if name == 'total' and len(values) > 1:  # an only term may have this name, too
                 continue
             if name not in units:
                 raise NotExactError(
@@ -120,21 +118,33 @@ class LossTerms:
             terms.append(Term(name, units[name], value))
         return terms
 
+    def _units_of(self, loss: Any, names: Collection[str]) -> Mapping[str, str]:
+        """Returns the unit of each term of a loss with these names. A dict may have terms whose unit is not known."""
+        if isinstance(loss, SplitLoss):
+            return loss.units
+        needs_units = isinstance(loss, Mapping) and len(names) > 1
+        if self.units or needs_units:
+            return self.units
+        # A sequence, or a single term, without `loss_units`.
+        return dict.fromkeys(names, 'tokens')
+
     def of_unit(self, loss: Any, unit: str) -> list[Tensor]:
         """Returns the values of all terms with this unit."""
         return [term.value for term in self.terms_of(loss) if term.unit == unit]
 
-    def changed(self, loss: Any, change: Callable[[Term], Tensor]) -> Any:
-        """Returns the loss with the values that ``change`` returns for its terms, and without its total.
+    def map_terms(self, loss: Any, new_value: Callable[[Term], Tensor]) -> Any:
+        """Returns the loss with the value that ``new_value`` returns for each term, and without its total.
 
         A sequence becomes a tuple.
         """
-        values = {term.name: change(term) for term in self.terms_of(loss)}
+        values = {term.name: new_value(term) for term in self.terms_of(loss)}
         if isinstance(loss, Tensor):
             return values['loss']
-        if not isinstance(loss, Mapping):
-            return tuple(values.values())
-        return SplitLoss(values) if isinstance(loss, SplitLoss) else values
+        if isinstance(loss, SplitLoss):
+            return SplitLoss(values)
+        if isinstance(loss, Mapping):
+            return values
+        return tuple(values.values())
 
     def scaled(
         self,
@@ -162,12 +172,14 @@ class LossTerms:
             # A new tensor, because Composer multiplies `loss['total']` in place, and a dict may have this term alone.
             return term.value.float() * scales[term.unit]
 
-        scaled = self.changed(loss, times_scale)
+        scaled = self.map_terms(loss, times_scale)
         if self.units:
             scaled = self._with_all_terms(scaled)
         with_gradient = [value for value in tensors_in(scaled) if value.requires_grad]
+        # Hooks of a tensor run in the order in which they are registered. So `observe` sees Composer's weight before it
+        # is divided.
         if with_gradient:
-            with_gradient[0].register_hook(observe)  # first, so it sees the gradient before the division
+            with_gradient[0].register_hook(observe)
         if excess != 1.0:
             for value in with_gradient:
                 value.register_hook(lambda gradient: gradient / excess)
@@ -185,9 +197,13 @@ class LossTerms:
         """Returns the loss with the value that each mean over tokens has if its tokens are weighted.
 
         Gradients stay the same, because only a number is added to each mean: what the weights add to the mean of the
-        cross-entropies, times a factor. A single mean over tokens has the given factor. If there are several, the
-        factor of each is its value divided by the mean of the cross-entropies. It is not taken from gradients by the
-        logits, because such a backward would run hooks of FSDP, which communicate, and not on all ranks.
+        cross-entropies, times a factor. For example, two tokens have the losses 1 and 3 and the relative weights 0.5
+        and 1.5. Their mean is 2, their weighted mean 2.5. If the loss is 4, twice the mean of the cross-entropies, its
+        factor is 2, and it becomes 5.
+
+        A single mean over tokens has the given factor. If there are several, the factor of each is its value divided by
+        the mean of the cross-entropies. It is not taken from gradients by the logits, because such a backward would run
+        hooks of FSDP, which communicate, and not on all ranks.
 
         Args:
             loss: The loss of a microbatch, in which all tokens weigh the same.
@@ -198,13 +214,7 @@ class LossTerms:
             factor: The sum of all means over tokens, divided by the mean of the cross-entropies, as the first-batch
                 check has found it. None: it is not known, and taken as 1.
         """
-        positions = torch.arange(targets.numel(), device=logits.device)
-        # Without a graph. They are 0 at positions without a target.
-        losses = token_losses_at(logits, positions, targets.flatten())
-        num_tokens = (targets != IGNORE_INDEX).sum()
-        plain_mean = losses.sum() / num_tokens
-        changes = losses.view_as(weights) * (weights - 1)
-        change_of_mean = changes.sum() / num_tokens
+        plain_mean, change_of_mean = _weighted_change(logits, targets, weights)
         means = [term for term in self.terms_of(loss) if term.unit == 'tokens']
         added: dict[str, Tensor] = {}  # by the name of the term
         if len(means) > 1 and logits.grad_fn is not None:
@@ -216,7 +226,7 @@ class LossTerms:
             # There is only one, or no graph tells which of them are constants. Then the first one gets the change of
             # their sum.
             added[means[0].name] = change_of_mean * (1.0 if factor is None else factor)
-        return self.changed(loss, lambda term: term.value + added.get(term.name, 0.0))
+        return self.map_terms(loss, lambda term: term.value + added.get(term.name, 0.0))
 
     def _with_all_terms(self, loss: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns the loss with all terms of ``loss_units``, in their order. A term that the microbatch lacks is 0.
@@ -248,38 +258,40 @@ class LossTerms:
         it, because a small coefficient changes the loss by less than round-off.
         """
         router = router_loss_of(outputs)
-        coefficient = self.router_coefficient
         # If the load-balancing loss is not made of parameters, it changes no weight, and has no gradient to measure.
         if router is None or not isinstance(loss, Tensor) or router.grad_fn is None:
             return
         node_of_router, _ = edge_of(router)
         node_of_loss, _ = edge_of(loss)
-        dtypes = [router.dtype]
         if node_of_router is node_of_loss:
             # In a compiled forward one node of the graph computes both losses, and there is no gradient between them.
-            # So the coefficient of the config is trusted. Without one the check fails, because NaN equals nothing.
-            measured = math.nan if coefficient is None else coefficient
-        else:
-            # DDP may return a copy of the router's loss, and `loss` was made before the copy. gradient_of() follows the
-            # graph back through copies.
-            gradient = gradient_of(loss.mean(), router)
-            measured = 0.0
-            if gradient is not None:
-                measured = float(gradient)
-                dtypes.append(gradient.dtype)
-        expected = coefficient or 0.0
+            # So the coefficient of the config is trusted.
+            if self.router_coefficient is None:
+                raise self._wrong_coefficient(math.nan)
+            return
+        # DDP may return a copy of the load-balancing loss, and `loss` was made before the copy. gradient_of() follows
+        # the graph back through copies.
+        gradient = gradient_of(loss.mean(), router)
+        if gradient is None:  # the loss does not depend on the load-balancing loss
+            gradient = router.new_zeros(())
+        measured = float(gradient)
+        expected = self.router_coefficient or 0.0
         # Autograd rounds the coefficient to the dtype of the load-balancing loss. If the outputs hold a copy of that
-        # loss, it may round to the dtype before the copy, too. The least precise dtype sets the tolerance.
-        precision = max(torch.finfo(dtype).eps for dtype in dtypes)
-        round_off = 1e-5 + precision
-        if not math.isclose(measured, expected, rel_tol=round_off):
-            raise NotExactError(
-                f'The model must add its load-balancing loss times {expected:g}, as its config says, got: '
-                f'times {measured:g}. Set `router_aux_loss_coef` of model and config to the same, set '
-                '`output_router_logits=False`, or name the term in `loss_units` (docs/errors.md#model-loss).'
-            )
+        # loss, it may round to the dtype before the copy, too. The less precise dtype sets the tolerance.
+        precision = max(torch.finfo(router.dtype).eps, torch.finfo(gradient.dtype).eps)
+        if not math.isclose(measured, expected, rel_tol=1e-5 + precision):
+            raise self._wrong_coefficient(measured)
 
-    def probed(self, loss: Any, outputs: Any) -> dict[str, Tensor]:
+    def _wrong_coefficient(self, measured: float) -> NotExactError:
+        """Returns the error of a model that adds its load-balancing loss with another coefficient; NaN: unknown."""
+        expected = self.router_coefficient or 0.0
+        return NotExactError(
+            f'The model must add its load-balancing loss times {expected:g}, as its config says, got: '
+            f'times {measured:g}. Set `router_aux_loss_coef` of model and config to the same, set '
+            '`output_router_logits=False`, or name the term in `loss_units` (docs/errors.md#model-loss).'
+        )
+
+    def losses_to_compare(self, loss: Any, outputs: Any) -> dict[str, Tensor]:
         """Returns the losses that the first-batch check compares between cuts of a batch.
 
         ``'tokens'`` is the sum of all terms that are means over tokens, and ``'samples'`` of all that are means over
@@ -304,8 +316,8 @@ class LossTerms:
     def total_error(self, loss: Any) -> Tensor | None:
         """Returns how far the total of a dict loss is from the sum of its terms, in units of the round-off, ``()``.
 
-        Up to 1, round-off explains the difference. NaN if a term or the total is NaN, if a term is infinite, or if all
-        are 0. None: the loss has no total. Does not wait for the device.
+        Up to 1, round-off explains the difference. NaN, which the checks do not refuse, if a term or the total is NaN,
+        if a term is infinite, or if all are 0. None: the loss has no total. Does not wait for the device.
         """
         if not isinstance(loss, Mapping) or 'total' not in loss:
             return None
@@ -353,26 +365,48 @@ def attached_zero(outputs: Any, loss: Any) -> Tensor:
     3. The loss itself. This comes last, because the gradient in its graph may be NaN: the mean divides by 0.
     """
     losses_with_graph = [value for value in tensors_in(loss) if value.requires_grad]
-    nodes = set(nodes_of_graph(losses_with_graph))
-    logits = logits_of(outputs)
     outputs_with_graph = []
-    outputs_of_loss = []
     for output in tensors_in(outputs):
         # The outputs of a Hugging Face model contain its loss, and other losses, which are scalars.
         is_loss = output.dim() == 0 or any(output is value for value in losses_with_graph)
-        if is_loss or not output.requires_grad:
-            continue
-        outputs_with_graph.append(output)
-        # The logits always count, because a loss may leave them out if there is no label. If the loss has no graph, it
-        # is not known which outputs it is made of, so all of them count.
-        node, _ = edge_of(output)
-        if not losses_with_graph or output is logits or node in nodes:
-            outputs_of_loss.append(output)
+        if output.requires_grad and not is_loss:
+            outputs_with_graph.append(output)
+    outputs_of_loss = _outputs_of_loss(outputs_with_graph, losses_with_graph, logits_of(outputs))
+    sources = outputs_of_loss or outputs_with_graph or losses_with_graph
     first_loss = tensors_in(loss)[0]
     zero = first_loss.new_zeros((), dtype=torch.float32)
-    for source in outputs_of_loss or outputs_with_graph or losses_with_graph:
+    for source in sources:
         zero = zero + empty_sum(source).to(zero)
     return zero
+
+
+def _outputs_of_loss(
+    outputs: Sequence[Tensor],
+    losses: Sequence[Tensor],
+    logits: Tensor | None,
+) -> Sequence[Tensor]:
+    """Returns the outputs that the losses are made of, and the logits. Without losses, it is not known: returns all.
+
+    The logits always count, because a loss may leave them out if there is no label.
+    """
+    if not losses:
+        return outputs
+    nodes = set(nodes_of_graph(losses))
+    outputs_of_loss = []
+    for output in outputs:
+        node, _ = edge_of(output)
+        if output is logits or node in nodes:
+            outputs_of_loss.append(output)
+    return outputs_of_loss
+
+
+def _weighted_change(logits: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the mean of the cross-entropies, and what relative weights of the tokens add to it. Makes no graph."""
+    positions = torch.arange(targets.numel(), device=logits.device)
+    losses = token_losses_at(logits, positions, targets.flatten())  # 0 at positions without a target
+    num_tokens = (targets != IGNORE_INDEX).sum()
+    changes = losses.view_as(weights) * (weights - 1)
+    return losses.sum() / num_tokens, changes.sum() / num_tokens
 
 
 def sum_of_means(terms: Iterable[Tensor]) -> Tensor:

@@ -14,6 +14,7 @@ explains the words *measured* and *bypass*.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -49,7 +50,7 @@ class CurrentMicrobatch:
 
     It holds the graph of the loss, so it must not be kept longer. :class:`.TokenAccumulation` uses it in this order:
 
-    1. Before the forward: it makes the object, and gives :attr:`entries` to the model.
+    1. Before the forward: it makes the object, and gives :attr:`batch_for_model` to the model.
     2. After the loss: :meth:`put_back`, then :meth:`prepare_loss`.
     3. Before the backward: :meth:`put_back` again, then :meth:`scale_loss`.
     4. After the backward: :meth:`check_no_added_term`. Then callbacks get :attr:`raw_loss`.
@@ -84,34 +85,46 @@ class CurrentMicrobatch:
         :meth:`check_no_added_term`."""
         self.raw_loss: Any = None
         """The loss before it was scaled; set by :meth:`scale_loss`."""
-        self.entries: BatchDict = without_row_counts(self._batch)
-        """The batch that the model gets. It lacks our entries, because a compiled model would be compiled again
-        whenever their values change."""
-        if self._step.is_weighted:
-            # This package has written the weights of tokens. Without token weights a column of this name belongs to the
-            # user, and the model may read it.
-            del self.entries[LOSS_WEIGHTS]
+        self.batch_for_model: BatchDict = self._without_our_entries()
+        """The batch that the model gets."""
         if record.is_empty and run.terms.are_over_tokens:
             # A fused loss computes its gradient in the forward. Without labels it divides by 0, and its gradient stays
             # NaN even if it is multiplied by 0. No label may be added if some terms are not means over tokens, because
             # they would see the label.
-            self.entries = with_one_label(self.entries)
+            self.batch_for_model = with_one_label(self.batch_for_model)
+
+    def _without_our_entries(self) -> BatchDict:
+        """Returns the batch without entries of this package.
+
+        A compiled model would be compiled again whenever their values change.
+        """
+        batch = without_row_counts(self._batch)
+        if self._step.is_weighted:
+            # This package has written the weights of tokens. Without token weights a column of this name belongs to the
+            # user, and the model may read it.
+            del batch[LOSS_WEIGHTS]
+        return batch
 
     def put_back(self, batch: Batch) -> BatchDict:
-        """Returns the batch with the hidden entries and its own labels.
+        """Returns the batch with our entries and its own labels.
 
-        Entries that somebody has changed since stay changed, so that the checks see it.
+        An entry that somebody has changed since stays changed, so that the checks see it.
 
         Args:
             batch: The batch that the model got, perhaps changed since.
         """
-        # The model may have taken the labels out of its batch.
-        complete = {'labels': self._batch.get('labels'), **batch}
-        for key, value in self._batch.items():
-            # The original replaces an entry that is still the one that the model got. Hidden entries come back as well:
-            # they are in neither of the two dicts, so both get() return None.
-            if complete.get(key) is self.entries.get(key):
-                complete[key] = value
+        complete = dict(batch)
+        for key, original in self._batch.items():
+            if key in batch:
+                # Undoes the label that may have been added for the model.
+                is_as_given = batch[key] is self.batch_for_model.get(key)
+                if is_as_given:
+                    complete[key] = original
+            else:
+                # The model did not get our entries. It may have taken the labels out of its batch.
+                is_ours = key not in self.batch_for_model
+                if is_ours or key == 'labels':
+                    complete[key] = original
         return complete
 
     # After the loss.
@@ -129,7 +142,7 @@ class CurrentMicrobatch:
         self._outputs = outputs
         loss = self._split_router_loss(loss)
         if self._record.is_empty:
-            loss = self._zero_token_terms(loss, batch)
+            loss = self._zero_empty_terms(loss, batch)
         loss = self._attach_gradient(loss, batch)
         self._edges_of_loss = edges_of(loss)
         return loss
@@ -173,29 +186,27 @@ class CurrentMicrobatch:
                 'and depends on how the batch is cut; with `router_balance=step` it does not.'
             )
 
-    def _zero_token_terms(self, loss: Any, batch: Batch) -> Any:
-        """Sets the means over tokens of a microbatch without tokens to 0.
+    def _zero_empty_terms(self, loss: Any, batch: Batch) -> Any:
+        """Sets the terms of a microbatch without tokens to 0 if they would be NaN.
 
-        They are NaN, or the loss of the label that was added.
+        The means over tokens are NaN, or the loss of the label that was added for the model.
         """
         terms = self._run.terms
-        empty_units = ['tokens']
-        if terms.of_unit(loss, 'microbatches') and not any(real_tokens(batch)):
-            # All positions are padding, which the router's loss does not count. So it is 0 / 0.
-            empty_units.append('microbatches')
-        zero = attached_zero(self._outputs, loss)
+        statistics = terms.of_unit(loss, 'microbatches')  # also refuses a loss without tensors
+        # The router's loss does not count padding. If all positions are padding, it is 0 / 0.
+        is_all_padding = bool(statistics) and not any(real_tokens(batch))
         has_samples = self._record.counts.samples > 0
+        zero = attached_zero(self._outputs, loss)
 
-        def value_without_tokens(term: Term) -> torch.Tensor:
-            if term.unit in empty_units:
-                return zero
-            # If there are no samples, no row has labels. A term that averages over the rows with labels is then NaN.
-            # _scales() multiplies it by 0, but a gradient of NaN times 0 is NaN.
-            if not has_samples and term.value.isnan().any():
-                return zero
-            return term.value
+        def zero_if_empty(term: Term) -> torch.Tensor:
+            is_empty = term.unit == 'tokens' or (term.unit == 'microbatches' and is_all_padding)
+            if not is_empty and not has_samples:
+                # No row has labels. A term that averages over the rows with labels is then NaN. _scales() multiplies it
+                # by 0, but a gradient of NaN times 0 is NaN.
+                is_empty = bool(term.value.isnan().any())
+            return zero if is_empty else term.value
 
-        return terms.changed(loss, value_without_tokens)
+        return terms.map_terms(loss, zero_if_empty)
 
     def _attach_gradient(self, loss: Any, batch: Batch) -> Any:
         """Makes the backward possible if the loss has no gradient: adds a zero, whose gradient is 0.
@@ -204,33 +215,20 @@ class CurrentMicrobatch:
         is trained, and this microbatch has no image. Or only some experts are trained, and its tokens chose others. But
         if the microbatch has media, or if this is not known because there is no layout, the loss stays as it is, and
         the backward raises.
-
-        If even the first microbatch of a fit has such a loss, probably all have such a loss. So a model that takes no
-        media is refused. For a model that takes media there is only a warning.
         """
         if any(term.requires_grad for term in tensors_in(loss)):
             return loss
         run = self._run
         check_trains_something(run.model)  # all may have been frozen during training
-        layout = run.check.layout
+        layout = run.row_check.layout
         if layout is None or layout.media_of(batch):
             return loss
         if self._is_first:
-            if not takes_media(run.model):
-                raise NotExactError(
-                    'The loss must depend on a trained parameter, got: a loss without a gradient. The parameters that '
-                    f'are trained ({_name_trained(run.model)}) take no part in it, or the forward '
-                    'runs without a graph. A reentrant checkpoint does so if its inputs have no gradient: set '
-                    '`use_reentrant=False` (docs/errors.md#model-loss).'
-                )
-            log.warning(
-                'The loss of the first microbatch, which has no media, depends on no trained parameter. Such '
-                'microbatches change no weight.'
-            )
+            _check_first_loss_without_gradient(run.model)
         first_parameter = next(parameter for parameter in run.model.parameters() if parameter.requires_grad)
         zero = empty_sum(first_parameter)
         self._record.has_weight = False  # so check_step() expects no gradient at its logits
-        return run.terms.changed(loss, lambda term: term.value + zero)
+        return run.terms.map_terms(loss, lambda term: term.value + zero)
 
     # Before the backward.
 
@@ -255,14 +253,13 @@ class CurrentMicrobatch:
         record.total_error = run.terms.total_error(loss)
         record.num_microbatches = self._num_microbatches_with_samples(loss, microbatch_size)
         self._check_other_terms(loss)
-        loss = self._weigh_and_measure_tokens(loss)
+        loss = self._weight_and_measure_tokens(loss)
         self.raw_loss = loss
         if isinstance(loss, SplitLoss):  # callbacks get one number again, as the model returned it
             self.raw_loss = sum(loss.values())
         if run.balance is not None:
             assert isinstance(loss, SplitLoss)  # balance.count() refuses models without a router's loss
-            num_microbatches = record.num_microbatches or 1  # 0 if this rank has only dummy rows
-            loss = run.balance.with_part_of_step(loss, self._outputs, num_microbatches)
+            loss = run.balance.with_part_of_step(loss, self._outputs, self._divisor_of_microbatch_terms)
         self._outputs = None  # the backward needs the memory
         # The backward tells the record which weight Composer has applied. FSDP2 on CPUs makes the reduced gradient too
         # large by a factor, `excess`, and scaled() divides by it.
@@ -294,8 +291,15 @@ class CurrentMicrobatch:
         if step.planned:
             return sum(num_samples(microbatch) > 0 for microbatch in step.planned)
         # Composer's own split makes microbatches of a fixed number of rows. Each row is a sample, except that the last
-        # one may be repeated. A microbatch with only this row does not count. So samples are divided, not rows.
-        return -(-step.counts.samples // int(microbatch_size))  # rounded up, because the last one may have fewer rows
+        # one may be repeated. A microbatch with only this row does not count: 5 rows, of which 4 are samples, are 2
+        # microbatches of 2 rows, and a third one without samples. So samples are divided, not rows.
+        return math.ceil(step.counts.samples / int(microbatch_size))
+
+    @property
+    def _divisor_of_microbatch_terms(self) -> int:
+        """What terms of the unit ``'microbatches'`` are divided by: the number of microbatches with samples."""
+        # None if there are no such terms. 0 if this rank has only dummy rows, and _scales() multiplies by 0.
+        return self._record.num_microbatches or 1
 
     def _check_other_terms(self, loss: Any) -> None:
         """Makes sure that the step is refused if a term that is not a mean over tokens would have a wrong gradient."""
@@ -344,7 +348,7 @@ class CurrentMicrobatch:
         for output in _outputs_to_watch(self._outputs, other_terms, len(record.rows)):
             record.watch_added_rows(output)
 
-    def _weigh_and_measure_tokens(self, loss: Any) -> Any:
+    def _weight_and_measure_tokens(self, loss: Any) -> Any:
         """Applies the token weights, if there are any, and adds hooks that measure tokens in the backward.
 
         Returns the loss. With token weights its means over tokens have become weighted means.
@@ -357,25 +361,21 @@ class CurrentMicrobatch:
             # For a metric. Here the loss is still the plain mean.
             mean_loss = sum_of_means(run.terms.of_unit(loss, 'tokens'))
             record.token_loss = mean_loss.detach() * num_tokens
-        if not self._is_measured:
+        if not self._needs_logits:
             return loss
         logits = logits_of(self._outputs)
         # Without logits that fit the labels, nothing is weighted or measured. If tokens have weights, check_step() then
         # refuses the step, because no gradient has come to the logits of this record.
         if logits is None:
             return loss
-        rule = record.rule
-        at_logits = batch_at_logits(record.batch, logits, rule, num_tokens)
+        at_logits = batch_at_logits(record.batch, logits, record.rule, num_tokens)
         if at_logits is None:
             return loss
         record.positions_of_logits = at_logits.positions
         weights = None
         if is_weighted:
-            # The plain mean is sum(loss) / loss_tokens, the weighted mean is sum(weight * loss) / loss_weight. So a
-            # token weighs weight * loss_tokens / loss_weight times as much as in the plain mean.
-            weights_of_labels = at_logits.batch[LOSS_WEIGHTS] * (num_tokens / record.counts.loss_weight)
-            weights = rule.at_predictions(weights_of_labels)
-            targets = rule.targets(at_logits.batch)
+            weights = self._relative_weights(at_logits.batch)
+            targets = record.rule.targets(at_logits.batch)
             # Weights the value of the loss. weigh_tokens() will weight its gradient.
             loss = run.terms.with_weighted_values(loss, logits, targets, weights, factor=run.loss_facts.token_scale)
         # The logits have no gradient if no parameter before them is trained, for example if only an encoder of media is
@@ -383,20 +383,16 @@ class CurrentMicrobatch:
         if logits.grad_fn is None:
             return loss
         if weights is not None:
-            weigh_tokens(logits, weights)  # before watch(), whose hook must see the weighted gradient
-        # A bypass is a part of the mean over tokens that comes neither from the logits nor from the router.
-        edges = edges_of([logits, router_loss_of(self._outputs)])
-        record.has_bypass = has_bypass(run.terms.of_unit(loss, 'tokens'), edges)
-        plain_token_weight = self._plain_token_weight()
-        measures_all = run.token_choice.draws_all()  # if False, only some tokens of this microbatch are measured
-        record.watch(logits, weights, plain_token_weight, batch=at_logits.batch, measures_all=measures_all)
+            weigh_tokens(logits, weights)  # before the hook that measures, which must see the weighted gradient
+        self._measure_tokens(loss, logits, weights, at_logits.batch)
         return loss
 
     @property
-    def _is_measured(self) -> bool:
-        """Whether the weights of tokens are measured in the backward.
+    def _needs_logits(self) -> bool:
+        """Whether tokens are weighted or measured at the logits.
 
-        With token weights every microbatch is measured, without them only those that :class:`.TokenChoice` chooses.
+        With token weights this is done in every microbatch, without them only in those that :class:`.TokenChoice`
+        chooses.
         """
         counts = self._record.counts
         if counts.loss_weight == 0 or not self._run.loss_facts.has_logits:
@@ -405,6 +401,38 @@ class CurrentMicrobatch:
             return True
         place = len(self._step.microbatches) - 1
         return self._run.token_choice.includes(place, self._record.rows, len(self._step.planned))
+
+    def _relative_weights(self, batch: Batch) -> torch.Tensor:
+        """Returns how much more a token weighs than in the plain mean, at the position that predicts it.
+
+        The plain mean is ``sum(loss) / loss_tokens``, the weighted mean is ``sum(weight * loss) / loss_weight``. So a
+        token weighs ``weight * loss_tokens / loss_weight`` times as much as in the plain mean. For example, tokens of
+        the weights 1, 1 and 4 get 0.5, 0.5 and 2. ``batch`` has labels and weights in the shape of the logits.
+        """
+        counts = self._record.counts
+        tokens_per_weight = counts.loss_tokens / counts.loss_weight
+        weights_of_labels = batch[LOSS_WEIGHTS] * tokens_per_weight
+        return self._record.rule.at_predictions(weights_of_labels)
+
+    def _measure_tokens(
+        self,
+        loss: Any,
+        logits: torch.Tensor,
+        weights: torch.Tensor | None,
+        batch: Batch,
+    ) -> None:
+        """Notes whether the loss has a bypass, and adds a hook that measures tokens when the gradient comes."""
+        run = self._run
+        # A bypass is a part of the mean over tokens that comes neither from the logits nor from the router.
+        edges = edges_of([logits, router_loss_of(self._outputs)])
+        self._record.has_bypass = has_bypass(run.terms.of_unit(loss, 'tokens'), edges)
+        self._record.watch(
+            logits,
+            weights,
+            self._plain_token_weight(),
+            batch=batch,
+            measures_all=run.token_choice.draws_all(),  # if False, only some tokens of this microbatch are measured
+        )
 
     def _plain_token_weight(self) -> float | None:
         """Returns the weight that a plain token must have in the gradient by the logits; None: it cannot be measured.
@@ -419,9 +447,11 @@ class CurrentMicrobatch:
         scale = run.loss_facts.token_scale
         if scale is None or units_of_terms not in ([], ['tokens']):
             return None
-        weight = scale * self._weight_of_token_mean * self._step.gradient_scale / self._record.counts.loss_tokens
-        # LossTerms.scaled() divides the gradient by this factor.
-        return weight / run.excess_of_reduction
+        weight_in_microbatch = scale / self._record.counts.loss_tokens
+        weight_in_step = weight_in_microbatch * self._weight_of_token_mean
+        # The backward multiplies all gradients by the scale of mixed precision. LossTerms.scaled() divides them by the
+        # excess of the reduction.
+        return weight_in_step * self._step.gradient_scale / run.excess_of_reduction
 
     def _scales(self) -> dict[str, float]:
         """Returns the factor of the terms of each unit.
@@ -433,7 +463,6 @@ class CurrentMicrobatch:
             # Only rows that must not count. With our split, Composer's weight is 0, too, and must not be divided by.
             return dict.fromkeys(LOSS_UNITS, 0.0)
         num_with_samples = sum(row.samples > 0 for row in record.rows)
-        num_microbatches = record.num_microbatches or 1  # None if no term has the unit 'microbatches'
         scale_of_samples = self._weight_of_sample_mean / record.composers_weight
         return {
             'tokens': self._weight_of_token_mean / record.composers_weight,
@@ -442,7 +471,7 @@ class CurrentMicrobatch:
             'samples': scale_of_samples * len(record.rows) / num_with_samples,
             'coupled_samples': scale_of_samples,  # such a term must leave out dummy rows and repeated samples itself
             # The mean over the microbatches of this rank. The reduction averages it over the ranks.
-            'microbatches': 1.0 / (num_microbatches * record.composers_weight),
+            'microbatches': 1.0 / (self._divisor_of_microbatch_terms * record.composers_weight),
         }
 
 
@@ -450,6 +479,25 @@ def _checked_entries(batch: Batch) -> BatchDict:
     """Returns the entries that check_step() reads. Others, such as images, need not stay on the device until then."""
     checked_keys = ('labels', 'attention_mask', 'sample_ids', LOSS_WEIGHTS)
     return {key: batch[key] for key in checked_keys if key in batch}
+
+
+def _check_first_loss_without_gradient(model: torch.nn.Module) -> None:
+    """Refuses a first loss without a gradient if the model takes no media. Otherwise there is only a warning.
+
+    If even the first microbatch of a fit has such a loss, probably all have. But if the model takes media, it may be
+    that only an encoder is trained, and later microbatches have media.
+    """
+    if not takes_media(model):
+        raise NotExactError(
+            'The loss must depend on a trained parameter, got: a loss without a gradient. The parameters that '
+            f'are trained ({_name_trained(model)}) take no part in it, or the forward '
+            'runs without a graph. A reentrant checkpoint does so if its inputs have no gradient: set '
+            '`use_reentrant=False` (docs/errors.md#model-loss).'
+        )
+    log.warning(
+        'The loss of the first microbatch, which has no media, depends on no trained parameter. Such '
+        'microbatches change no weight.'
+    )
 
 
 def _name_trained(model: torch.nn.Module) -> str:
@@ -461,26 +509,34 @@ def _name_trained(model: torch.nn.Module) -> str:
 def _outputs_to_watch(outputs: Any, terms: Sequence[Term], num_rows: int) -> list[torch.Tensor]:
     """Returns the outputs of the model whose gradient shows which rows the terms see.
 
-    They are the outputs that the terms are made of. From each term the graph is followed to the first output ``(rows,
-    width, ...)`` on the way, and not beyond it.
+    They are the outputs ``(rows, width, ...)`` or ``(rows, entries)`` that the terms are made of, see
+    :func:`_made_of`. Outputs that a router's loss is made of are left out, except for the logits. This loss has a
+    gradient in the hidden states of all rows, also of added ones.
     """
     outputs_of_rows = []
     for output in tensors_in(outputs):
         if output.requires_grad and output.dim() in (2, 3) and len(output) == num_rows:
             outputs_of_rows.append(output)
-    # The graph is not followed beyond an output ``(rows, width, ...)``, because it may be made of another output that
-    # has the same length by chance, such as the states of as many images. It is followed beyond an output of two
-    # dimensions, because such an output may hold similarities, ``(rows, rows)``. An added row is also a column there,
-    # and a term may see only this column. Then the gradient by the row itself is 0, but not the gradient by the output
-    # that the similarities are made of.
-    ends = {edge_of(output) for output in outputs_of_rows if output.dim() == 3}
-    edges = edges_of_graph([term.value for term in terms], ends)
-    watched = [output for output in outputs_of_rows if edge_of(output) in edges]
+    watched = _made_of(terms, outputs_of_rows)
     logits = logits_of(outputs)
     if all(output is logits for output in watched):
         return watched  # the logits stay in any case, so the graph need not be followed again
-    # A router's loss has a gradient in the hidden states of all rows, also of added ones. So what it is made of is not
-    # watched, except for the logits.
     statistics = [term.value for term in terms if term.unit == 'microbatches']
     edges_of_statistics = edges_of_graph(statistics)
     return [output for output in watched if output is logits or edge_of(output) not in edges_of_statistics]
+
+
+def _made_of(terms: Sequence[Term], outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Returns the outputs that the terms are made of.
+
+    From each term the graph is followed to the first output of three dimensions, ``(rows, width, ...)``, and not beyond
+    it. Such an output may be made of another one that has as many entries as there are rows only by chance, such as the
+    states of as many images.
+
+    The graph is followed beyond an output of two dimensions. It may hold similarities, ``(rows, rows)``, as in a
+    contrastive loss. An added row is also a column there, and a term may see only this column. Then the gradient by the
+    row itself is 0, but not the gradient by the output that the similarities are made of.
+    """
+    ends = {edge_of(output) for output in outputs if output.dim() == 3}
+    edges = edges_of_graph([term.value for term in terms], ends)
+    return [output for output in outputs if edge_of(output) in edges]

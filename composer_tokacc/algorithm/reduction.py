@@ -11,8 +11,8 @@ microbatches, the others would wait forever.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from composer.core import State
@@ -39,12 +39,15 @@ NOT_REDUCED = (
     '(docs/errors.md#ranks).'
 )
 
+GradientState: TypeAlias = tuple[torch.nn.Parameter, tuple[int, int]]
+"""A parameter, and the state of its gradient, which changes if a backward writes it, see :func:`.state_of_gradient`."""
+
 
 class ReductionWatch:
     """Watches which gradients the backward of each microbatch writes. Under DDP it adds those that DDP waits for.
 
     Each attempt to compute a step begins with :meth:`start_attempt`. For each microbatch, :meth:`begin_microbatch` is
-    called before its forward and :meth:`end_microbatch` after its backward. At the end comes :meth:`check_gradients`.
+    called before its forward and :meth:`end_microbatch` after its backward. At the end comes :meth:`check_reduced`.
     What they do depends on the wrapper of the model:
 
     - DDP reduces in the backward of some microbatches, by Composer's default only of the last one. Parameters that such
@@ -95,7 +98,7 @@ class ReductionWatch:
         """Empties what is noted of the microbatches of an attempt."""
         self._reduces: list[bool] = []  # under DDP, for each microbatch so far: whether its backward reduces gradients
         # The parameters to watch in the next backward, each with the state of its gradient before that backward.
-        self._states_before: list[tuple[torch.nn.Parameter, tuple[int, int]]] = []
+        self._states_before: list[GradientState] = []
         # A checksum that tells which parameters of FSDP2 each backward of the step has reached. It is one number, so
         # that ranks can compare it.
         self._reached_checksum = 0
@@ -162,18 +165,23 @@ class ReductionWatch:
         self._states_before = [(parameter, state_of_gradient(parameter)) for parameter in parameters]
 
     def end_microbatch(self) -> None:
-        """Adds a gradient of zero to parameters that the backward has not reached, because DDP waits for them.
-
-        Under FSDP2 it only notes which parameters the backward has reached.
-        """
+        """Notes which parameters the backward has reached. Under DDP it adds the gradients that DDP still waits for."""
         states_before = self._states_before
         self._states_before = []
         if self._ddp is None:
-            # One byte for each parameter. The checksum goes on from the earlier microbatches.
-            reached_flags = bytes(state_of_gradient(parameter) != before for parameter, before in states_before)
-            self._reached_checksum = zlib.crc32(reached_flags, self._reached_checksum)
-            return
-        # Empty if this backward did not reduce, or if DDP itself finds these parameters: no states were noted then.
+            self._add_to_checksum(states_before)
+        else:
+            # Empty if this backward did not reduce, or if DDP itself finds these parameters: no states were noted then.
+            self._add_missing_gradients(self._ddp, states_before)
+
+    def _add_to_checksum(self, states_before: Sequence[GradientState]) -> None:
+        """Adds to the checksum which parameters of FSDP2 the backward has reached."""
+        # One byte for each parameter. The checksum goes on from the earlier microbatches.
+        reached_flags = bytes(state_of_gradient(parameter) != before for parameter, before in states_before)
+        self._reached_checksum = zlib.crc32(reached_flags, self._reached_checksum)
+
+    def _add_missing_gradients(self, ddp: DistributedDataParallel, states_before: Sequence[GradientState]) -> None:
+        """Adds a gradient of zero to parameters that the backward has not reached, because DDP waits for them."""
         unreached = [parameter for parameter, before in states_before if state_of_gradient(parameter) == before]
         if not unreached:
             return
@@ -181,12 +189,12 @@ class ReductionWatch:
         # optimizer leaves these parameters out. But is_reduced() also returns True if the backward has reached no
         # parameter at all, because DDP then has not begun to reduce.
         has_reached_any = len(unreached) < len(states_before)
-        if has_reached_any and is_reduced(self._ddp):
+        if has_reached_any and is_reduced(ddp):
             return
         # This backward adds zeros to the gradients, and calls the hooks of DDP.
         torch.autograd.backward([empty_sum(parameter) for parameter in unreached])
 
-    def check_gradients(self) -> None:
+    def check_reduced(self) -> None:
         """Raises RuntimeError if gradients of the step are not reduced, or wrongly; a collective under FSDP2.
 
         DDP itself would raise only at the next forward, after the optimizer has moved.
@@ -200,8 +208,10 @@ class ReductionWatch:
             raise NotExactError(NOT_REDUCED)
         if not self._parameters_of_fsdp:
             return
-        largest, negative_smallest = max_over_ranks([self._reached_checksum, -self._reached_checksum])
-        if largest != -negative_smallest:
+        # A maximum over the ranks gives the smallest checksum, too, as the negative of the largest negative.
+        largest, largest_negative = max_over_ranks([self._reached_checksum, -self._reached_checksum])
+        smallest = -largest_negative
+        if largest != smallest:
             raise NotExactError(
                 'Under FSDP2 the backward must reach the same parameters on all ranks, got: a microbatch that uses '
                 'other parameters on some ranks, such as experts or branches that only some rows need. FSDP2 would '
@@ -209,7 +219,7 @@ class ReductionWatch:
                 'them, or train with DDP (docs/errors.md#ranks).'
             )
 
-    def reduced_once(self) -> bool | None:
+    def has_reduced_once(self) -> bool | None:
         """Returns whether DDP reduced in no microbatch of this step before the last one.
 
         None: the step does not show it, because it has only one microbatch, or it does not matter, because ranks wait
@@ -236,7 +246,7 @@ def unsharded_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter
     return {name: parameter for name, parameter in model.named_parameters() if parameter not in sharded}
 
 
-def check_sharding(unsharded: Mapping[str, torch.nn.Parameter]) -> None:
+def check_unsharded_are_frozen(unsharded: Mapping[str, torch.nn.Parameter]) -> None:
     """Raises RuntimeError if a parameter that FSDP leaves out is trained. Each rank would train its own copy of it."""
     trained = [name for name, parameter in unsharded.items() if parameter.requires_grad]
     if trained:

@@ -49,6 +49,8 @@ class CountedMicrobatch(NamedTuple):
 
     positions: Tensor
     """Which positions count for the step: see :func:`counted_positions`, ``(rows, width)`` bool."""
+    num_positions: Tensor
+    """The number of these positions, a scalar. A position counts once for each layer."""
     choices: Tensor
     """How often each expert was chosen at these positions, ``(experts,)`` int64."""
 
@@ -79,19 +81,6 @@ class StepBalance:
         RuntimeError: If the run cannot have ``router_balance='step'``.
     """
 
-    # Set by count(), for each attempt to compute a step.
-    _counted: deque[CountedMicrobatch]
-    """The microbatches of this rank that are not trained yet."""
-    # Sums over the step and all ranks. They stay on the device, because the host would have to wait to read them.
-    _num_positions: Tensor
-    """The number of positions. A position counts once for each layer."""
-    _choices_of_experts: Tensor
-    """How often each expert was chosen, ``(experts,)``."""
-    _loss_deviation: Tensor
-    """The largest deviation of a loss so far, as a multiple of its tolerance, a scalar on the device."""
-    _choice_deviation: Tensor
-    """The same for choices."""
-
     def __init__(
         self,
         state: State,
@@ -118,66 +107,65 @@ class StepBalance:
         self._terms = terms
         self._to_device = to_device
         self._precision = precision
-        # Number of experts chosen for a position. 0: not known yet; the first comparison of losses will find it.
+        # Number of experts chosen for a position. 0: not known yet. The first microbatch with tokens shows it.
         self._top_k = 0
+        self._forget_step()
 
-    def count(self, microbatches: Sequence[Batch], *, hides_weights: bool) -> None:
+    def _forget_step(self) -> None:
+        """Sets what is known of a step to its state before :meth:`count`, for each attempt to compute a step."""
+        self._counted: deque[CountedMicrobatch] = deque()
+        """The microbatches of this rank that are not trained yet."""
+        # Sums over the step and all ranks. They stay on the device, because the host would have to wait to read them.
+        self._num_positions = torch.tensor(0)
+        """The number of positions. A position counts once for each layer."""
+        self._choices_of_experts = torch.tensor([0])
+        """How often each expert was chosen, ``(experts,)``."""
+        self._loss_deviation = torch.zeros(())
+        """The largest deviation of a loss so far, as a multiple of its tolerance, a scalar on the device."""
+        self._choice_deviation = torch.zeros(())
+        """The same for choices."""
+
+    def count(self, microbatches: Sequence[Batch], *, is_weighted: bool) -> None:
         """Computes each microbatch without a graph, and counts how often each expert is chosen; a collective.
 
         Args:
             microbatches: The microbatches of this rank in the step.
-            hides_weights: Whether to take out the weights of tokens. True if this package has written them.
+            is_weighted: Whether tokens may have weights. If so, this package has written the weights into the
+                microbatches, and the model does not get them.
 
         Raises:
             RuntimeError: If the model has no load-balancing loss, or another one at the first comparison.
         """
-        self._counted = deque()
-        self._loss_deviation = torch.zeros(())
-        self._choice_deviation = torch.zeros(())
-        num_positions = torch.tensor(0)
+        self._forget_step()
         # undisturbed() puts random numbers and buffers back, so that the forwards in training find the same state.
         # Nothing here asks whether a forward has written parameters, so it need not watch them, which takes time.
         with torch.no_grad(), undisturbed(self._model, watches_parameters=False):
             for microbatch in microbatches:
-                batch = without_row_counts(microbatch)
-                if hides_weights:
-                    del batch[LOSS_WEIGHTS]
-                batch = self._to_device(with_copied_tensors(batch))
-                with self._precision():
-                    outputs = self._model(batch)
-                    logits = self._checked_logits(outputs, batch)
-                    positions = counted_positions(microbatch).to(logits[0].device)
-                    choices, _ = _sums_over_positions(logits, positions, self._top_k)
-                self._counted.append(CountedMicrobatch(positions, choices.sum(dim=0)))
-                num_layers = len(logits)
-                num_positions = num_positions + positions.sum() * num_layers
-        choices_of_microbatches = [counted.choices for counted in self._counted]
-        choices_of_experts = torch.stack(choices_of_microbatches).sum(dim=0)
+                counted = self._count_microbatch(microbatch, is_weighted=is_weighted)
+                self._counted.append(counted)
+        num_positions = torch.stack([counted.num_positions for counted in self._counted]).sum()
+        choices_of_experts = torch.stack([counted.choices for counted in self._counted]).sum(dim=0)
         on_rank = torch.stack([num_positions, *choices_of_experts])
         sums = self._device.tensor_to_device(on_rank)
         add_over_ranks(sums)
         self._num_positions = sums[0]
         self._choices_of_experts = sums[1:]
 
-    def _checked_logits(self, outputs: Any, batch: Batch) -> Sequence[Tensor]:
-        """Returns the router's logits of each layer, ``(positions, experts)``.
-
-        Compares the model's own load-balancing loss with the one that is computed from these logits. The first
-        comparison also finds ``_top_k``, which :meth:`count` needs.
-        """
-        models_loss = router_loss_of(outputs)
-        attended = _attended(batch)
-        logits = _router_logits(outputs)
-        positions_of_layers = [len(layer) for layer in logits]
-        has_all_positions = set(positions_of_layers) == {attended.numel()}
-        if models_loss is None or not has_all_positions:
-            raise _refusal(
-                'needs `router_logits` of each position and their `aux_loss` in the outputs of the model, got: '
-                f'{"no" if models_loss is None else "an"} `aux_loss`, and logits of {positions_of_layers[:4]} for '
-                f'{attended.numel()} positions. Set `output_router_logits=True` in the config of a mixture of experts.'
-            )
-        self._compare_losses(models_loss, logits, attended)
-        return logits
+    def _count_microbatch(self, microbatch: Batch, *, is_weighted: bool) -> CountedMicrobatch:
+        """Computes a microbatch, compares the model's own load-balancing loss, and counts the choices."""
+        batch = without_row_counts(microbatch)
+        if is_weighted:
+            del batch[LOSS_WEIGHTS]
+        batch = self._to_device(with_copied_tensors(batch))
+        with self._precision():
+            outputs = self._model(batch)
+            attended = _attended(batch)
+            models_loss, logits = _checked_router(outputs, num_positions=attended.numel())
+            self._compare_losses(models_loss, logits, attended)
+            positions = counted_positions(microbatch).to(logits[0].device)
+            choices, _ = _sums_over_positions(logits, positions, self._top_k)
+        num_layers = len(logits)
+        return CountedMicrobatch(positions, positions.sum() * num_layers, choices.sum(dim=0))
 
     def _compare_losses(
         self,
@@ -187,29 +175,21 @@ class StepBalance:
     ) -> None:
         """Notes how far the model's own load-balancing loss is from the one that is computed from the router's logits.
 
-        The first comparison raises RuntimeError if it is too far. It also finds the number of experts that are chosen
-        for a position, because configs use many names for it. It computes the loss for every number up to all experts.
-        The loss grows with the number, so only the right number gives the model's own loss.
+        The first comparison also finds the number of experts that are chosen for a position. It is checked at once, and
+        raises RuntimeError if the losses differ. Later ones are checked together at the end of the step.
         """
         is_first = self._top_k == 0
-        num_experts = logits[0].shape[-1]
-        most_choices = num_experts if is_first else self._top_k
-        choices, probabilities = _sums_over_positions(logits, attended, most_choices)
-        num_positions = len(logits) * attended.sum()
-        # One loss for each number of experts from 1 to `most_choices`.
-        losses = _balance_losses(choices, probabilities, num_positions)
         if is_first:
             if not bool(attended.any()):
                 return  # both losses are NaN, so the next microbatch is the first comparison
-            self._top_k = int((losses - models_loss).abs().argmin()) + 1
+            self._top_k = _find_top_k(models_loss, logits, attended)
+        loss = _balance_losses(logits, attended, self._top_k)[-1]
         # The model computes its loss in the type of the logits, with a few rounded operations.
         tolerance = max(LOSS_TOLERANCE, 4 * torch.finfo(logits[0].dtype).eps)
-        loss = losses[self._top_k - 1]
         deviation = (loss / models_loss - 1).abs() / tolerance
         # NaN: the microbatch has no positions, or training has diverged. Neither is a deviation.
         deviation = deviation.detach().nan_to_num(nan=0.0)
         self._loss_deviation = torch.maximum(self._loss_deviation, deviation)
-        # The first comparison is checked at once. The others are checked together at the end of the step.
         if is_first:
             self.check()
 
@@ -234,12 +214,7 @@ class StepBalance:
         with self._precision():
             logits = _router_logits(outputs)
             choices, probabilities = _sums_over_positions(logits, counted.positions, self._top_k)
-        # A choice that differs between the count and this forward moves the counts of two experts by 1.
-        change = choices.sum(dim=0) - counted.choices
-        num_changed = change.abs().sum() / 2
-        num_choices = choices.sum()
-        num_allowed = (CHOICE_TOLERANCE * num_choices).clamp(min=FEW_CHOICES)
-        self._choice_deviation = torch.maximum(self._choice_deviation, num_changed / num_allowed)
+        self._note_changed_choices(counted.choices, choices.sum(dim=0))
         num_positions = self._num_positions.clamp(min=1).double()
         num_experts = len(self._choices_of_experts)
         # The formula of the class, with the probabilities of this microbatch only: E / n^2 * sum of c_e * p_e.
@@ -252,6 +227,16 @@ class StepBalance:
         assert coefficient is not None  # otherwise the loss would not have been split
         router = coefficient * later_divisor * part_of_step
         return SplitLoss(tokens=loss['tokens'], router=router)
+
+    def _note_changed_choices(self, counted: Tensor, trained: Tensor) -> None:
+        """Notes how many choices of a microbatch in training differ from the counted ones, see :meth:`check`.
+
+        Both are ``(experts,)``, how often each expert was chosen.
+        """
+        # A choice that differs moves the numbers of two experts by 1.
+        num_changed = (trained - counted).abs().sum() / 2
+        num_allowed = (CHOICE_TOLERANCE * trained.sum()).clamp(min=FEW_CHOICES)
+        self._choice_deviation = torch.maximum(self._choice_deviation, num_changed / num_allowed)
 
     def check(self) -> None:
         """Raises RuntimeError if a deviation in the step was over its tolerance.
@@ -285,6 +270,9 @@ def _refusal(condition: str) -> NotExactError:
     return NotExactError(f"`router_balance='step'` {condition} {OR_LEAVE_MICROBATCH}")
 
 
+# Which positions count.
+
+
 def counted_positions(microbatch: Batch) -> Tensor:
     """Returns which positions are attended and belong to a sample, ``(rows, width)`` bool.
 
@@ -306,6 +294,14 @@ def _counted_in_packed_row(packed: Batch, rows: Sequence[RowCounts]) -> Tensor:
 
     The mask does not show them. It is True at tokens of dummy rows and repeated samples, too, and at a padding position
     that packing has kept because it has a label. Such a position comes after the real tokens of its document.
+
+    For example, three rows are packed: two tokens and a kept padding position, a repeated sample of two tokens, and one
+    token. Their documents have 2, 0 and 1 real tokens that count::
+
+        document of each position   0 0 0 1 1 2
+        place in the document       0 1 2 0 1 0
+        real tokens of the document 2 2 2 0 0 1
+        result                      T T F F F T
 
     Args:
         packed: The packed row.
@@ -334,14 +330,14 @@ def _documents_of(packed: Batch) -> Tensor:
     """Returns the number of the document of each position of a packed row, from 0, ``(width,)``."""
     mask = packed.get('attention_mask')
     if mask is not None:
-        # The mask is (documents, width), and each position is in one document: argmax finds which.
+        # Packing has made it ``(documents, width)``. Each position is in one document, and argmax finds in which.
         return mask.int().argmax(dim=0)
     # ``(1, width)``, or with M-RoPE ``(sections, 1, width)``. The positions of text come first.
     positions = packed['position_ids'].flatten(0, -2)[0]
     # Positions restart at 0, or at padding_idx + 1 (RoBERTa).
     restarts = positions.diff() != 1
     documents = restarts.cumsum(dim=0)
-    return torch.nn.functional.pad(documents, (1, 0))
+    return torch.nn.functional.pad(documents, (1, 0))  # the first position is in document 0
 
 
 def _attended(batch: Batch) -> Tensor:
@@ -351,6 +347,27 @@ def _attended(batch: Batch) -> Tensor:
         return attended
     # Several documents were packed into one row, and the mask has a row for each of them.
     return attended.any(dim=0, keepdim=True)
+
+
+# The router's outputs, and the load-balancing loss that is computed from them.
+
+
+def _checked_router(outputs: Any, num_positions: int) -> tuple[Tensor, Sequence[Tensor]]:
+    """Returns the model's own load-balancing loss, and the router's logits of each layer, ``(positions, experts)``.
+
+    Raises RuntimeError if the outputs lack one of them.
+    """
+    models_loss = router_loss_of(outputs)
+    logits = _router_logits(outputs)
+    positions_of_layers = [len(layer) for layer in logits]
+    has_all_positions = set(positions_of_layers) == {num_positions}
+    if models_loss is None or not has_all_positions:
+        raise _refusal(
+            'needs `router_logits` of each position and their `aux_loss` in the outputs of the model, got: '
+            f'{"no" if models_loss is None else "an"} `aux_loss`, and logits of {positions_of_layers[:4]} for '
+            f'{num_positions} positions. Set `output_router_logits=True` in the config of a mixture of experts.'
+        )
+    return models_loss, logits
 
 
 def _router_logits(outputs: Any) -> Sequence[Tensor]:
@@ -381,35 +398,39 @@ def _sums_over_positions(
     num_experts = logits[0].shape[-1]
     device = logits[0].device
     counted = is_counted.flatten().to(device)
-    choices = torch.zeros(top_k * num_experts, dtype=torch.int64, device=device)
+    # How much a position adds to the expert that it chooses first, second and so on: 1 if it counts, else 0.
+    added_by_position = counted.long().expand(top_k, -1)
+    choices = torch.zeros(top_k, num_experts, dtype=torch.int64, device=device)
     sums_of_layers = []
     for layer in logits:
         probabilities = layer.to(device).softmax(dim=-1)
-        experts = probabilities.topk(top_k, dim=-1).indices
-        # Each choice, (positions, top_k), as an index into the flat `choices`: place of the choice * experts + expert.
-        places = torch.arange(top_k, device=device)
-        indices = experts + num_experts * places
-        is_counted_choice = counted.repeat_interleave(top_k)
-        choices.scatter_add_(0, indices.flatten(), is_counted_choice.long())
+        experts = probabilities.topk(top_k, dim=-1).indices  # (positions, top_k)
+        choices.scatter_add_(1, experts.T, added_by_position)
         at_least_float32 = probabilities.to(torch.promote_types(probabilities.dtype, torch.float32))
         counted_probabilities = at_least_float32 * counted[:, None]
         sums_of_layers.append(counted_probabilities.sum(dim=0))
     sum_of_probabilities = torch.stack(sums_of_layers).sum(dim=0)
-    return choices.view(top_k, num_experts), sum_of_probabilities
+    return choices, sum_of_probabilities
 
 
-def _balance_losses(
-    choices: Tensor,
-    probabilities: Tensor,
-    num_positions: Tensor,
-) -> Tensor:
-    """Returns the load-balancing losses if 1, 2, ... ``top_k`` experts are chosen for a position, ``(top_k,)``.
-
-    The arguments are the results of :func:`_sums_over_positions`, and the number of positions times layers.
-    """
+def _balance_losses(logits: Sequence[Tensor], attended: Tensor, top_k: int) -> Tensor:
+    """Returns the load-balancing losses if 1, 2, ... ``top_k`` experts are chosen for a position, ``(top_k,)``."""
+    choices, probabilities = _sums_over_positions(logits, attended, top_k)
+    num_positions = len(logits) * attended.sum()  # a position counts once for each layer
     num_experts = choices.shape[1]
     # With k experts for a position, the first k choices count.
     shares = choices.cumsum(dim=0) / num_positions
     mean_probabilities = probabilities / num_positions
     products = shares * mean_probabilities
     return num_experts * products.sum(dim=1)
+
+
+def _find_top_k(models_loss: Tensor, logits: Sequence[Tensor], attended: Tensor) -> int:
+    """Returns how many experts are chosen for a position. It is not read from the config, which has many names for it.
+
+    The loss is computed for every number up to all experts. It grows with the number, so only the right number gives
+    the model's own loss.
+    """
+    num_experts = logits[0].shape[-1]
+    losses = _balance_losses(logits, attended, num_experts)
+    return int((losses - models_loss).abs().argmin()) + 1  # the first of the losses is that of one expert

@@ -28,7 +28,7 @@ from composer_tokacc.algorithm.loss_terms import LOSS_UNITS, LossTerms, router_c
 from composer_tokacc.algorithm.reduction import (
     ReductionWatch,
     check_clipping,
-    check_sharding,
+    check_unsharded_are_frozen,
     excess_of_reduction,
     unsharded_parameters,
 )
@@ -145,6 +145,57 @@ class AlgorithmOptions:
             check_choice(f'loss_units[{name!r}]', unit, LOSS_UNITS)
 
 
+class ModelChecks:
+    """Checks of the model that are repeated in every step, because the model may change in training.
+
+    Args:
+        state: The trainer's state.
+        forbids_batch_norms: Whether no BatchNorm may be in training mode.
+    """
+
+    def __init__(self, state: State, *, forbids_batch_norms: bool) -> None:
+        self._model: torch.nn.Module = inner_model(state.model)
+        # These are collected once for a fit. A mixture of experts may have thousands of modules.
+        self._unsharded = unsharded_parameters(state.model)
+        self._parameters = list(self._model.parameters())
+        self._batch_norms: dict[str, torch.nn.Module] = {}  # by name
+        if forbids_batch_norms:
+            for name, module in self._model.named_modules():
+                if isinstance(module, BatchNorm):
+                    self._batch_norms[name] = module
+        self._checked_hooks: list[int] | None = None  # numbers of the gradient hooks that were checked
+
+    def check(self) -> None:
+        """Raises RuntimeError if the model cannot be trained exactly in its present state."""
+        check_unsharded_are_frozen(self._unsharded)  # a parameter may have been unfrozen
+        self._check_batch_norms()
+        self._check_new_hooks()
+
+    def _check_batch_norms(self) -> None:
+        """Raises RuntimeError if a BatchNorm is in training mode.
+
+        Composer puts the model into training mode after each evaluation.
+        """
+        training = [name for name, module in self._batch_norms.items() if module.training]
+        if training:
+            raise NotExactError(
+                f'Rows must be independent of the rows beside them, got: {len(training)} BatchNorm in training mode, '
+                f'such as {training[0]!r}, which normalises by the statistics of its microbatch. Freeze it in eval '
+                'mode, again after each evaluation (docs/errors.md#row-coupling).'
+            )
+
+    def _check_new_hooks(self) -> None:
+        """Raises RuntimeError if a hook on a parameter is not linear, or if an optimizer steps in the backward.
+
+        A hook runs once for each microbatch. The results add up to the result for the whole step only if it is linear.
+        The hooks are only tried if some were added or removed since the last call.
+        """
+        numbers = hook_numbers(self._parameters)
+        if numbers != self._checked_hooks:
+            check_gradient_hooks(self._model)
+            self._checked_hooks = numbers
+
+
 class RunContext:
     """The parts that the algorithm needs during a fit, set up at its first batch.
 
@@ -172,37 +223,43 @@ class RunContext:
         model: Any = inner_model(state.model)
         self.model: Any = model
         """The model without the wrappers of DDP and torch.compile."""
+
+        # The model and its optimizers. No hooks are added before these checks, so that a refused model stays as it was.
         check_trains_something(model)
         shard_again(state.model)  # an earlier evaluation may have left weights gathered
-        self._unsharded = unsharded_parameters(state.model)
-        self.check_sharding()
-        check_clipping(state)
-        check_sees_gradients(state)
-        self._parameters = list(model.parameters())
-        self._hook_numbers: list[int] | None = None  # of the hooks that were checked
-        self.check_gradient_hooks()
         # With `check_loss=False` the user accepts that rows depend on each other, so BatchNorm may train. This holds
         # with token weights, too, although they need the first-batch check.
-        self._batch_norms = _batch_norms_of(model) if options.check_loss else {}
-        # Called before the selector adds hooks to the model, so that a refused model stays as it was.
-        self.check_batch_norms()
+        self.model_checks = ModelChecks(state, forbids_batch_norms=options.check_loss)
+        """Checks that are repeated in every step."""
+        self.model_checks.check()
+        check_clipping(state)
+        check_sees_gradients(state)
+
+        # The loss, and the reduction of its gradients over the ranks.
         self.world_size = get_world_size()
-        self.excess_of_reduction = excess_of_reduction(state.model)
         self.terms = LossTerms(options.loss_units)
+        """The terms of the loss."""
         self.read_router_coefficient()
         # A contrastive term may gather the rows of other ranks. With `check_loss=False` a SyncBatchNorm may train,
         # which gathers statistics in every forward.
-        may_gather = bool(self.terms.coupled) or not options.check_loss
+        may_gather = bool(self.terms.coupled_terms) or not options.check_loss
         self.reductions = ReductionWatch(state, may_gather=may_gather)
+        """Watches which gradients the backward of each microbatch writes."""
+        self.excess_of_reduction = excess_of_reduction(state.model)
+        """By which factor FSDP2 on CPUs makes the reduced gradient too large; 1 otherwise."""
+
+        # The steps.
         self.token_choice = TokenChoice()
         """Chooses which tokens to measure."""
         self.step_number = 0
         """The number of the step that runs now, counted from 0 at the start of the fit."""
-        self.has_bypass: bool | None = None
-        """Whether a part of a mean over tokens bypassed logits and router in the first step in which this rank had
-        tokens of a weight above 0. If not, and if the loss is checked, a later step with a bypass is refused. None:
-        there was no such step yet."""
+        self.first_step_has_bypass: bool | None = None
+        """Whether the loss of the first step had a bypass. None: there was no such step yet. The first step is the one
+        in which this rank first had tokens of a weight above 0."""
+
+        # The split, and the layout of its batches.
         self.split = split_of(state.dataloader)
+        """Cuts batches into microbatches. None: another split cuts them."""
         if self.split is None:
             layout = layout_without_split(model, state.batch)  # None: rows cannot be told apart
         else:
@@ -211,14 +268,18 @@ class RunContext:
             # The split may have served another model before, and must forget it.
             self.split.start(model, state.batch, microbatch_size_of(state))
             layout = self.split.layout
+
+        # The parts that run forwards of their own, or change the forward of the model.
         precision = partial(get_precision_context, state.precision, state.precision_config)
         to_device = partial(_to_device, state, self.split)
         self.balance: StepBalance | None = None
+        """Computes the load-balancing loss over the whole step. None: it is computed for each microbatch."""
         if options.router_balance == 'step':
             self.balance = StepBalance(state, self.split, self.terms, to_device, precision)
         self.selector = self._new_selector(state, layout)
-        """Makes the model compute logits only at labels; None: the model computes all logits."""
-        self.check = self._new_check(state, layout, to_device, precision)
+        """Makes the model compute logits only at labels. None: the model computes all logits."""
+        self.row_check = self._new_check(state, layout, to_device, precision)
+        """The first-batch check, which checks rows of later batches, too."""
         self._closure_hooks = give_loss_of_step(state)
 
     def _new_check(
@@ -228,13 +289,13 @@ class RunContext:
         to_device: Callable[[Batch], Any],
         precision: Callable[[], AbstractContextManager[object]],
     ) -> FirstBatchCheck:
-        """Returns the first-batch check, which has compared no rows yet."""
+        """Returns the first-batch check, which has checked no rows yet."""
         probe = Probe(
             forward=self.model,
             loss=self.model.loss,
             model=self.model,
             precision=precision,
-            terms=self.terms.probed,
+            terms=self.terms.losses_to_compare,
             gather=all_gather_object,
         )
         return FirstBatchCheck(
@@ -252,7 +313,7 @@ class RunContext:
         """Adds the hooks for logits at labels to the model. If the run needs all logits, returns None, or raises."""
         why_all_logits = _why_all_logits(state, layout, self.options, self.model)
         if why_all_logits is not None:
-            self._log_all_logits(why_all_logits)
+            self._accept_all_logits(why_all_logits)
             return None
         return LabelSelector(self.model.model)
 
@@ -268,9 +329,10 @@ class RunContext:
             self.split.step = step
 
     def samples_for_composer(self, counts: CountSums) -> int:
-        """Returns the number of samples that Composer counts in some rows, to weight the loss of their microbatch.
+        """Returns how many samples Composer counts in some rows. It weights the loss of their microbatch by them.
 
-        A CountingDataSpec tells it the number of samples. Another DataSpec counts all rows, repeated samples too.
+        With our split, Composer asks the CountingDataSpec, which leaves out dummy rows and repeated samples. Any other
+        DataSpec counts all rows.
         """
         if self.split is None:
             return counts.num_rows
@@ -282,24 +344,27 @@ class RunContext:
 
         One forward over the whole batch would have a loss of NaN, so such a step changes no weight.
         """
+        if self.step.totals.loss_tokens > 0:
+            return False
         units = self.terms.units.values()
-        has_token_terms = not units or 'tokens' in units
-        return self.step.totals.loss_tokens == 0 and has_token_terms
+        # Without `loss_units` the loss is one mean over tokens.
+        return not units or 'tokens' in units
 
     def width_of(self, step: Step) -> RankWidth:
-        """Returns the width of this rank's rows, which is compared over the ranks. The width of a single rank is 0."""
+        """Returns the width of this rank's rows, which is compared over the ranks."""
         if self.world_size == 1:
-            return RankWidth.of((), None, None)
+            return RankWidth.of((), rules=None, rule=None)  # the width 0, because nothing is compared
         rules = None  # without a split no row is trimmed
         if self.split is not None:
             rules = self.split.rules
         return RankWidth.of(step.facts, rules, self.loss_facts.rule)
 
     def prove(self, batch: Batch, microbatch_size: float) -> None:
-        """Runs the first-batch check on the new rows of all ranks, see ``token_accumulation.py``; a collective.
+        """Runs the first-batch check; a collective.
 
-        If no rows are new, but a check is due, it checks some known rows. Afterwards the split cuts by the rules that
-        the check has found. If logits at labels fail the check, the model computes all logits from now on.
+        It checks rows of each rank that has new rows, such as longer ones than all before. If no rank has new rows, but
+        a check is due, it checks some known rows. Afterwards the split cuts by the rules that the check has found. If
+        logits at labels fail the check, the model computes all logits from now on.
         """
         if self.options.token_weights == 'column':
             # The data may have one weight for each row. In training, batches have a weight for each position, so the
@@ -307,11 +372,11 @@ class RunContext:
             batch = with_weights_of_positions(batch)
         self.read_router_coefficient()
         try:
-            self.loss_facts = self.check.prove(batch, microbatch_size)
-            failure = self.loss_facts.selection_failure
-            if failure is not None and self.selector is not None:
+            self.loss_facts = self.row_check.prove(batch, microbatch_size)
+            why_all_logits = self.loss_facts.selection_failure
+            if why_all_logits is not None and self.selector is not None:
                 self._remove_selector()
-                self._log_all_logits(failure)
+                self._accept_all_logits(why_all_logits)
         except BaseException:
             # FIT_END does not come after an error, so the hooks are removed here.
             self.end()
@@ -331,8 +396,8 @@ class RunContext:
             self.selector.remove()
             self.selector = None
 
-    def _log_all_logits(self, why: str) -> None:
-        """Logs why all logits are computed. Raises RuntimeError if the user requires logits at labels."""
+    def _accept_all_logits(self, why: str) -> None:
+        """Logs why all logits are computed. Raises RuntimeError if the user does not accept it: `logits='labels'`."""
         if self.options.logits == 'labels':
             raise NotExactError(
                 f"`logits='labels'` must leave loss and gradient the same, got: {why}. Set `logits='auto'`, which "
@@ -340,39 +405,10 @@ class RunContext:
             )
         log.info('Logits are computed at all positions: %s.', why)
 
-    def check_gradient_hooks(self) -> None:
-        """Raises RuntimeError if a hook on a parameter is not linear, or if an optimizer steps in the backward.
-
-        A hook runs once for each microbatch. The results add up to the result for the whole step only if it is linear.
-        Called in every step. It tries the hooks only if some were added or removed since the last call.
-        """
-        numbers = hook_numbers(self._parameters)
-        if numbers != self._hook_numbers:
-            check_gradient_hooks(self.model)  # the function, not this method
-            self._hook_numbers = numbers
-
-    def check_sharding(self) -> None:
-        """Raises RuntimeError if a parameter that FSDP leaves out is trained.
-
-        Called in every step, because a parameter may be unfrozen in training.
-        """
-        check_sharding(self._unsharded)  # the function, not this method
-
-    def check_batch_norms(self) -> None:
-        """Raises RuntimeError if a BatchNorm is in training mode.
-
-        Called in every step, because Composer puts the model into training mode after each evaluation.
-        """
-        training = [name for name, module in self._batch_norms.items() if module.training]
-        if training:
-            raise NotExactError(
-                f'Rows must be independent of the rows beside them, got: {len(training)} BatchNorm in training mode, '
-                f'such as {training[0]!r}, which normalises by the statistics of its microbatch. Freeze it in eval '
-                'mode, again after each evaluation (docs/errors.md#row-coupling).'
-            )
+    # Checks of the split.
 
     def _check_equal_counts(self, state: State, split: MicrobatchSplit) -> None:
-        """Raises ValueError if ranks may make unequal numbers of microbatches, but wait for each other in each."""
+        """Raises ValueError if ranks may make unequal numbers of microbatches, but wait for each other in every one."""
         waits_in_each = state.fsdp_enabled or state.auto_microbatching
         if self.world_size > 1 and waits_in_each and split.options.equal_counts is False:
             raise InvalidInputError(
@@ -382,9 +418,9 @@ class RunContext:
 
     def _check_coupled_terms(self, split: MicrobatchSplit) -> None:
         """Raises RuntimeError if the split regroups or packs rows, but a term depends on the rows of its microbatch."""
-        if self.terms.coupled and (split.options.regroup or split.options.packing):
+        if self.terms.coupled_terms and (split.options.regroup or split.options.packing):
             raise NotExactError(
-                f'Rows must be independent to be regrouped or packed, but the terms {self.terms.coupled} of '
+                f'Rows must be independent to be regrouped or packed, but the terms {self.terms.coupled_terms} of '
                 '`loss_units` depend on which rows share a microbatch. Set '
                 '`token_data_spec(..., regroup=False, packing=False)` (docs/errors.md#row-coupling).'
             )
@@ -417,14 +453,6 @@ def microbatch_size_of(state: State) -> int | float:
     Without a size from the user Composer takes the batch size of the loader, which is None with a batch sampler.
     """
     return state.device_train_microbatch_size or 1
-
-
-def _batch_norms_of(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Returns the BatchNorms of a model by name.
-
-    Called only once for a fit, because it takes long if a mixture of experts has thousands of modules.
-    """
-    return {name: module for name, module in model.named_modules() if isinstance(module, BatchNorm)}
 
 
 def _why_all_logits(

@@ -17,9 +17,9 @@ Three words:
 - Rows are *new* if the first-batch check has seen no such rows, for example longer ones, or the first with an image.
   They are checked before they are cut.
 - A token is *measured* if a hook on the logits reads its weight off the gradient.
-- A *bypass* is a part of the model's loss that depends on parameters neither through the logits nor through the
-  router's loss, such as a penalty on weights. The measured weights say nothing about it. A term that ``loss_units``
-  gives another unit is not a bypass.
+- A *bypass* is a part of the model's loss that is made neither of the logits nor of the router's loss, such as a
+  penalty on weights. The measured weights say nothing about it. A term that ``loss_units`` does not call a mean over
+  tokens is no bypass.
 """
 
 from __future__ import annotations
@@ -182,13 +182,13 @@ class TokenAccumulation(Algorithm):
 
     @property
     def _run(self) -> RunContext:
-        """The parts that were set up at the first batch."""
+        """The context of this fit, for events after BATCH_START: there it is not None."""
         assert self._context is not None, 'BATCH_START comes first'
         return self._context
 
     @property
     def _current(self) -> CurrentMicrobatch:
-        """The microbatch that is computed now."""
+        """The microbatch that is computed now, for events from AFTER_LOSS to AFTER_BACKWARD: there it is not None."""
         assert self._microbatch is not None, 'BEFORE_FORWARD comes first'
         return self._microbatch
 
@@ -222,8 +222,8 @@ class TokenAccumulation(Algorithm):
         selector = self._selector_for(state)
         if selector is not None:
             num_positions = labels_of(batch).numel()
-            # At least 1, because CurrentMicrobatch adds a label if none counts. With `loss_units` it may add none, but
-            # then there is no selector.
+            # If no label counts, CurrentMicrobatch gives the model one. With some `loss_units` it does not, but then
+            # there is no selector.
             num_labels = max(num_labels, 1)
             selector.begin_forward(self._run.loss_facts.rule, num_labels, num_positions)
 
@@ -275,7 +275,7 @@ class TokenAccumulation(Algorithm):
         self._context = None
         # Not 0 if a RegroupingBatchSampler resumes within an epoch.
         self._num_batches_read = first_batch_of(state.train_dataloader)
-        self._num_batches_of_shortest_rank = _compare_lengths(state)
+        self._num_batches_of_shortest_rank = _length_of_shortest_loader(state)
         if sum(isinstance(algorithm, TokenAccumulation) for algorithm in state.algorithms) > 1:
             raise InvalidInputError(
                 '`algorithms` must hold TokenAccumulation only once, because each of them would scale the loss.'
@@ -283,7 +283,7 @@ class TokenAccumulation(Algorithm):
 
     def _epoch_start(self, state: State) -> None:
         """Compares the lengths of the loaders again, because a callback may have changed the loader; a collective."""
-        self._num_batches_of_shortest_rank = _compare_lengths(state)
+        self._num_batches_of_shortest_rank = _length_of_shortest_loader(state)
 
     def _before_dataloader(self, state: State) -> None:
         """Counts the batches that are read, also those that Composer discards in a resumed run.
@@ -359,32 +359,27 @@ class TokenAccumulation(Algorithm):
             raise_on_all_ranks(refusal)  # before the collectives of the first-batch check
             self._set_up(state)
         elif refusal is not None:
-            self._refuse(state, refusal)  # tells the other ranks, which wait in the all-reduce below
+            self._refuse(state, refusal)
         run = self._run
         batch_index = self._num_batches_read - 1
-        # How the loader has assigned the samples of the global batch to the ranks. All ranks must have the same plan
-        # and the same learning rates.
-        plan = plan_record_of(state.batch, state.dataloader, batch_index) or PlanRecord()
-        plan = replace(plan, learning_rates=learning_rates_of(state.optimizers))
+        plan = _plan_of(state, batch_index)
         microbatch_size = microbatch_size_of(state)  # a callback, or too little memory, may have changed it
         run.token_choice.begin_step(microbatch_size)
         try:
             step = self._count_batch(state, batch_index)
             # Facts about rows are found when they are first read, so these may refuse the batch, too.
             width = run.width_of(step)
-            has_new_rows = run.check.has_new_rows(step.facts, microbatch_size)
+            has_new_rows = run.row_check.has_new_rows(step.facts, microbatch_size)
         except RefusalError as refusal_of_counts:
             self._refuse(state, refusal_of_counts)
-        # One all-reduce for everything that ranks must know of each other before the batch is cut.
+        # Everything that ranks must know of each other before the batch is cut.
         report = RankReport(
             counts=step.counts,
             widths=WidthSums.of(width),
             plan=PlanSums.of(plan),
             flags=RankFlags(has_new_rows=has_new_rows, reduces_once=self._reduces_once),
         )
-        sums = summed_over_ranks(report, state.device.tensor_to_device, is_weighted=self.is_weighted)
-        if sums.flags.refuses_batch:
-            raise_on_all_ranks(None)  # raises the refusal of the other rank, see _refuse()
+        sums = self._sum_reports(state, report)
         step.totals = sums.counts
         # If one rank has seen that DDP reduces once, it holds for all. A rank that makes only one microbatch cannot see
         # it, but with `equal_counts=False` another rank may make several.
@@ -392,18 +387,18 @@ class TokenAccumulation(Algorithm):
         step.reduces_once = self._reduces_once
         check_plans(sums.plan, plan)
         _check_has_weight(step, state.batch)
-        # In the first step no check is due, because prove() has just checked its rows. In steps 16, 32, 64 and so on it
-        # is due even without new rows, because a model may begin to treat known rows in another way.
-        run.check.note_step(run.step_number)
-        is_check_due = run.check.is_due or sums.flags.has_new_rows > 0
-        if is_check_due:
+        # In steps 16, 32, 64 and so on a check is due even without new rows, because a model may begin to treat known
+        # rows in another way. In the first step none is due, because _set_up() has just checked its rows.
+        run.row_check.note_step(run.step_number)
+        needs_check = run.row_check.is_due or sums.flags.has_new_rows > 0
+        if needs_check:
             run.prove(state.batch, microbatch_size)  # new rows are cut only by rules that were proven for them
         # Each rank pads to its own longest row. One forward over all rows would pad some of them more. More padding on
         # the left may change a row. So may a greater width, if it is over the limit of a rotary embedding.
         check_widths(
             sums.widths,
             lambda: run.width_of(step),  # not `width`, because prove() may have changed the rules
-            was_checked=is_check_due,
+            was_checked=needs_check,
             is_trimmed=run.split is not None,
         )
         run.begin_step(step)
@@ -423,20 +418,33 @@ class TokenAccumulation(Algorithm):
             return refusal
         return None
 
+    def _sum_reports(self, state: State, report: RankReport, refusal: RefusalError | None = None) -> RankReport:
+        """Adds up the reports of all ranks in one all-reduce. Raises on all ranks if one of them refuses its batch.
+
+        Args:
+            state: The trainer's state.
+            report: The report of this rank.
+            refusal: Why this rank refuses its batch. If it does, ``report`` must have the flag ``refuses_batch``.
+        """
+        sums = summed_over_ranks(report, state.device.tensor_to_device, is_weighted=self.is_weighted)
+        if sums.flags.refuses_batch:
+            raise_on_all_ranks(refusal)
+        return sums
+
     def _refuse(self, state: State, refusal: RefusalError) -> NoReturn:
-        """Raises the refusal of this rank's batch, and tells it to the ranks that wait in :meth:`_batch_start`."""
+        """Raises the refusal of this rank's batch, on the other ranks, too. They wait for this rank's report."""
         report = RankReport(flags=RankFlags(refuses_batch=1))
-        # The other ranks wait for this all-reduce.
-        summed_over_ranks(report, state.device.tensor_to_device, is_weighted=self.is_weighted)
-        raise_on_all_ranks(refusal)
+        self._sum_reports(state, report, refusal)
         raise refusal  # never reached, because the line above raises it
 
     def _set_up(self, state: State) -> None:
         """Sets up the fit at its first batch, and runs the first-batch check, which finds the loss rule."""
         check_equal_on_ranks(arguments_to_compare(state, self.options))
         context = RunContext(state, self.options)
-        # It may be True from a checkpoint or an earlier fit, but now ranks may wait for each other in every microbatch.
-        self._reduces_once &= context.reductions.waits_only_to_reduce
+        if not context.reductions.waits_only_to_reduce:
+            # It may be True from a checkpoint or an earlier fit, but now ranks may wait for each other in every
+            # microbatch. So they must make equally many.
+            self._reduces_once = False
         context.prove(state.batch, microbatch_size_of(state))
         self._context = context
 
@@ -446,6 +454,7 @@ class TokenAccumulation(Algorithm):
         If a row repeats a sample of another rank, it is first marked as 0 samples. Counting keeps this mark.
         """
         run = self._run
+        rule = run.loss_facts.rule
         batch: Batch = state.batch
         if num_repeated(state.dataloader, batch_index, num_rows(batch)):
             # At most one row is a copy of another rank's sample, and it is the last one.
@@ -453,14 +462,14 @@ class TokenAccumulation(Algorithm):
             batch = attach_row_counts(batch, [*rows, replace(repeated_row, samples=0)])
         # The counts become an entry of the batch, so that the split cuts them together with the rows. Rows of 0 samples
         # lose their labels.
-        rule = run.loss_facts.rule
         counted_batch = with_counts(batch, rule, self.options.token_weights)
         tokens_of_rows = [row.loss_tokens for row in row_counts_of(counted_batch)]
+        # A sampler with `loss_shares` has planned the batch with numbers of loss tokens, which must be right.
         check_loss_shares(batch, self.options.token_weights, rule, tokens_of_rows)
         state.batch = self._with_new_labels_marked(counted_batch)
         return Step(
             rows=row_counts_of(state.batch),
-            facts=describe_all(run.check.layout, state.batch),
+            facts=describe_all(run.row_check.layout, state.batch),
             is_weighted=self.is_weighted,
         )
 
@@ -486,10 +495,8 @@ class TokenAccumulation(Algorithm):
         """
         run = self._run
         step = run.step
-        _check_is_not_repeated(step, state.device_train_microbatch_size)
-        run.check_sharding()
-        run.check_batch_norms()
-        run.check_gradient_hooks()
+        _check_not_repeated_in_another_size(step, state.device_train_microbatch_size)
+        run.model_checks.check()
         run.reductions.start_attempt()
         step.microbatches = []
         self._microbatch = None  # the graph of a microbatch that failed would stay in memory
@@ -499,7 +506,7 @@ class TokenAccumulation(Algorithm):
         if run.balance is not None:
             # One more forward of each microbatch that the split has made (`step.planned`), to count how often each
             # expert is chosen in the step.
-            run.balance.count(step.planned, hides_weights=step.is_weighted)
+            run.balance.count(step.planned, is_weighted=step.is_weighted)
 
     # A microbatch.
 
@@ -518,7 +525,7 @@ class TokenAccumulation(Algorithm):
         record = MicrobatchRecord(batch=batch, rows=row_counts_of(batch))
         step.microbatches.append(record)
         self._microbatch = CurrentMicrobatch(run, record)
-        state.batch = self._microbatch.entries
+        state.batch = self._microbatch.batch_for_model
         self.select_logits(state, batch, record.counts.loss_tokens)
 
     def _after_loss(self, state: State) -> None:
@@ -554,25 +561,27 @@ class TokenAccumulation(Algorithm):
         """Checks the step before the optimizer moves, drops the gradients of an empty step, and returns the metrics."""
         run = self._run
         step = run.step
-        run.reductions.check_gradients()
+        run.reductions.check_reduced()
         if run.step_number == 0 and not (step.is_weighted or step.is_measured):
             log.info('The weights of tokens are not measured in training. All tokens are counted in every step.')
-        check_step(step, forbids_bypass=self.options.needs_loss_check and run.has_bypass is False)
-        if run.has_bypass is None and step.counts.loss_weight:
-            run.has_bypass = step.has_bypass
+        # A bypass that was in the loss from the first step on is a part of the loss. One that begins later is new.
+        forbids_bypass = self.options.needs_loss_check and run.first_step_has_bypass is False
+        check_step(step, forbids_bypass=forbids_bypass)
+        if run.first_step_has_bypass is None and step.counts.loss_weight:
+            run.first_step_has_bypass = step.has_bypass
         if run.balance is not None:
             run.balance.check()
-        reduced_once = run.reductions.reduced_once()
-        # Only our split uses this. If DDP reduced once, ranks may make unequal numbers of microbatches from now on.
-        if run.split is not None and reduced_once is not None:
-            self._reduces_once = reduced_once
+        if run.split is not None:  # only our split makes unequal numbers of microbatches if DDP has reduced once
+            reduced_once = run.reductions.has_reduced_once()
+            if reduced_once is not None:  # None: this step does not show it
+                self._reduces_once = reduced_once
         if run.is_step_empty:
             # One forward over the whole batch would have the loss NaN, so the step must change no weight. If other
             # terms, such as a router's loss, have a gradient, it is dropped. Gradients become None, not 0, so that the
             # optimizer neither decays weights nor moves by its momentum.
             for optimizer in state.optimizers:
                 optimizer.zero_grad(set_to_none=True)
-        # From here on the optimizer may move, see _check_is_not_repeated().
+        # From here on the optimizer may move, see _check_not_repeated_in_another_size().
         step.completed_size = state.device_train_microbatch_size
         return self._metrics(state, step)
 
@@ -607,8 +616,8 @@ class TokenAccumulation(Algorithm):
         return metrics
 
 
-def _compare_lengths(state: State) -> int | None:
-    """Returns the number of batches after which some ranks end the epoch, and others would wait for them; a collective.
+def _length_of_shortest_loader(state: State) -> int | None:
+    """Returns after how many batches some ranks end the epoch, and others would wait for them; a collective.
 
     None: all ranks end it together, or their loaders do not wait for other ranks. A run that ends earlier is not
     refused, so the caller raises an error only before the next batch is read.
@@ -618,9 +627,21 @@ def _compare_lengths(state: State) -> int | None:
     num_batches = sys.maxsize
     if getattr(state.dataloader, 'waits_for_ranks', False) and state.dataloader_len is not None:
         num_batches = int(state.dataloader_len)
-    most_batches, negative_fewest = max_over_ranks([num_batches, -num_batches])
-    fewest_batches = -negative_fewest
-    return fewest_batches if fewest_batches < most_batches else None
+    # A maximum over the ranks gives the smallest length, too, as the negative of the largest negative.
+    longest, largest_negative = max_over_ranks([num_batches, -num_batches])
+    shortest = -largest_negative
+    return shortest if shortest < longest else None
+
+
+def _plan_of(state: State, batch_index: int) -> PlanRecord:
+    """Returns how the loader has assigned the samples of the global batch to the ranks, and the learning rates.
+
+    Both must be the same on all ranks. The record of a loader without a plan has only the learning rates.
+    """
+    plan = plan_record_of(state.batch, state.dataloader, batch_index)
+    if plan is None:
+        plan = PlanRecord()
+    return replace(plan, learning_rates=learning_rates_of(state.optimizers))
 
 
 def _check_has_weight(step: Step, batch: Batch) -> None:
@@ -632,7 +653,7 @@ def _check_has_weight(step: Step, batch: Batch) -> None:
         )
 
 
-def _check_is_not_repeated(step: Step, microbatch_size: float | None) -> None:
+def _check_not_repeated_in_another_size(step: Step, microbatch_size: float | None) -> None:
     """Raises RuntimeError if Composer computes a step again, but the optimizer may have moved weights already.
 
     With automatic microbatching Composer halves the microbatch size and repeats the batch if memory runs out, even in

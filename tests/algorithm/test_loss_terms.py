@@ -327,7 +327,7 @@ def test_units_without_a_dict_loss(model, batch):
 )
 def test_loss_must_be_a_tensor_or_have_units(loss, message):
     with pytest.raises(RuntimeError, match=message):
-        LossTerms(None).probed(loss, None)
+        LossTerms(None).losses_to_compare(loss, None)
 
 
 def test_microbatch_without_a_loss(model):
@@ -357,18 +357,18 @@ def test_total_is_rounded(values, dtype):
     terms = LossTerms({'lm': 'tokens', 'boxes': 'samples', 'entropy': 'samples'})
 
     loss['total'] = rounded_total
-    assert terms.probed(loss, {}) == {'tokens': lm, 'samples': boxes + entropy}
+    assert terms.losses_to_compare(loss, {}) == {'tokens': lm, 'samples': boxes + entropy}
 
     loss['total'] = other_total[None]  # a total may be a tensor of shape (1,)
     assert terms.total_error(loss).item() < 1
 
     loss['total'] = rounded_total - boxes
     with pytest.raises(RuntimeError, match='must be the sum'):
-        terms.probed(loss, {})
+        terms.losses_to_compare(loss, {})
 
     loss['total'] = float(rounded_total)
     with pytest.raises(RuntimeError, match='must be a tensor'):
-        terms.probed(loss, {})
+        terms.losses_to_compare(loss, {})
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from composer_tokacc.algorithm.loss_terms import LossTerms
 from composer_tokacc.algorithm.reduction import (
     ReductionWatch,
     check_clipping,
-    check_sharding,
+    check_unsharded_are_frozen,
     excess_of_reduction,
     unsharded_parameters,
 )
@@ -128,7 +128,7 @@ def test_microbatches_before_the_last_reach_nothing():
 
     backward(watch, model, ('first',), num_microbatches=2)
     assert unused_weight.grad.tolist() == [[0.0, 0.0]]
-    assert watch.reduced_once() is True
+    assert watch.has_reduced_once() is True
 
 
 def test_early_reduction_is_refused():
@@ -169,14 +169,14 @@ def test_all_gradients_reduced_at_the_end(reduces, ends_microbatch, is_refused):
         watch.end_microbatch()
 
     with pytest.raises(RuntimeError, match='must have reduced every gradient') if is_refused else nullcontext():
-        watch.check_gradients()
+        watch.check_reduced()
 
 
 def test_early_reduction_of_equal_counts():
     watch, model = watch_of(TwoHeads())
     for _ in range(2):
         backward(watch, model, ('first',), num_microbatches=2)
-    assert watch.reduced_once() is False
+    assert watch.has_reduced_once() is False
 
 
 @pytest.mark.parametrize('freezes_others', [False, True])
@@ -382,12 +382,12 @@ def shard(request, monkeypatch):
 def test_fsdp_shards_all_or_nothing(shard, is_first_frozen):
     model = TwoHeads()
     model.first.requires_grad_(not is_first_frozen)
-    check_sharding(unsharded_parameters(model))
+    check_unsharded_are_frozen(unsharded_parameters(model))
     shard('first', model)
     with pytest.raises(RuntimeError, match=r'got: 2 .*second'):
-        check_sharding(unsharded_parameters(model))
+        check_unsharded_are_frozen(unsharded_parameters(model))
     shard('second', model)
-    check_sharding(unsharded_parameters(model))
+    check_unsharded_are_frozen(unsharded_parameters(model))
 
 
 @pytest.mark.filterwarnings('ignore:.*FullyShardedDataParallel|.*NO_SHARD')
@@ -395,7 +395,7 @@ def test_fsdp_need_not_shard_frozen_parameters(shard):
     model = TwoHeads()
     shard('first', model)
     model.second.requires_grad_(False)
-    check_sharding(unsharded_parameters(model))
+    check_unsharded_are_frozen(unsharded_parameters(model))
 
 
 @pytest.mark.parametrize(('clipping_type', 'is_refused'), [('adaptive', True), ('norm', False)])
@@ -412,7 +412,7 @@ def test_clipping_under_fsdp2(clipping_type, is_refused):
 def test_one_rank_may_leave_parameters_out():
     model = TwoHeads()
     fully_shard(model.first)
-    check_sharding(unsharded_parameters(model))
+    check_unsharded_are_frozen(unsharded_parameters(model))
 
 
 @pytest.fixture

@@ -251,8 +251,8 @@ def test_first_microbatch_without_tokens():
     batch = with_counts(ragged_batch([(6, 4)]))
     empty_mask = torch.zeros_like(batch['attention_mask'])
     empty = {**batch, 'attention_mask': empty_mask}
-    balance.count([empty], hides_weights=False)
-    balance.count([batch], hides_weights=False)
+    balance.count([empty], is_weighted=False)
+    balance.count([batch], is_weighted=False)
     balance.check()
 
 
@@ -278,13 +278,13 @@ def test_nothing_waits_for_the_count():
     batch = with_counts(ragged_batch([(6, 4)]))
     model = OneRouter(6)
     balance = balance_of(model)
-    balance.count([batch], hides_weights=False)
+    balance.count([batch], is_weighted=False)
     outputs = model(batch)
     calls = []
     count_again = without_waiting(balance.count, calls, 'count')
     add_part_of_step = without_waiting(balance.with_part_of_step, calls, 'part')
 
-    count_again([batch], hides_weights=False)
+    count_again([batch], is_weighted=False)
     add_part_of_step(ANY_LOSS, outputs, num_microbatches=1)
 
     assert calls == ['count', 'part']
@@ -296,7 +296,7 @@ def test_few_choices_may_change(num_changed, is_refused):
     batch = with_counts(ragged_batch([(1000, 1)] * 4))
     model = OneRouter(4000)
     balance = balance_of(model)
-    balance.count([batch], hides_weights=False)
+    balance.count([batch], is_weighted=False)
 
     # In training, some positions choose the second expert in place of the first one.
     logits = model.logits.clone()

@@ -139,7 +139,7 @@ def test_padding_matters_if_it_cannot_be_trimmed(make_model, has_positions, matt
     fit(make_model(), batch, algorithms=[algorithm])
     run = algorithm._run
 
-    facts = describe_all(run.check.layout, batch)
+    facts = describe_all(run.row_check.layout, batch)
     width = RankWidth.of(facts, run.split.rules, run.loss_facts.rule)
 
     assert width.pads_left

@@ -127,19 +127,19 @@ def watched_logits() -> Iterator[list[str]]:
     """Yields a list that gets, for each forward of training, why it computed all logits; '' if only at labels."""
     reasons: list[str] = []
     original_begin_forward = LabelSelector.begin_forward
-    original_log_all_logits = RunContext._log_all_logits
+    original_accept_all_logits = RunContext._accept_all_logits
 
     def begin_forward(selector: LabelSelector, rule: LossRule, num_labels: int, num_positions: int) -> None:
         reasons.append('')
         original_begin_forward(selector, rule, num_labels, num_positions)
 
-    def log_all_logits(run: RunContext, why: str) -> None:
+    def accept_all_logits(run: RunContext, why: str) -> None:
         reasons.append(_stripped(why))
-        original_log_all_logits(run, why)
+        original_accept_all_logits(run, why)
 
     with (
         patch.object(LabelSelector, 'begin_forward', begin_forward),
-        patch.object(RunContext, '_log_all_logits', log_all_logits),
+        patch.object(RunContext, '_accept_all_logits', accept_all_logits),
     ):
         yield reasons
 
