@@ -454,6 +454,9 @@ class FileSource(Source):
             changes = self.dataset_section.get('eval')
             if not changes:
                 return {}
+            if self.has_parts:
+                # A key such as `epochs` next to the parts is for all of them. It says nothing about the eval set.
+                shared = without(shared, *SHARE_KEYS)
             return {'dataset.eval': {**shared, **changes}}
         if not self.has_parts:
             # The whole section, so that check() also refuses `loss_shares_by`, which is only for `parts`.
