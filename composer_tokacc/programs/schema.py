@@ -536,7 +536,8 @@ def _requirement_of(error: ValidationError) -> str:
         if not asks_for_object and detail['msg'] not in messages:
             messages.append(detail['msg'])
     requirement = ', or '.join(messages) or 'must be left out'
-    requirement = requirement.replace('Input should ', 'must ')
+    requirement = re.sub('(?:Input|Dictionary|List) should ', 'must ', requirement)
+    requirement = requirement.replace(' after validation', '')  # "... have at least 1 item after validation, not 0"
     requirement = requirement.replace('Value error, ', '')  # pydantic puts it before our own messages
     requirement = requirement.replace('an object', 'a mapping').replace('array', 'list')  # the words for JSON
     requirement = requirement.replace('Field required', 'must have more entries')  # of a tuple
