@@ -118,12 +118,7 @@ def build_transformers_model(
     check_model(pretrained, config, lora)
     model_config = read_config(pretrained, config, processor)
     model_class = auto_class(model_config)
-
-    # Of a model with an encoder and a decoder, such as BART, AutoModelForCausalLM builds only the decoder.
-    builds_encoder = model_class is not auto.AutoModelForCausalLM
-    if builds_encoder and model_config.get_text_config().is_encoder_decoder:
-        # The encoder would read the answers, which stand in the same row as the question.
-        raise ConfigError('model', f'must have only a decoder, got: {model_config.model_type} with an encoder')
+    _check_builds_no_encoder(model_class, model_config)
 
     torch_dtype = getattr(torch, dtype)
     options: dict[str, Any] = {}
@@ -135,8 +130,8 @@ def build_transformers_model(
                 'model.lora.bits',
                 'must be left out to size memory, because 4-bit weights are not counted, got: 4',
             )
-        base = empty_model(model_config)  # only for the names of its layers
-        options |= four_bit_options(lora, base, torch_dtype)
+        empty_base = empty_model(model_config)  # only for the names of its layers
+        options |= four_bit_options(lora, empty_base, torch_dtype)
 
     with same_random_numbers(seed):
         if pretrained is not None and load_weights:
@@ -152,25 +147,48 @@ def build_transformers_model(
         # Seeded again, so that the adapter does not depend on how many random numbers were drawn for its base.
         with same_random_numbers(seed):
             model = with_adapter(model, lora, base=pretrained)
-    for name, parameter in model.named_parameters():
-        base_name = name_in_base(name)  # of an adapter's matrix: the name of the weight that it adapts
-        # No loss reaches these parameters, nor their adapters.
-        is_unreached = base_name in unreached_names
-        # An adapter in a frozen part is trained. But with `lora.bias`, peft has made biases of frozen parts trainable.
-        is_frozen = base_name in frozen_names and not IN_ADAPTER.search(name)
-        if is_unreached or is_frozen:
-            parameter.requires_grad_(False)
+    _freeze_in_adapted_model(model, frozen_names, unreached_names)
 
     if activation_checkpointing:
         # The reentrant kind does not work with DDP's hooks, and needs inputs with gradients.
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})
-    # Composer calls these functions with every module. They return whether the module is a block. Each block becomes a
-    # unit of FSDP, the rest is in the root unit. Composer calls the second one only if the settings of FSDP have their
-    # own `activation_checkpointing`.
+    _declare_fsdp_units(model)
+    return model
+
+
+def _check_builds_no_encoder(model_class: Any, config: PretrainedConfig) -> None:
+    """Refuses a model with an encoder and a decoder. Its encoder would read the answer in the row of the question.
+
+    Only AutoModelForCausalLM can be used with such a config (BART), because it builds only the decoder.
+    """
+    if model_class is not auto.AutoModelForCausalLM and config.get_text_config().is_encoder_decoder:
+        raise ConfigError('model', f'must have only a decoder, got: {config.model_type} with an encoder')
+
+
+def _freeze_in_adapted_model(model: nn.Module, frozen_names: set[str], unreached_names: set[str]) -> None:
+    """Freezes parameters by their names before an adapter was added.
+
+    Args:
+        model: The model, with or without an adapter.
+        frozen_names: Parameters of frozen parts. With ``lora.bias``, peft has made their biases trainable again. An
+            adapter in a frozen part is trained.
+        unreached_names: Parameters that no loss reaches. None reaches their adapters, either.
+    """
+    for name, parameter in model.named_parameters():
+        base_name = name_in_base(name)  # of an adapter's matrix: the name of the weight that it adapts
+        is_unreached = base_name in unreached_names
+        is_frozen = base_name in frozen_names and not IN_ADAPTER.search(name)
+        if is_unreached or is_frozen:
+            parameter.requires_grad_(False)
+
+
+def _declare_fsdp_units(model: Any) -> None:
+    """Tells Composer that each block of the model becomes a unit of FSDP. All other modules are in the root unit."""
+    # Composer calls these functions with every module. They return whether the module is a block. It calls the second
+    # one only if the settings of FSDP have their own `activation_checkpointing`.
     is_block = set(transformer_blocks(model)).__contains__
     model.fsdp_wrap_fn = is_block
     model.activation_checkpointing_fn = is_block
-    return model
 
 
 def check_model(
