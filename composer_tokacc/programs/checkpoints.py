@@ -495,18 +495,8 @@ class SameData(Callback):
         self.on_other_data = on_other_data
         self._shapes_before_fsdp = None if model is None else ModelShapes.of(model)
         """FSDP later divides the weights. FSDP 1 also changes their names."""
-        # The length of a StreamingDataset counts only the samples of this rank. Its `size` counts all samples.
-        num_samples = getattr(dataset, 'size', None)
-        if not isinstance(num_samples, int):
-            num_samples = len(dataset)
-        fingerprints = {
-            'data': f'{identify_data(dataset)} of {num_samples} samples',
-            'processor': identify_processor(processor),
-            'vocabulary': identify_vocabulary(processor),
-            **adapter,
-        }
-        if hasattr(dataset, 'identity_of_order'):
-            fingerprints['order'] = dataset.identity_of_order()
+        fingerprints = _fingerprints_of_data(dataset, processor)
+        fingerprints.update(adapter)
         for name, value in optimizer.items():
             if name not in SPEED_SETTINGS:
                 fingerprints[f'optimizer.{name}'] = value
@@ -611,7 +601,10 @@ class SameData(Callback):
             )
 
     def _note_other_batches(self, saved_batches: Section | None) -> None:
-        """Keeps how the settings of the batches differ from those of a checkpoint, which are None if it has none."""
+        """Keeps the text that :meth:`after_load` shows if the batches differ from those of the checkpoint.
+
+        ``saved_batches`` is None if the checkpoint has no such settings.
+        """
         self._difference_of_batches = ''
         batches = self._fingerprints.get('batches')
         if saved_batches is None or batches is None:
@@ -663,6 +656,22 @@ class SameData(Callback):
             log.warning('%s; goes on because of `loader.on_other_data`.', message)
             return
         raise ConfigError('', f'{message}. {remedy}; to go on: loader.on_other_data=warn')
+
+
+def _fingerprints_of_data(dataset: Any, processor: Processor) -> dict[str, Any]:
+    """Returns the fingerprints of a dataset and of its processor, by name."""
+    # The length of a StreamingDataset counts only the samples of this rank. Its `size` counts all samples.
+    num_samples = getattr(dataset, 'size', None)
+    if not isinstance(num_samples, int):
+        num_samples = len(dataset)
+    fingerprints = {
+        'data': f'{identify_data(dataset)} of {num_samples} samples',
+        'processor': identify_processor(processor),
+        'vocabulary': identify_vocabulary(processor),
+    }
+    if hasattr(dataset, 'identity_of_order'):
+        fingerprints['order'] = dataset.identity_of_order()
+    return fingerprints
 
 
 def _shapes_now(state: State, shapes_before_fsdp: ModelShapes) -> ModelShapes:
