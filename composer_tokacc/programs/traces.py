@@ -59,52 +59,69 @@ def memory_of_run(
         build = _model_builder(config, processor, attn_implementation='sdpa')
     precision = _traced_precision(config)
     sharding = _sharding(config, precision)
-    strategy = _traced_strategy(sharding)
-    is_for_gpu = _is_for_gpu(config)
-    logits = _logits_of_run(config)
-    width = int(table.lengths.max())
+    options = _TraceOptions(
+        width=int(table.lengths.max()),
+        precision=precision,
+        strategy=_traced_strategy(sharding),
+        on_gpu=_is_for_gpu(config),
+        has_mask=not is_flash,
+        logits=_logits_of_run(config),
+    )
     traced_samples = _probe_samples(table)
-    traced_sizes = table.select(traced_samples)
-    # The cache key holds all that the trace depends on. The section `model` does not tell the whole config of the
-    # model, because a checkpoint of the same name may change, and because the processor sets the vocabulary of a fresh
-    # model.
-    model_config = read_config(config.model.pretrained, config.model.config, processor)
-    key = {
-        'model': asdict(config.model),
-        'model_config': model_config.to_json_string(use_diff=False),
-        'optimizer': config.optimizer,
-        'precision': precision,
-        'strategy': strategy,
-        'device': 'gpu' if is_for_gpu else 'cpu',
-        'logits': logits,
-        'width': width,
-        # Other samples need another trace of the same model. For example, a token of a video has other pixels than a
-        # token of an image. The samples of `size lengths=...` have the sizes of a table, but are made up, so their
-        # class counts, too.
-        'dataset': class_name(dataset),
-        'samples': {name: getattr(traced_sizes, name).tolist() for name in TABLE_COLUMNS},
-    }
 
     def calibrate(_: object) -> MemoryModel:  # the argument is the key, which is not needed here
+        # Before the model is built, because made-up samples refuse sizes that the model cannot have.
         samples = [dataset[index] for index in traced_samples]
         return calibrate_fake(
             build,
             _on_meta_device(build).config,
             samples,
-            width=width,
             make_optimizer=partial(build_section, 'optimizer', config.optimizer),
-            has_mask=not is_flash,
-            precision=precision,
-            strategy=strategy,
-            on_gpu=is_for_gpu,
-            logits=logits,
+            **vars(options),
         )
 
+    key = _key_of_trace(config, processor, options)
+    # Other samples need another trace of the same model. For example, a token of a video has other pixels than a token
+    # of an image. The samples of `size lengths=...` have the sizes of a table, but are made up, so their class counts,
+    # too.
+    traced_sizes = table.select(traced_samples)
+    key['dataset'] = class_name(dataset)
+    key['samples'] = {name: getattr(traced_sizes, name).tolist() for name in TABLE_COLUMNS}
     memory = load_or_calibrate(cache_folder('memory'), key, calibrate)
     if sharding is None:
         return memory
     num_weights = sum(parameter.numel() for parameter in _on_meta_device(build).parameters())
     return _as_sharded(memory, sharding, num_weights)
+
+
+@dataclass(frozen=True)
+class _TraceOptions:
+    """How the traced run computes: arguments of :func:`.calibrate_fake`."""
+
+    width: int
+    """Tokens of the longest sample."""
+    precision: str
+    strategy: str
+    on_gpu: bool
+    has_mask: bool
+    logits: str
+
+
+def _key_of_trace(config: TrainConfig, processor: Processor | None, options: _TraceOptions) -> dict[str, Any]:
+    """Returns the part of the cache key that does not depend on the samples."""
+    # The section `model` does not tell the whole config of the model, because a checkpoint of the same name may change,
+    # and because the processor sets the vocabulary of a fresh model.
+    model_config = read_config(config.model.pretrained, config.model.config, processor)
+    return {
+        'model': asdict(config.model),
+        'model_config': model_config.to_json_string(use_diff=False),
+        'optimizer': config.optimizer,
+        'precision': options.precision,
+        'strategy': options.strategy,
+        'device': 'gpu' if options.on_gpu else 'cpu',
+        'logits': options.logits,
+        'width': options.width,
+    }
 
 
 @dataclass(frozen=True)
