@@ -333,9 +333,20 @@ def save_empty_states(optimizer: torch.optim.Optimizer) -> None:
     optimizer.register_state_dict_post_hook(add_empty_states)
 
 
-Shape = tuple[int | str, ...]
-"""Sizes of a weight: ``(8, 4)``, or ``(8, 4, 'not of floats')`` for a weight of integers. With this mark, a weight of
-floats never has the same shape as a weight of integers. Torch would load one into the other without an error."""
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a weight, and whether its values are floats."""
+
+    sizes: tuple[int, ...]
+    has_floats: bool
+    """Torch would load a weight of floats into one of integers without an error."""
+
+    def __str__(self) -> str:
+        """Returns ``[8, 4]``, or ``[8, 4] not of floats`` for a weight of integers."""
+        sizes = str(list(self.sizes))
+        if self.has_floats:
+            return sizes
+        return f'{sizes} not of floats'
 
 
 def _shapes_of(model_state: Mapping[str, Any]) -> dict[str, Shape]:
@@ -343,9 +354,7 @@ def _shapes_of(model_state: Mapping[str, Any]) -> dict[str, Shape]:
     shapes = {}
     for name, value in model_state.items():
         if isinstance(value, torch.Tensor):
-            shapes[name] = tuple(value.shape)
-            if not value.is_floating_point():
-                shapes[name] += ('not of floats',)
+            shapes[name] = Shape(tuple(value.shape), value.is_floating_point())
     return shapes
 
 
@@ -705,7 +714,7 @@ def _compare_shapes(saved: SavedRun, model: ModelShapes, *, is_strict: bool) -> 
         if shape is None and is_strict:
             differing[name] = 'unknown'
         elif shape is not None and shape != saved_shape:
-            differing[name] = f'{list(saved_shape)} there, {list(shape)} here'
+            differing[name] = f'{saved_shape} there, {shape} here'
     if differing:
         name = next(iter(differing))
         raise ConfigError(
