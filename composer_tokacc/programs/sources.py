@@ -81,7 +81,8 @@ SHARE_KEYS = {
 - ``loss_share``: the part's share of all loss tokens, or of their weights with ``loss_shares_by: weights``.
 
 Either no part has such a key, or all have the same one. Only ``epochs`` may be left out in a part, which is then read
-once. With ``loss_shares_by: weights`` a part may have ``epochs`` in addition to its ``loss_share``.
+once. With ``loss_shares_by: weights`` a part may have ``epochs`` in addition to its ``loss_share``. A key that stands
+next to ``parts`` counts for every part.
 """
 SECTION_KEYS = ('processor', 'eval', 'parts', 'loss_shares_by')
 """Keys of the section ``dataset`` that are not settings of a single dataset, and so are not passed on to the parts."""
