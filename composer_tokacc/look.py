@@ -74,7 +74,7 @@ def look(options: LookOptions, config: TrainConfig) -> None:
     if dataset is None:
         raise ConfigError('dataset.eval', 'must be given for eval=true, got: none')
     lengths = source.measure(dataset).lengths
-    samples = source.by_index(dataset)  # a streamed dataset itself has only the samples of this rank
+    samples = source.samples_of_all_ranks(dataset)  # a streamed dataset itself has only the samples of this rank
     with while_somebody_reads():  # `| head` may close the pipe
         for index in choose_samples(samples, lengths, options.samples):
             print(f'\n{described(samples[index], tokenizer_of(source.processor), index)}', flush=True)
@@ -90,12 +90,10 @@ def choose_samples(dataset: Any, lengths: np.ndarray, count: int) -> list[int]:
     """
     num_samples = len(lengths)
     evenly_spread = np.linspace(0, num_samples - 1, count).astype(int)
-    by_priority = [
-        *_one_of_each_combination(dataset),
-        int(lengths.argmin()),
-        int(lengths.argmax()),
-        *evenly_spread.tolist(),
-    ]
+    by_priority = _one_of_each_combination(dataset)
+    by_priority.append(int(lengths.argmin()))
+    by_priority.append(int(lengths.argmax()))
+    by_priority.extend(evenly_spread.tolist())
     # An index may be in the list twice. Then samples from the start of the dataset fill up the number.
     by_priority.extend(range(num_samples))
     distinct = list(dict.fromkeys(by_priority))

@@ -35,7 +35,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from composer_tokacc.programs.process import command_line, prepare, without_warnings
 
@@ -47,7 +47,7 @@ from composer.loggers import InMemoryLogger
 from composer.utils import reproducibility
 from pydantic import Field
 
-from composer_tokacc.data import count_patches, patch_size_of
+from composer_tokacc.data import LengthTable, count_patches, patch_size_of
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.planning import CostModel
 from composer_tokacc.programs import ConfigError, TrainConfig
@@ -55,6 +55,7 @@ from composer_tokacc.programs.build import build_parts, build_trainer
 from composer_tokacc.programs.config_checks import check_folder
 from composer_tokacc.programs.devices import device_memory_gib
 from composer_tokacc.programs.errors import local_folder, refuse
+from composer_tokacc.programs.host_types import Processor, SampleDataset
 from composer_tokacc.programs.length_tables import StandIns, lengths_of
 from composer_tokacc.programs.runner import run_program
 from composer_tokacc.programs.schema import Count, read_options, without
@@ -137,26 +138,16 @@ def size(config: TrainConfig, options: SizeOptions) -> SizingReport:
     needs_gpu = config.trainer.get('device') != 'cpu' and config.microbatching.device_memory_gib is None
     if needs_gpu and not torch.cuda.is_available():
         raise ConfigError('device_memory_gib', 'must be given on a machine without a GPU. For example 80')
-    source = source_of(config)
-    if options.lengths is not None:
-        if options.time_steps:
-            raise ConfigError('time_steps', 'needs the data itself, got: `lengths`. Leave one of them out')
-        longest = config.dataset.get('max_length')
-        table = lengths_of(options.lengths, longest=longest, seed=config.seed)
-        # The memory model is traced with made-up samples. Those of a fresh model need no processor.
-        processor = None if config.model.pretrained is None else source.processor
-        dataset = StandIns(table, processor, source.model_config(processor))
-    else:
-        processor = source.processor
-        dataset = source.train_dataset
-        table = source.train_table
-    memory = memory_of_run(config, dataset, processor, table)
+    if options.lengths is not None and options.time_steps:
+        raise ConfigError('time_steps', 'needs the data itself, got: `lengths`. Leave one of them out')
+    data = _data_of(config, options)
+    memory = memory_of_run(config, data.dataset, data.processor, data.table)
     # Called twice: with the default costs, and then with the measured ones.
     suggest = partial(
         suggest_for_run,
         config,
         memory,
-        table,
+        data.table,
         num_ranks=options.num_ranks,
         gib=device_memory_gib(config),
         safety=options.safety,
@@ -164,10 +155,32 @@ def size(config: TrainConfig, options: SizeOptions) -> SizingReport:
     report = suggest()
     if not options.time_steps:
         return report
-    cost, seconds_outside = time_shapes(
+    measured_cost, seconds_outside = time_shapes(
         config, size=report.device_train_microbatch_size, slot_tokens=report.slot_tokens
     )
-    return suggest(measured_cost=cost, seconds_per_step=seconds_outside)
+    return suggest(measured_cost=measured_cost, seconds_per_step=seconds_outside)
+
+
+class _SizedData(NamedTuple):
+    """The samples that a run is sized with."""
+
+    dataset: SampleDataset
+    processor: Processor | None
+    table: LengthTable
+    """Sizes of the samples."""
+
+
+def _data_of(config: TrainConfig, options: SizeOptions) -> _SizedData:
+    """Returns the training data, or with ``lengths`` made-up samples that have these lengths."""
+    source = source_of(config)
+    if options.lengths is None:
+        return _SizedData(source.train_dataset, source.processor, source.train_table)
+    table = lengths_of(options.lengths, longest=config.dataset.get('max_length'), seed=config.seed)
+    processor = None  # the made-up samples of a fresh model need none
+    if config.model.pretrained is not None:
+        processor = source.processor
+    dataset = StandIns(table, processor, source.model_config(processor))
+    return _SizedData(dataset, processor, table)
 
 
 def time_steps(

@@ -140,7 +140,7 @@ def _train(config: TrainConfig) -> None:
         trainer.eval()
     say('writing the report ...')
 
-    def write() -> str:
+    def write_on_first_rank() -> str:
         metrics = read_metrics(result_folder(config, trainer.state.run_name))
         result = summarize(trainer.state, metrics, parts, first_step=finished_steps, seconds=seconds)
         last_answers = []
@@ -152,7 +152,7 @@ def _train(config: TrainConfig) -> None:
                 stack.enter_context(evaluated_weights(trainer.state, trainer.logger))
             return write_report(config, parts, result, metrics, history, last_answers)
 
-    summary = of_first_rank(write)
+    summary = of_first_rank(write_on_first_rank)
     # All ranks end together. If a rank exited earlier, NCCL would report it as crashed.
     dist.barrier()
     trainer.close()  # before the summary, because this ends the line of the progress bar

@@ -123,7 +123,7 @@ def answers_of(config: TrainConfig, parts: RunParts) -> Answers | None:
     if source.eval_dataset is None or not num_samples or config.is_sharded:
         return None
     return Answers(
-        source.by_index(source.eval_dataset),
+        source.samples_of_all_ranks(source.eval_dataset),
         source.processor,
         folder=config.report['folder'],
         num_samples=num_samples,

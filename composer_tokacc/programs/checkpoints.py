@@ -39,8 +39,8 @@ from composer_tokacc.programs.process import say
 
 log = logging.getLogger(__name__)
 
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-"""Errors of a file system that has no locks, such as some network file systems."""
+ERRORS_WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+"""Numbers of the errors of a file system that has no locks, such as some network file systems."""
 
 
 def checkpoint_folder(trainer: Section) -> Path | None:
@@ -99,7 +99,7 @@ def lock_folders(folders: Mapping[str, Path | None]) -> Iterator[None]:
             except (OSError, NotImplementedError) as error:  # older releases of filelock turn ENOSYS into the latter
                 # Other errors are raised: if the folder cannot be written, or belongs to another user, who may be
                 # writing into it, the run must not begin.
-                if isinstance(error, OSError) and error.errno not in NO_LOCKS:
+                if isinstance(error, OSError) and error.errno not in ERRORS_WITHOUT_LOCKS:
                     raise
                 say(f'note: {folder} cannot be locked ({error}), so a second run there would not be refused')
             locked.add(folder.resolve())
@@ -111,7 +111,15 @@ def arguments_to_resume(trainer: Section, loggers: Sequence[LoggerDestination] =
 
     Composer's ``autoresume`` loads the checkpoint behind its link, even if a killed process or a full disk has left it
     incomplete. It also writes a file into the folder of each node and removes it. If nodes share the folder, the first
-    one removes the file of all, and the others crash. Raises ConfigError if no checkpoint can be used.
+    one removes the file of all, and the others crash.
+
+    Rank 0 looks for the newest complete checkpoint. What the run does depends on the ranks that can read it:
+
+    - All ranks: the run goes on from this checkpoint, by ``load_path``.
+    - Some ranks, because each node has a folder of its own: ``autoresume`` stays, and sends it to the other nodes.
+    - No rank: the run is new. On one node ``autoresume`` stays if a logger may have a checkpoint.
+
+    Raises ConfigError if no checkpoint can be used.
 
     Args:
         trainer: Section ``trainer`` of the config.
@@ -120,12 +128,13 @@ def arguments_to_resume(trainer: Section, loggers: Sequence[LoggerDestination] =
     link = latest_link(trainer)
     if link is None:
         return {}
-    checkpoint = None
+    newest = None
     if dist.get_global_rank() == 0:
-        checkpoint = newest_checkpoint(link, run_name_of(trainer))
-    checkpoint = dist.all_gather_object(checkpoint)[0]
-    exists_on_rank = dist.all_gather_object(checkpoint is not None and checkpoint.exists())
-    if all(exists_on_rank):
+        newest = newest_checkpoint(link, run_name_of(trainer))
+    checkpoint: Path | None = dist.all_gather_object(newest)[0]
+    exists_here = checkpoint is not None and checkpoint.exists()
+    exists_on_ranks = dist.all_gather_object(exists_here)
+    if all(exists_on_ranks):
         say(f'going on from {checkpoint}')
         # As with `autoresume`, these arguments that the user gave for a `load_path` have no effect.
         return {
@@ -136,24 +145,32 @@ def arguments_to_resume(trainer: Section, loggers: Sequence[LoggerDestination] =
             'load_ignore_keys': None,
             'load_exclude_algorithms': None,
         }
-    if any(exists_on_rank):  # each node has its own folder, so `autoresume` works
-        # It only finds the checkpoint behind the link of the first rank. Without a link it would begin at step 0.
-        is_linked = os.path.realpath(link) == os.path.realpath(str(checkpoint))
-        first_link, is_first_linked = dist.all_gather_object((link, is_linked))[0]
-        if not is_first_linked:
-            raise ConfigError(
-                'trainer.save_folder',
-                f'must have a link to the checkpoint to go on from, because each node has a folder of its own, got: '
-                f'{checkpoint} without a link. Make it on the first node: ln -sfn {checkpoint} {first_link}',
-            )
+    if any(exists_on_ranks):
+        _check_link_of_first_rank(link, str(checkpoint))
         return {}
     # Some loggers are only enabled on rank 0.
-    has_uploader = any(dist.all_gather_object(any(logger.can_upload_files() for logger in loggers)))
+    can_upload_here = any(logger.can_upload_files() for logger in loggers)
+    has_uploader = any(dist.all_gather_object(can_upload_here))
     is_one_node = dist.get_world_size() == dist.get_local_world_size()
     if has_uploader and is_one_node:
         return {}  # `autoresume` searches the loggers
-    # No checkpoint yet: a new run. On several nodes no logger is searched, because `autoresume` may crash, see above.
+    # On several nodes no logger is searched, because `autoresume` may crash, see above.
     return {'autoresume': False}
+
+
+def _check_link_of_first_rank(link: Path, checkpoint: str) -> None:
+    """Refuses a checkpoint that the link of the first rank does not lead to; a collective.
+
+    ``autoresume`` only finds the checkpoint behind this link. Without it the run would begin at step 0.
+    """
+    is_linked = os.path.realpath(link) == os.path.realpath(checkpoint)
+    first_link, is_first_linked = dist.all_gather_object((link, is_linked))[0]
+    if not is_first_linked:
+        raise ConfigError(
+            'trainer.save_folder',
+            f'must have a link to the checkpoint to go on from, because each node has a folder of its own, got: '
+            f'{checkpoint} without a link. Make it on the first node: ln -sfn {checkpoint} {first_link}',
+        )
 
 
 def newest_checkpoint(link: Path, run_name: str | None) -> Path | None:
@@ -170,17 +187,17 @@ def newest_checkpoint(link: Path, run_name: str | None) -> Path | None:
         link: Composer's link to the latest checkpoint. A copy of a folder may hold a file in its place.
         run_name: The name of the run. Other runs may save into the same folder, with links of their own.
     """
-    latest = link
-    if link.is_symlink():
-        latest = link.parent / os.readlink(link)
-    elif link.is_dir():
+    if link.is_dir() and not link.is_symlink():
         raise ConfigError(
             'trainer.save_folder',
             f'must have a link to its latest checkpoint, got: {link}, a folder, which Composer cannot replace by the '
             f'next link. Rename it, and make a link to it: ln -s NEW_NAME {link}',
         )
-    has_latest = os.path.lexists(link)
-    if has_latest:
+    latest = link  # a file in the place of the link, or nothing
+    if link.is_symlink():
+        latest = link.parent / os.readlink(link)
+    has_link = os.path.lexists(link)  # also if it leads to nothing
+    if has_link:
         damage = find_damage(latest)
         if not damage:
             return latest
@@ -188,7 +205,7 @@ def newest_checkpoint(link: Path, run_name: str | None) -> Path | None:
     for path in _other_checkpoints(latest, run_name):
         if not find_damage(path):
             return path
-    if not has_latest:
+    if not has_link:
         return None
     raise ConfigError(
         'trainer.save_folder',
@@ -316,9 +333,20 @@ def save_empty_states(optimizer: torch.optim.Optimizer) -> None:
     optimizer.register_state_dict_post_hook(add_empty_states)
 
 
-Shape = tuple[int | str, ...]
-"""Sizes of a weight: ``(8, 4)``, or ``(8, 4, 'not of floats')`` for a weight of integers. With this mark, a weight of
-floats never has the same shape as a weight of integers. Torch would load one into the other without an error."""
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a weight, and whether its values are floats."""
+
+    sizes: tuple[int, ...]
+    has_floats: bool
+    """Torch would load a weight of floats into one of integers without an error."""
+
+    def __str__(self) -> str:
+        """Returns ``[8, 4]``, or ``[8, 4] not of floats`` for a weight of integers."""
+        sizes = str(list(self.sizes))
+        if self.has_floats:
+            return sizes
+        return f'{sizes} not of floats'
 
 
 def _shapes_of(model_state: Mapping[str, Any]) -> dict[str, Shape]:
@@ -326,9 +354,7 @@ def _shapes_of(model_state: Mapping[str, Any]) -> dict[str, Shape]:
     shapes = {}
     for name, value in model_state.items():
         if isinstance(value, torch.Tensor):
-            shapes[name] = tuple(value.shape)
-            if not value.is_floating_point():
-                shapes[name] += ('not of floats',)
+            shapes[name] = Shape(tuple(value.shape), value.is_floating_point())
     return shapes
 
 
@@ -356,8 +382,8 @@ class SavedRun:
     """The parts of a checkpoint that decide whether a run may load it."""
 
     path: Path
-    fingerprints: str
-    """JSON that :class:`SameData` saved; empty if it saved nothing."""
+    fingerprints: dict[str, Any]
+    """The fingerprints of :class:`SameData`; empty if it saved none."""
     shapes: dict[str, Shape]
     """Shapes of the model's weights, by name."""
     optimizers: list[str]
@@ -375,26 +401,31 @@ class SavedRun:
                 state = _state_of_folder(path)
             else:
                 state = read_state(path)
-            optimizers = set()
             timestamp = dict(state.get('timestamp') or {})
+            optimizers = set()
             if timestamp:
                 for name in state.get('optimizers') or {}:
                     # In a sharded checkpoint the names are `AdamW.state...` and `AdamW.param_groups...`.
                     optimizers.add(re.split(r'\.(?:state|param_groups)\.', name)[0])
             return cls(
-                path,
-                saved_fingerprints(state),
-                _shapes_of(state.get('model') or {}),
-                sorted(optimizers),
+                path=path,
+                fingerprints=saved_fingerprints(state),
+                shapes=_shapes_of(state.get('model') or {}),
+                optimizers=sorted(optimizers),
                 run_name=state.get('run_name'),
                 num_steps=timestamp.get('Timestamp', {}).get('batch', 0),
             )
 
 
-def saved_fingerprints(state: Section) -> str:
-    """Returns the JSON of :class:`SameData` in the part ``state`` of a checkpoint; empty if there is none."""
+def saved_fingerprints(state: Section) -> dict[str, Any]:
+    """Returns the fingerprints in the part ``state`` of a checkpoint; empty if there are none."""
     callbacks = state.get('callbacks') or {}
-    return (callbacks.get(SameData.__qualname__) or {}).get('fingerprints', '')
+    return _decode_fingerprints(callbacks.get(SameData.__qualname__) or {})
+
+
+def _decode_fingerprints(callback_state: Section) -> dict[str, Any]:
+    """Returns the fingerprints in a saved state of :class:`SameData`; empty if it saved none."""
+    return json.loads(callback_state.get('fingerprints') or '{}')
 
 
 def _state_of_folder(path: Path) -> dict[str, Any]:
@@ -410,13 +441,13 @@ def _state_of_folder(path: Path) -> dict[str, Any]:
         if isinstance(entry, TensorStorageMetadata):
             value = torch.empty(entry.size, dtype=entry.properties.dtype, device='meta')
         state.setdefault(section, {})[name] = value
-    # Torch reads only these entries, and replaces their values. An entry that the checkpoint lacks keeps its value.
-    saved_state: dict[str, Any] = {'callbacks': {SameData.__qualname__: {'fingerprints': ''}}, 'run_name': None}
+    # The entries whose values are read. An entry that the checkpoint lacks keeps the value that it has here.
+    entries_with_value: dict[str, Any] = {'callbacks': {SameData.__qualname__: {'fingerprints': ''}}, 'run_name': None}
     # Not added to a checkpoint without a timestamp, because SavedRun.read() would think that a run can resume from it.
     if 'timestamp' in state:
-        saved_state['timestamp'] = {'Timestamp': {'batch': 0}}
-    read_sharded(path, {'state': saved_state})
-    return state | saved_state
+        entries_with_value['timestamp'] = {'Timestamp': {'batch': 0}}
+    read_sharded(path, {'state': entries_with_value})  # replaces the values in this dict
+    return state | entries_with_value
 
 
 SPEED_SETTINGS = ('foreach', 'fused', 'capturable', 'differentiable')
@@ -424,7 +455,7 @@ SPEED_SETTINGS = ('foreach', 'fused', 'capturable', 'differentiable')
 change them."""
 
 
-MEANING_OF_WEIGHTS = ('vocabulary', 'model.lora.alpha', 'model.lora.use_rslora', 'model.pretrained')
+COMPARED_WITH_WEIGHTS = ('vocabulary', 'model.lora.alpha', 'model.lora.use_rslora', 'model.pretrained')
 """Fingerprints that are compared even if a run loads only the weights of a checkpoint. With another vocabulary the rows
 of the embeddings stand for other tokens. An adapter with another scale, or on another base, is another model."""
 
@@ -433,8 +464,8 @@ class SameData(Callback):
     """Refuses to resume with another model, data, order, processor, vocabulary, adapter or optimizer, on all ranks.
 
     Models are compared by the names and shapes of their weights. For everything else this callback saves fingerprints
-    in each checkpoint and compares them. If the run loads only weights, it compares ``MEANING_OF_WEIGHTS``. The number
-    of ranks may change, and so may every setting that decides how batches are cut into microbatches.
+    in each checkpoint and compares them. If the run loads only weights, it compares only ``COMPARED_WITH_WEIGHTS``. The
+    number of ranks may change, and so may every setting that decides how batches are cut into microbatches.
 
     Composer calls three methods, in this order:
 
@@ -473,18 +504,8 @@ class SameData(Callback):
         self.on_other_data = on_other_data
         self._shapes_before_fsdp = None if model is None else ModelShapes.of(model)
         """FSDP later divides the weights. FSDP 1 also changes their names."""
-        # The length of a StreamingDataset counts only the samples of this rank. Its `size` counts all samples.
-        num_samples = getattr(dataset, 'size', None)
-        if not isinstance(num_samples, int):
-            num_samples = len(dataset)
-        fingerprints = {
-            'data': f'{identify_data(dataset)} of {num_samples} samples',
-            'processor': identify_processor(processor),
-            'vocabulary': identify_vocabulary(processor),
-            **adapter,
-        }
-        if hasattr(dataset, 'identity_of_order'):
-            fingerprints['order'] = dataset.identity_of_order()
+        fingerprints = _fingerprints_of_data(dataset, processor)
+        fingerprints.update(adapter)
         for name, value in optimizer.items():
             if name not in SPEED_SETTINGS:
                 fingerprints[f'optimizer.{name}'] = value
@@ -492,7 +513,7 @@ class SameData(Callback):
             fingerprints['batches'] = batches
         # Through JSON and back, because a checkpoint holds them as JSON, in which tuples become lists.
         self._fingerprints = json.loads(json.dumps(fingerprints, default=str))
-        self._other_batches = ''
+        self._difference_of_batches = ''
         """Text that shows how the settings of the batches differ from the checkpoint's; empty if they do not."""
         self._is_loading = False
         """Whether the Trainer is loading a checkpoint."""
@@ -513,7 +534,7 @@ class SameData(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Compares the fingerprints if :meth:`before_load` did not, because the checkpoint is not on this machine."""
         if not self._is_compared:
-            self._compare_fingerprints(state.get('fingerprints', ''))
+            self._compare_fingerprints(_decode_fingerprints(state))
 
     def before_load(self, state: State, logger: Logger) -> None:
         """Refuses a checkpoint with other fingerprints, weights or optimizer, if it is on this machine.
@@ -525,64 +546,83 @@ class SameData(Callback):
         path = _checkpoint_to_load(self.trainer, state.run_name)
         if path is None:
             return
-        weights_only = bool(self.trainer.get('load_weights_only'))
         saved = SavedRun.read(path)
-        # With `autoresume` load_state_dict() compares, too, because Composer may load another checkpoint than `path`.
+        # With `autoresume` load_state_dict() compares again, because Composer may load another checkpoint than `path`.
         self._is_compared = not self.trainer.get('autoresume')
-        if not weights_only:
-            self._compare_fingerprints(saved.fingerprints)
-        # With `load_ignore_keys` the user decides which weights and optimizers are loaded.
-        if self.trainer.get('load_ignore_keys'):
-            return
-        if weights_only:
-            self._compare_meaning(path, saved.fingerprints)
-        if self._shapes_before_fsdp is None:
-            return
-        # FSDP has divided the weights by now. Without it, algorithms may have changed the model since __init__().
-        model_shapes = self._shapes_before_fsdp if state.fsdp_enabled else ModelShapes.of(inner_model(state.model))
-        # A resumed run needs every weight. A run that loads only weights may leave some out.
-        is_strict = not weights_only or bool(self.trainer.get('load_strict_model_weights', True))
-        _compare_shapes(saved, model_shapes, is_strict=is_strict)
-        optimizer = type(state.optimizers[0]).__qualname__
-        if not weights_only and optimizer not in saved.optimizers:  # Composer would start with a new optimizer
-            raise ConfigError(
-                '',
-                f'the checkpoint must hold timestamp and the state of the optimizer {optimizer} to go on from, got: '
-                f'{path} with {saved.optimizers}. Set `trainer.load_weights_only=true` to start from its weights',
-            )
+        if self.trainer.get('load_weights_only'):
+            self._check_start_from_weights(saved, state)
+        else:
+            self._check_resume(saved, state)
 
     def after_load(self, state: State, logger: Logger) -> None:
         """Ends the loading, so that checkpoints hold the fingerprints again. Refuses other batches within an epoch."""
         self._is_loading = False
         # At the end of an epoch every sample was trained once, so the next epoch may have other batches.
-        if self._other_batches and int(state.timestamp.batch_in_epoch) > 0:
+        if self._difference_of_batches and int(state.timestamp.batch_in_epoch) > 0:
             self._refuse(
                 'a run that is resumed within an epoch must have the batches of its checkpoint, or some samples are '
-                f'repeated and others left out, got: {self._other_batches}'
+                f'repeated and others left out, got: {self._difference_of_batches}'
             )
 
-    def _compare_fingerprints(self, saved_json: str) -> None:
+    def _check_resume(self, saved: SavedRun, state: State) -> None:
+        """Refuses a checkpoint that the run cannot go on from: it needs the same data, and every weight and optimizer.
+
+        With ``load_ignore_keys`` the user decides which weights and optimizers are loaded.
+        """
+        self._compare_fingerprints(saved.fingerprints)
+        if self._shapes_before_fsdp is None or self.trainer.get('load_ignore_keys'):
+            return
+        _compare_shapes(saved, _shapes_now(state, self._shapes_before_fsdp), is_strict=True)
+        optimizer = type(state.optimizers[0]).__qualname__
+        if optimizer not in saved.optimizers:  # Composer would start with a new optimizer
+            raise ConfigError(
+                '',
+                f'the checkpoint must hold timestamp and the state of the optimizer {optimizer} to go on from, got: '
+                f'{saved.path} with {saved.optimizers}. Set `trainer.load_weights_only=true` to start from its weights',
+            )
+
+    def _check_start_from_weights(self, saved: SavedRun, state: State) -> None:
+        """Refuses a checkpoint whose weights cannot be loaded, or mean something else in this run.
+
+        With ``load_ignore_keys`` the user decides which weights are loaded.
+        """
+        if self.trainer.get('load_ignore_keys'):
+            return
+        self._compare_meaning(saved)
+        if self._shapes_before_fsdp is None:
+            return
+        is_strict = bool(self.trainer.get('load_strict_model_weights', True))
+        _compare_shapes(saved, _shapes_now(state, self._shapes_before_fsdp), is_strict=is_strict)
+
+    def _compare_fingerprints(self, saved: Section) -> None:
         """Refuses other fingerprints than those of this run. Notes other batches for :meth:`after_load`.
 
         Older checkpoints may lack some fingerprints. These are not compared.
         """
-        saved = json.loads(saved_json or '{}')
+        compared = dict(saved)
         # Batches are not refused yet. Only after_load() knows whether they may differ.
-        saved_batches = saved.pop('batches', None)
+        self._note_other_batches(compared.pop('batches', None))
+        differences = self._differences(compared)
+        if differences:
+            self._refuse(
+                'a resumed run must have the data, order, processor, vocabulary, adapter and optimizer of its '
+                f'checkpoint, got: other {differences}'
+            )
+
+    def _note_other_batches(self, saved_batches: Section | None) -> None:
+        """Keeps the text that :meth:`after_load` shows if the batches differ from those of the checkpoint.
+
+        ``saved_batches`` is None if the checkpoint has no such settings.
+        """
+        self._difference_of_batches = ''
         batches = self._fingerprints.get('batches')
-        self._other_batches = ''
-        if saved_batches is not None and batches is not None:
-            if 'loader.regroup_ranks' in batches:  # older checkpoints lack it
-                saved_batches.setdefault('loader.regroup_ranks', batches['loader.regroup_ranks'])
-            if saved_batches != batches:
-                self._other_batches = f'{saved_batches} there, {batches} here'
-        differences = self._differences(saved)
-        if not differences:
+        if saved_batches is None or batches is None:
             return
-        self._refuse(
-            'a resumed run must have the data, order, processor, vocabulary, adapter and optimizer of its checkpoint, '
-            f'got: other {differences}'
-        )
+        saved_batches = dict(saved_batches)
+        if 'loader.regroup_ranks' in batches:  # older checkpoints lack it
+            saved_batches.setdefault('loader.regroup_ranks', batches['loader.regroup_ranks'])
+        if saved_batches != batches:
+            self._difference_of_batches = f'{saved_batches} there, {batches} here'
 
     def _differences(self, saved: Section) -> str:
         """Returns text that shows which saved fingerprints this run does not have; empty if it has them all."""
@@ -598,15 +638,17 @@ class SameData(Callback):
         details = ', '.join(differing.values())
         return f'{" and ".join(differing)} ({details})'
 
-    def _compare_meaning(self, path: Path, saved_json: str) -> None:
-        """Refuses weights that mean something else in this run, see ``MEANING_OF_WEIGHTS``."""
-        saved = json.loads(saved_json or '{}')
-        meaning = {name: value for name, value in saved.items() if name in MEANING_OF_WEIGHTS}
-        differences = self._differences(meaning)
+    def _compare_meaning(self, saved: SavedRun) -> None:
+        """Refuses weights that mean something else in this run, see ``COMPARED_WITH_WEIGHTS``."""
+        compared = {}
+        for name in COMPARED_WITH_WEIGHTS:
+            if name in saved.fingerprints:
+                compared[name] = saved.fingerprints[name]
+        differences = self._differences(compared)
         if differences:
             self._refuse(
                 'a run that loads the weights of a checkpoint must have its vocabulary, and the scale and the base of '
-                f'its adapter, got: {path} with other {differences}',
+                f'its adapter, got: {saved.path} with other {differences}',
                 remedy='Set it back. A run has the vocabulary of the weights if it starts from an export of the '
                 'checkpoint: model.pretrained=FOLDER',
             )
@@ -623,6 +665,29 @@ class SameData(Callback):
             log.warning('%s; goes on because of `loader.on_other_data`.', message)
             return
         raise ConfigError('', f'{message}. {remedy}; to go on: loader.on_other_data=warn')
+
+
+def _fingerprints_of_data(dataset: Any, processor: Processor) -> dict[str, Any]:
+    """Returns the fingerprints of a dataset and of its processor, by name."""
+    # The length of a StreamingDataset counts only the samples of this rank. Its `size` counts all samples.
+    num_samples = getattr(dataset, 'size', None)
+    if not isinstance(num_samples, int):
+        num_samples = len(dataset)
+    fingerprints = {
+        'data': f'{identify_data(dataset)} of {num_samples} samples',
+        'processor': identify_processor(processor),
+        'vocabulary': identify_vocabulary(processor),
+    }
+    if hasattr(dataset, 'identity_of_order'):
+        fingerprints['order'] = dataset.identity_of_order()
+    return fingerprints
+
+
+def _shapes_now(state: State, shapes_before_fsdp: ModelShapes) -> ModelShapes:
+    """Returns the shapes of the run's model when a checkpoint is loaded."""
+    if state.fsdp_enabled:  # FSDP has divided the weights by now
+        return shapes_before_fsdp
+    return ModelShapes.of(inner_model(state.model))  # algorithms may have changed it since the callback was made
 
 
 def _checkpoint_to_load(trainer: Section, run_name: str) -> Path | None:
@@ -649,7 +714,7 @@ def _compare_shapes(saved: SavedRun, model: ModelShapes, *, is_strict: bool) -> 
         if shape is None and is_strict:
             differing[name] = 'unknown'
         elif shape is not None and shape != saved_shape:
-            differing[name] = f'{list(saved_shape)} there, {list(shape)} here'
+            differing[name] = f'{saved_shape} there, {shape} here'
     if differing:
         name = next(iter(differing))
         raise ConfigError(

@@ -36,6 +36,7 @@ from composer_tokacc.programs.registry import (
 from composer_tokacc.programs.schema import (
     Sections,
     TrainConfig,
+    Values,
     check_arguments,
     check_names,
     check_value,
@@ -58,7 +59,7 @@ FROM_OTHER_SECTIONS = (
 """Arguments of the Trainer that other sections of the file fill."""
 RESULT_FILES = ('metrics.jsonl', 'answers.jsonl', 'result.json', 'report.html')
 """Files that ``train`` writes into the folder of the report."""
-KEYS_NEEDING = {
+KEYS_WITHOUT_EFFECT = {
     'trainer.save_folder': (
         'trainer.save_interval',
         'trainer.save_filename',
@@ -71,7 +72,7 @@ KEYS_NEEDING = {
 }
 """For each key, the keys that have no effect without it. :func:`notes_on` names them. `trainer.eval_interval` is not
 among them, because Composer itself warns if there is no eval set."""
-_FSDP = 'trainer.parallelism_config.fsdp'
+FSDP_KEY = 'trainer.parallelism_config.fsdp'
 
 
 def check_config(config: TrainConfig, *, num_ranks: int | None = None, reads_data: bool = True) -> None:
@@ -138,9 +139,9 @@ def _check_trainer(trainer: Section) -> None:
     other_arguments: Any = dict.fromkeys(FROM_OTHER_SECTIONS)
     check_arguments('trainer', partial(Trainer, **other_arguments), trainer, hints=HOST_HINTS)
     parallelism = trainer.get('parallelism_config') or {}
-    keys = [key for key, value in parallelism.items() if value is not None]
+    used_kinds = [kind for kind, settings in parallelism.items() if settings is not None]
     # Only `fsdp`: `tp` (tensor parallelism) takes Python objects, and the Trainer ignores `fsdp2`.
-    check_names('trainer.parallelism_config', keys, ['fsdp'])
+    check_names('trainer.parallelism_config', used_kinds, ['fsdp'])
     file_name = trainer.get('save_filename') or ''
     if is_compressed_pt(file_name):
         raise ConfigError('trainer.save_filename', f'must end in .pt, got: {file_name}. No run resumes compressed ones')
@@ -201,14 +202,15 @@ def _check_stoppers(config: TrainConfig) -> None:
     if config.model.train_metrics:
         metrics |= {('train', metric.__name__) for metric in TRAIN_METRICS}
     for name, arguments in config.callbacks.items():
-        is_stopper = class_by_name('callbacks', name) in (EarlyStopper, ThresholdStopper)
+        if class_by_name('callbacks', name) not in (EarlyStopper, ThresholdStopper):
+            continue
         arguments = arguments or {}  # a callback without arguments is null in the file
-        watched = str(arguments.get('dataloader_label')), str(arguments.get('monitor'))
-        if is_stopper and watched not in metrics:
+        watched_metric = (str(arguments.get('dataloader_label')), str(arguments.get('monitor')))
+        if watched_metric not in metrics:
             raise ConfigError(
                 f'callbacks.{name}',
-                f'must have `dataloader_label` and `monitor` of a metric of this run, got: {watched}. The metrics are '
-                f'{sorted(metrics)}. `dataset.eval` and `model.train_metrics` add some',
+                f'must have `dataloader_label` and `monitor` of a metric of this run, got: {watched_metric}. The '
+                f'metrics are {sorted(metrics)}. `dataset.eval` and `model.train_metrics` add some',
             )
 
 
@@ -219,12 +221,12 @@ def _check_sharding(config: TrainConfig) -> None:
     # FSDP_VERSION=2 is in the environment.
     names = (*FSDPConfig.__dataclass_fields__, *FSDP2Config.__dataclass_fields__)
     # `object` takes no arguments, so only these names are allowed.
-    check_arguments(_FSDP, object, settings, hints=HOST_HINTS, extra_keys=dict.fromkeys(names, Any))
+    check_arguments(FSDP_KEY, object, settings, hints=HOST_HINTS, extra_keys=dict.fromkeys(names, Any))
     # Without the number of replicas Composer would only warn, and shard over all ranks. FSDP2 has neither setting.
     is_hybrid = 'HYBRID' in str(settings.get('sharding_strategy')).upper()
     if is_hybrid and settings.get('data_parallel_replicate_degree') is None and os.environ.get('FSDP_VERSION') != '2':
         raise ConfigError(
-            f'{_FSDP}.data_parallel_replicate_degree', 'must be given with HYBRID. Set it to the number of nodes'
+            f'{FSDP_KEY}.data_parallel_replicate_degree', 'must be given with HYBRID. Set it to the number of nodes'
         )
 
 
@@ -252,9 +254,30 @@ def notes_on(config: TrainConfig) -> list[str]:
             '`algorithms` has no `token_accumulation`, so Composer weights microbatches by their samples, and the '
             'gradient depends on how a batch is cut'
         )
+    notes.extend(_notes_on_keys_without_effect(config))
+    if config.is_sharded and config.report.get('answers'):
+        notes.append('`report.answers` has no effect with FSDP, because no rank holds the whole model')
+    lora = config.model.lora
+    if lora is not None and config.model.freeze and lora.get('bias') in (None, 'none'):
+        notes.append(
+            '`model.freeze` has no effect with `model.lora`, which freezes the whole model. What is trained in these '
+            'parts is set by `model.lora.target_modules` and `modules_to_save`'
+        )
+    notes.extend(_notes_on_datasets(config.dataset))
+    size = config.microbatching.device_train_microbatch_size
+    if config.microbatching.device_memory_gib is not None and size != 'suggest':
+        notes.append(
+            '`microbatching.device_memory_gib` only limits the microbatches of a run with `microbatching.size: suggest`'
+        )
+    return notes
+
+
+def _notes_on_keys_without_effect(config: TrainConfig) -> list[str]:
+    """Returns a line for each key of ``KEYS_WITHOUT_EFFECT`` that is given without the key that it needs."""
+    notes = []
     # Not by `asdict`, because a config that was made in Python may hold objects that cannot be copied.
     sections = {**vars(config), 'loader': vars(config.loader)}
-    for needed_key, keys in KEYS_NEEDING.items():
+    for needed_key, keys in KEYS_WITHOUT_EFFECT.items():
         needed_section, _, needed_name = needed_key.partition('.')
         # If the key is there with a null, the user has switched it off, as `trainer.save_folder=null` does for a short
         # trial. This needs no note.
@@ -264,33 +287,30 @@ def notes_on(config: TrainConfig) -> list[str]:
             section_name, _, name = key.partition('.')
             if sections[section_name].get(name):
                 notes.append(f'`{key}` has no effect without `{needed_key}`')
-    if config.is_sharded and config.report.get('answers'):
-        notes.append('`report.answers` has no effect with FSDP, because no rank holds the whole model')
-    lora = config.model.lora
-    if lora is not None and config.model.freeze and lora.get('bias') in (None, 'none'):
-        notes.append(
-            '`model.freeze` has no effect with `model.lora`, which freezes the whole model. What is trained in these '
-            'parts is set by `model.lora.target_modules` and `modules_to_save`'
-        )
-    parts = config.dataset.get('parts') or {}
-    # A key next to `parts` is the default for all parts and the eval set. If each of them has the key, the default is
-    # never used.
-    datasets = list(parts.values())
-    if config.dataset.get('eval'):
-        datasets.append(config.dataset['eval'])
-    for key, value in config.dataset.items():
-        if parts and value is not None and all(key in dataset for dataset in datasets):
-            notes.append(f'`dataset.{key}` has no effect, because each dataset has its own')
-    eval_section = config.dataset.get('eval')
-    training_parts = list(parts.values()) or [{}]  # without parts, the section itself is the training set
-    for part in training_parts:
-        if eval_section and _same_file(config.dataset | part, config.dataset | eval_section):
-            notes.append('`dataset.eval` has the `path` of training data, so it evaluates samples that are trained')
-    size = config.microbatching.device_train_microbatch_size
-    if config.microbatching.device_memory_gib is not None and size != 'suggest':
-        notes.append(
-            '`microbatching.device_memory_gib` only limits the microbatches of a run with `microbatching.size: suggest`'
-        )
+    return notes
+
+
+def _notes_on_datasets(section: Values) -> list[str]:
+    """Returns a line for each setting of the section ``dataset`` that is never used, and for trained eval samples.
+
+    A key next to ``parts`` is the default for all parts and the eval set. If each of them has the key, the default is
+    never used.
+    """
+    notes = []
+    parts = list((section.get('parts') or {}).values())
+    eval_section = section.get('eval')
+    if parts:
+        datasets = list(parts)
+        if eval_section:
+            datasets.append(eval_section)
+        for key, value in section.items():
+            if value is not None and all(key in dataset for dataset in datasets):
+                notes.append(f'`dataset.{key}` has no effect, because each dataset has its own')
+    if eval_section:
+        training_sets = parts or [{}]  # without parts, the section itself is the training set
+        for changes in training_sets:
+            if _same_file(section | changes, section | eval_section):
+                notes.append('`dataset.eval` has the `path` of training data, so it evaluates samples that are trained')
     return notes
 
 
@@ -307,16 +327,16 @@ def check_folders(config: TrainConfig) -> None:
     # Without a name Composer generates one later. Here any text does ('None'), because only the nearest existing parent
     # is checked.
     run_name = str(run_name_of(config.trainer))
-    folders = {
+    folders_by_key = {
         'report.folder': config.report['folder'],
         'loader.lengths_folder': config.loader.lengths_folder,
         'trainer.save_folder': checkpoint_folder(config.trainer),
     }
-    for path, name in folders.items():
+    files_by_key = {'report.folder': RESULT_FILES}
+    for key, name in folders_by_key.items():
         if name is not None:
-            folder = local_folder(path, str(name).replace('{run_name}', run_name))
-            files = RESULT_FILES if path == 'report.folder' else ()
-            check_folder(path, folder, files)
+            folder = local_folder(key, str(name).replace('{run_name}', run_name))
+            check_folder(key, folder, files_by_key.get(key, ()))
 
 
 def check_folder(path: str, folder: Path, files: tuple[str, ...] = ()) -> None:

@@ -101,27 +101,35 @@ def _write_folder(
         weights = {name.removeprefix('model.'): value for name, value in state['model'].items()}
         _check_finite(weights, source)
         config = get_hf_config_from_composer_state_dict({'state': dict(state)})
-    if adapter_file is not None and not merge:
-        _save_adapter(config, adapter_file['content'], weights, folder)
+        base_fingerprint = saved_fingerprints(state).get('model.pretrained')
+    if adapter_file is None:
+        _save_model(_model_with_weights(config, weights), generation_file, folder)
+    elif merge:
+        model = _merged_model(config, adapter_file['content'], weights, base_fingerprint=base_fingerprint)
+        _save_model(model, generation_file, folder)
     else:
-        if adapter_file is None:
-            model = _model_with_weights(config, weights)
-        else:
-            fingerprints = json.loads(saved_fingerprints(state) or '{}')
-            model = _merged_model(
-                config, adapter_file['content'], weights, base_fingerprint=fingerprints.get('model.pretrained')
-            )
-        set_cache(model, on=True)  # it is off in training, and generation with the saved model would be slow
-        generation_config = getattr(model, 'generation_config', None)  # only of models that can generate
-        if generation_file:
-            generation_config = GenerationConfig.from_dict(generation_file['content'])
-        # Saved separately, because Transformers refuses to save some generation configs that it loads, such as
-        # Vicuna's: greedy, with a temperature.
-        model.generation_config = GenerationConfig()
-        model.save_pretrained(folder)
-        if generation_config is not None:
-            generation_config.to_json_file(folder / 'generation_config.json')
+        _save_adapter(config, adapter_file['content'], weights, folder)
     _write_processor(metadata, folder)
+
+
+def _save_model(model: Any, generation_file: Section | None, folder: Path) -> None:
+    """Writes a model without an adapter, and its generation config.
+
+    Args:
+        model: The model.
+        generation_file: The generation config of the checkpoint, with its ``content``. None: the one of the model.
+        folder: The folder to write into.
+    """
+    set_cache(model, on=True)  # it is off in training, and generation with the saved model would be slow
+    generation_config = getattr(model, 'generation_config', None)  # only of models that can generate
+    if generation_file:
+        generation_config = GenerationConfig.from_dict(generation_file['content'])
+    # Written separately, because Transformers refuses to save some generation configs that it loads, such as Vicuna's:
+    # greedy, with a temperature.
+    model.generation_config = GenerationConfig()
+    model.save_pretrained(folder)
+    if generation_config is not None:
+        generation_config.to_json_file(folder / 'generation_config.json')
 
 
 def export_model(model: HuggingFaceModel, folder: Path) -> None:
@@ -192,18 +200,23 @@ def _model_with_weights(config: PretrainedConfig, weights: Mapping[str, torch.Te
     model = empty_model(config)
     was_tied = has_tied_head(model)
     load_weights(model, weights, assign=True)
-    head = model.get_output_embeddings()
     # A weight that the checkpoint lacks is still on the device `meta`.
-    is_stored_twice = was_tied and not head.weight.is_meta and not model.get_input_embeddings().weight.is_meta
-    if is_stored_twice:
-        # Head and embeddings may differ, although the config says that they are tied: Transformers 5 does not tie them
-        # if the files of a model hold different ones.
+    if was_tied and _has_head_and_embeddings(model):
+        # They may differ, although the config says that they are tied: Transformers 5 does not tie them if the files of
+        # a model hold different ones.
         _tie_if_equal(model)
     else:
         model.tie_weights()  # a checkpoint may hold tied head and embeddings once
     missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     refuse_partial(f'the weights of a {type(model).__name__}', missing)
     return model
+
+
+def _has_head_and_embeddings(model: Any) -> bool:
+    """Returns whether both the head and the embeddings have values. On the device ``meta`` a weight has none."""
+    head = model.get_output_embeddings()
+    embeddings = model.get_input_embeddings()
+    return not head.weight.is_meta and not embeddings.weight.is_meta
 
 
 def _merged_model(
@@ -216,9 +229,9 @@ def _merged_model(
     """Returns the base of an adapter with the adapter merged into it.
 
     Args:
-        config: See :func:`_save_adapter`.
-        adapter_config: See :func:`_save_adapter`.
-        weights: See :func:`_save_adapter`.
+        config: The config of the base.
+        adapter_config: Content of peft's ``adapter_config.json``.
+        weights: The weights of the checkpoint by name.
         base_fingerprint: Result of :func:`.identify_base` in the run. None: it is not known.
     """
     if contains_base(weights):
@@ -288,7 +301,8 @@ def _bytes_of(file: Section) -> bytes:
     content = file['content']
     if isinstance(content, bytes):
         return content
-    if not isinstance(content, str):
-        is_text = file['file_extension'] == '.txt'
-        content = '\n'.join(content) if is_text else json.dumps(content, ensure_ascii=False)
-    return content.encode()
+    if isinstance(content, str):
+        return content.encode()
+    if file['file_extension'] == '.txt':
+        return '\n'.join(content).encode()
+    return json.dumps(content, ensure_ascii=False).encode()

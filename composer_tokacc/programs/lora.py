@@ -81,7 +81,7 @@ def with_adapter(model: Any, lora: Section, *, base: str | None) -> Any:
         base: Folder or hub name of the frozen weights, which an exported adapter names in its config. None if these
             weights are random.
     """
-    # Defaults, which a value of `lora` replaces.
+    # Arguments of peft's LoraConfig: our defaults, which a value of `lora` replaces.
     settings: dict[str, Any] = {'r': LoraSection.r, 'target_modules': DEFAULT_TARGETS}
     for name, value in lora.items():
         if value is not None and name != 'bits':
@@ -245,10 +245,12 @@ def keep_trained_only(composer_model: nn.Module) -> None:
                 del state_dict[key]
 
     def allow_missing(module: nn.Module, incompatible_keys: Any) -> None:
-        # Strict loading raises an error for each name that stays in this list. The names may have a prefix of DDP.
         frozen_names = tuple(_frozen_names(module))
         missing_keys = incompatible_keys.missing_keys
-        missing_keys[:] = [key for key in missing_keys if not name_in_state_dict(key).endswith(frozen_names)]
+        # Strict loading raises an error for each name that stays in this list. The names may have a prefix of DDP.
+        for key in list(missing_keys):
+            if name_in_state_dict(key).endswith(frozen_names):
+                missing_keys.remove(key)
 
     composer_model.register_state_dict_post_hook(leave_out)
     composer_model.register_load_state_dict_post_hook(allow_missing)
@@ -261,9 +263,14 @@ def _frozen_names(module: nn.Module) -> set[str]:
     """
     names = set()
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        if not parameter.requires_grad and not IN_ADAPTER.search(name):
+        if _is_frozen_base(name, parameter):
             names.add(name_in_state_dict(name))
     return names
+
+
+def _is_frozen_base(name: str, parameter: nn.Parameter) -> bool:
+    """Returns whether a parameter belongs to the base and is frozen. With ``bias``, biases of the base are trained."""
+    return not parameter.requires_grad and not IN_ADAPTER.search(name)
 
 
 def identify_adapter(model: nn.Module) -> dict[str, Any]:
@@ -277,7 +284,10 @@ def identify_adapter(model: nn.Module) -> dict[str, Any]:
     config = getattr(model, 'peft_config', {}).get('default')
     if config is None:
         return {}
-    identity = {f'model.lora.{name}': getattr(config, PEFT_NAMES.get(name, name)) for name in NOT_IN_WEIGHTS}
+    identity = {}
+    for name in NOT_IN_WEIGHTS:
+        peft_name = PEFT_NAMES.get(name, name)
+        identity[f'model.lora.{name}'] = getattr(config, peft_name)
     if config.base_model_name_or_path is not None:
         identity['model.pretrained'] = identify_base(model)
     return identity
@@ -291,7 +301,8 @@ def identify_base(model: nn.Module) -> str:
 def _ends_of_base(model: nn.Module) -> Iterator[bytes]:
     """Yields the name with the first and last values of each frozen matrix of the base."""
     for name, parameter in model.named_parameters():
-        if parameter.dim() > 1 and not parameter.requires_grad and not IN_ADAPTER.search(name):
+        is_matrix = parameter.dim() > 1
+        if is_matrix and _is_frozen_base(name, parameter):
             values = parameter.detach().flatten()
             ends = torch.cat([values[:NUM_END_VALUES], values[-NUM_END_VALUES:]])
             # Rounded, so that the same base has the same values in float32 and in bfloat16.

@@ -12,7 +12,7 @@ import copy
 import inspect
 import logging
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,17 +72,22 @@ def build_model(
         settings: Further arguments of :func:`build_transformers_model`.
     """
     inner_model = build_transformers_model(processor=processor, **settings)
+    metrics = None
+    if train_metrics:
+        metrics = [metric() for metric in TRAIN_METRICS]
     model = _RunModel(
         inner_model,
         processor,
         use_logits=True,
-        metrics=[metric() for metric in TRAIN_METRICS] if train_metrics else None,
+        metrics=metrics,
         eval_metrics=[metric() for metric in EVAL_METRICS],
         # Metrics must compare the logits of a decoder with the next token. Without this argument, Composer would take
         # most vision-language models for models that need no shift, and compare the logits with the same token.
         shift_labels=not is_encoder(inner_model.config),
     )
-    if settings.get('lora') is not None and settings.get('pretrained') is not None:
+    has_adapter = settings.get('lora') is not None
+    is_pretrained = settings.get('pretrained') is not None
+    if has_adapter and is_pretrained:
         # The base can be loaded again from its folder, so checkpoints hold only the adapter.
         keep_trained_only(model)
     return model
@@ -113,11 +118,7 @@ def build_transformers_model(
     check_model(pretrained, config, lora)
     model_config = read_config(pretrained, config, processor)
     model_class = auto_class(model_config)
-
-    # AutoModelForCausalLM is fine for a model with an encoder, such as BART: it builds only the decoder.
-    if model_class is not auto.AutoModelForCausalLM and model_config.get_text_config().is_encoder_decoder:
-        # An encoder would read the answers, which stand in the same row as the question.
-        raise ConfigError('model', f'must have only a decoder, got: {model_config.model_type} with an encoder')
+    _check_builds_no_encoder(model_class, model_config)
 
     torch_dtype = getattr(torch, dtype)
     options: dict[str, Any] = {}
@@ -129,8 +130,8 @@ def build_transformers_model(
                 'model.lora.bits',
                 'must be left out to size memory, because 4-bit weights are not counted, got: 4',
             )
-        base = empty_model(model_config)  # only for the names of its layers
-        options |= four_bit_options(lora, base, torch_dtype)
+        empty_base = empty_model(model_config)  # only for the names of its layers
+        options |= four_bit_options(lora, empty_base, torch_dtype)
 
     with same_random_numbers(seed):
         if pretrained is not None and load_weights:
@@ -146,21 +147,48 @@ def build_transformers_model(
         # Seeded again, so that the adapter does not depend on how many random numbers were drawn for its base.
         with same_random_numbers(seed):
             model = with_adapter(model, lora, base=pretrained)
-    for name, parameter in model.named_parameters():
-        if name_in_base(name) in unreached_names:  # also the adapter of such a parameter
-            parameter.requires_grad_(False)
-        if name_in_base(name) in frozen_names and not IN_ADAPTER.search(name):
-            parameter.requires_grad_(False)  # with `lora.bias`, peft has made biases of frozen parts trainable again
+    _freeze_in_adapted_model(model, frozen_names, unreached_names)
 
     if activation_checkpointing:
         # The reentrant kind does not work with DDP's hooks, and needs inputs with gradients.
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})
-    # Composer calls these functions with every module. Each block becomes a unit of FSDP, the rest is in the root unit.
-    # Composer calls the second one only if the settings of FSDP have their own `activation_checkpointing`.
-    blocks = set(transformer_blocks(model))
-    model.fsdp_wrap_fn = blocks.__contains__
-    model.activation_checkpointing_fn = blocks.__contains__
+    _declare_fsdp_units(model)
     return model
+
+
+def _check_builds_no_encoder(model_class: Any, config: PretrainedConfig) -> None:
+    """Refuses a model with an encoder and a decoder. Its encoder would read the answer in the row of the question.
+
+    Only AutoModelForCausalLM can be used with such a config (BART), because it builds only the decoder.
+    """
+    if model_class is not auto.AutoModelForCausalLM and config.get_text_config().is_encoder_decoder:
+        raise ConfigError('model', f'must have only a decoder, got: {config.model_type} with an encoder')
+
+
+def _freeze_in_adapted_model(model: nn.Module, frozen_names: set[str], unreached_names: set[str]) -> None:
+    """Freezes parameters by their names before an adapter was added.
+
+    Args:
+        model: The model, with or without an adapter.
+        frozen_names: Parameters of frozen parts. With ``lora.bias``, peft has made their biases trainable again. An
+            adapter in a frozen part is trained.
+        unreached_names: Parameters that no loss reaches. None reaches their adapters, either.
+    """
+    for name, parameter in model.named_parameters():
+        base_name = name_in_base(name)  # of an adapter's matrix: the name of the weight that it adapts
+        is_unreached = base_name in unreached_names
+        is_frozen = base_name in frozen_names and not IN_ADAPTER.search(name)
+        if is_unreached or is_frozen:
+            parameter.requires_grad_(False)
+
+
+def _declare_fsdp_units(model: Any) -> None:
+    """Tells Composer that each block of the model becomes a unit of FSDP. All other modules are in the root unit."""
+    # Composer calls these functions with every module. They return whether the module is a block. It calls the second
+    # one only if the settings of FSDP have their own `activation_checkpointing`.
+    is_block = set(transformer_blocks(model)).__contains__
+    model.fsdp_wrap_fn = is_block
+    model.activation_checkpointing_fn = is_block
 
 
 def check_model(
@@ -218,19 +246,25 @@ def parameter_groups(model: nn.Module, parts: Mapping[str, Section]) -> list[dic
     for full_name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        base_name = name_in_base(full_name)
-        innermost_part = ''  # the rest
-        longest_match = 0
-        for name in parts:
-            matched_length = _matched_length(full_name, name) or _matched_length(base_name, name)
-            if matched_length > longest_match:
-                innermost_part = name
-                longest_match = matched_length
-        groups[innermost_part]['params'].append(parameter)
+        part = _innermost_part(full_name, parts)
+        groups[part]['params'].append(parameter)
     for name, group in groups.items():
         if name and not group['params']:
             raise ConfigError('optimizer.parts', f'must name parts of the model that are trained, got: {name}')
     return [group for group in groups.values() if group['params']]
+
+
+def _innermost_part(parameter_name: str, parts: Iterable[str]) -> str:
+    """Returns the longest name of a part that contains a parameter; empty if none contains it."""
+    base_name = name_in_base(parameter_name)
+    innermost_part = ''
+    longest_match = 0
+    for part in parts:
+        matched_length = _matched_length(parameter_name, part) or _matched_length(base_name, part)
+        if matched_length > longest_match:
+            innermost_part = part
+            longest_match = matched_length
+    return innermost_part
 
 
 def read_config(
@@ -274,14 +308,15 @@ def _check_fields(settings: Section, default: PretrainedConfig, path: str) -> No
     known_names |= set(inspect.signature(type(default)).parameters) - {'kwargs'}
     check_names(path, settings, known_names)
     for key, value in settings.items():
+        attribute = default.attribute_map.get(key, key)  # a key may be another name for an attribute
         # vars(), because getattr() raises for a field with a value for each layer, such as Gemma 4's head_dim.
-        inner = vars(default).get(default.attribute_map.get(key, key))
-        if isinstance(value, dict) and isinstance(inner, PretrainedConfig):
+        inner_default = vars(default).get(attribute)
+        if isinstance(value, dict) and isinstance(inner_default, PretrainedConfig):
             # The settings may name another type of encoder or language model than the default one.
-            inner_type = str(value.get('model_type', inner.model_type))
+            inner_type = str(value.get('model_type', inner_default.model_type))
             if inner_type in CONFIG_MAPPING:
-                inner = CONFIG_MAPPING[inner_type]()
-            _check_fields(value, inner, f'{path}.{key}')
+                inner_default = CONFIG_MAPPING[inner_type]()
+            _check_fields(value, inner_default, f'{path}.{key}')
 
 
 def _complete_text(settings: dict[str, Any], default: PretrainedConfig, tokenizer: Any) -> None:
@@ -289,19 +324,20 @@ def _complete_text(settings: dict[str, Any], default: PretrainedConfig, tokenize
 
     Settings that the user gives stay. A vocabulary that is too small for the tokenizer is refused.
     """
+    text_settings = settings
     path = 'model.config'
     if hasattr(default, 'text_config'):
-        settings['text_config'] = settings.get('text_config') or {}  # it may be null in the file
-        settings = settings['text_config']
-        path += '.text_config'
+        text_settings = settings.get('text_config') or {}  # it may be null in the file
+        settings['text_config'] = text_settings
+        path = 'model.config.text_config'
     num_tokens = len(tokenizer)
-    vocab_size = settings.setdefault('vocab_size', num_tokens)
+    vocab_size = text_settings.setdefault('vocab_size', num_tokens)
     if vocab_size < num_tokens:
         message = f"must be at least the tokenizer's {num_tokens}, got: {vocab_size}"
         raise ConfigError(f'{path}.vocab_size', message)
     for name in ('pad_token_id', 'bos_token_id', 'eos_token_id'):
         # Set to None if the tokenizer has none, because the defaults of the config class are ids of another vocabulary.
-        settings.setdefault(name, getattr(tokenizer, name, None))
+        text_settings.setdefault(name, getattr(tokenizer, name, None))
 
 
 def _complete_placeholders(
@@ -433,12 +469,12 @@ def set_cache(model: nn.Module, on: bool) -> None:
     Only generation needs it. In training it is off: with a cache, Transformers does not detect packed documents from
     ``position_ids``, so they would attend to each other.
     """
-    configs: list[Any] = [getattr(module, 'config', None) for module in model.modules()]
-    while configs:
-        config = configs.pop()
-        if isinstance(config, PretrainedConfig):
-            config.use_cache = on
-            configs += vars(config).values()  # of these values only configs count, such as `text_config`
+    candidates: list[Any] = [getattr(module, 'config', None) for module in model.modules()]
+    while candidates:
+        candidate = candidates.pop()
+        if isinstance(candidate, PretrainedConfig):
+            candidate.use_cache = on
+            candidates.extend(vars(candidate).values())  # some of them are configs, such as `text_config`
 
 
 def _unreached_vision_layers(model: Any) -> set[str]:
@@ -457,14 +493,14 @@ def _unreached_vision_layers(model: Any) -> set[str]:
     for encoder_name, encoder in model.named_modules():
         if encoder_name.endswith(VISION_ENCODERS):
             with building('model.config.vision_feature_layer'):
-                names = _without_gradient(encoder, feature_layers)
+                names = _unreached_parameters(encoder, feature_layers)
             for name in names:
                 unreached.add(f'{encoder_name}.{name}')
     log.info('Freezing %d parameters after the vision feature layer, which no loss reaches.', len(unreached))
     return unreached
 
 
-def _without_gradient(encoder: Any, feature_layers: Sequence[int]) -> list[str]:
+def _unreached_parameters(encoder: Any, feature_layers: Sequence[int]) -> list[str]:
     """Returns the names of the parameters of a vision encoder that do not change its hidden states at these layers.
 
     A backward from these states through a copy without memory finds them. They cannot be found by the names of layers:
@@ -504,8 +540,10 @@ class _RunModel(HuggingFaceModel):
             # file (Transformers 4). The files of the processor, below, include the files of the tokenizer.
             tokenizer = self.tokenizer
             self.tokenizer = None
-            metadata = super().get_metadata()
-            self.tokenizer = tokenizer
+            try:
+                metadata = super().get_metadata()
+            finally:
+                self.tokenizer = tokenizer
         generation_config = getattr(self.model, 'generation_config', None)
         if generation_config is not None:
             content = generation_config.to_dict()

@@ -50,7 +50,7 @@ from composer_tokacc.programs.schema import (
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of object that a section of the config names, such as an optimizer."""
+    """A kind of object that a section of the config names, such as an optimizer, and where its classes are found."""
 
     base: type
     """Class that all classes of this kind are derived from."""
@@ -62,7 +62,6 @@ class Kind:
     """Classes by further YAML names: those of this package, and names of llm-foundry."""
 
 
-# By the key of the section in the config.
 KINDS = {
     'algorithms': Kind(Algorithm, (composer.algorithms,), aliases={'token_accumulation': TokenAccumulation}),
     'callbacks': Kind(Callback, (composer.callbacks,), aliases={'token_monitor': TokenMonitor}),
@@ -78,6 +77,7 @@ KINDS = {
         },
     ),
 }
+"""By the key of the section in the config. In this module an argument ``kind`` is such a key."""
 UNSUITED = (
     torch.optim.SparseAdam,  # needs sparse gradients
     # These change images, or images and their labels, and expect batches without text.
@@ -169,8 +169,11 @@ def build_all(kind: str, section: NamedArguments | None) -> list[Any]:
         kind: A key of ``KINDS``, which is the key of the section.
         section: The section.
     """
-    arguments_by_name = section or {}
-    return [build_part(kind, f'{kind}.{name}', name, arguments or {}) for name, arguments in arguments_by_name.items()]
+    objects = []
+    for name, arguments in (section or {}).items():
+        built = build_part(kind, f'{kind}.{name}', name, arguments or {})
+        objects.append(built)
+    return objects
 
 
 def build_section(kind: str, section: Section, *positional: Any) -> Any:
@@ -197,8 +200,9 @@ def build_part(
         # The class has no constructor of its own. The base's constructor accepts any arguments and drops them, so none
         # are allowed.
         check_names(path, arguments, ())
-    has_short_name = cls in _classes_of(kind).values()
-    hints = HOST_HINTS if has_short_name else None
+    hints = None
+    if cls in _classes_of(kind).values():  # a class that needs no dotted name, even if the user gives it one
+        hints = HOST_HINTS
     build = partial(cls, *positional)
     checked = check_arguments(path, build, arguments, hints=hints)
     with without_warnings(), building(path):  # a warning of a host does not say which key of the config it is about
@@ -242,13 +246,14 @@ def class_by_name(kind: str, name: str) -> Any:
     if '.' in name:
         cls = import_by_name(kind, name)
         # A scheduler may be any class, because Composer only calls it.
-        if not inspect.isclass(cls) or not (base is ComposerScheduler or issubclass(cls, base)):
+        fits = inspect.isclass(cls) and (base is ComposerScheduler or issubclass(cls, base))
+        if not fits:
             raise ConfigError(f'{kind}.{name}', f'must be a class such as a {base.__name__}, got: {cls!r}')
     else:
         # Capitals and underscores do not count: `AdamW`, `adam_w` and `adamw` are the same class.
-        by_letters = {snake_name.replace('_', ''): cls for snake_name, cls in classes.items()}
+        classes_by_letters = {short_name.replace('_', ''): cls for short_name, cls in classes.items()}
         letters = name.replace('_', '').lower().removesuffix(KINDS[kind].suffix)
-        cls = by_letters.get(letters)
+        cls = classes_by_letters.get(letters)
     if cls is None or cls in UNSUITED:  # a dotted name may find an unsuited class
         raise ConfigError(kind, unknown_name('class', name, classes))
     return cls
@@ -282,7 +287,10 @@ def _name_of_token_accumulation(config: TrainConfig) -> str | None:
 
 
 def uses_composers_flag(config: TrainConfig) -> bool:
-    """Returns whether Composer itself weights the microbatches of a run by their tokens."""
+    """Returns whether Composer itself weights the microbatches of a run by their tokens.
+
+    The flag is ``trainer.accumulate_train_batch_on_tokens``.
+    """
     return bool(config.trainer.get('accumulate_train_batch_on_tokens'))
 
 
@@ -297,10 +305,11 @@ def _classes_of(kind: str) -> dict[str, type]:
     classes: dict[str, type] = dict(KINDS[kind].aliases)
     for module in KINDS[kind].modules:
         for _, cls in inspect.getmembers(module, inspect.isclass):
-            is_part = issubclass(cls, base) and cls is not base and not inspect.isabstract(cls)
-            if is_part and cls not in UNSUITED:
-                # LRMonitor -> lr_monitor, DecoupledAdamW -> decoupled_adamw
-                snake_name = re.sub(r'(?<=[A-Za-z])(?=[A-Z][a-z])', '_', cls.__name__).lower()
-                short_name = snake_name.removesuffix(KINDS[kind].suffix).removesuffix('_')
-                classes.setdefault(short_name, cls)  # keeps the class of an earlier module
+            can_be_built = issubclass(cls, base) and cls is not base and not inspect.isabstract(cls)
+            if not can_be_built or cls in UNSUITED:
+                continue
+            # LRMonitor -> lr_monitor, DecoupledAdamW -> decoupled_adamw
+            snake_name = re.sub(r'(?<=[A-Za-z])(?=[A-Z][a-z])', '_', cls.__name__).lower()
+            short_name = snake_name.removesuffix(KINDS[kind].suffix).removesuffix('_')
+            classes.setdefault(short_name, cls)  # keeps the class of an earlier module
     return classes

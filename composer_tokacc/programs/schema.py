@@ -259,13 +259,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), *, reads_data: 
     """
     values_of_file = _read_file(path)
     values_of_overrides = read_overrides(overrides)
-    # This loop only checks: each override must fit the file as the overrides before it have changed it.
-    values_so_far: Any = values_of_file
-    for override in overrides:
-        _check_parents(override, values_so_far)
-        values_so_far = _overlay(values_so_far, read_overrides([override]))
+    _check_overrides(values_of_file, overrides)
     if not reads_data and 'dataset' in values_of_file:
-        # After the loop, because an override may put a mapping in the place of a `???`, but not of a text.
+        # After the check, because an override may put a mapping in the place of a `???`, but not of a text.
         values_of_file['dataset'] = _without_missing(values_of_file['dataset'])
     # Before the merge, so that an override replaces the value of the file, even if one has the short name.
     _spell_out_size(values_of_file)
@@ -300,6 +296,14 @@ def read_overrides(overrides: Sequence[str]) -> Values:
     return _as_dict(values)
 
 
+def _check_overrides(values_of_file: Values, overrides: Sequence[str]) -> None:
+    """Refuses an override that does not fit the file as the overrides before it have changed it."""
+    values_so_far: Any = values_of_file
+    for override in overrides:
+        _check_parents(override, values_so_far)
+        values_so_far = _overlay(values_so_far, read_overrides([override]))
+
+
 def _check_parents(override: str, values: Values) -> None:
     """Refuses ``dataset.eval.path=x`` if ``dataset.eval`` has a value that is no mapping. This value would be lost.
 
@@ -310,20 +314,20 @@ def _check_parents(override: str, values: Values) -> None:
         values: The values of the file, changed by the overrides before this one.
     """
     key, _, _ = override.partition('=')
-    *parents, _ = key.split('.')
+    parent_names = key.split('.')[:-1]  # `dataset` and `eval` of `dataset.eval.path`
     value: Any = values
-    for depth, name in enumerate(parents, start=1):
+    path = ''
+    for name in parent_names:
+        path = _join(path, name)
         value = value.get(name)
-        if isinstance(value, dict):
-            continue
-        # No value, a value that is still to be given (`???`), or a reference. A mapping may still take its place.
-        if value in (None, '???') or '${' in str(value):
+        # A mapping may take the place of a missing value, of one that is still to be given (`???`), and of a reference.
+        if value in (None, '???') or (isinstance(value, str) and '${' in value):
             return
-        parent = '.'.join(parents[:depth])
-        raise ConfigError(
-            parent,
-            f'must be a mapping, got: {shorten(value, 200)}. Change the file, or replace all of it: {parent}={{...}}',
-        )
+        if not isinstance(value, dict):
+            message = (
+                f'must be a mapping, got: {shorten(value, 200)}. Change the file, or replace all of it: {path}={{...}}'
+            )
+            raise ConfigError(path, message)
 
 
 def read_options(options: type[Options], overrides: Sequence[str]) -> tuple[Options, list[str]]:
@@ -447,7 +451,7 @@ def check_arguments(
     if not isinstance(arguments, Mapping):
         raise ConfigError(path, f'must be a mapping, got: {shorten(arguments, 200)}. Leave it out for its defaults')
     extra_keys = extra_keys or {}
-    arguments_of_program = without(getattr(target, 'keywords', {}), *extra_keys)
+    arguments_of_program = without(getattr(target, 'keywords', {}), *extra_keys)  # of a `partial`
     for name in arguments_of_program:
         if name in arguments:
             message = f'must be left out here, because the program sets it, got: {shorten(arguments[name], 200)}'
@@ -459,19 +463,23 @@ def check_arguments(
     for parameter in parameters:
         if parameter.kind is parameter.VAR_KEYWORD:
             takes_any_name = True
-        # The signature of a partial still has the arguments that the program supplies, so these are skipped.
-        elif parameter.kind is not parameter.VAR_POSITIONAL and parameter.name not in arguments_of_program:
-            annotations[parameter.name] = Any if parameter.annotation is parameter.empty else parameter.annotation
-            is_required = requires_all and parameter.default is parameter.empty
-            if is_required and parameter.name not in arguments:
-                raise ConfigError(_join(path, parameter.name), 'must be given, because it has no default')
+            continue
+        # The signature of a partial still has the arguments that the program supplies.
+        if parameter.kind is parameter.VAR_POSITIONAL or parameter.name in arguments_of_program:
+            continue
+        has_annotation = parameter.annotation is not parameter.empty
+        annotations[parameter.name] = parameter.annotation if has_annotation else Any
+        is_required = requires_all and parameter.default is parameter.empty
+        if is_required and parameter.name not in arguments:
+            raise ConfigError(_join(path, parameter.name), 'must be given, because it has no default')
     annotations |= extra_keys
     if not takes_any_name:
         check_names(path, arguments, annotations)
     annotations |= hints or {}  # only now, because hints may have names that `target` does not take
-    return {
-        name: check_value(_join(path, name), value, annotations.get(name, Any)) for name, value in arguments.items()
-    }
+    checked = {}
+    for name, value in arguments.items():
+        checked[name] = check_value(_join(path, name), value, annotations.get(name, Any))
+    return checked
 
 
 def check_names(path: str, arguments: Iterable[object], known_names: Iterable[str]) -> None:
@@ -497,8 +505,8 @@ def check_value(path: str, value: Any, hint: Hint) -> Any:
     or a text is converted if only a tuple, a set, a path, or a similar type fits. A number or a bool in quotes does not
     fit, because hosts treat the text ``'no'`` as true. A value is not checked if pydantic does not know the annotation.
     """
-    # The annotation itself and its parts: for `CostModel | None` also `CostModel` and `None`.
-    branches = (hint, *get_args(hint))
+    # The annotation itself and the members of a union: of `CostModel | None` also `CostModel` and `None`.
+    branches = [hint, *get_args(hint)]
     if value is None and NoneType in branches:
         return None
     for branch in branches:
@@ -514,23 +522,28 @@ def check_value(path: str, value: Any, hint: Hint) -> Any:
         raise ConfigError(path, f'cannot be used: {error}') from error
     except ValidationError as error:
         first = error.errors()[0]
-        messages = []
-        for detail in error.errors():  # of all branches of a union
-            # A YAML file cannot hold an object of a class, so a branch that asks for one is not named.
-            asks_for_object = detail['type'] in ('is_instance_of', 'needs_python_object')
-            if not asks_for_object and detail['msg'] not in messages:
-                messages.append(detail['msg'])
-        requirement = ', or '.join(messages) or 'must be left out'
-        # "Input should be less than 1" becomes "must be less than 1". Pydantic puts "Value error, " before our own
-        # messages.
-        requirement = requirement.replace('Input should ', 'must ').replace('Value error, ', '')
-        requirement = requirement.replace('an object', 'a mapping').replace('array', 'list')  # the words for JSON
-        requirement = requirement.replace('Field required', 'must have more entries')  # of a tuple
-        if '[key]' in first['loc']:  # pydantic writes it after a key that is wrong itself: ('lr', '[key]')
-            requirement = f'as a key {requirement}'
-        raise ConfigError(
-            _path_of(first['loc'], path, value), f'{requirement}, got: {shorten(repr(first["input"]), 300)}'
-        ) from error
+        message = f'{_requirement_of(error)}, got: {shorten(repr(first["input"]), 300)}'
+        raise ConfigError(_path_of(first['loc'], path, value), message) from error
+
+
+def _requirement_of(error: ValidationError) -> str:
+    """Returns what a value must be, in our words: "must be less than 1" for "Input should be less than 1"."""
+    details = error.errors()  # one for each branch of a union
+    messages = []
+    for detail in details:
+        # A YAML file cannot hold an object of a class, so a branch that asks for one is not named.
+        asks_for_object = detail['type'] in ('is_instance_of', 'needs_python_object')
+        if not asks_for_object and detail['msg'] not in messages:
+            messages.append(detail['msg'])
+    requirement = ', or '.join(messages) or 'must be left out'
+    requirement = re.sub('(?:Input|Dictionary|List) should ', 'must ', requirement)
+    requirement = requirement.replace(' after validation', '')  # "... have at least 1 item after validation, not 0"
+    requirement = requirement.replace('Value error, ', '')  # pydantic puts it before our own messages
+    requirement = requirement.replace('an object', 'a mapping').replace('array', 'list')  # the words for JSON
+    requirement = requirement.replace('Field required', 'must have more entries')  # of a tuple
+    if '[key]' in details[0]['loc']:  # pydantic writes it after a key that is wrong itself: ('lr', '[key]')
+        requirement = f'as a key {requirement}'
+    return requirement
 
 
 def _fit(value: Any, checker: TypeAdapter) -> Any:
@@ -544,7 +557,9 @@ def _fit(value: Any, checker: TypeAdapter) -> Any:
         return value
     except ValidationError:
         text = json.dumps(value, default=repr)
-        if json.loads(text) != value:  # keys that are not texts would become texts; NaN is never equal
+        # JSON turns keys that are not texts into texts, and objects into their `repr`. NaN is never equal.
+        is_same_in_json = json.loads(text) == value
+        if not is_same_in_json:
             raise
         return checker.validate_json(text)
 

@@ -17,7 +17,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -76,8 +76,13 @@ SHARE_KEYS = {
 }
 """Keys of a dataset in ``dataset.parts`` that say how much of it is trained, with the ranges of :class:`.Mixture`.
 
+- ``epochs``: how often each sample is drawn in an epoch of the run.
+- ``weight``: how many of the drawn samples are from this part, in proportion to the weights of the other parts.
+- ``loss_share``: the part's share of all loss tokens, or of their weights with ``loss_shares_by: weights``.
+
 Either no part has such a key, or all have the same one. Only ``epochs`` may be left out in a part, which is then read
-once. With ``loss_shares_by: weights`` a part may have ``epochs`` in addition to its ``loss_share``.
+once. With ``loss_shares_by: weights`` a part may have ``epochs`` in addition to its ``loss_share``. A key that stands
+next to ``parts`` counts for every part.
 """
 SECTION_KEYS = ('processor', 'eval', 'parts', 'loss_shares_by')
 """Keys of the section ``dataset`` that are not settings of a single dataset, and so are not passed on to the parts."""
@@ -89,9 +94,14 @@ a sample, so a checkpoint within an epoch would name a place that is too far on,
 SHARD_PLACES = ('local', 'remote', 'streams')
 """Arguments of StreamingDataset that name the shards."""
 
-OpenedLoader = tuple[DataLoader, int | None]
-"""A loader, and the width of a slot in tokens. A microbatch may hold ``device_train_microbatch_size`` slots. If the
-width is None, a slot is as wide as the device batch."""
+
+class OpenedLoader(NamedTuple):
+    """A loader, and the width of the rows that ``device_train_microbatch_size`` counts."""
+
+    dataloader: DataLoader
+    slot_tokens: int | None
+    """The width in tokens. A microbatch may hold ``device_train_microbatch_size * slot_tokens`` tokens. With None these
+    rows are as wide as the device batch."""
 
 
 class NamedParts(ConcatDataset):
@@ -124,8 +134,8 @@ class Source(ABC):
         self.config = config
         """The config of the run. If its microbatch size is ``suggest``, ``build_parts`` sets a config with the
         suggested size here, before a loader is built."""
-        self.section = config.dataset
-        self.has_parts = self.section.get('parts') is not None
+        self.dataset_section = config.dataset
+        self.has_parts = self.dataset_section.get('parts') is not None
 
     @abstractmethod
     def check(self, *, reads_data: bool = True) -> None:
@@ -179,7 +189,7 @@ class Source(ABC):
         """
         return None
 
-    def by_index(self, dataset: Any) -> Any:
+    def samples_of_all_ranks(self, dataset: Any) -> Any:
         """Returns a dataset whose length and indices cover the samples of all ranks.
 
         A dataset that is read by index does so already. A streamed one does not, so ShardSource wraps it.
@@ -192,7 +202,7 @@ class Source(ABC):
         A fresh one gets ``image_size`` and ``patch_size`` from the config of the model, unless ``dataset.processor``
         has them.
         """
-        arguments = dict(self.section.get('processor') or {})
+        arguments = dict(self.dataset_section.get('processor') or {})
         if self.config.model.pretrained is not None:
             return self._pretrained_processor(self.config.model.pretrained, arguments)
         model_config = self.config.model.config or {}
@@ -217,15 +227,7 @@ class Source(ABC):
             processor = load()
         if not arguments:
             return processor
-        # Transformers ignores unknown names in silence, so they are refused here. The known names are the attributes
-        # of the processor and of its parts, such as the tokenizer, and the arguments of their calls.
-        known_names = {'use_fast'}  # an argument of `from_pretrained` that is no attribute
-        for part in (processor, *vars(processor).values()):
-            known_names.update(dir(part))
-            known_names.update(getattr(part, 'SPECIAL_TOKENS_ATTRIBUTES', ()))  # not in `dir` with Transformers 5
-            valid_kwargs = getattr(part, 'valid_kwargs', None)
-            known_names.update(getattr(valid_kwargs, '__annotations__', ()))
-        check_names('dataset.processor', arguments, known_names)
+        check_names('dataset.processor', arguments, _names_of_arguments(processor))
         with building('dataset.processor'):
             return load(**arguments)
 
@@ -235,7 +237,7 @@ class Source(ABC):
         Counts patches by the patch size of the run's own vision encoder, because some processors do not name it.
         """
         return length_table(
-            self.by_index(dataset),
+            self.samples_of_all_ranks(dataset),
             self.processor,
             folder=self.config.loader.lengths_folder,
             patch_size=self.patch_size,
@@ -253,8 +255,8 @@ class Source(ABC):
         Args:
             layout: How tensors of a batch belong to rows.
             is_eval: Whether to load the eval set, whose rows keep their order, instead of the training set.
-            model: The model that is trained. It is only used with ``accumulate_train_batch_on_tokens``. Then Composer
-                itself weights the microbatches by their loss tokens, and the model's loss rule says which tokens count.
+            model: The model that is trained. Its loss rule is only used if Composer itself weights the microbatches by
+                their loss tokens (``trainer.accumulate_train_batch_on_tokens``).
         """
         loader = self.config.loader
         options = {
@@ -267,10 +269,17 @@ class Source(ABC):
             'drop_last': loader.drop_last and not is_eval,
         }
         with building('loader'):
-            dataloader, slot_tokens = self.open_loader(options, is_eval=is_eval)
-        if not uses_composers_flag(self.config):
-            model = None
-        return token_data_spec_of(self.config, dataloader, slot_tokens=slot_tokens, layout=layout, model=model)
+            opened = self.open_loader(options, is_eval=is_eval)
+        model_of_loss_rule = None
+        if uses_composers_flag(self.config):
+            model_of_loss_rule = model
+        return token_data_spec_of(
+            self.config,
+            opened.dataloader,
+            slot_tokens=opened.slot_tokens,
+            layout=layout,
+            model=model_of_loss_rule,
+        )
 
     @property
     def patch_size(self) -> int:
@@ -297,6 +306,21 @@ class Source(ABC):
             'cost': self.config.microbatching.cost,
             'max_loss_tokens': self.config.microbatching.max_loss_tokens,
         }
+
+
+def _names_of_arguments(processor: Any) -> set[str]:
+    """Returns the names of all arguments that a processor may be loaded with. Transformers ignores any other name.
+
+    These are the attributes of the processor and of its parts, such as the tokenizer, and the arguments of their calls.
+    """
+    names = {'use_fast'}  # an argument of `from_pretrained` that is no attribute
+    parts = [processor, *vars(processor).values()]
+    for part in parts:
+        names.update(dir(part))
+        names.update(getattr(part, 'SPECIAL_TOKENS_ATTRIBUTES', ()))  # not in `dir` with Transformers 5
+        valid_kwargs = getattr(part, 'valid_kwargs', None)  # a TypedDict of the arguments of a call
+        names.update(getattr(valid_kwargs, '__annotations__', ()))
+    return names
 
 
 def token_data_spec_of(
@@ -329,7 +353,7 @@ class FileSource(Source):
 
     def __init__(self, config: TrainConfig) -> None:
         super().__init__(config)
-        self.shares_by_weights = self.section.get('loss_shares_by') == 'weights'
+        self.shares_by_weights = self.dataset_section.get('loss_shares_by') == 'weights'
         """Whether ``loss_share`` sets the weights of tokens, rather than how often samples are drawn."""
         self.token_weights = token_accumulation_options(config).get('token_weights')
         """The argument of :class:`.TokenAccumulation`. None means its default."""
@@ -349,20 +373,21 @@ class FileSource(Source):
         # With `loss_shares_by: weights` a share only sets the weights of tokens. It does not change which samples are
         # drawn.
         keys = ('epochs',) if self.shares_by_weights else tuple(SHARE_KEYS)
-        for path, dataset in self._datasets().items():
+        for path, part in self._settings_by_path().items():
             for key in keys:
-                if key in dataset:
-                    settings[f'{path}.{key}'] = float(dataset[key])
+                if key in part:
+                    settings[f'{path}.{key}'] = float(part[key])
         return settings
 
     def check(self, *, reads_data: bool = True) -> None:
         """Refuses unknown datasets and arguments, and parts or settings of the loader that do not go together."""
         if self.has_parts:
-            check_value('dataset.parts', self.section['parts'], Annotated[Sections, Field(min_length=1)])
-            shares_by = self.section.get('loss_shares_by')
+            check_value('dataset.parts', self.dataset_section['parts'], Annotated[Sections, Field(min_length=1)])
+            shares_by = self.dataset_section.get('loss_shares_by')
             check_value('dataset.loss_shares_by', shares_by, Literal['sampling', 'weights', None])
-        for path, settings in {**self._datasets(), **self._datasets(is_eval=True)}.items():
-            _check_dataset(path, settings, requires_all=reads_data)
+        settings_by_path = self._settings_by_path() | self._settings_by_path(is_eval=True)
+        for path, settings in settings_by_path.items():
+            _arguments_of_dataset(path, settings, requires_all=reads_data)  # only for its refusals
         if self.has_parts:
             self._check_shares()
         if self.config.loader.exchange_ranks:
@@ -375,71 +400,79 @@ class FileSource(Source):
 
     def _check_without_plan(self) -> None:
         """Refuses settings that only a RegroupingBatchSampler can follow, because it plans batches ahead."""
-        key_needing_plan = self.config.loader.key_needing_plan
+        keys_needing_plan = []
+        if self.config.loader.key_needing_plan is not None:
+            keys_needing_plan.append(self.config.loader.key_needing_plan)
         if self.has_parts:
-            for path, dataset in self._datasets().items():
-                if dataset.keys() & SHARE_KEYS.keys():
-                    key_needing_plan = path
-        if key_needing_plan is not None:
+            for path, part in self._settings_by_path().items():
+                if part.keys() & SHARE_KEYS.keys():
+                    keys_needing_plan.append(path)
+        if keys_needing_plan:
             # The error begins with the key `loader.regroup_ranks`, so the message goes on with "and".
-            message = f'and `microbatching.regroup` must be on for `{key_needing_plan}` as it is set, got: off'
+            message = f'and `microbatching.regroup` must be on for `{keys_needing_plan[0]}` as it is set, got: off'
             raise ConfigError('loader.regroup_ranks', message)
 
     def _check_shares(self) -> None:
-        """Refuses ``SHARE_KEYS`` of the parts that do not go together."""
-        parts = self._datasets()
+        """Refuses parts whose ``SHARE_KEYS`` do not go together."""
         share_keys_by_part = {}
-        for path, part in parts.items():
+        total_share = 0.0
+        for path, part in self._settings_by_path().items():
             share_keys_by_part[path] = part.keys() & SHARE_KEYS.keys()
+            total_share += part.get('loss_share', 0)
         used_keys = set().union(*share_keys_by_part.values())
         has_shares = 'loss_share' in used_keys
-        if self.shares_by_weights:
-            if not has_shares or self.token_weights != 'column':
-                raise ConfigError(
-                    'dataset.loss_shares_by',
-                    'set to weights needs a `loss_share` of each part and '
-                    '`algorithms.token_accumulation.token_weights: column`, which applies the weights, got: '
-                    f'{share_keys_by_part} and token_weights {self.token_weights}',
-                )
-            # `loss_share` only sets the weights of tokens then, so a part may have `epochs`, too.
-            used_keys.discard('epochs')
-        # The parts may use one of the keys, and then each part must have it. Only `epochs` may be left out, because a
-        # part without it is read once.
-        required_keys = used_keys - {'epochs'}
+        if self.shares_by_weights and (not has_shares or self.token_weights != 'column'):
+            raise ConfigError(
+                'dataset.loss_shares_by',
+                'set to weights needs a `loss_share` of each part and '
+                '`algorithms.token_accumulation.token_weights: column`, which applies the weights, got: '
+                f'{share_keys_by_part} and token_weights {self.token_weights}',
+            )
+        # With `loss_shares_by: weights` a share only sets the weights of tokens, so `epochs` may set how often samples
+        # are drawn.
+        are_two_allowed = self.shares_by_weights and used_keys == {'loss_share', 'epochs'}
+        is_mixed = len(used_keys) > 1 and not are_two_allowed
+        required_keys = used_keys - {'epochs'}  # a part without `epochs` is read once
         is_complete = all(keys >= required_keys for keys in share_keys_by_part.values())
-        if len(used_keys) > 1 or not is_complete:
+        if is_mixed or not is_complete:
             raise ConfigError(
                 'dataset.parts',
                 'must all have a `weight`, or all a `loss_share`, or neither of them, and then perhaps `epochs`, got: '
                 f'{share_keys_by_part}',
             )
-        total = sum(part.get('loss_share', 0) for part in parts.values())
-        if has_shares and not math.isclose(total, 1, abs_tol=1e-6):
-            raise ConfigError('dataset.parts', f'must have `loss_share` values that add up to 1, got: {total:g}')
+        if has_shares and not math.isclose(total_share, 1, abs_tol=1e-6):
+            raise ConfigError('dataset.parts', f'must have `loss_share` values that add up to 1, got: {total_share:g}')
 
-    def _datasets(self, *, is_eval: bool = False) -> dict[str, Values]:
+    def _settings_by_path(self, *, is_eval: bool = False) -> dict[str, Values]:
         """Returns the settings of each training set, or of the eval set if there is one, by its key in the config.
 
-        Parts and eval set share the settings that stand next to them in the section, unless they have their own. The
-        settings may include keys that are not for the class of the dataset: see :func:`_check_dataset`.
+        The key is ``dataset``, ``dataset.parts.NAME`` or ``dataset.eval``. Parts and eval set share the settings that
+        stand next to them in the section, unless they have their own. The settings may include keys that are not for
+        the class of the dataset: see :func:`_arguments_of_dataset`.
         """
-        shared = without(self.section, *SECTION_KEYS)
+        shared = without(self.dataset_section, *SECTION_KEYS)
         if is_eval:
-            changes = self.section.get('eval')
+            changes = self.dataset_section.get('eval')
             if not changes:
                 return {}
+            if self.has_parts:
+                # A key such as `epochs` next to the parts is for all of them. It says nothing about the eval set.
+                shared = without(shared, *SHARE_KEYS)
             return {'dataset.eval': {**shared, **changes}}
         if not self.has_parts:
             # The whole section, so that check() also refuses `loss_shares_by`, which is only for `parts`.
-            return {'dataset': dict(self.section)}
-        return {f'dataset.parts.{name}': {**shared, **changes} for name, changes in self.section['parts'].items()}
+            return {'dataset': dict(self.dataset_section)}
+        settings_by_path = {}
+        for name, changes in self.dataset_section['parts'].items():
+            settings_by_path[f'dataset.parts.{name}'] = {**shared, **changes}
+        return settings_by_path
 
     def processor_maker(self) -> Callable[..., Any]:
         """Returns the first ``build_processor`` of the dataset classes, or our own function if none has one.
 
         Our own function needs the ``texts`` of all classes.
         """
-        for path, settings in self._datasets().items():
+        for path, settings in self._settings_by_path().items():
             cls = _dataset_class(path, settings['name'])
             if hasattr(cls, 'build_processor'):
                 return cls.build_processor
@@ -447,31 +480,32 @@ class FileSource(Source):
 
     def texts(self) -> Iterator[str]:
         """Yields the texts of all parts."""
-        for path, settings in self._datasets().items():
+        for path, settings in self._settings_by_path().items():
             with building(path):
                 yield from _dataset_class(path, settings['name']).texts(settings['path'])
 
     def _build_dataset(self, *, is_eval: bool) -> Dataset | None:
         """Returns one dataset, or the parts one after the other; None without an eval set."""
+        # Token weights are only for training. With `loss_shares_by: weights` the sampler gives them.
+        records_need_weights = self.token_weights == 'column' and not is_eval and not self.shares_by_weights
         datasets = []
-        for path, settings in self._datasets(is_eval=is_eval).items():
-            dataset = self._open(path, settings)
+        for path, settings in self._settings_by_path(is_eval=is_eval).items():
+            dataset = self._build_from_settings(path, settings)
             datasets.append(dataset)
-            # Token weights are only for training. With `loss_shares_by: weights` the sampler gives them. Only a
-            # LlavaDataset knows the weights of its records. With other datasets a run fails at a batch without weights.
-            needs_weights = self.token_weights == 'column' and not (is_eval or self.shares_by_weights)
-            if needs_weights and isinstance(dataset, LlavaDataset):
+            # Only a LlavaDataset knows the weights of its records. With other datasets a run fails at a batch without
+            # weights.
+            if records_need_weights and isinstance(dataset, LlavaDataset):
                 _check_loss_weights(dataset)
         if self.has_parts and not is_eval:
-            return NamedParts(datasets, list(self.section['parts']))
+            return NamedParts(datasets, list(self.dataset_section['parts']))
         if not datasets:
             return None
         return datasets[0]
 
-    def _open(self, path: str, settings: Section) -> Dataset:
+    def _build_from_settings(self, path: str, settings: Section) -> Dataset:
         """Builds one dataset from its complete settings. ``path`` is its key in the config."""
         cls = _dataset_class(path, settings['name'])
-        arguments = _check_dataset(path, settings)
+        arguments = _arguments_of_dataset(path, settings)
         if cls is LlavaDataset and is_encoder(self.model_config(self.processor)):
             raise ConfigError(
                 f'{path}.name',
@@ -486,26 +520,33 @@ class FileSource(Source):
     def _add_settings_of_run(self, arguments: dict[str, Any]) -> None:
         """Adds settings of other sections to the arguments of a LlavaDataset that measures its samples.
 
-        The dataset measures them when it is opened, but only with ``fit`` (makes large samples smaller) or
+        The dataset measures them when it is built, but only with ``fit`` (makes large samples smaller) or
         ``on_error: skip`` (leaves out bad ones).
         """
-        fits = arguments.get('fit')
-        if fits or arguments.get('on_error') == 'skip':
+        makes_smaller = bool(arguments.get('fit'))
+        if makes_smaller or arguments.get('on_error') == 'skip':
             # The dataset keeps the table that it makes now. `measure` later returns this table as it is. So it must be
             # made with the settings of `measure`.
             arguments.setdefault('lengths_folder', self.config.loader.lengths_folder)
             arguments.setdefault('patch_size', self.patch_size)
-        if not fits:
-            return
-        # A sample must fit into a microbatch, so the dataset gets no higher limits than a microbatch has.
-        microbatching = self.config.microbatching
-        limits = {'max_image_tokens': microbatching.max_image_tokens}
-        size = microbatching.device_train_microbatch_size
-        if isinstance(size, int) and microbatching.slot_tokens:  # otherwise the token budget depends on the samples
-            limits['max_length'] = token_budget(size, microbatching.slot_tokens)
-        for name, limit in limits.items():
-            if limit is not None:
+        if makes_smaller:
+            # A sample must fit into a microbatch, so the dataset gets no higher limits than a microbatch has.
+            for name, limit in self._limits_of_microbatch().items():
                 arguments[name] = min(arguments.get(name) or limit, limit)
+
+    def _limits_of_microbatch(self) -> dict[str, int]:
+        """Returns the largest sample that fits into a microbatch, as arguments of a LlavaDataset.
+
+        A limit that does not exist, or that depends on the samples, is left out.
+        """
+        microbatching = self.config.microbatching
+        limits = {}
+        if microbatching.max_image_tokens is not None:
+            limits['max_image_tokens'] = microbatching.max_image_tokens
+        size = microbatching.device_train_microbatch_size
+        if isinstance(size, int) and microbatching.slot_tokens is not None:
+            limits['max_length'] = token_budget(size, microbatching.slot_tokens)
+        return limits
 
     def open_loader(self, options: Section, *, is_eval: bool) -> OpenedLoader:
         """Opens torch's loader, or for training with ``regroup_ranks`` one that assigns samples to ranks by length."""
@@ -515,7 +556,8 @@ class FileSource(Source):
         dataset = self.eval_dataset if is_eval else self.train_dataset
         shuffle = config.loader.shuffle and not is_eval
         sampler = dist.get_sampler(dataset, shuffle=shuffle, drop_last=options['drop_last'], seed=config.seed)
-        return DataLoader(dataset, sampler=sampler, **options), config.microbatching.slot_tokens
+        dataloader = DataLoader(dataset, sampler=sampler, **options)
+        return OpenedLoader(dataloader, config.microbatching.slot_tokens)
 
     def _open_planned_loader(self, options: Section) -> OpenedLoader:
         """Measures all samples, and opens a loader that plans which rank computes which of them."""
@@ -526,8 +568,9 @@ class FileSource(Source):
         longest = int(table.lengths.max())
         size = microbatching.device_train_microbatch_size
         if not isinstance(size, int):
-            # 'auto': a microbatch may hold the whole device batch. So the size is its number of samples, rounded up.
-            size = -(-loader.samples_per_batch(table.lengths) // dist.get_world_size())
+            # 'auto' or None: a microbatch may hold the whole device batch. So the size is its number of samples.
+            samples_of_all_ranks = loader.samples_per_batch(table.lengths)
+            size = math.ceil(samples_of_all_ranks / dist.get_world_size())
         # The sampler plans before any batch exists, so the width of a device batch cannot be the default here.
         slot_tokens = microbatching.slot_tokens or longest
         max_tokens = token_budget(size, slot_tokens)
@@ -542,13 +585,18 @@ class FileSource(Source):
         mixing = {}
         if self.has_parts:
             mixing = self._mixing_options(dataset.datasets, table.loss_tokens)
+        cost = microbatching.cost or CostModel()
+        # The sampler takes one of the two sizes of a global batch.
+        global_batch_size = None
+        if loader.global_batch_tokens is None:
+            global_batch_size = loader.global_batch_size
         sampler = RegroupingBatchSampler(
             dataset,
             lengths=table.lengths,
             image_tokens=table.image_tokens,
-            vision_cost=(microbatching.cost or CostModel()).vision(table.image_tokens, table.vision_patches),
+            vision_cost=cost.vision(table.image_tokens, table.vision_patches),
             loss_tokens=table.loss_tokens,
-            global_batch_size=loader.global_batch_size if loader.global_batch_tokens is None else None,
+            global_batch_size=global_batch_size,
             global_batch_tokens=loader.global_batch_tokens,
             max_tokens=max_tokens,
             max_image_tokens=microbatching.max_image_tokens,
@@ -561,7 +609,7 @@ class FileSource(Source):
         )
         # The sampler makes the batches, so two of the options are not for the loader.
         options = without(options, 'batch_size', 'drop_last')
-        return RegroupingDataLoader(dataset, batch_sampler=sampler, **options), slot_tokens
+        return OpenedLoader(RegroupingDataLoader(dataset, batch_sampler=sampler, **options), slot_tokens)
 
     def _mixing_options(self, datasets: Sequence[Any], loss_tokens: np.ndarray) -> dict[str, Any]:
         """Returns arguments of the sampler, made from the ``SHARE_KEYS`` of the parts.
@@ -572,21 +620,23 @@ class FileSource(Source):
             datasets: The parts.
             loss_tokens: Loss tokens of each sample, for all parts one after the other, (n,).
         """
-        parts = self._datasets().values()
         sizes = [len(dataset) for dataset in datasets]
-        weights = [part['weight'] for part in parts if 'weight' in part]
-        if weights:
+        settings_of_parts = list(self._settings_by_path().values())
+        # If one part has a `weight` or a `loss_share`, all have it: see _check_shares().
+        first_part = settings_of_parts[0]
+        if 'weight' in first_part:
+            weights = [part['weight'] for part in settings_of_parts]
             return {'mixture': Mixture(sizes, weights=weights)}
-        shares = [part['loss_share'] for part in parts if 'loss_share' in part]
-        if shares and not self.shares_by_weights:
+        if 'loss_share' in first_part and not self.shares_by_weights:
+            shares = [part['loss_share'] for part in settings_of_parts]
             return {'mixture': Mixture.from_loss_shares(sizes, shares, loss_tokens)}
-        # Each sample is drawn once an epoch, unless `epochs` says otherwise. Shares, if there are any, only set the
-        # weights of tokens here (`loss_shares_by: weights`).
-        epochs = [part.get('epochs', 1) for part in parts]
-        loss_shares = None
-        if shares:
-            loss_shares = LossShares(sizes, shares, loss_tokens)
-        return {'mixture': Mixture(sizes, epochs=epochs), 'loss_shares': loss_shares}
+        # Each sample is drawn once an epoch, unless `epochs` says otherwise.
+        epochs = [part.get('epochs', 1) for part in settings_of_parts]
+        options: dict[str, Any] = {'mixture': Mixture(sizes, epochs=epochs)}
+        if self.shares_by_weights:
+            shares = [part['loss_share'] for part in settings_of_parts]
+            options['loss_shares'] = LossShares(sizes, shares, loss_tokens)
+        return options
 
 
 def _check_loss_weights(dataset: LlavaDataset) -> None:
@@ -612,8 +662,8 @@ def _is_ours(cls: Any) -> bool:
     return inspect.isclass(cls) and issubclass(cls, LlavaDataset)
 
 
-def _check_dataset(path: str, settings: Section, *, requires_all: bool = True) -> Values:
-    """Returns the arguments of the class of a dataset. Refuses other keys, and wrong values.
+def _arguments_of_dataset(path: str, settings: Section, *, requires_all: bool = True) -> Values:
+    """Returns the arguments for the class of a dataset. Refuses unknown keys, and wrong values.
 
     Args:
         path: The key of the dataset in the config.
@@ -654,7 +704,7 @@ class ShardSource(Source):
         if self.has_parts:
             raise ConfigError('dataset.parts', 'must be left out for streamed data. Use `dataset.streams`')
         self._check_arguments('dataset', self._arguments(is_eval=False), requires_shards=reads_data)
-        eval_section = self.section.get('eval')
+        eval_section = self.dataset_section.get('eval')
         if eval_section:
             self._check_arguments('dataset.eval', self._arguments(is_eval=True), requires_shards=reads_data)
             if eval_section.keys().isdisjoint(SHARD_PLACES):
@@ -699,7 +749,7 @@ class ShardSource(Source):
         own_arguments = dict.fromkeys(inspect.signature(LlavaStreamingDataset).parameters, Any)
         # The program supplies the processor. `kwargs` is no key: it collects the arguments of StreamingDataset.
         extra_keys = {**without(own_arguments, 'processor', 'kwargs'), 'streams': Sections | None}
-        # check_arguments() refuses arguments that are bound. The section `loader` sets these two.
+        # The section `loader` sets these two arguments. check_arguments() refuses arguments that a `partial` has.
         base_class = partial(StreamingDataset, batch_size=None, shuffle=None)
         check_arguments(path, base_class, arguments, extra_keys=extra_keys, hints=SHARD_HINTS)
         if requires_shards and not any(arguments.get(place) for place in SHARD_PLACES):
@@ -711,7 +761,7 @@ class ShardSource(Source):
         """Returns the dataset, which divides its samples among the ranks itself; None without an eval set."""
         from composer_tokacc.data.llava_streaming import LlavaStreamingDataset
 
-        if is_eval and not self.section.get('eval'):
+        if is_eval and not self.dataset_section.get('eval'):
             return None
         arguments = {
             'shuffle_seed': self.config.seed,  # the section may have its own
@@ -735,18 +785,19 @@ class ShardSource(Source):
             # before that, and the draw would change it. So the loader gets a generator of its own. (Other datasets do
             # not need this: Composer first iterates to skip batches, and then restores the state.)
             generator = torch.Generator().manual_seed(config.seed + dist.get_global_rank())
-            return StreamingDataLoader(dataset, generator=generator, **options), microbatching.slot_tokens
+            dataloader = StreamingDataLoader(dataset, generator=generator, **options)
+            return OpenedLoader(dataloader, microbatching.slot_tokens)
         # This loader reads as a plain one does, and then exchanges samples between the ranks by length.
         slot_tokens = self._slot_tokens()
         size = microbatching.device_train_microbatch_size
         if not isinstance(size, int):
-            size = options['batch_size']  # a whole device batch
+            size = options['batch_size']  # 'auto' or None: a microbatch may hold the whole device batch
         token_ids = image_token_ids(self.processor)
         # A tokenizer of text has no image tokens, and the loader would refuse a cap on them.
         max_image_tokens = None
         if token_ids:
             max_image_tokens = microbatching.max_image_tokens
-        loader = ExchangingDataLoader(
+        dataloader = ExchangingDataLoader(
             dataset,
             max_tokens=token_budget(size, slot_tokens),
             image_token_ids=token_ids,
@@ -755,9 +806,9 @@ class ShardSource(Source):
             **self.planner_options,
             **options,
         )
-        return loader, slot_tokens
+        return OpenedLoader(dataloader, slot_tokens)
 
-    def by_index(self, dataset: Any) -> Any:
+    def samples_of_all_ranks(self, dataset: Any) -> Any:
         """Returns all samples. The dataset's own length counts only the samples of this rank."""
         return Subset(dataset, range(dataset.size))
 
@@ -768,17 +819,17 @@ class ShardSource(Source):
         its shards are, all ``SHARD_PLACES`` and the ``split`` of the training set are left out. If one stayed,
         ``local`` of one set could meet ``streams`` of the other, and these exclude each other.
         """
-        arguments = without(self.section, 'name', 'processor', 'eval', 'parts')
+        arguments = without(self.dataset_section, 'name', 'processor', 'eval', 'parts')
         if not is_eval:
             return arguments
-        eval_section = self.section['eval']
+        eval_section = self.dataset_section['eval']
         if not eval_section.keys().isdisjoint(SHARD_PLACES):
             arguments = without(arguments, *SHARD_PLACES, 'split')
         return {**arguments, **eval_section}
 
     def _slot_tokens(self) -> int:
         """Returns the width of a slot in tokens. Raises ConfigError if the config does not give it."""
-        slot_tokens = self.config.microbatching.slot_tokens or self.section.get('max_length')
+        slot_tokens = self.config.microbatching.slot_tokens or self.dataset_section.get('max_length')
         if slot_tokens is None:
             raise ConfigError(
                 'loader.exchange_ranks',
@@ -805,11 +856,14 @@ class ShardSource(Source):
         A stream without a split has the split of the dataset, as in StreamingDataset.
         """
         arguments = self._arguments(is_eval=is_eval)
+        streams = list((arguments.get('streams') or {}).values())
+        if not streams:
+            streams = [arguments]  # the section itself describes the only stream
         shards = []
-        # Without `streams`, the section itself describes the only stream.
-        for stream in (arguments.get('streams') or {'': arguments}).values():
+        for stream in streams:
             places = [stream[key] for key in ('local', 'remote') if stream.get(key)]
-            shards.append((places, stream.get('split') or arguments.get('split') or ''))
+            split = stream.get('split') or arguments.get('split') or ''
+            shards.append((places, split))
         return shards
 
 

@@ -51,64 +51,77 @@ def memory_of_run(
     table: LengthTable,
 ) -> MemoryModel:
     """Returns the memory model of a run. It is traced without a GPU, and kept in the user's cache folder."""
-    # Flash attention cannot be traced, because it does not run on CPUs. SDPA without a mask is traced instead, because
-    # it keeps the same tensors for the backward. With a mask it would keep the mask, too.
+    build = _model_builder(config, processor)
     is_flash = str(config.model.attn_implementation).startswith('flash')
-    changes = {}
     if is_flash:
-        changes['attn_implementation'] = 'sdpa'
-    build = _model_builder(config, processor, **changes)
-    width = int(table.lengths.max())
-    traced_samples = _probe_samples(table)
-    traced_sizes = table.select(traced_samples)
+        # Flash attention cannot be traced, because it does not run on CPUs. SDPA without a mask is traced instead,
+        # because it keeps the same tensors for the backward. With a mask it would keep the mask, too.
+        build = _model_builder(config, processor, attn_implementation='sdpa')
     precision = _traced_precision(config)
-    # If FSDP gathers the weights in half precision, the model computes with these copies (strategy `fsdp`). Otherwise
-    # it computes with the stored weights, which autocast casts, as under DDP (strategy `ddp`). A trace has no ranks, so
-    # it shows no other effect of FSDP. _as_sharded() adds the others.
     sharding = _sharding(config, precision)
-    gathers_half = sharding is not None and sharding.gathered_dtype in HALF_PRECISION
-    strategy = 'fsdp' if gathers_half else 'ddp'
-    is_for_gpu = _is_for_gpu(config)
-    logits = _logits_of_run(config)
-    # The cache key holds the whole config of the model. The section `model` is not enough, because a checkpoint of the
-    # same name may change, and because the processor sets the vocabulary of a fresh model.
-    model_config = read_config(config.model.pretrained, config.model.config, processor)
-    key = {
-        'model': asdict(config.model),
-        'model_config': model_config.to_json_string(use_diff=False),
-        'optimizer': config.optimizer,
-        'precision': precision,
-        'strategy': strategy,
-        'device': 'gpu' if is_for_gpu else 'cpu',
-        'logits': logits,
-        'width': width,
-        # Other samples need another trace of the same model. For example, a token of a video has other pixels than a
-        # token of an image. The samples of `size lengths=...` have the sizes of a table, but are made up, so their
-        # class counts, too.
-        'dataset': class_name(dataset),
-        'samples': {name: getattr(traced_sizes, name).tolist() for name in TABLE_COLUMNS},
-    }
+    options = _TraceOptions(
+        width=int(table.lengths.max()),
+        precision=precision,
+        strategy=_traced_strategy(sharding),
+        on_gpu=_is_for_gpu(config),
+        has_mask=not is_flash,
+        logits=_logits_of_run(config),
+    )
+    traced_samples = _probe_samples(table)
 
     def calibrate(_: object) -> MemoryModel:  # the argument is the key, which is not needed here
+        # Before the model is built, because made-up samples refuse sizes that the model cannot have.
         samples = [dataset[index] for index in traced_samples]
         return calibrate_fake(
             build,
             _on_meta_device(build).config,
             samples,
-            width=width,
             make_optimizer=partial(build_section, 'optimizer', config.optimizer),
-            has_mask=not is_flash,
-            precision=precision,
-            strategy=strategy,
-            on_gpu=is_for_gpu,
-            logits=logits,
+            **vars(options),
         )
 
+    key = _key_of_trace(config, processor, options)
+    # Other samples need another trace of the same model. For example, a token of a video has other pixels than a token
+    # of an image. The samples of `size lengths=...` have the sizes of a table, but are made up, so their class counts,
+    # too.
+    traced_sizes = table.select(traced_samples)
+    key['dataset'] = class_name(dataset)
+    key['samples'] = {name: getattr(traced_sizes, name).tolist() for name in TABLE_COLUMNS}
     memory = load_or_calibrate(cache_folder('memory'), key, calibrate)
     if sharding is None:
         return memory
     num_weights = sum(parameter.numel() for parameter in _on_meta_device(build).parameters())
     return _as_sharded(memory, sharding, num_weights)
+
+
+@dataclass(frozen=True)
+class _TraceOptions:
+    """How the traced run computes: arguments of :func:`.calibrate_fake`."""
+
+    width: int
+    """Tokens of the longest sample."""
+    precision: str
+    strategy: str
+    on_gpu: bool
+    has_mask: bool
+    logits: str
+
+
+def _key_of_trace(config: TrainConfig, processor: Processor | None, options: _TraceOptions) -> dict[str, Any]:
+    """Returns the part of the cache key that does not depend on the samples."""
+    # The section `model` does not tell the whole config of the model, because a checkpoint of the same name may change,
+    # and because the processor sets the vocabulary of a fresh model.
+    model_config = read_config(config.model.pretrained, config.model.config, processor)
+    return {
+        'model': asdict(config.model),
+        'model_config': model_config.to_json_string(use_diff=False),
+        'optimizer': config.optimizer,
+        'precision': options.precision,
+        'strategy': options.strategy,
+        'device': 'gpu' if options.on_gpu else 'cpu',
+        'logits': options.logits,
+        'width': options.width,
+    }
 
 
 @dataclass(frozen=True)
@@ -147,6 +160,18 @@ def _sharding(config: TrainConfig, precision: str) -> Sharding | None:
     return Sharding(keeps_gathered, replicas, gathered_dtype)
 
 
+def _traced_strategy(sharding: Sharding | None) -> str:
+    """Returns the argument ``strategy`` of :func:`.calibrate_fake`: with which weights a rank computes.
+
+    If FSDP gathers the weights in half precision, the model computes with these copies (``fsdp``). Otherwise it
+    computes with the stored weights, which autocast casts, as under DDP (``ddp``). A trace has no ranks, so it shows no
+    other effect of FSDP. :func:`_as_sharded` adds the others.
+    """
+    if sharding is not None and sharding.gathered_dtype in HALF_PRECISION:
+        return 'fsdp'
+    return 'ddp'
+
+
 def _as_sharded(
     memory: MemoryModel,
     sharding: Sharding,
@@ -169,7 +194,8 @@ def _as_sharded(
     if sharding.keeps_gathered:
         # Gathered blocks then stay until the backward. Weights outside of blocks always do, so all weights are counted
         # as if they were outside of blocks.
-        changes |= {'outside': num_weights, 'block': 0}
+        changes['outside'] = num_weights
+        changes['block'] = 0
     for name in ('parameters', 'gradients', 'optimizer', 'optimizer_step'):
         # The memory model divides these bytes by the number of all ranks, but a replica is only divided among
         # `ranks / replicas` of them.
@@ -204,8 +230,10 @@ def _logits_of_run(config: TrainConfig) -> str:
     logs metrics of training, or if the model is compiled.
     """
     algorithm = build_token_accumulation(config)
+    if algorithm is None or algorithm.why_all_logits is not None:
+        return 'all'
     is_compiled = config.trainer.get('compile_config') is not None
-    if algorithm is None or algorithm.why_all_logits is not None or config.model.train_metrics or is_compiled:
+    if config.model.train_metrics or is_compiled:
         return 'all'
     return algorithm.options.logits
 
@@ -220,10 +248,10 @@ def watch_flops(
     Does nothing without a monitor, or if the speed of the device is not known. Rank 0 counts the operations in a trace.
     If the trace fails, MFU is not logged.
     """
-    monitors = (callback for callback in state.callbacks if isinstance(callback, TokenMonitor))
-    monitor = next(monitors, None)
-    if monitor is None:
+    monitors = [callback for callback in state.callbacks if isinstance(callback, TokenMonitor)]
+    if not monitors:
         return
+    monitor = monitors[0]
     device_speed = monitor.device_tflops or get_gpu_flops_available(state)
     if not device_speed:
         return
@@ -232,10 +260,10 @@ def watch_flops(
     if dist.get_global_rank() == 0:
         say('counting the operations of the model ...')
         coefficients = _flop_coefficients(source.config, source.train_dataset, source.processor, table)
-    coefficients = from_any_rank(coefficients)  # the layout is not sent: each rank makes it from its own model
+    coefficients = from_any_rank(coefficients)  # None on all ranks if the trace failed
     monitor.flops = None
     if coefficients is not None:
-        layout = BatchLayout.for_model(model)
+        layout = BatchLayout.for_model(model)  # not sent: each rank makes it from its own model
         monitor.flops = FlopModel(coefficients=coefficients, layout=layout, residual=0.0)
 
 

@@ -364,6 +364,14 @@ def test_override_inside_no_section(tmp_path, value):
         assert refusal_of(file, override).startswith('`microbatching` must be a mapping, got: ')
 
 
+def test_override_inside_a_list(tmp_path):
+    """It would replace the whole list, also one of references."""
+    file = tmp_path / 'a.yaml'
+    for betas in ('[0.9, 0.95]', '["${dataset.beta}", 0.95]'):
+        file.write_text(f'optimizer: {{betas: {betas}}}\ndataset: {{beta: 0.9}}')
+        assert refusal_of(file, 'optimizer.betas.1=0.99').startswith('`optimizer.betas` must be a mapping, got: [')
+
+
 def test_override_below_a_number(tmp_path):
     file = tmp_path / 'a.yaml'
     file.write_text('dataset: {eval: 3}')

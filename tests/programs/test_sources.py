@@ -281,6 +281,15 @@ def test_order_of_parts_that_are_not_mixed(tmp_path):
     assert orders[0] != orders[1]
 
 
+def test_epochs_of_all_parts(tmp_path):
+    """A key next to `parts` counts for each part. The eval set, which is read once, has no such key."""
+    parts = 'dataset.parts={scans: {num_samples: 40}, more: {num_samples: 6, seed: 5}}'
+    config = load_config(DIGITS, [parts, 'dataset.epochs=2'])
+    check_config(config, num_ranks=1)
+    spec, _ = build(tmp_path, parts, 'dataset.epochs=2')
+    assert len(spec.dataloader) == 2 * (40 + 6) // 16
+
+
 def test_parts_get_their_share_of_tokens(tmp_path):
     parts = (
         'dataset.parts={scans: {num_samples: 40, loss_share: 0.8}, more: {num_samples: 6, seed: 5, loss_share: 0.2}}'
@@ -393,6 +402,7 @@ MISTAKES = [
     (['dataset.parts={a: {name: llava_streaming}}'], '`dataset.parts.a.name` has no dataset llava_streaming'),
     (['dataset.parts={a: {name: lava}}'], '`dataset.parts.a.name` has no dataset lava. Did you mean llava'),
     (['dataset.parts=[1]'], '`dataset.parts` must be a mapping'),
+    (['dataset.parts={}'], '`dataset.parts` must have at least 1 item, not 0'),
     ([PARTS, 'loader.regroup_ranks=false'], 'must be on for `dataset.parts.more` as it is set, got: off'),
     (['loader.modality=per_step', 'microbatching.regroup=false'], 'must be on for `loader.modality`'),
     (

@@ -151,7 +151,7 @@ def test_measuring_sees_every_sample(shards, tmp_path):
     train = tmp_path / 'train'
     map_style = LlavaDataset(train / 'data.json', processor, image_dir=train / 'images')
     folder = tmp_path / 'lengths'
-    table = length_table(source.by_index(dataset), processor, folder=folder)
+    table = length_table(source.samples_of_all_ranks(dataset), processor, folder=folder)
     expected = length_table(map_style, processor, folder=folder)
     assert len(table) == 20
     assert table.lengths.tolist() == expected.lengths.tolist()
