@@ -170,11 +170,11 @@ def _is_mask_of(mask: object, ids: Tensor | None) -> bool:
 
 
 def check_batch(batch: Batch, *, labels_are_at_ids: bool = False) -> None:
-    """Raises ValueError unless a batch is of the form that models of Transformers take, and can be counted.
+    """Raises ValueError unless models of Transformers can compute a batch, and its tokens can be counted.
 
-    These are the checks of a Composer run: of :func:`check_ids` and :func:`check_dense`, that labels are int64, and
-    that there is a token. A row that has labels must not be hidden by the mask as a whole. For a batch of a user's own
-    loop see :func:`check_rows`.
+    A Composer run checks its batches by this function, and a user's own loop by :func:`check_rows`. It calls
+    :func:`check_ids` and :func:`check_dense`. In addition labels must be int64, there must be a token, and the mask
+    must not hide all tokens of a row that has labels.
 
     Args:
         batch: A batch on the CPU.

@@ -310,8 +310,8 @@ def _codes_of_rows(values: torch.Tensor) -> list[list[int]]:
 def check_first_labels(facts_of_batches: Sequence[RowFacts], rule: LossRule | None, kind: str) -> None:
     """Raises ValueError if padding on the left predicts a label, or would predict it in one batch of all rows.
 
-    Called for rows whose padding depends on the cut or on the loader. Then the loss depends on them, too: a shifted
-    loss counts such a label if a pad stands before it, and does not count it if nothing does.
+    Called for rows whose padding depends on the cut or on the loader. Such a label makes the loss depend on it, too: a
+    shifted loss counts the label if a pad stands before it, and does not count it if nothing does.
 
     Nothing is raised if no batch is padded on the left. Then a row that begins with padding probably does so in every
     cut. For example, its first token is a BOS that the mask hides, because the tokenizer has the same id for padding.

@@ -221,15 +221,18 @@ def _entries_by_sizes(
 
     Sizes are grids of patches, ``(items, 2)`` or ``(items, 3)``, or numbers of patches or tiles, ``(items,)``.
     """
-    if sizes.dim() not in (1, 2) or not len(sizes):
+    if sizes.dim() not in (1, 2) or not sizes.numel():
         return None
     is_grid = sizes.dim() == 2
+    # No side of a grid is 0, so a grid with a 0 is a mask. A number of tiles may be 0. Neither may be less: the product
+    # of two negative numbers would look like a grid.
+    least_size = 1 if is_grid else 0
+    if int(sizes.min()) < least_size:
+        return None
     patches_of_items = sizes.prod(dim=1) if is_grid else sizes
     patches: list[int] = patches_of_items.tolist()
     num_patches = sum(patches)
-    # No side of a grid is 0, so a grid with a 0 is a mask. A number of tiles may be 0, but not less.
-    least_patches = 1 if is_grid else 0
-    if not num_patches or min(patches) < least_patches:
+    if not num_patches:
         return None
     items_per_row = _items_by_sizes(patches, placeholders)
     if items_per_row is None:
@@ -269,9 +272,10 @@ def _items_by_sizes(patches: Sequence[int], placeholders: _PlaceholderCounts) ->
 
 
 def _entries_of_equal_size(num_entries: int, placeholders: _PlaceholderCounts) -> list[int] | None:
-    """Returns the number of entries of each row if all entries have equally many placeholders; None: they have not.
+    """Returns the number of entries of each row, as if all entries had equally many placeholders.
 
-    A row with one third of all placeholders has one third of the entries, which must be an integer.
+    A row with one third of all placeholders has one third of the entries, which must be an integer. Returns None if it
+    is not, or if there is no placeholder or no entry.
     """
     num_tokens = sum(placeholders.tokens)
     if not num_tokens or not num_entries:

@@ -28,7 +28,7 @@ _NAME_OF_LABELS = re.compile(r'(?!is_|has_).*(labels?|label_ids|targets?)_?\d*$'
 `label_mask` or `is_target`."""
 
 
-# Values that are no tensors.
+# Values of several batches.
 
 
 def values_of_rows(key: str, batches: Iterable[Batch]) -> list[Any]:

@@ -518,14 +518,17 @@ class BatchLayout:
 
     def _offsets_of_rows(self, batch: Batch, entry_by_key: Mapping[str, Entry]) -> dict[str, list[int]]:
         """Returns where the entries of each row begin, for each unit of the batch: see :data:`.RowOffsets`."""
-        units = {'row'}
+        units = ['row']
         for entry in entry_by_key.values():
-            units.add(entry.unit)
+            units.append(entry.unit)
             if entry.slot_dim is not None:
-                units.add('image')  # their number tells how many slots the selected rows need
-        units.discard('shared')
+                units.append('image')  # their number tells how many slots the selected rows need
         offsets = {}
-        for unit in units:
+        # Each unit once, in the order of the keys. A set has another order in each process, so that the ranks would
+        # name different tensors if nothing tells the items of several.
+        for unit in dict.fromkeys(units):
+            if unit == 'shared':
+                continue
             offsets[unit] = [0, *accumulate(self.units_per_row(batch, unit))]
         return offsets
 
@@ -737,7 +740,7 @@ class BatchLayout:
         return values
 
 
-# Functions of a layout that other rooms use, too. They are not methods, because methods of BatchLayout are public.
+# Functions of a layout. Those that other rooms use are not methods, because methods of BatchLayout are public.
 
 
 # Layouts of models and of several batches.

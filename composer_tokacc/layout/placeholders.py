@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Ids of placeholder tokens, and the number of placeholders of each item in two families of models.
+"""Ids of placeholder tokens, and their number for each item in models that do not notice a wrong number.
 
 The text has placeholders at the positions at which the model puts the embeddings of an image, video or audio (an item).
 There are two sets of ids:

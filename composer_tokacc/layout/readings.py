@@ -128,7 +128,7 @@ def _may_have_items(
     if carried is not None and any(carried):
         return True
     if config is None:
-        return carried is None
+        return not carried  # `[]` tells nothing either
     ids = named_ids(config, modality)
     return bool(has_any_id(text_of(batch), ids).any())
 

@@ -189,11 +189,7 @@ def cat_padded(
     return joined
 
 
-def _narrowed_to(
-    columns: range,
-    value: torch.Tensor,
-    entry: Entry,
-) -> torch.Tensor:
+def _narrowed_to(value: torch.Tensor, columns: range, entry: Entry) -> torch.Tensor:
     """Returns a view of these columns of a tensor. If it loses no column, the tensor itself is returned."""
     for dim in entry.seq_dims:
         if len(columns) < value.shape[dim]:
@@ -205,7 +201,7 @@ def select_columns(batch: Batch, entry_by_key: Mapping[str, Entry], columns: ran
     """Returns the batch with these columns of its text. A tensor that loses no column is shared with the batch."""
     selected: dict[str, Any] = dict(batch)
     for key, entry in entry_by_key.items():
-        value = _narrowed_to(columns, batch[key], entry)
+        value = _narrowed_to(batch[key], columns, entry)
         if value is not batch[key]:
             # Composer's LanguageCrossEntropy views labels flat, which torch refuses for a tensor with gaps.
             selected[key] = compact(value)
@@ -243,7 +239,7 @@ def select_rows(
             if isinstance(value, (list, tuple)):
                 selected[key] = [value[row] for row in rows]
         elif entry.unit == 'shared':
-            narrowed = _narrowed_to(columns, value, entry)
+            narrowed = _narrowed_to(value, columns, entry)
             selected[key] = narrowed
             if narrowed is not value:
                 selected[key] = compact(narrowed)  # for the same reason as in select_columns()
@@ -269,7 +265,7 @@ def _tensor_of_rows(
     unit_offsets = offsets[entry.unit]
     _check_num_entries(key, value, entry, unit_offsets)
     # Columns first, so that the other columns are not copied.
-    narrowed = _narrowed_to(columns, value, entry)
+    narrowed = _narrowed_to(value, columns, entry)
     of_rows = take(narrowed, entry.row_dim, _entries_of_rows(rows, unit_offsets))
     if entry.slot_dim is not None:
         of_rows = _without_unused_slots(of_rows, entry.slot_dim, offsets['image'], rows)

@@ -158,6 +158,14 @@ def test_negative_numbers_are_no_sizes():
     assert numbers_of_rows(batch) == [[0, 1, 2, 3, 4, 5, 6, 7], None, [8, 9, 10, 11]]
 
 
+def test_product_of_negative_numbers_is_no_size():
+    """Each image has four tiles. Another tensor has two numbers for each image, all of them negative."""
+    numbers = torch.tensor([[-1, -1], [-1, -1], [-1, -2]])
+    batch = three_rows(pixel_values=numbered(12, 4, 4), image_ranks=numbers)
+
+    assert numbers_of_rows(batch) == [[0, 1, 2, 3, 4, 5, 6, 7], None, [8, 9, 10, 11]]
+
+
 def test_mask_of_images_is_no_size():
     """The last image is masked, but it has two tiles as the others."""
     mask = torch.tensor([True, True, False])
