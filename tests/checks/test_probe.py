@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from composer_tokacc.checks import probe as probe_module
+from composer_tokacc.checks import replaced_weights
 from composer_tokacc.checks.comparison import RowComparison
 from composer_tokacc.checks.first_batch import LOOK_AGAIN, FirstBatchCheck, find_loss_rule, rule_batch
 from composer_tokacc.checks.probe import Probe
@@ -782,7 +782,7 @@ def test_weights_of_0_hide_nothing(shape):
 def test_equal_weights_are_varied_upwards():
     """Below 0 a root or a logarithm of a weight would not be a number."""
     for shape in SHAPES_OF_WEIGHTS:
-        varied = probe_module._varied(torch.zeros(shape))
+        varied = replaced_weights._varied(torch.zeros(shape))
         assert varied.shape == shape
         assert bool((varied > 0).all())
         different_weights = varied.flatten().unique()
