@@ -404,7 +404,7 @@ class CurrentMicrobatch:
         if self._step.is_weighted:
             return True
         place = len(self._step.microbatches) - 1
-        return self._run.token_choice.includes(place, self._record.rows, len(self._step.planned))
+        return self._run.token_choice.is_measured(place, self._record.rows, len(self._step.planned))
 
     def _plain_token_weight(self) -> float | None:
         """Returns the weight that a plain token must have in the gradient by the logits; None: it cannot be measured.
