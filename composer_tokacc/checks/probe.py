@@ -126,22 +126,45 @@ class ProbeResult:
         round_off = ROUNDING_FLOOR * self.eps * (1 + abs(loss))
         return abs(other - loss) <= NOISE_FACTOR * noise + round_off
 
+    def has_same_losses(self, other: ProbeResult, noise: float = 0.0) -> bool:
+        """Returns whether another result has losses of the same units, and they differ only by round-off."""
+        if other.losses.keys() != self.losses.keys():
+            return False
+        return all(self.is_same_loss(unit, loss, noise) for unit, loss in other.losses.items())
+
     def distance(self, other: ProbeResult) -> float:
-        """Returns the largest relative difference from another result of the same rows; inf if a value is NaN."""
+        """Returns the largest relative difference from another result of the same rows.
+
+        It is inf if a value is NaN, if one of the results lacks a loss, or if another number of the last layers ran.
+        """
+        if other.losses.keys() != self.losses.keys():
+            return math.inf
         distances = []
         for unit, loss in self.losses.items():
             # Losses near 0 are compared absolutely.
             distances.append(abs(other.losses[unit] - loss) / (1 + abs(loss)))
-            pairs = zip(self.gradients[unit], other.gradients[unit], strict=True)
-            for gradient, other_gradient in pairs:
-                if gradient is None or other_gradient is None:
-                    continue
-                # The gradients are sketches. Their differences have the right size up to 18 %.
-                difference = float((other_gradient - gradient).norm())
-                distances.append(difference / max(float(gradient.norm()), TINY))
+            gradients = self.gradients[unit]
+            other_gradients = other.gradients[unit]
+            if len(gradients) != len(other_gradients):
+                return math.inf
+            for gradient, other_gradient in zip(gradients, other_gradients, strict=True):
+                distances.append(_distance_of_gradients(gradient, other_gradient))
         if any(math.isnan(distance) for distance in distances):
             return math.inf
         return max(distances)
+
+
+def _distance_of_gradients(gradient: Tensor | None, other: Tensor | None) -> float:
+    """Returns the relative difference between two sketches of a gradient. None stands for a gradient of 0."""
+    if gradient is None and other is None:
+        return 0.0
+    if gradient is None:
+        gradient = torch.zeros(())
+    if other is None:
+        other = torch.zeros(())
+    # The difference of two sketches has the right size up to 18 %.
+    difference = float((other - gradient).norm())
+    return difference / max(float(gradient.norm()), TINY)
 
 
 class _LayerOutput(NamedTuple):
@@ -373,8 +396,8 @@ class Probe:
         # With other random numbers than in all other forwards, so the loss changes if it depends on random numbers.
         with_other_numbers = self._find_last_layers(batch, seed=1)
         result = self.run(batch)
-        is_same = [result.is_same_loss(unit, loss) for unit, loss in with_other_numbers.losses.items()]
-        self.is_random = not all(self.gather(all(is_same)))
+        is_same = result.has_same_losses(with_other_numbers)
+        self.is_random = not all(self.gather(is_same))
         self.judge_written_state(batch)
         if self.is_random:
             self._check_random_numbers_decide(batch, with_other_numbers, seed=1)
@@ -397,8 +420,8 @@ class Probe:
         # In half precision, kernels of a GPU that sum in any order (`index_add_`) move a loss by more than its own
         # round-off. So it may move by one digit of the coarsest type, 8e-3 in bfloat16.
         noise = again.gradient_eps / NOISE_FACTOR
-        is_same = [first.is_same_loss(unit, loss, noise) for unit, loss in again.losses.items()]
-        if not all(self.gather(all(is_same))):
+        is_same = first.has_same_losses(again, noise)
+        if not all(self.gather(is_same)):
             raise NotExactError(
                 'A forward must not change the result of the next one, got: another loss of the same rows, although '
                 'all random numbers were the same. A step would depend on its number of microbatches. Keep state that '

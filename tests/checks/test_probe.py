@@ -722,6 +722,95 @@ def test_random_forward_is_probed_in_evaluation(draw):
     assert not probe.is_training
 
 
+class Turn(torch.nn.Module):
+    """Alternates between 0 and 1 from forward to forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.value = 1
+
+    def next(self):
+        self.value = 1 - self.value
+        return self.value
+
+
+class HiddenTurn(Turn):
+    """The same, where no snapshot finds it."""
+
+    def __init__(self):
+        super().__init__()
+        self.values = [1]
+
+    def next(self):
+        self.values[0] = 1 - self.values[0]
+        return self.values[0]
+
+
+def probe_with_term_by_turns(turn):
+    """Returns a probe whose loss has a second term in every other forward."""
+    model = one_layer_model().train()
+    model.turn = turn
+
+    def forward(batch):
+        logits = model(input_ids=batch['input_ids'], attention_mask=batch['attention_mask']).logits
+        return {'loss': causal(logits, batch), 'logits': logits}
+
+    def terms(loss, outputs):
+        if turn.next():
+            return {'tokens': loss, 'samples': loss}
+        return {'tokens': loss}
+
+    return Probe(forward, loss_in, model, terms=terms)
+
+
+def test_term_of_every_other_forward():
+    probe = probe_with_term_by_turns(Turn())
+    with pytest.raises(RuntimeError, match=r"the next one, got: 'turn\.value'"):
+        probe.examine(row_for_rule())
+
+
+def test_term_of_every_other_forward_by_hidden_state():
+    """The first and the third forward have the same terms. So it looks like a random loss."""
+    probe = probe_with_term_by_turns(HiddenTurn())
+    probe.examine(row_for_rule())
+    assert probe.is_random
+
+
+def test_loss_is_detached_in_every_other_forward():
+    """Its value stays the same."""
+    model = one_layer_model().train()
+    model.turn = Turn()
+
+    def loss(logits, batch):
+        if model.turn.next():
+            logits = logits.detach()
+        return causal(logits, batch)
+
+    with pytest.raises(RuntimeError, match=r"the next one, got: 'turn\.value'"):
+        probe_of(loss, model=model).examine(row_for_rule())
+
+
+class AlternatingNorm(torch.nn.Module):
+    """Has two norms, which take turns. Only one of them is found among the last layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.norms = torch.nn.ModuleList([torch.nn.LayerNorm(32), torch.nn.LayerNorm(32)])
+        self.turn = Turn()
+
+    def forward(self, states):
+        norm = self.norms[self.turn.next()]
+        return norm(states)
+
+
+def test_last_layer_of_every_other_forward():
+    model = one_layer_model().train()
+    model.model.norm = AlternatingNorm()
+
+    with pytest.raises(RuntimeError, match=r"the next one, got: '.*turn\.value'"):
+        probe_of(causal, model=model).examine(row_for_rule())
+
+
 def test_norm_after_the_head():
     """A layer before the head that runs again after it does not end the graph of the loss."""
     model = one_layer_model()
