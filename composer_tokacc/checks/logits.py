@@ -204,7 +204,7 @@ def sketch(gradient: Tensor) -> Tensor:
     """
     size = gradient.shape[-1]
     if size <= SKETCH_WIDTH:
-        return gradient.float().cpu()
+        return whole_vocabulary(gradient).float().cpu()
     num_missing = -size % SKETCH_BLOCK  # entries of the last block
     num_blocks = (size + num_missing) // SKETCH_BLOCK
     # The same numbers for every gradient of this size.
