@@ -752,9 +752,9 @@ class _WithoutDropout(TorchFunctionMode):
     ) -> Any:
         """Returns the input of a dropout. Calls attention with a dropout of 0, and any other function as it is."""
         kwargs = kwargs or {}
-        name = getattr(func, '__name__', '')
         # A model of torch.export calls operators by their full names, such as `dropout.default`.
-        if name.removesuffix('.default') in DROPOUTS:
+        name = getattr(func, '__name__', '').removesuffix('.default')
+        if name in DROPOUTS:
             return args[0] if args else kwargs['input']
         if name == 'scaled_dot_product_attention':
             # The arguments after query, key, value and mask.

@@ -661,6 +661,15 @@ class SelfAttention(torch.nn.MultiheadAttention):
         return super().forward(states, states, states)[0]
 
 
+class ExportedAttention(torch.nn.Module):
+    """Calls attention as a model of torch.export does."""
+
+    dropout = 0.5
+
+    def forward(self, states):
+        return torch.ops.aten.scaled_dot_product_attention.default(states, states, states, None, self.dropout)
+
+
 class Recurrent(torch.nn.LSTM):
     def forward(self, states):
         return super().forward(states)[0]
@@ -670,6 +679,7 @@ class Recurrent(torch.nn.LSTM):
     'layer',
     [
         pytest.param(SelfAttention(32, 2, dropout=0.5, batch_first=True), id='attention'),
+        pytest.param(ExportedAttention(), id='exported attention'),
         pytest.param(Recurrent(32, 32, num_layers=2, dropout=0.5, batch_first=True), id='lstm'),
     ],
 )
