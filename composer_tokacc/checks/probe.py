@@ -175,6 +175,18 @@ class _LayerOutput(NamedTuple):
     address: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class _ForwardOptions:
+    """How to run a forward: arguments of :meth:`Probe.run`."""
+
+    targets: Tensor | None
+    rounded: bool
+    at_labels: AtLabels | None
+    seed: int
+    keeps_state: bool
+    varies_weights: bool
+
+
 class _Forward(NamedTuple):
     """The results of one forward, from which gradients are computed.
 
@@ -295,9 +307,7 @@ class Probe:
         """
         if self._last_layers is None:
             self.examine(batch)
-        run_forward = partial(
-            self._run_forward,
-            batch,
+        options = _ForwardOptions(
             targets=targets,
             rounded=rounded,
             at_labels=at_labels,
@@ -306,33 +316,13 @@ class Probe:
             varies_weights=varies_weights,
         )
         if decides_precision and self.uses_float32:
-            return self._run_in_float32_if_possible(run_forward)
-        return self._run_with_allowed_leaves(run_forward)
+            return self._run_in_float32_if_possible(batch, options)
+        return self._run_with_allowed_leaves(batch, options)
 
-    def _run_forward(
-        self,
-        batch: Batch,
-        *,
-        targets: Tensor | None,
-        rounded: bool,
-        at_labels: AtLabels | None,
-        seed: int,
-        keeps_state: bool,
-        varies_weights: bool,
-    ) -> ProbeResult:
-        """Runs the forward and the loss once, and computes the gradients. For the arguments see :meth:`run`."""
-        with torch.no_grad(), undisturbed(self.model, keeps_state=keeps_state) as snapshot:
-            with self._as_probed(seed):
-                forward = self._forward(batch, rounded=rounded, at_labels=at_labels, varies_weights=varies_weights)
-                result = _result_of(forward, targets)
-            # Outside of _as_probed(), because _WithoutDropout would slow down the comparison of each state.
-            self._note_written(snapshot)
-        return result
-
-    def _run_in_float32_if_possible(self, run_forward: Callable[[], ProbeResult]) -> ProbeResult:
+    def _run_in_float32_if_possible(self, batch: Batch, options: _ForwardOptions) -> ProbeResult:
         """Runs a forward in float32. If that fails on any rank, all ranks go over to the trainer's precision."""
         try:
-            result = self._run_with_allowed_leaves(run_forward)
+            result = self._run_with_allowed_leaves(batch, options)
         except Exception:
             # Some kernels accept only half precision, such as flash attention. Each raises another error, and float32
             # may take too much memory, so any error counts. If it has another cause, the next forward raises it, too.
@@ -340,11 +330,11 @@ class Probe:
         # Only some ranks may have raised, for example because their GPUs have less free memory.
         if any(self.gather(result is None)):
             self.uses_float32 = False
-            result = self._run_with_allowed_leaves(run_forward)
+            result = self._run_with_allowed_leaves(batch, options)
         assert result is not None
         return result
 
-    def _run_with_allowed_leaves(self, run_forward: Callable[[], ProbeResult]) -> ProbeResult:
+    def _run_with_allowed_leaves(self, batch: Batch, options: _ForwardOptions) -> ProbeResult:
         """Runs a forward. If the model writes into its logits (Chameleon), runs it again with fewer leaves.
 
         The outputs of the last layers are leaves of the autograd graph, and torch does not allow to write into a leaf.
@@ -352,12 +342,22 @@ class Probe:
         """
         layers = self._last_layers or []
         try:
-            return run_forward()
+            return self._run_forward(batch, options)
         except Exception as error:
             if 'in-place' not in str(error) or len(layers) < 2:
                 raise
         self._last_layers = layers[:1]
-        return run_forward()
+        return self._run_forward(batch, options)
+
+    def _run_forward(self, batch: Batch, options: _ForwardOptions) -> ProbeResult:
+        """Runs the forward and the loss once, and computes the gradients."""
+        with torch.no_grad(), undisturbed(self.model, keeps_state=options.keeps_state) as snapshot:
+            with self._as_probed(options.seed):
+                forward = self._forward(batch, options)
+                result = _result_of(forward, options.targets)
+            # Outside of _as_probed(), because _WithoutDropout would slow down the comparison of each state.
+            self._note_written(snapshot)
+        return result
 
     @property
     def has_varied_weights(self) -> bool:
@@ -540,48 +540,47 @@ class Probe:
         if names and any(self.gather(is_changed)):
             raise _decisive_state(', '.join(names), 'which a forward of other rows writes')
 
-    def _forward(
-        self,
-        batch: Batch,
-        *,
-        rounded: bool,
-        at_labels: AtLabels | None,
-        varies_weights: bool,
-    ) -> _Forward:
-        """Runs the forward and the loss once. For the arguments see :meth:`run`."""
+    def _forward(self, batch: Batch, options: _ForwardOptions) -> _Forward:
+        """Runs the forward and the loss once, and finds the logits."""
         precision = self._precision()
         if self.uses_float32:
             precision = torch.autocast(labels_of(batch).device.type, enabled=False)
         # Forward and loss get the same copy, as in training. If the model writes into it, no other forward sees that.
         copied = with_copied_tensors(batch)
         rounded_layers: list[Module] = []
-        if rounded:
+        if options.rounded:
             rounded_layers = _without_children(self._modules)
-        # The shapes that the outputs of layers may have at the text.
+        # Outputs that have a vector for each position of the text have one of these rows and widths.
         shapes = [tuple(labels_of(batch).shape)]
+        at_labels = options.at_labels
         if at_labels is not None:
             shapes.append(at_labels.positions.shape)
             # The caller of run() disarms the selector afterwards, because a forward that raises may leave it armed.
             at_labels.selector.arm(at_labels.rule, num_labels=len(at_labels.positions.of_labels))
-        last_layers = self._last_layers or []
         with (
             precision,
-            self._weights.replaced(in_float32=self.uses_float32, varied=varies_weights),
+            self._weights.replaced(in_float32=self.uses_float32, varied=options.varies_weights),
             _hooked(rounded_layers, _rounded),
-            _graph_from(last_layers, shapes) as leaves,
+            _graph_from(self._last_layers or [], shapes) as leaves,
         ):
             outputs = self._forward_model(copied)
             loss = _loss_of(self._loss, outputs, copied)  # only once, because a loss may keep running counts
             terms = self._sums_by_unit(loss, outputs)
         logits = _logits_in_loss(outputs, shapes)
-        leaves_of_logits = leaves.of_forward_with(logits)
-        # Some layers do not run in every batch, such as a layer of another modality.
-        points = [leaves_of_logits[layer] for layer in last_layers if layer in leaves_of_logits]
+        return _Forward(terms, self._points(leaves, logits), logits)
+
+    def _points(self, leaves: _Leaves, logits: Tensor | None) -> list[Tensor]:
+        """Returns the tensors by which gradients are taken: outputs of the last layers, and the logits as the last."""
+        points = []
+        leaf_by_layer = leaves.of_forward_with(logits)
+        for layer in self._last_layers or []:
+            if layer in leaf_by_layer:  # some layers do not run in every batch, such as a layer of another modality
+                points.append(leaf_by_layer[layer])
         # If no layer returns the logits, because the model changes the output of its head once more, they are not among
         # the leaves.
         if logits is not None and logits.requires_grad and not any(logits is leaf for leaf in points):
             points.append(logits)
-        return _Forward(terms, points, logits)
+        return points
 
     @contextmanager
     def _as_probed(self, seed: int) -> Iterator[None]:
