@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,6 +57,18 @@ class _WatchedForward:
     """Share of the gradient's norm that no token's cross-entropy explains, float32 ``()``."""
     has_gradient: bool = False
     """Whether its logits got a gradient."""
+
+    @classmethod
+    def without_gradient(cls, num_labels: Tensor | None, device: torch.device) -> _WatchedForward:
+        """Makes the record of a forward whose logits have no gradient yet. ``device`` is the one of the logits."""
+        zero = torch.zeros((), device=device)
+        return cls(
+            in_backward=is_in_backward(),
+            num_labels=num_labels,
+            weights=zero,
+            is_unclear=zero.bool(),
+            residual=zero,
+        )
 
     @property
     def reliable_weights(self) -> Tensor:
@@ -272,15 +284,10 @@ class TokenWeightsReport:
         if not torch.is_grad_enabled() or not self._is_open:
             return
         self._had_forward = True
-        logits = _logits_in(outputs, is_outer=is_outer)
-        mask = None
-        if logits is None:
-            # TRL's fused head returns only log-probabilities of the labels. They are watched instead of the logits.
-            logits = getattr(outputs, 'log_probs', None)
-            mask = getattr(outputs, 'label_mask', None)
-        if logits is None:
+        watched = _output_to_watch(outputs, is_outer=is_outer)
+        if watched is None:
             return
-        node, index = edge_of(logits)
+        node, index = edge_of(watched.values)
         if node is None:  # they depend on no parameter that is trained
             return
         batch = kwargs
@@ -288,29 +295,22 @@ class TokenWeightsReport:
             batch = next(iter(args), None)
         num_labels = _num_labels(batch)
         # The hook may run twice for the same logits: for a part of the model, and for the whole model around it. They
-        # are measured once. So the forward is noted in the node of the graph that made the logits, where the second
-        # call finds it. If the part got no labels, the labels of the whole model count.
+        # are measured once. So the forward is noted in the node of the graph that made the logits, and the second call
+        # finds it there. If the part got no labels, the labels of the whole model count.
         metadata_of_node: Any = node.metadata
         earlier: _WatchedForward | None = metadata_of_node.get((self, index))
         if earlier is not None:
             if earlier.num_labels is None:
                 earlier.num_labels = num_labels
             return
-        zero = torch.zeros((), device=logits.device)
-        forward = _WatchedForward(
-            in_backward=is_in_backward(),
-            num_labels=num_labels,
-            weights=zero,
-            is_unclear=zero.bool(),
-            residual=zero,
-        )
+        forward = _WatchedForward.without_gradient(num_labels, watched.values.device)
         metadata_of_node[self, index] = forward
         self._forwards.append(forward)
-        if mask is not None:
-            add_gradient = partial(forward.add_gradient_of_log_probs, mask)
+        if watched.mask is not None:
+            add_gradient = partial(forward.add_gradient_of_log_probs, watched.mask)
         else:
             # Detached, because a graph whose hook holds its own logits is never freed.
-            add_gradient = partial(forward.add_gradient, logits.detach())
+            add_gradient = partial(forward.add_gradient, watched.values.detach())
         node.register_prehook(partial(self._measure, index=index, add_gradient=add_gradient))
 
     def _measure(
@@ -394,6 +394,26 @@ def measure_token_weights(model: torch.nn.Module) -> Iterator[TokenWeightsReport
     if not report.weights:
         name = type(inner).__name__
         raise NotExactError(f'No token weight was measured of {name}: {report._why_empty()}. See docs/token_weights.md')
+
+
+class _WatchedOutput(NamedTuple):
+    """The logits of a forward, or the log-probabilities of its labels."""
+
+    values: Tensor
+    mask: Tensor | None
+    """None for logits. For log-probabilities bool in their shape, False where a label is ignored."""
+
+
+def _output_to_watch(outputs: Any, *, is_outer: bool) -> _WatchedOutput | None:
+    """Returns the output whose gradient tells the weights of tokens. For ``is_outer`` see :func:`_logits_in`."""
+    logits = _logits_in(outputs, is_outer=is_outer)
+    if logits is not None:
+        return _WatchedOutput(logits, mask=None)
+    # TRL's fused head returns only log-probabilities of the labels.
+    log_probs = getattr(outputs, 'log_probs', None)
+    if log_probs is not None:
+        return _WatchedOutput(log_probs, mask=getattr(outputs, 'label_mask', None))
+    return None
 
 
 def _logits_in(outputs: Any, *, is_outer: bool) -> Tensor | None:
