@@ -409,10 +409,11 @@ def _output_to_watch(outputs: Any, *, is_outer: bool) -> _WatchedOutput | None:
     logits = _logits_in(outputs, is_outer=is_outer)
     if logits is not None:
         return _WatchedOutput(logits, mask=None)
-    # TRL's fused head returns only log-probabilities of the labels.
+    # TRL's fused head returns only log-probabilities of the labels, and a mask of them.
     log_probs = getattr(outputs, 'log_probs', None)
-    if log_probs is not None:
-        return _WatchedOutput(log_probs, mask=getattr(outputs, 'label_mask', None))
+    mask = getattr(outputs, 'label_mask', None)
+    if log_probs is not None and mask is not None:
+        return _WatchedOutput(log_probs, mask)
     return None
 
 
