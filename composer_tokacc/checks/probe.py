@@ -668,6 +668,7 @@ def _result_of(forward: _Forward, targets: Tensor | None) -> ProbeResult:
     measured = None
     has_logits = True
     if targets is not None and logits is not None and logit_gradient is not None:
+        # If the gradient does not tell, which are_logits() says by None, they are taken for logits.
         has_logits = are_logits(logit_gradient, targets) is not False
         if has_logits:
             measured = measure(logits, logit_gradient, targets)
