@@ -176,7 +176,7 @@ def perturb(states: Iterable[State]) -> None:
 
     Floating point tensors get noise, which also shows a dependence on a state that no longer moves, such as the
     converged vectors of a spectral norm. Other states may be indices, and noise could move them out of range. So they
-    get the value that a forward has written.
+    get the value that a forward has written. So does float8 (one byte), because torch cannot add it.
 
     Args:
         states: The states, with the values that a forward has written, as :meth:`StateSnapshot.written` returns them.
@@ -186,11 +186,15 @@ def perturb(states: Iterable[State]) -> None:
     generator = torch.Generator().manual_seed(0)
     for state in states:
         current = state.container[state.key]
-        if isinstance(current, Tensor) and current.is_floating_point() and current.numel():
+        if isinstance(current, Tensor) and _can_get_noise(current):
             _add_noise(state, current, generator)
         else:
             # `state` was recorded after the forward that wrote it, so this puts the written value back.
             StateSnapshot([state]).restore()
+
+
+def _can_get_noise(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.dtype.itemsize > 1 and tensor.numel() > 0
 
 
 def _add_noise(state: State, tensor: Tensor, generator: torch.Generator) -> None:
