@@ -236,8 +236,8 @@ class Probe:
         self._loss = loss
         self._precision = precision
         self._sums_by_unit = terms or _one_mean_over_tokens
-        self.is_training = True
-        """Whether the layers run as in training. If not, all modules are switched to evaluation for each forward."""
+        self.runs_as_in_training = True
+        """If not, all modules are switched to evaluation for each forward."""
         self.is_random = False
         """Whether the loss changes from forward to forward. If it does in training, :meth:`examine` goes over to
         evaluation, and looks again. So after :meth:`examine` True means that the forward is random even in
@@ -385,9 +385,9 @@ class Probe:
             RuntimeError: If the loss depends on state that forwards write.
         """
         result = self._examine_in_present_mode(batch)
-        if self.is_random and self.is_training:
+        if self.is_random and self.runs_as_in_training:
             log.info('The loss is random in training even without dropout, so it was probed only in evaluation.')
-            self.is_training = False
+            self.runs_as_in_training = False
             result = self._examine_in_present_mode(batch)
         return result
 
@@ -463,7 +463,7 @@ class Probe:
         Judges nothing if the model is probed in evaluation. There a forward may write other state than in training.
         """
         names = self._names_on_ranks(self._written)
-        if not names or not self.is_training:
+        if not names or not self.runs_as_in_training:
             return
         self._judged.update(names)
         written = list(self._written.values())
@@ -520,7 +520,7 @@ class Probe:
         again. But it may be made of these rows, such as the mean of the last microbatch.
         """
         # The caller has judged written states before. If none was ever judged, no forward has written any.
-        if not self._judged or not self.is_training:
+        if not self._judged or not self.runs_as_in_training:
             return
 
         def run_forward() -> tuple[ProbeResult, set[str]]:
@@ -588,7 +588,7 @@ class Probe:
 
         Switches BatchNorm to evaluation. If the forward is random in training, switches all modules to evaluation.
         """
-        class_in_evaluation = BatchNorm if self.is_training else Module
+        class_in_evaluation = BatchNorm if self.runs_as_in_training else Module
         attributes: list[_Attribute] = []
         for module in self._modules:
             if isinstance(module, class_in_evaluation):

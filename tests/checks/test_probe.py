@@ -653,7 +653,7 @@ def test_dropout_is_switched_off(dropout):
     model_without_dropout = one_layer_model()
     expected = probe_of(causal, model=model_without_dropout).run(row)
     assert result.losses == pytest.approx(expected.losses, rel=1e-6)
-    assert probe.is_training
+    assert probe.runs_as_in_training
 
 
 class SelfAttention(torch.nn.MultiheadAttention):
@@ -693,7 +693,7 @@ def test_dropout_inside_of_torchs_modules(layer):
     result_of_other_seed = probe.run(row, seed=1)
 
     assert result.losses == result_of_other_seed.losses
-    assert probe.is_training
+    assert probe.runs_as_in_training
     assert layer.dropout == 0.5
 
 
@@ -729,7 +729,7 @@ def test_random_forward_is_probed_in_evaluation(draw):
     second_result = probe.run(row)
 
     assert first_result.losses == second_result.losses
-    assert not probe.is_training
+    assert not probe.runs_as_in_training
 
 
 class Turn(torch.nn.Module):
