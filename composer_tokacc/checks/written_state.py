@@ -58,7 +58,7 @@ class State:
     key: str
     value: Tensor | float  # the object itself. If it is a tensor, a forward may write into it
     copied: Copied  # ALL for a number
-    content: Tensor | float | None  # the copy; a number itself; None: nothing was copied
+    content: Tensor | None  # the copied entries; None: nothing was copied, or it is a number
     version: int | None  # number of writes into the tensor; None: it is a number
 
     @classmethod
@@ -72,7 +72,7 @@ class State:
         """Returns the state as it is now. ``copied`` is ignored for a number."""
         value = container[key]
         if not isinstance(value, Tensor):
-            return cls(name, container, key, value, Copied.ALL, content=value, version=None)
+            return cls(name, container, key, value, Copied.ALL, content=None, version=None)
         content = None
         if copied is Copied.ALL:
             content = value.detach().clone()
@@ -94,7 +94,7 @@ class State:
         """Returns whether a tensor was written. ``current`` is the tensor that is in its place now."""
         is_replaced = current is not self.value
         was_written_into = not is_replaced and num_writes(current) != self.version
-        if not isinstance(self.content, Tensor):
+        if self.content is None:
             return is_replaced or was_written_into
         if self.copied is Copied.SAMPLE:
             # A parameter that was replaced is not compared: FSDP1 replaces parameters during a forward. A write alone
@@ -149,7 +149,7 @@ class StateSnapshot:
             if state.copied is Copied.SAMPLE:
                 continue
             state.container[state.key] = state.value
-            if not isinstance(state.value, Tensor) or not isinstance(state.content, Tensor):
+            if not isinstance(state.value, Tensor) or state.content is None:
                 continue
             # An equal tensor is not written, because some cannot be, such as an expanded one.
             if not _are_equal(state.value, state.content):
@@ -166,7 +166,7 @@ class StateSnapshot:
         """
         copies: dict[int, Tensor] = {}  # by the identity of the tensor, because modules may share it
         for state in self.states:
-            if isinstance(state.content, Tensor) and state.copied is Copied.ALL:
+            if state.content is not None and state.copied is Copied.ALL:
                 state.container[state.key] = copies.setdefault(id(state.value), state.content.clone())
 
 
