@@ -124,20 +124,24 @@ def on_gradient(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> None
     If the tensor is a copy, it is the gradient by the tensor before the copy, see :func:`edge_of`.
     """
     node, index = edge_of(tensor)
-    if node is tensor.grad_fn:
+    is_copy = node is not tensor.grad_fn
+    if not is_copy:
         # A hook of the tensor runs before those of its node, so measure_token_weights() sees the gradient that this one
         # returns. The gradient is None if the loss uses only other outputs of the node.
         tensor.register_hook(lambda gradient: None if gradient is None else hook(gradient))
         return
 
     def change(gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None] | None:
+        """Gets the gradients by all outputs of the node, and may return others to use instead."""
         gradient = gradients[index]
         if gradient is None:
             return None
         changed = hook(gradient)
         if changed is None:
             return None
-        return (*gradients[:index], changed, *gradients[index + 1 :])
+        with_changed = list(gradients)
+        with_changed[index] = changed
+        return tuple(with_changed)
 
     assert node is not None
     node.register_prehook(change)
@@ -167,12 +171,24 @@ def raise_if_bypassed(logits: Tensor, refusal: Exception) -> None:
     if node is not None:
         node.register_prehook(note)
     while node is not None:
-        # Nodes of parameters (`variable`) are left out, because they outlive the graph, and so would their hooks.
-        inputs = [source for source, _ in node.next_functions if source and not hasattr(source, 'variable')]
+        inputs = _inputs_of(node)
         for source in inputs:
             source.register_prehook(check)
-        # A node with one input may be a view, a cast or a cap of its input. One with several is the output embedding.
-        node = inputs[0] if len(inputs) == 1 else None
+        if len(inputs) != 1:
+            break  # it is the output embedding, or the graph begins here
+        node = inputs[0]  # the node may be a view, a cast or a cap of its only input
+
+
+def _inputs_of(node: Node) -> list[Node]:
+    """Returns the nodes whose outputs a node uses.
+
+    Nodes of parameters (`variable`) are left out, because they outlive the graph, and so would hooks on them.
+    """
+    inputs = []
+    for source, _ in node.next_functions:
+        if source is not None and not hasattr(source, 'variable'):
+            inputs.append(source)
+    return inputs
 
 
 def gradient_of(loss: Tensor, tensor: Tensor) -> Tensor | None:

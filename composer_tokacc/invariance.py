@@ -380,16 +380,22 @@ class _UserStep:
         longest_first = sorted(in_order, key=lambda row: -widths[row])
         for size in sorted({min(size, num_rows) for size in self.microbatch_sizes}):
             yield _UserCut('in order', size, self.layout.split(batch, groups_of(in_order, size)))
-            groups_by_length = groups_of(longest_first, size)
-            # Padding on the left stays. Its last position may predict a label at the first token of a row. And
-            # trimming would move tokens to earlier columns, which changes the result of some models.
-            if padding == 'right':
-                by_length = split_trimmed(self.layout, batch, groups_by_length)
-            else:
-                by_length = self.layout.split(batch, groups_by_length)
-            yield _UserCut('by length', size, by_length)
+            yield _UserCut('by length', size, self._split_by_length(batch, groups_of(longest_first, size), padding))
         # The microbatch of one row comes last, because some loops drop a smaller last one, as `drop_last` does.
         yield _UserCut('uneven', num_rows - 1, self.layout.split(batch, [in_order[1:], in_order[:1]]))
+
+    def _split_by_length(
+        self,
+        batch: Batch,
+        groups: Sequence[Sequence[int]],
+        padding: str,
+    ) -> Sequence[Batch]:
+        """Returns microbatches of rows of similar length, trimmed if the padding is on the right."""
+        if padding == 'right':
+            return split_trimmed(self.layout, batch, groups)
+        # Padding on the left stays. Its last position may predict a label at the first token of a row. And trimming
+        # would move tokens to earlier columns, which changes the result of some models.
+        return self.layout.split(batch, groups)
 
     def check_reads_rows(self) -> None:
         """Raises ValueError if a step of one row of each rank has the gradient of a step of all rows; a collective."""
@@ -509,16 +515,21 @@ def _check_numbers_of_labels(rows_by_rank: list[SingleRows]) -> None:
         labels_of_rows: list[int] = []
         labels_of_ranks: list[int] = []
         for rows in rows_by_rank:
-            labels_of_its_rows = [_num_labels(row, rule) for row in rows]
-            labels_of_rows += labels_of_its_rows
-            labels_of_ranks.append(sum(labels_of_its_rows))
-        for holders, numbers in (('rows', labels_of_rows), ('ranks', labels_of_ranks)):
-            if len(numbers) > 1 and len(set(numbers)) == 1:
-                raise InvalidInputError(
-                    f'`rows` must differ in their numbers of labels, got: {numbers[0]} in each of {len(numbers)} '
-                    f'{holders}, counted {rule}. Among these a mean of means is the mean over all tokens, and nothing '
-                    'is proven.'
-                )
+            labels_of_rows_of_rank = [_num_labels(row, rule) for row in rows]
+            labels_of_rows += labels_of_rows_of_rank
+            labels_of_ranks.append(sum(labels_of_rows_of_rank))
+        _check_not_all_equal(labels_of_rows, 'rows', rule)
+        _check_not_all_equal(labels_of_ranks, 'ranks', rule)
+
+
+def _check_not_all_equal(numbers_of_labels: Sequence[int], holders: str, rule: LossRule) -> None:
+    """Raises ValueError if several holders, ``'rows'`` or ``'ranks'``, all have the same number of labels."""
+    if len(numbers_of_labels) > 1 and len(set(numbers_of_labels)) == 1:
+        raise InvalidInputError(
+            f'`rows` must differ in their numbers of labels, got: {numbers_of_labels[0]} in each of '
+            f'{len(numbers_of_labels)} {holders}, counted {rule}. Among these a mean of means is the mean over all '
+            'tokens, and nothing is proven.'
+        )
 
 
 def _num_labels(row: Batch, rule: LossRule) -> int:

@@ -192,7 +192,7 @@ def _leaks_of_gradient(
         total = products[reader.positions].sum()
         (gradient,) = torch.autograd.grad(total, embedded[0], retain_graph=True)
         for source in _others(reader, documents):
-            size = float(gradient[source.positions].float().norm())
+            size = float(gradient[source.positions].double().norm())  # squares of small numbers are 0 in float32
             if size != 0.0:
                 leaks[reader.row, reader.number, source.number] = size
     return leaks
@@ -276,12 +276,7 @@ def _replacements(
         num_embeddings: The size of the vocabulary, or 0 if it is not known.
     """
     texts = [ids[document.positions].tolist() for document in documents]
-    # If all documents begin (or end) with the same id, it may separate them, even if the config does not name it.
-    first_tokens = {text[0] for text in texts}
-    last_tokens = {text[-1] for text in texts}
-    for tokens in (first_tokens, last_tokens):
-        if len(tokens) == 1:
-            reserved = reserved | tokens
+    reserved = reserved | _separators(texts)
     ordinary_ids = set().union(*texts) - reserved
     if len(ordinary_ids) < 2:
         ordinary_ids = set(range(num_embeddings)) - reserved
@@ -289,6 +284,7 @@ def _replacements(
         return []
     ordinary = ids.new_tensor(sorted(ordinary_ids))
     last = len(ordinary) - 1
+    # The place of each id among the ordinary ids. Reserved ids have none, and are put back below.
     places = torch.searchsorted(ordinary, ids).clamp(max=last)
     next_places = (places + 1) % len(ordinary)
     is_reserved = torch.isin(ids, ids.new_tensor(sorted(reserved)))
@@ -296,6 +292,20 @@ def _replacements(
     for other_ids in (ordinary[next_places], ordinary[0], ordinary[last // 2], ordinary[last]):
         replacements.append(torch.where(is_reserved, ids, other_ids))
     return replacements
+
+
+def _separators(texts: Sequence[Sequence[int]]) -> set[int]:
+    """Returns the id with which all documents begin, and the one with which all end, if there are such ids.
+
+    They may separate documents, even if the config does not name them.
+    """
+    separators: set[int] = set()
+    first_ids = {text[0] for text in texts}
+    last_ids = {text[-1] for text in texts}
+    for ids in (first_ids, last_ids):
+        if len(ids) == 1:
+            separators |= ids
+    return separators
 
 
 def _reserved_ids(config: object) -> set[int]:

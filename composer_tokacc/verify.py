@@ -39,6 +39,7 @@ from composer.devices import Device, DeviceCPU, DeviceGPU
 from composer.loggers import Logger
 from composer.utils import dist
 from pydantic import Field
+from torch import Tensor
 
 from composer_tokacc.algorithm import TokenAccumulation
 from composer_tokacc.algorithm.setup import check_trains_something
@@ -170,7 +171,7 @@ def verify(config: TrainConfig, *, max_rows: int = 8, tolerance: float = 1e-6) -
             'Composer weights them by their samples. Add it: `algorithms.token_accumulation={}`.'
         )
     run = _VerifiedRun(config, max_rows)
-    # For each side, calls `whole_step`, and passes the gradient to `cases`.
+    # Calls `whole_step` for each side, and then `cases` with the side and this gradient.
     report = compare_cuts(SIDES, run.whole_step, run.cases, tolerance=tolerance)
     if report.is_exact:
         return report
@@ -222,7 +223,7 @@ class _VerifiedRun:
         needs_rule = self.options.is_weighted or is_packed
         self.rule = self._rule_of_run() if needs_rule else None
         """Over which labels the model averages its loss. None if neither token weights nor packed rows need it."""
-        # with_counts() of row_counts.py masks these labels in every batch, unless the rule does not shift labels.
+        # As with_counts() of row_counts.py does in every batch of a run, if the rule shifts labels.
         self.masks_document_starts = is_packed and self.rule is not None and self.rule.shifts_labels
         """Whether the run leaves out the first label of each further document of a packed row."""
 
@@ -275,17 +276,7 @@ class _VerifiedRun:
         outputs = model(batch)
         loss = model.loss(outputs, batch)
         if self.options.is_weighted:
-            assert self.rule is not None, 'it is found for token weights'
-            weights = token_weights_of(batch, self.options.token_weights, self.rule)
-            weights = self.rule.at_predictions(weights)
-            targets = self.rule.targets(batch)
-            # cross_entropy takes the vocabulary as dimension 1.
-            logits = outputs.logits.transpose(1, 2)
-            losses = torch.nn.functional.cross_entropy(logits, targets, reduction='none')
-            plain_mean = losses.sum() / (targets != IGNORE_INDEX).sum()
-            weighted_mean = (losses * weights).sum() / weights.sum()
-            # Only the mean is replaced. Other terms of the loss, such as a router loss, have no token weights.
-            loss = loss - plain_mean + weighted_mean
+            loss = self._with_weighted_mean(loss, outputs.logits, batch)
         if not loss.requires_grad:
             raise ConfigError(
                 '--rows',
@@ -297,6 +288,22 @@ class _VerifiedRun:
         model.zero_grad(set_to_none=True)
         self.has_router_loss |= router_loss_of(outputs) is not None
         return gradients
+
+    def _with_weighted_mean(self, loss: Tensor, logits: Tensor, batch: Batch) -> Tensor:
+        """Returns the loss with a weighted mean over tokens in the place of the plain mean.
+
+        Other terms of the loss, such as a router loss, have no token weights, and stay as they are.
+        """
+        assert self.rule is not None, 'it is found for token weights'
+        weights_of_labels = token_weights_of(batch, self.options.token_weights, self.rule)
+        weights = self.rule.at_predictions(weights_of_labels)
+        targets = self.rule.targets(batch)
+        # cross_entropy takes the vocabulary as dimension 1.
+        losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), targets, reduction='none')
+        num_tokens = (targets != IGNORE_INDEX).sum()
+        plain_mean = losses.sum() / num_tokens
+        weighted_mean = (losses * weights).sum() / weights.sum()
+        return loss - plain_mean + weighted_mean
 
     def cases(self, padding: str, expected: Gradients) -> list[InvarianceCase]:
         """Compares three cuts for each microbatch size: stock Composer, and this package in order and regrouped."""

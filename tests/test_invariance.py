@@ -624,6 +624,27 @@ def change_of_logits(model, reader, source):
     return float(change)
 
 
+class FaintMean(torch.nn.Module):
+    """Adds the mean of the row to its states, times a number whose square is 0 in float32."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(64, 32)
+
+    def get_input_embeddings(self):
+        return self.embedding
+
+    def forward(self, input_ids, position_ids):
+        states = self.embedding(input_ids)
+        return states + 1e-30 * states.mean(dim=1, keepdim=True)
+
+
+def test_faint_leaks_are_found():
+    report = verify_isolation(FaintMean(), PACKED, DOCUMENTS)
+    leaks = [(document, seen) for _, document, seen, _ in report.leaks]
+    assert leaks == [(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)]
+
+
 def test_hashed_bigrams_leak_without_gradient():
     model = HashedBigrams(is_isolated=False)
     report = verify_isolation(model, PACKED, DOCUMENTS)

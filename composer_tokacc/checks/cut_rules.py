@@ -48,7 +48,29 @@ class CutRules:
 
     def trims(self, facts: RowFacts) -> bool:
         """Returns whether the padding of a batch is trimmed."""
-        return facts.may_be_trimmed and facts.width <= getattr(self, _padding_name(facts))
+        return facts.may_be_trimmed and facts.width <= self.trimmed_width(facts)
+
+    def trimmed_width(self, facts: RowFacts) -> int:
+        """Returns the width up to which batches with such rows are trimmed."""
+        if facts.side == 'right':
+            return self.right
+        return self._left_width(facts)
+
+    def _left_width(self, facts: RowFacts) -> int:
+        """Returns the width for padding on the left of such rows."""
+        # Positions in the batch are cut together with the tokens. Positions that the model counts itself may change. So
+        # trimming has to be proven for each kind.
+        if facts.has_positions:
+            return self.left_with_positions
+        return self.left
+
+    def with_trimmed_width(self, facts: RowFacts, width: int) -> CutRules:
+        """Returns rules with another width for such rows."""
+        if facts.side == 'right':
+            return replace(self, right=width)
+        if facts.has_positions:
+            return replace(self, left_with_positions=width)
+        return replace(self, left=width)
 
     def depends_on_left_padding(self, facts: RowFacts) -> bool:
         """Returns whether the losses of these rows would change with the width of their padding on the left.
@@ -56,11 +78,11 @@ class CutRules:
         Rows without padding count as well, because in a wider batch they would get some. Returns False if the check
         has not tried to trim rows on the left.
         """
-        return getattr(self, _left_padding_name(facts)) == FAILED
+        return self._left_width(facts) == FAILED
 
     def has_trimmed_left(self, facts: RowFacts) -> bool:
         """Returns whether the check has trimmed padding on the left of such rows, and no loss has changed."""
-        return getattr(self, _left_padding_name(facts)) > 0
+        return _is_trimmed(self._left_width(facts))
 
     def widths(self, facts: RowFacts) -> list[int]:
         """Returns the number of columns that each row keeps."""
@@ -79,12 +101,13 @@ class CutRules:
 
     def cuts_like(self, other: CutRules) -> bool:
         """Returns whether both rules treat rows in the same way. Ignores the widths up to which padding is trimmed."""
-        for name in ('left', 'left_with_positions', 'right'):
-            is_trimmed = getattr(self, name) > 0
-            is_trimmed_by_other = getattr(other, name) > 0
-            if is_trimmed != is_trimmed_by_other:
-                return False
-        return self.needs_media == other.needs_media and self.packing == other.packing
+        return (
+            _is_trimmed(self.left) == _is_trimmed(other.left)
+            and _is_trimmed(self.left_with_positions) == _is_trimmed(other.left_with_positions)
+            and _is_trimmed(self.right) == _is_trimmed(other.right)
+            and self.needs_media == other.needs_media
+            and self.packing == other.packing
+        )
 
     def with_earlier_width(self, earlier: CutRules, side: str) -> CutRules:
         """Returns these rules, but trims padding on ``side`` only up to the widths of the ``earlier`` rules.
@@ -93,27 +116,22 @@ class CutRules:
         up to a new width. A kind of padding that these rules keep is still kept, because trimming it has failed or was
         not tried.
         """
-        names = ('left', 'left_with_positions')
         if side == 'right':
-            names = ('right',)
-        changed = {}
-        for name in names:
-            is_trimmed = getattr(self, name) > 0
-            if is_trimmed:
-                changed[name] = getattr(earlier, name)
-        return replace(self, **changed)
+            return replace(self, right=_earlier_if_trimmed(self.right, earlier.right))
+        return replace(
+            self,
+            left=_earlier_if_trimmed(self.left, earlier.left),
+            left_with_positions=_earlier_if_trimmed(self.left_with_positions, earlier.left_with_positions),
+        )
 
 
-def _padding_name(facts: RowFacts) -> str:
-    """Returns the field of :class:`CutRules` that holds the width for these rows."""
-    return 'right' if facts.side == 'right' else _left_padding_name(facts)
+def _is_trimmed(width: int) -> bool:
+    """Returns whether a width of :class:`CutRules` says that padding is trimmed."""
+    return width not in (NOT_TRIED, FAILED)
 
 
-def _left_padding_name(facts: RowFacts) -> str:
-    """Returns the field for rows that are padded on the left."""
-    # Positions in the batch are cut together with the tokens. Positions that the model counts itself may change. So
-    # trimming has to be proven for each kind.
-    return 'left_with_positions' if facts.has_positions else 'left'
+def _earlier_if_trimmed(width: int, earlier_width: int) -> int:
+    return earlier_width if _is_trimmed(width) else width
 
 
 def padded_candidates(facts: RowFacts, earlier: CutRules) -> Iterator[CutRules]:
@@ -122,8 +140,9 @@ def padded_candidates(facts: RowFacts, earlier: CutRules) -> Iterator[CutRules]:
     ``earlier`` are the current rules, which the check has found on other rows.
     """
     # `coupling` says how rows of this model family depend on the media of others. It is empty if that is not known.
+    # Then the check finds it out: rules without dummy rows come first, and rules with them only if some rows have media
+    # and others have none.
     needs_media = earlier.needs_media or bool(facts.layout.family.coupling)
-    # Then the check finds out whether they do, but only if some rows have media and others have none.
     has_media = [count > 0 for count in facts.media]
     is_mixed = any(has_media) and not all(has_media)
     earlier = replace(earlier, packing='', needs_media=needs_media)
@@ -143,12 +162,11 @@ def _padding_rules(facts: RowFacts, earlier: CutRules) -> Iterator[CutRules]:
         # Nothing can be trimmed, so the check can try no other rules.
         yield earlier
         return
-    name = _padding_name(facts)
-    earlier_width: int = getattr(earlier, name)
+    earlier_width = earlier.trimmed_width(facts)
     if earlier_width != FAILED:
         new_width = max(facts.width, earlier_width)
-        yield replace(earlier, **{name: new_width})
-    yield replace(earlier, **{name: FAILED})
+        yield earlier.with_trimmed_width(facts, new_width)
+    yield earlier.with_trimmed_width(facts, FAILED)
 
 
 class Cutter(Protocol):

@@ -163,33 +163,38 @@ def measure(
         gradient: The gradient of the loss by the logits.
         targets: As returned by :meth:`.LossRule.targets`. None: the targets are read off the gradient, too.
     """
-    # For _read_targets(), which compares two entries. Both were rounded to the type of the gradient.
-    tolerance = ENTRY_TOLERANCE + 2.5 * torch.finfo(gradient.dtype).eps
     parts: list[MeasuredTokens] = []
-    for part, (part_logits, part_gradient) in _float_parts(logits, gradient):
+    for positions, (part_logits, part_gradient) in _float_parts(logits, gradient):
         if targets is None:
-            part_targets = _read_targets(part_gradient, tolerance=tolerance)
+            part_targets = _read_targets(part_gradient, gradient.dtype)
         else:
-            part_targets = targets.flatten()[part]
-        # Project the gradient on the gradient of a plain cross-entropy.
-        direction = _plain_gradient(part_logits, part_targets)
-        square = direction.square().sum(dim=-1)  # norm() of 32,000 numbers has an error of 3e-6 on a CPU
-        products = torch.linalg.vecdot(part_gradient, direction)
-        weights = products / square.clamp(min=TINY)
-        remainder = torch.addcmul(part_gradient, weights[:, None], direction, value=-1)
-        parts.append(
-            MeasuredTokens(
-                weights,
-                part_targets,
-                plain_norms=square.sqrt(),
-                residual_norms=remainder.norm(dim=-1),
-            )
-        )
-    fields = []
-    for pieces in zip(*parts, strict=True):
-        joined = torch.cat(pieces)
-        fields.append(joined.view(logits.shape[:2]))
-    return MeasuredTokens(*fields)
+            part_targets = targets.flatten()[positions]
+        parts.append(_measure_positions(part_logits, part_gradient, part_targets))
+    shape = logits.shape[:2]
+    return MeasuredTokens(
+        weights=torch.cat([part.weights for part in parts]).view(shape),
+        targets=torch.cat([part.targets for part in parts]).view(shape),
+        plain_norms=torch.cat([part.plain_norms for part in parts]).view(shape),
+        residual_norms=torch.cat([part.residual_norms for part in parts]).view(shape),
+    )
+
+
+def _measure_positions(logits: Tensor, gradient: Tensor, targets: Tensor) -> MeasuredTokens:
+    """Measures some positions: projects the gradient on the gradient of a plain cross-entropy.
+
+    Takes float32 ``(positions, vocabulary)`` and the targets ``(positions,)``. The measurements are ``(positions,)``.
+    """
+    direction = _plain_gradient(logits, targets)
+    square = direction.square().sum(dim=-1)  # norm() of 32,000 numbers has an error of 3e-6 on a CPU
+    products = torch.linalg.vecdot(gradient, direction)
+    weights = products / square.clamp(min=TINY)
+    remainder = torch.addcmul(gradient, weights[:, None], direction, value=-1)
+    return MeasuredTokens(
+        weights,
+        targets,
+        plain_norms=square.sqrt(),
+        residual_norms=remainder.norm(dim=-1),
+    )
 
 
 def sketch(gradient: Tensor) -> Tensor:
@@ -199,7 +204,7 @@ def sketch(gradient: Tensor) -> Tensor:
     """
     size = gradient.shape[-1]
     if size <= SKETCH_WIDTH:
-        return gradient.float().cpu()
+        return whole_vocabulary(gradient).float().cpu()
     num_missing = -size % SKETCH_BLOCK  # entries of the last block
     num_blocks = (size + num_missing) // SKETCH_BLOCK
     # The same numbers for every gradient of this size.
@@ -264,18 +269,24 @@ def whole_vocabulary(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _read_targets(gradient: Tensor, *, tolerance: float) -> Tensor:
+def _read_targets(gradient: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns the label at each position, read off the gradient ``(positions, vocabulary)``.
 
-    The label's entry is the largest in absolute value, because the others sum to its negative. If one other token has
-    nearly all of the remaining probability, its entry has the same absolute value up to round-off, and each of the two
-    tokens could be the label. Then the token with the negative entry is taken, so that the weight is positive.
-    Otherwise weights that are equal would have different signs.
+    The label's entry is the largest in absolute value, because the others sum to its negative. It is the lowest entry
+    if the token has a positive weight, and the highest one if the weight is negative.
+
+    If one other token has nearly all of the remaining probability, its entry has the same absolute value up to
+    round-off, and each of the two tokens could be the label. Then the lowest entry is taken, so that the weight is
+    positive. Otherwise weights that are equal would have different signs.
+
+    ``dtype`` is the type to which the gradient was rounded before it was converted to float32.
     """
-    low = gradient.min(dim=-1)
-    high = gradient.max(dim=-1)
-    is_negative_weight = high.values > -low.values * (1 + tolerance)
-    labels = torch.where(is_negative_weight, high.indices, low.indices)
+    # Two entries are compared, and both were rounded.
+    tolerance = ENTRY_TOLERANCE + 2.5 * torch.finfo(dtype).eps
+    lowest = gradient.min(dim=-1)
+    highest = gradient.max(dim=-1)
+    is_weight_negative = highest.values > -lowest.values * (1 + tolerance)
+    labels = torch.where(is_weight_negative, highest.indices, lowest.indices)
     return labels.masked_fill(~gradient.any(dim=-1), IGNORE_INDEX)
 
 
@@ -294,7 +305,7 @@ def _plain_gradient(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def _float_parts(*tensors: Tensor) -> Iterator[tuple[slice, list[Tensor]]]:
-    """Yields some positions at a time, as a slice, and the float32 values of each tensor there.
+    """Yields some positions at a time: a slice, and the float32 values of each tensor there.
 
     The tensors are ``(rows, width, entries)``, and the values ``(positions, entries)``. The slice is an index into the
     ``rows * width`` positions.
@@ -302,5 +313,5 @@ def _float_parts(*tensors: Tensor) -> Iterator[tuple[slice, list[Tensor]]]:
     flat = [tensor.detach().flatten(0, 1) for tensor in tensors]
     size = max(CHUNK // tensors[0].shape[-1], 1)
     for start in range(0, len(flat[0]), size):
-        part = slice(start, start + size)
-        yield part, [whole_vocabulary(tensor[part]).float() for tensor in flat]
+        positions = slice(start, start + size)
+        yield positions, [whole_vocabulary(tensor[positions]).float() for tensor in flat]

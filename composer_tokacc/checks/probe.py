@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias, TypeGuard, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor
@@ -29,13 +29,14 @@ from torch.overrides import TorchFunctionMode
 
 from composer_tokacc.batch import Batch, labels_of, with_copied_tensors
 from composer_tokacc.checks.logits import TINY, MeasuredTokens, are_logits, logits_of, measure, sketch
+from composer_tokacc.checks.replaced_weights import ReplacedWeights
 from composer_tokacc.checks.written_state import State, StateSnapshot, perturb, undisturbed
 from composer_tokacc.collectives import Gather, only_of_this_rank
 from composer_tokacc.compat import BatchNorm
 from composer_tokacc.counting import LossRule
 from composer_tokacc.graph import edge_of
 from composer_tokacc.labelled import LabelledPositions, LabelSelector
-from composer_tokacc.model_structure import HALF_PRECISION, forward_parameters
+from composer_tokacc.model_structure import forward_parameters
 from composer_tokacc.random_state import seed_everything
 from composer_tokacc.refusals import InvalidInputError, NotExactError
 
@@ -48,9 +49,6 @@ ROUNDING_FLOOR = 64
 """Tolerance of a loss in multiples of its machine epsilon: kernels for other shapes sum in another order."""
 STATE_TOLERANCE = 1e-6
 """If a changed state changes a result by less than this, relatively, the result does not depend on the state."""
-VARIATION = 0.8
-"""The most that :class:`_ReplacedWeights` adds to an entry of a weight with one column. With more columns it is divided
-by the root of their number, so that outputs of wide and narrow layers change by about as much."""
 DROPOUTS = {
     'dropout',
     'dropout_',
@@ -77,8 +75,6 @@ Loss: TypeAlias = Any
 """A loss as a model returns it: a tensor, a sequence or a dict."""
 ForwardHook: TypeAlias = Callable[[Module, object, Any], Tensor | None]
 """Takes a module, its inputs and its output. Returns another output, or None to leave the output as it is."""
-Leaves: TypeAlias = dict[Module, Tensor]
-"""Outputs of layers, by layer. The graph of autograd begins at them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,16 +82,17 @@ class AtLabels:
     """Makes a forward compute logits only at the positions that predict a label."""
 
     selector: LabelSelector
-    rule: LossRule
-    positions: LabelledPositions
+    rule: LossRule  # which labels count
+    positions: LabelledPositions  # of these labels in the batch of the forward
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeResult:
     """The result of one forward of a few rows."""
 
-    # The sum of the loss terms of each unit. Terms of other units, such as ``'microbatches'``, are left out, because
-    # they may depend on which rows share a forward. If the loss has only such terms, ``'tokens'`` is their sum.
+    # The sum of all terms that are means over tokens, as ``'tokens'``, and of all that are means over samples, as
+    # ``'samples'``. Terms of other units, such as ``'microbatches'``, are left out, because they may depend on which
+    # rows share a forward. If the loss has only such terms, ``'tokens'`` is their sum.
     losses: Mapping[str, float]
     # Gradients of these sums by the outputs of the last layers, each as a sketch with fewer entries,
     # ``(rows, width, entries)``. If the model has logits, the first gradient is by the hidden states, and the last one
@@ -105,11 +102,11 @@ class ProbeResult:
     gradients: Mapping[str, Sequence[Tensor | None]]
     # The weights of tokens, if targets were passed and the loss is made of the logits.
     measured: MeasuredTokens | None
-    # Number of entries at a position, and memory address, of the tensor that logits_of() finds in the outputs. It holds
-    # logits, or hidden states if the loss contains the head. None: there is no such tensor.
-    output_size: int | None
-    output_address: int | None  # also None for a DTensor, which has no address
-    has_logits: bool  # False only if are_logits() has shown that this tensor holds hidden states
+    # False only if are_logits() has shown that the tensor in the place of the logits holds hidden states, because the
+    # loss contains the head.
+    has_logits: bool
+    output_size: int | None  # number of entries at a position of this tensor; None: the model returns no such tensor
+    output_address: int | None  # address of this tensor in memory; None: there is none, or it is a DTensor
     eps: float  # machine epsilon of the loss, the one of float32 or a coarser one
     gradient_eps: float  # machine epsilon of the coarsest gradient
 
@@ -129,22 +126,45 @@ class ProbeResult:
         round_off = ROUNDING_FLOOR * self.eps * (1 + abs(loss))
         return abs(other - loss) <= NOISE_FACTOR * noise + round_off
 
+    def has_same_losses(self, other: ProbeResult, noise: float = 0.0) -> bool:
+        """Returns whether another result has losses of the same units, and they differ only by round-off."""
+        if other.losses.keys() != self.losses.keys():
+            return False
+        return all(self.is_same_loss(unit, loss, noise) for unit, loss in other.losses.items())
+
     def distance(self, other: ProbeResult) -> float:
-        """Returns the largest relative difference from another result of the same rows; inf if a value is NaN."""
+        """Returns the largest relative difference from another result of the same rows.
+
+        It is inf if a value is NaN, if one of the results lacks a loss, or if another number of the last layers ran.
+        """
+        if other.losses.keys() != self.losses.keys():
+            return math.inf
         distances = []
         for unit, loss in self.losses.items():
             # Losses near 0 are compared absolutely.
             distances.append(abs(other.losses[unit] - loss) / (1 + abs(loss)))
-            pairs = zip(self.gradients[unit], other.gradients[unit], strict=True)
-            for gradient, other_gradient in pairs:
-                if gradient is None or other_gradient is None:
-                    continue
-                # The gradients are sketches. Their differences have the right size up to 18 %.
-                difference = float((other_gradient - gradient).norm())
-                distances.append(difference / max(float(gradient.norm()), TINY))
+            gradients = self.gradients[unit]
+            other_gradients = other.gradients[unit]
+            if len(gradients) != len(other_gradients):
+                return math.inf
+            for gradient, other_gradient in zip(gradients, other_gradients, strict=True):
+                distances.append(_distance_of_gradients(gradient, other_gradient))
         if any(math.isnan(distance) for distance in distances):
             return math.inf
         return max(distances)
+
+
+def _distance_of_gradients(gradient: Tensor | None, other: Tensor | None) -> float:
+    """Returns the relative difference between two sketches of a gradient. None stands for a gradient of 0."""
+    if gradient is None and other is None:
+        return 0.0
+    if gradient is None:
+        gradient = torch.zeros(())
+    if other is None:
+        other = torch.zeros(())
+    # The difference of two sketches has the right size up to 18 %.
+    difference = float((other - gradient).norm())
+    return difference / max(float(gradient.norm()), TINY)
 
 
 class _LayerOutput(NamedTuple):
@@ -153,6 +173,18 @@ class _LayerOutput(NamedTuple):
     module: Module
     size: int
     address: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ForwardOptions:
+    """How to run a forward: arguments of :meth:`Probe.run`."""
+
+    targets: Tensor | None
+    rounded: bool
+    at_labels: AtLabels | None
+    seed: int
+    keeps_state: bool
+    varies_weights: bool
 
 
 class _Forward(NamedTuple):
@@ -176,6 +208,17 @@ class Probe:
     A model is probed in float32, without the trainer's ``precision``, because a leak that changes a gradient by 2e-3 is
     easy to see in float32, and not in bfloat16. If it cannot compute rows of a batch in float32, all forwards run with
     ``precision``.
+
+    Args:
+        forward: Computes the outputs of the model for a batch.
+        loss: Computes the loss from the outputs and the batch.
+        model: The model.
+        precision: Makes the context in which the trainer runs forwards.
+        terms: Returns the sum of the terms of each unit, see :attr:`ProbeResult.losses`. By default the loss is one
+            number, a mean over tokens.
+        gather: Returns the values of all ranks. All decisions use them, because FSDP hangs unless all ranks run the
+            same forwards. The values of one rank are not enough: ranks round differently, and a state may exist on some
+            only.
     """
 
     def __init__(
@@ -189,35 +232,33 @@ class Probe:
     ) -> None:
         self.model = model
         self.gather = gather
-        """Returns the values of all ranks. All decisions use them, because FSDP hangs unless all ranks run the same
-        forwards. The values of one rank are not enough: ranks round differently, and a state may exist on some only."""
         self._forward_model = forward
         self._loss = loss
         self._precision = precision
-        # Returns the sum of the loss terms of each unit, see ProbeResult.losses.
-        self._terms = terms or (lambda loss, outputs: {'tokens': loss})
-        self.is_training = True
-        """Whether the layers run as in training."""
+        self._sums_by_unit = terms or _one_mean_over_tokens
+        self.runs_as_in_training = True
+        """If not, all modules are switched to evaluation for each forward."""
         self.is_random = False
         """Whether the loss changes from forward to forward. If it does in training, :meth:`examine` goes over to
         evaluation, and looks again. So after :meth:`examine` True means that the forward is random even in
         evaluation."""
         self._written: dict[str, State] = {}
-        """States of the model that forwards have written, and that were not judged yet, by name."""
+        """States of the model that forwards have written, by name. :meth:`judge_written_state` will judge them."""
         self._judged: set[str] = set()
-        """Names of states that are not judged again: each was judged before, or is being judged."""
-        self._was_examined = False  # whether the last layers were looked for
-        self._layers: list[Module] = []
-        """The last layers: the module that makes the states before the logits, often a norm, and the module that makes
-        the logits. A gradient is taken at the output of each."""
+        """Names of states that are not judged again. A state is added before its judgement begins, because the forwards
+        of the judgement write it, too."""
+        self._last_layers: list[Module] | None = None
+        """The module that makes the states before the logits, often a norm, and the module that makes the logits. A
+        gradient is taken at the output of each. None: :meth:`examine` has not looked for them yet."""
         # Modules of TorchScript take no hooks.
         self._modules = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
-        self._weights = _ReplacedWeights(self._modules, can_convert=_can_convert(model))
+        self._weights = ReplacedWeights(model, self._modules)
         # The first parameter stands for all.
         parameter = next(model.parameters(), None)
         has_float32 = parameter is not None and parameter.dtype == torch.float32
         self.uses_float32 = has_float32 or self._weights.can_convert
-        """Whether forwards run in float32, without `precision`."""
+        """Whether forwards run in float32, without `precision`. Weights in half precision are then replaced by weights
+        in float32."""
 
     @classmethod
     def from_model(cls, model: Any, gather: Gather = only_of_this_rank) -> Probe:
@@ -264,22 +305,24 @@ class Probe:
                 all later forwards, too. Their results cannot be compared with earlier ones. Only for rows as the loader
                 padded them, because an error on other rows may be about the cut.
         """
-        if not self._was_examined:
+        if self._last_layers is None:
             self.examine(batch)
+        options = _ForwardOptions(
+            targets=targets,
+            rounded=rounded,
+            at_labels=at_labels,
+            seed=seed,
+            keeps_state=keeps_state,
+            varies_weights=varies_weights,
+        )
+        if decides_precision and self.uses_float32:
+            return self._run_in_float32_if_possible(batch, options)
+        return self._run_with_allowed_leaves(batch, options)
 
-        def run_once() -> ProbeResult:
-            with torch.no_grad(), undisturbed(self.model, keeps_state=keeps_state) as snapshot:
-                with self._as_probed(seed):
-                    forward = self._forward(batch, rounded=rounded, at_labels=at_labels, varies_weights=varies_weights)
-                    result = _result_of(forward, targets)
-                # Outside of _as_probed(), because _WithoutDropout would slow down the comparison of each state.
-                self._note_written(snapshot)
-            return result
-
-        if not decides_precision or not self.uses_float32:
-            return self._with_allowed_leaves(run_once)
+    def _run_in_float32_if_possible(self, batch: Batch, options: _ForwardOptions) -> ProbeResult:
+        """Runs a forward in float32. If that fails on any rank, all ranks go over to the trainer's precision."""
         try:
-            result = self._with_allowed_leaves(run_once)
+            result = self._run_with_allowed_leaves(batch, options)
         except Exception:
             # Some kernels accept only half precision, such as flash attention. Each raises another error, and float32
             # may take too much memory, so any error counts. If it has another cause, the next forward raises it, too.
@@ -287,23 +330,34 @@ class Probe:
         # Only some ranks may have raised, for example because their GPUs have less free memory.
         if any(self.gather(result is None)):
             self.uses_float32 = False
-            result = self._with_allowed_leaves(run_once)
+            result = self._run_with_allowed_leaves(batch, options)
         assert result is not None
         return result
 
-    def _with_allowed_leaves(self, run_once: Callable[[], ProbeResult]) -> ProbeResult:
+    def _run_with_allowed_leaves(self, batch: Batch, options: _ForwardOptions) -> ProbeResult:
         """Runs a forward. If the model writes into its logits (Chameleon), runs it again with fewer leaves.
 
-        Torch does not allow to write into the logits if they are a leaf of the graph. So only the hidden states become
-        a leaf, from then on in all forwards.
+        The outputs of the last layers are leaves of the autograd graph, and torch does not allow to write into a leaf.
+        So only the states before the logits become a leaf, from then on in all forwards.
         """
+        layers = self._last_layers or []
         try:
-            return run_once()
+            return self._run_forward(batch, options)
         except Exception as error:
-            if 'in-place' not in str(error) or len(self._layers) < 2:
+            if 'in-place' not in str(error) or len(layers) < 2:
                 raise
-        self._layers = self._layers[:1]
-        return run_once()
+        self._last_layers = layers[:1]
+        return self._run_forward(batch, options)
+
+    def _run_forward(self, batch: Batch, options: _ForwardOptions) -> ProbeResult:
+        """Runs the forward and the loss once, and computes the gradients."""
+        with torch.no_grad(), undisturbed(self.model, keeps_state=options.keeps_state) as snapshot:
+            with self._as_probed(options.seed):
+                forward = self._forward(batch, options)
+                result = _result_of(forward, options.targets)
+            # Outside of _as_probed(), because _WithoutDropout would slow down the comparison of each state.
+            self._note_written(snapshot)
+        return result
 
     @property
     def has_varied_weights(self) -> bool:
@@ -330,38 +384,44 @@ class Probe:
         Raises:
             RuntimeError: If the loss depends on state that forwards write.
         """
-        self._was_examined = True  # set first, or run() would call this method again
-        self._layers = []
-        first = self._find_last_layers(batch)
-        # The first forward had seed 1, and this one has seed 0. So the loss changes if it depends on random numbers.
-        second = self.run(batch)
-        is_same = [second.is_same_loss(unit, loss) for unit, loss in first.losses.items()]
-        self.is_random = not all(self.gather(all(is_same)))
+        result = self._examine_in_present_mode(batch)
+        if self.is_random and self.runs_as_in_training:
+            log.info('The loss is random in training even without dropout, so it was probed only in evaluation.')
+            self.runs_as_in_training = False
+            result = self._examine_in_present_mode(batch)
+        return result
+
+    def _examine_in_present_mode(self, batch: Batch) -> ProbeResult:
+        """Finds the last layers, and whether the loss is random, for :meth:`examine`."""
+        # With other random numbers than in all other forwards, so the loss changes if it depends on random numbers.
+        with_other_numbers = self._find_last_layers(batch, seed=1)
+        result = self.run(batch)
+        is_same = result.has_same_losses(with_other_numbers)
+        self.is_random = not all(self.gather(is_same))
         self.judge_written_state(batch)
         if self.is_random:
-            self._check_random_numbers_decide(batch, first)
-        if self.is_random and self.is_training:
-            log.info('The loss is random in training even without dropout, so it was probed only in evaluation.')
-            self.is_training = False
-            return self.examine(batch)
-        return second
+            self._check_random_numbers_decide(batch, with_other_numbers, seed=1)
+        return result
 
-    def _check_random_numbers_decide(self, batch: Batch, first: ProbeResult) -> None:
+    def _check_random_numbers_decide(self, batch: Batch, first: ProbeResult, seed: int) -> None:
         """Raises RuntimeError, on all ranks, if a loss changes from forward to forward with the same random numbers.
 
         Then it depends on state that :class:`.StateSnapshot` does not see, such as a tensor in a dict, or on random
-        numbers of a generator that is not seeded. ``first`` is the result of the first forward. Comparing the second
-        and the third one would not do: state that is made of the rows of the forward before would be the same for both.
+        numbers of a generator that is not seeded.
+
+        ``first`` is the result of the first forward, made with this seed. The forward here comes after one of the same
+        rows, and the first one did not. Two forwards that both come after one of the same rows would not show a state
+        that is made of the rows of the last forward.
         """
         # NaN never equals NaN, and is refused later. The ranks agree, because the next forward is a collective.
         if any(self.gather(first.invalid_loss is not None)):
             return
-        third = self.run(batch, seed=1)  # the seed of the first forward
+        again = self.run(batch, seed=seed)
         # In half precision, kernels of a GPU that sum in any order (`index_add_`) move a loss by more than its own
         # round-off. So it may move by one digit of the coarsest type, 8e-3 in bfloat16.
-        noise = third.gradient_eps / NOISE_FACTOR
-        is_same = [first.is_same_loss(unit, loss, noise) for unit, loss in third.losses.items()]
-        if not all(self.gather(all(is_same))):
+        noise = again.gradient_eps / NOISE_FACTOR
+        is_same = first.has_same_losses(again, noise)
+        if not all(self.gather(is_same)):
             raise NotExactError(
                 'A forward must not change the result of the next one, got: another loss of the same rows, although '
                 'all random numbers were the same. A step would depend on its number of microbatches. Keep state that '
@@ -369,7 +429,7 @@ class Probe:
                 'draw random numbers from the generator of torch (docs/errors.md#row-coupling).'
             )
 
-    def _find_last_layers(self, batch: Batch) -> ProbeResult:
+    def _find_last_layers(self, batch: Batch, seed: int) -> ProbeResult:
         """Finds the last layers by a forward, and returns its result."""
         outputs: list[_LayerOutput] = []
         shapes = [tuple(labels_of(batch).shape)]
@@ -384,22 +444,10 @@ class Probe:
                 layer_output = _LayerOutput(module, output.shape[-1], output.data_ptr())
                 outputs.append(layer_output)
 
-        # Seed 1, because examine() compares the result with one of seed 0.
+        self._last_layers = []  # not None, or run() would call examine()
         with _hooked(_without_children(self._modules), note):
-            result = self.run(batch, seed=1, decides_precision=True)
-        # The last layer is the one with the logits as its output. If no output has their address, the model changes the
-        # output of its head once more. Then the last output of the same size is taken. It is only the second choice,
-        # because another layer may have this size, such as the head of a teacher. Of several outputs with the address,
-        # the last one counts: the memory of an earlier output may have been freed and used again for the logits.
-        same_size = [place for place, output in enumerate(outputs) if output.size == result.output_size]
-        same_address = [place for place in same_size if outputs[place].address == result.output_address]
-        candidates = same_address or same_size
-        # If no layer makes the logits that the model returns, or it returns none, the last output holds them, or the
-        # states before them.
-        place = candidates[-1] if candidates else len(outputs) - 1
-        # This output and the one before it. Without any output the place is -1, and the list is empty.
-        last_outputs = outputs[max(place - 1, 0) : place + 1]
-        self._layers = [output.module for output in last_outputs]
+            result = self.run(batch, seed=seed, decides_precision=True)
+        self._last_layers = _last_layers_of(outputs, result)
         return result
 
     def forget_judgements(self) -> None:
@@ -415,7 +463,7 @@ class Probe:
         Judges nothing if the model is probed in evaluation. There a forward may write other state than in training.
         """
         names = self._names_on_ranks(self._written)
-        if not names or not self.is_training:
+        if not names or not self.runs_as_in_training:
             return
         self._judged.update(names)
         written = list(self._written.values())
@@ -428,25 +476,31 @@ class Probe:
         return sorted(set().union(*self.gather(list(names))))
 
     def _judge(self, states: Sequence[State], batch: Batch) -> None:
-        """Judges some states for :meth:`judge_written_state`. The caller puts the state of the model back."""
+        """Judges states that the forwards of this rank have written, for :meth:`judge_written_state`.
+
+        The caller puts the state of the model back.
+        """
         run_forward = partial(self.run, batch, keeps_state=True)
         run_forward()  # fills the caches
-        snapshot = StateSnapshot.of_states(states)
+        with_full_caches = StateSnapshot.of_states(states)
         expected = run_forward()
-        rewritten = {state.name: state for state in snapshot.written()}
-        snapshot.restore()
+        rewritten = {state.name: state for state in with_full_caches.written()}
+        with_full_caches.restore()
         names = self._names_on_ranks(rewritten)
         if not names:
-            return
+            return  # all of them were caches
         # On a GPU two forwards of the same rows may differ by round-off.
-        tolerance = max(NOISE_FACTOR * expected.distance(run_forward()), STATE_TOLERANCE)
-        snapshot.restore()
+        again = run_forward()
+        with_full_caches.restore()
+        tolerance = _tolerance_of_same(expected, again)
 
         def changes_result(names_to_try: Sequence[str]) -> bool:
+            """Changes some states, and returns whether a forward has another result then, on any rank."""
             perturb([rewritten[name] for name in names_to_try if name in rewritten])
-            distance = expected.distance(run_forward())
-            snapshot.restore()
-            return any(self.gather(distance > tolerance))
+            result = run_forward()
+            with_full_caches.restore()
+            is_changed = expected.distance(result) > tolerance
+            return any(self.gather(is_changed))
 
         # First all states at once, because in most models the result depends on none of them.
         if not changes_result(names):
@@ -466,7 +520,7 @@ class Probe:
         again. But it may be made of these rows, such as the mean of the last microbatch.
         """
         # The caller has judged written states before. If none was ever judged, no forward has written any.
-        if not self._judged or not self.is_training:
+        if not self._judged or not self.runs_as_in_training:
             return
 
         def run_forward() -> tuple[ProbeResult, set[str]]:
@@ -480,54 +534,53 @@ class Probe:
             after_others, written_after_others = run_forward()
             after_itself, written_after_itself = run_forward()
             again, _ = run_forward()
-        # What every forward writes was judged before.
+        # What the batch writes even after itself, every forward writes. That was judged before.
         names = self._names_on_ranks(written_after_others - written_after_itself)
-        tolerance = max(NOISE_FACTOR * after_itself.distance(again), STATE_TOLERANCE)
-        is_changed = after_itself.distance(after_others) > tolerance
+        is_changed = after_itself.distance(after_others) > _tolerance_of_same(after_itself, again)
         if names and any(self.gather(is_changed)):
             raise _decisive_state(', '.join(names), 'which a forward of other rows writes')
 
-    def _forward(
-        self,
-        batch: Batch,
-        *,
-        rounded: bool,
-        at_labels: AtLabels | None,
-        varies_weights: bool,
-    ) -> _Forward:
-        """Runs the forward and the loss once. For the arguments see :meth:`run`."""
-        labels = labels_of(batch)
+    def _forward(self, batch: Batch, options: _ForwardOptions) -> _Forward:
+        """Runs the forward and the loss once, and finds the logits."""
         precision = self._precision()
         if self.uses_float32:
-            precision = torch.autocast(labels.device.type, enabled=False)
+            precision = torch.autocast(labels_of(batch).device.type, enabled=False)
         # Forward and loss get the same copy, as in training. If the model writes into it, no other forward sees that.
         copied = with_copied_tensors(batch)
         rounded_layers: list[Module] = []
-        if rounded:
+        if options.rounded:
             rounded_layers = _without_children(self._modules)
-        shapes = [tuple(labels.shape)]
+        # Outputs that have a vector for each position of the text have one of these rows and widths.
+        shapes = [tuple(labels_of(batch).shape)]
+        at_labels = options.at_labels
         if at_labels is not None:
             shapes.append(at_labels.positions.shape)
-            # Whoever has called run() disarms it afterwards, because a forward that raises may leave it armed.
-            at_labels.selector.arm(at_labels.rule, len(at_labels.positions.of_labels))
+            # The caller of run() disarms the selector afterwards, because a forward that raises may leave it armed.
+            at_labels.selector.arm(at_labels.rule, num_labels=len(at_labels.positions.of_labels))
         with (
             precision,
-            self._weights.replaced(in_float32=self.uses_float32, varied=varies_weights),
+            self._weights.replaced(in_float32=self.uses_float32, varied=options.varies_weights),
             _hooked(rounded_layers, _rounded),
-            _graph_from(self._layers, shapes) as leaves_of_forwards,
+            _graph_from(self._last_layers or [], shapes) as leaves,
         ):
             outputs = self._forward_model(copied)
             loss = _loss_of(self._loss, outputs, copied)  # only once, because a loss may keep running counts
-            terms = self._terms(loss, outputs)
+            terms = self._sums_by_unit(loss, outputs)
         logits = _logits_in_loss(outputs, shapes)
-        leaves = _leaves_with(logits, leaves_of_forwards)
-        # Some layers do not run in every batch, such as a layer of another modality.
-        points = [leaves[layer] for layer in self._layers if layer in leaves]
+        return _Forward(terms, self._points(leaves, logits), logits)
+
+    def _points(self, leaves: _Leaves, logits: Tensor | None) -> list[Tensor]:
+        """Returns the tensors by which gradients are taken: outputs of the last layers, and the logits as the last."""
+        points = []
+        leaf_by_layer = leaves.of_forward_with(logits)
+        for layer in self._last_layers or []:
+            if layer in leaf_by_layer:  # some layers do not run in every batch, such as a layer of another modality
+                points.append(leaf_by_layer[layer])
         # If no layer returns the logits, because the model changes the output of its head once more, they are not among
         # the leaves.
         if logits is not None and logits.requires_grad and not any(logits is leaf for leaf in points):
             points.append(logits)
-        return _Forward(terms, points, logits)
+        return points
 
     @contextmanager
     def _as_probed(self, seed: int) -> Iterator[None]:
@@ -535,25 +588,58 @@ class Probe:
 
         Switches BatchNorm to evaluation. If the forward is random in training, switches all modules to evaluation.
         """
-        class_in_evaluation = BatchNorm if self.is_training else Module
-        saved: list[tuple[Module, str, object]] = []  # modules, and the name and the value of an attribute
+        class_in_evaluation = BatchNorm if self.runs_as_in_training else Module
+        attributes: list[_Attribute] = []
         for module in self._modules:
             if isinstance(module, class_in_evaluation):
-                saved.append((module, 'training', module.training))
-                module.training = False
+                attributes.append(_Attribute(module, 'training', False))
             # In a derived class this attribute may be a layer.
             if isinstance(module, WITH_DROPOUT) and isinstance(module.dropout, int | float):
-                saved.append((module, 'dropout', module.dropout))
-                module.dropout = 0.0
+                attributes.append(_Attribute(module, 'dropout', 0.0))
         # The same random numbers for every forward, so that forwards can be compared. undisturbed(), around this, puts
         # those of the run back.
         seed_everything(seed)
-        try:
-            with _WithoutDropout(), torch.compiler.set_stance('force_eager'), _without_tf32():
-                yield
-        finally:
-            for module, name, value in saved:
-                setattr(module, name, value)
+        with (
+            _replaced_attributes([*attributes, *_attributes_without_tf32()]),
+            _WithoutDropout(),
+            torch.compiler.set_stance('force_eager'),
+        ):
+            yield
+
+
+def _one_mean_over_tokens(loss: Loss, outputs: Outputs) -> dict[str, Tensor]:
+    """Returns a loss of one number as its only term, see :attr:`ProbeResult.losses`."""
+    return {'tokens': loss}
+
+
+def _last_layers_of(outputs: Sequence[_LayerOutput], result: ProbeResult) -> list[Module]:
+    """Returns the layer that makes the logits, and before it the layer that ran before it.
+
+    Args:
+        outputs: The outputs of all layers, in the order in which a forward has made them.
+        result: The result of this forward.
+    """
+    # The layer of the logits is the one whose output has their address. If there is none, the model changes the output
+    # of its head once more. Then the last output of the same size is taken. It is only the second choice, because
+    # another layer may have this size, such as the head of a teacher. Of several outputs with the address, the last one
+    # counts: the memory of an earlier output may have been freed and used again for the logits.
+    same_size = [place for place, output in enumerate(outputs) if output.size == result.output_size]
+    same_address = [place for place in same_size if outputs[place].address == result.output_address]
+    # If no layer makes the logits that the model returns, or it returns none, the last output holds them, or the states
+    # before them.
+    place_of_logits = len(outputs) - 1
+    if same_address:
+        place_of_logits = same_address[-1]
+    elif same_size:
+        place_of_logits = same_size[-1]
+    first_place = max(place_of_logits - 1, 0)
+    last_outputs = outputs[first_place : place_of_logits + 1]  # empty if there are no outputs
+    return [output.module for output in last_outputs]
+
+
+def _tolerance_of_same(result: ProbeResult, again: ProbeResult) -> float:
+    """Returns the distance from which on results differ, from two results of the same rows and the same state."""
+    return max(NOISE_FACTOR * result.distance(again), STATE_TOLERANCE)
 
 
 def _decisive_state(names: str, writer: str) -> NotExactError:
@@ -568,6 +654,7 @@ def _decisive_state(names: str, writer: str) -> NotExactError:
 def _result_of(forward: _Forward, targets: Tensor | None) -> ProbeResult:
     """Computes the gradients of a forward, and reads its losses. For the arguments see :meth:`Probe.run`."""
     logits = forward.logits
+    are_logits_a_point = bool(forward.points) and forward.points[-1] is logits
     losses = {}
     gradients: dict[str, list[Tensor | None]] = {}
     # Gradients are reduced to sketches at once, to save memory. Only the one by the logits is also measured.
@@ -575,12 +662,13 @@ def _result_of(forward: _Forward, targets: Tensor | None) -> ProbeResult:
     for unit, loss in forward.terms.items():
         losses[unit] = loss.float().mean().item()
         unit_gradients = _gradients(loss, forward.points)
-        if unit == 'tokens' and forward.points and forward.points[-1] is logits:
+        if unit == 'tokens' and are_logits_a_point:
             logit_gradient = unit_gradients[-1]
         gradients[unit] = [None if gradient is None else sketch(gradient) for gradient in unit_gradients]
     measured = None
     has_logits = True
     if targets is not None and logits is not None and logit_gradient is not None:
+        # If the gradient does not tell, which are_logits() says by None, they are taken for logits.
         has_logits = are_logits(logit_gradient, targets) is not False
         if has_logits:
             measured = measure(logits, logit_gradient, targets)
@@ -602,189 +690,48 @@ def _result_of(forward: _Forward, targets: Tensor | None) -> ProbeResult:
     )
 
 
-class _ReplacedWeights:
-    """Makes modules compute with replacements of their weights: in float32, or varied. There are two reasons.
-
-    Half precision hides faults. The logits of a fresh model hardly depend on its states, so a leak between rows changes
-    the gradient by less than the round-off of bfloat16, but the gradient of the attention is wrong nevertheless (MPT).
-
-    Weights with equal entries hide faults, too, such as the weights of a fresh norm, which are all 1. With a norm
-    behind the rotary embedding (HunYuan) attention depends on absolute positions, but loss and logits do not show it as
-    long as the weights of the norm are equal. A scale of positions that begins at 0 (Mistral Large 4) also hides it.
-    Without this class such a fault would show only in a later step, after the weights have moved. A cut that is exact
-    is exact with any weights. So the entries of these weights are varied.
-
-    Nothing is written into the weights of the model, because FSDP may hold parts of them. Instead the module gets an
-    attribute of the same name, which Python finds before the parameter.
-    """
-
-    def __init__(self, modules: Sequence[Module], *, can_convert: bool) -> None:
-        self._modules = modules
-        self.can_convert = can_convert
-        """Whether weights in half precision may be replaced by weights in float32."""
-        self.equal_names: dict[Module, list[str]] = {}
-        """Names of the weights whose entries are all equal, by module; only modules that a forward has reached."""
-        self._replaced_names: dict[Module, list[str]] = {}
-        """Names of the weights that are replaced now, by module."""
-
-    @contextmanager
-    def replaced(self, *, in_float32: bool, varied: bool) -> Iterator[None]:
-        """Makes forwards inside of the context use the replacements."""
-        in_float32 &= self.can_convert
-
-        def replace(
-            module: Module,
-            args: tuple[object, ...],
-            kwargs: dict[str, object],
-        ) -> tuple[tuple[object, ...], dict[str, object]]:
-            self._replace(module, in_float32=in_float32, varied=varied)
-            if in_float32:
-                # Some models cast pixels or a mask to the type of their weights.
-                args = tuple(_input_in_float32(value) for value in args)
-                kwargs = {name: _input_in_float32(value) for name, value in kwargs.items()}
-            return args, kwargs
-
-        with ExitStack() as hooks:
-            for module in self._modules:
-                # A module that no forward has reached yet may have weights with equal entries.
-                may_vary = varied and (module not in self.equal_names or bool(self.equal_names[module]))
-                if may_vary or in_float32:
-                    hooks.enter_context(module.register_forward_pre_hook(replace, with_kwargs=True))
-                    hooks.enter_context(module.register_forward_hook(self._restore, always_call=True))
-            try:
-                yield
-            finally:
-                # Torch calls no hook after a KeyboardInterrupt. Training must not see the replacements.
-                for module in list(self._replaced_names):
-                    self._restore(module)
-
-    def _replace(self, module: Module, *, in_float32: bool, varied: bool) -> None:
-        """Gives a module attributes that hide its weights.
-
-        Before it varies weights for the first time, it finds those with equal entries.
-        """
-        if varied and module not in self.equal_names:
-            # This waits until a forward has reached the module, because FSDP has the whole weight only then.
-            equal_names = []
-            for name, weight in module.named_parameters(recurse=False):
-                # A frozen weight will not move, so its equal entries hide no fault that could show later.
-                if weight.requires_grad and name not in vars(module) and _has_equal_entries(weight):
-                    equal_names.append(name)
-            self.equal_names[module] = equal_names
-        replaced_names = self._replaced_names.setdefault(module, [])
-        for name, weight in module.named_parameters(recurse=False):
-            if name in vars(module):  # replaced already, because the module calls itself
-                continue
-            replacement: Tensor = weight
-            if in_float32:
-                replacement = _in_float32(replacement)
-            if varied and name in self.equal_names[module]:
-                replacement = _varied(replacement)
-            if replacement is not weight:
-                vars(module)[name] = replacement
-                replaced_names.append(name)
-
-    def _restore(
-        self,
-        module: Module,
-        args: object = None,
-        output: object = None,
-    ) -> None:
-        """Takes the attributes away, so that the module uses its own weights again. A forward hook of torch."""
-        for name in self._replaced_names.pop(module, ()):
-            vars(module).pop(name, None)
-
-
-ValueT = TypeVar('ValueT')
-
-
-def _in_float32(value: ValueT) -> ValueT | Tensor:
-    """Converts a tensor in half precision to float32. Returns any other value as it is."""
-    if isinstance(value, Tensor) and value.dtype in HALF_PRECISION:
-        return value.float()
-    return value
-
-
-def _input_in_float32(value: ValueT) -> ValueT | Tensor:
-    """Returns an input of a module in float32, see :func:`_in_float32`.
-
-    Raises TypeError for states of text, ``(rows, width, entries)``, in half precision. The model itself has rounded
-    them, as T5 does in each layer. So the result would not be more exact than in half precision.
-    """
-    if isinstance(value, Tensor) and value.dim() == 3 and value.dtype in HALF_PRECISION:
-        raise TypeError('The model casts states to half precision.')
-    return _in_float32(value)
-
-
-def _can_convert(model: Module) -> bool:
-    """Returns whether a model has weights in half precision, and computes in float32 if they are replaced.
-
-    FSDP itself sets the types of a forward, and modules with quantized weights (integers, float8) may compute in half
-    precision. The result would be in float32, but with the round-off of half precision.
-    """
-    # By the name of the class, because a newer torch may have no FSDP1.
-    is_sharded = any(type(module).__name__ == 'FullyShardedDataParallel' for module in model.modules())
-    is_sharded |= any(isinstance(parameter, DTensor) for parameter in model.parameters())
-    types = {parameter.dtype for parameter in model.parameters()}
-    has_half_weights = not types.isdisjoint(HALF_PRECISION)
-    return has_half_weights and types <= {torch.float32, *HALF_PRECISION} and not is_sharded
-
-
-def _has_equal_entries(weight: Tensor) -> bool:
-    """Returns whether entries are nearly equal: they differ by less than a fifth of the most that :func:`_varied` adds.
-
-    Returns False for float8 (one byte), because torch cannot add it, and for tensors that wrap others, such as DTensor.
-    """
-    if hasattr(weight, '__tensor_flatten__') or not weight.is_floating_point() or weight.dtype.itemsize == 1:
-        return False
-    if not weight.numel():
-        return False
-    low, high = weight.detach().aminmax()
-    return float(high - low) < _variation_of(weight) / 5
-
-
-def _varied(weight: Tensor) -> Tensor:
-    """Returns a weight with a random positive number added to each entry, the same one in each call."""
-    generator = torch.Generator(weight.device).manual_seed(0)
-    numbers = torch.empty_like(weight).uniform_(generator=generator)
-    return weight + _variation_of(weight) * (1 - numbers)  # 0 may be drawn, and 1 is not
-
-
-def _variation_of(weight: Tensor) -> float:
-    """Returns the most that :func:`_varied` adds to an entry of a weight, see :data:`VARIATION`."""
-    num_columns = 1.0
-    if weight.dim() > 1:
-        num_columns = weight.numel() / len(weight)
-    return VARIATION / num_columns**0.5
-
-
 # Helpers of a forward.
 
 
+class _Attribute(NamedTuple):
+    """An attribute of an object, and the value that it gets for a forward."""
+
+    holder: object
+    name: str
+    value: object
+
+
 @contextmanager
-def _without_tf32() -> Iterator[None]:
-    """Lets GPUs multiply float32 in float32. In TF32, which Composer turns on, results have an error of 5e-4."""
-    cudnn: Any = torch.backends.cudnn
-    backends = [torch.backends.cuda.matmul, cudnn]
-    name = 'allow_tf32'
-    exact_value: object = False  # the value with which float32 is not rounded to TF32
+def _replaced_attributes(attributes: Iterable[_Attribute]) -> Iterator[None]:
+    """Gives attributes other values inside of the context."""
+    saved: list[_Attribute] = []
     try:
-        saved = [getattr(backend, name) for backend in backends]
+        for holder, name, value in attributes:
+            saved.append(_Attribute(holder, name, getattr(holder, name)))
+            setattr(holder, name, value)
+        yield
+    finally:
+        for holder, name, value in saved:
+            setattr(holder, name, value)
+
+
+def _attributes_without_tf32() -> list[_Attribute]:
+    """Returns the attributes of torch that let GPUs multiply float32 in float32, with their values.
+
+    In TF32, which Composer turns on, results have an error of 5e-4.
+    """
+    matmul = torch.backends.cuda.matmul
+    cudnn: Any = torch.backends.cudnn
+    attributes = [_Attribute(matmul, 'allow_tf32', False), _Attribute(cudnn, 'allow_tf32', False)]
+    try:
+        for attribute in attributes:
+            getattr(attribute.holder, attribute.name)
     except RuntimeError:
         # Someone has set `fp32_precision`, which is new in torch 2.9. If it contradicts `allow_tf32`, torch refuses to
         # read `allow_tf32`. So `fp32_precision` is set only in this case. Otherwise setting it would make `allow_tf32`
         # unreadable in the forward, where `torch.backends.cudnn.flags()` reads it.
-        backends = [torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn]
-        name = 'fp32_precision'
-        exact_value = 'ieee'
-        saved = [getattr(backend, name) for backend in backends]
-    try:
-        for backend in backends:
-            setattr(backend, name, exact_value)
-        yield
-    finally:
-        for backend, value in zip(backends, saved, strict=True):
-            setattr(backend, name, value)
+        return [_Attribute(backend, 'fp32_precision', 'ieee') for backend in (matmul, cudnn.conv, cudnn.rnn)]
+    return attributes
 
 
 class _WithoutDropout(TorchFunctionMode):
@@ -805,9 +752,9 @@ class _WithoutDropout(TorchFunctionMode):
     ) -> Any:
         """Returns the input of a dropout. Calls attention with a dropout of 0, and any other function as it is."""
         kwargs = kwargs or {}
-        name = getattr(func, '__name__', '')
         # A model of torch.export calls operators by their full names, such as `dropout.default`.
-        if name.removesuffix('.default') in DROPOUTS:
+        name = getattr(func, '__name__', '').removesuffix('.default')
+        if name in DROPOUTS:
             return args[0] if args else kwargs['input']
         if name == 'scaled_dot_product_attention':
             # The arguments after query, key, value and mask.
@@ -817,11 +764,45 @@ class _WithoutDropout(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+class _Leaves:
+    """Outputs of the last layers, at which the autograd graph begins, by layer.
+
+    The loss may run the model again, so there may be leaves of several forwards. For example, a preference loss also
+    runs a reference (the model with its adapter off) without gradients, before or after the forward that makes the
+    logits.
+    """
+
+    def __init__(self) -> None:
+        self._latest: dict[Module, Tensor] = {}
+        """The last leaf of each layer. If the running forward does not reach a layer, the leaf is of an earlier one."""
+        self._of_forwards: list[dict[Module, Tensor]] = []
+        """For each forward without gradients whose last layer has run, the leaves that were the latest then."""
+
+    def add(self, layer: Module, leaf: Tensor) -> None:
+        """Adds an output of the running forward."""
+        self._latest[layer] = leaf
+
+    def end_forward(self) -> None:
+        """Notes that the last layer of a forward without gradients has run."""
+        self._of_forwards.append(dict(self._latest))
+
+    def forget_earlier(self) -> None:
+        """Forgets the leaves that later forwards have replaced."""
+        self._of_forwards.clear()
+
+    def of_forward_with(self, logits: Tensor | None) -> Mapping[Module, Tensor]:
+        """Returns the leaves of the forward in which a layer returned the logits, or else the latest leaves."""
+        for leaves in self._of_forwards:
+            if any(leaf is logits for leaf in leaves.values()):
+                return leaves
+        return self._latest
+
+
 @contextmanager
 def _graph_from(
     layers: Sequence[Module],
     shapes: Sequence[tuple[int, ...]],
-) -> Iterator[list[Leaves]]:
+) -> Iterator[_Leaves]:
     """Starts the autograd graph at the outputs of some layers. Yields these outputs, which are leaves of the graph.
 
     An output counts only if its rows and width are one of the ``shapes``.
@@ -831,15 +812,8 @@ def _graph_from(
     mode. The output of an earlier layer becomes a leaf, too, but gradients stay off after it. So no graph connects the
     layers. Autograd could not follow such a graph under FSDP, which has the whole weights of a layer only during the
     forward of that layer.
-
-    The loss may run the model again, so the result has the leaves of several forwards, in order. For example, a
-    preference loss also runs a reference (the model with its adapter off) without gradients. It may do so before or
-    after the forward that makes the logits, and :func:`_leaves_with` finds the leaves of that forward. If the loss runs
-    the model again with gradients (R-Drop), only the leaves of this last forward are kept.
     """
-    # The running forward writes into the last dict. When its last layer has run, a copy is added, into which the next
-    # forward writes. If there is none, the last two dicts are equal.
-    leaves_of_forwards: list[Leaves] = [{}]
+    leaves = _Leaves()
 
     def start_graph(
         module: Module,
@@ -849,30 +823,20 @@ def _graph_from(
         if not _is_of_shape(output, shapes):
             return None
         leaf = output.detach().requires_grad_()
-        leaves = leaves_of_forwards[-1]
-        leaves[module] = leaf
+        leaves.add(module, leaf)
         if module is layers[-1]:
             if torch.is_grad_enabled():
-                # An earlier forward has switched gradients on, and the loss has now run the model again (R-Drop).
-                del leaves_of_forwards[:-1]
+                # An earlier forward has switched gradients on, and the loss has run the model again with gradients
+                # (R-Drop). Only the leaves of the last such forward count.
+                leaves.forget_earlier()
             else:
-                # If there is another forward, its layers replace leaves in the copy. Leaves of layers that it does not
-                # reach stay.
-                leaves_of_forwards.append(dict(leaves))
+                leaves.end_forward()
             # From here on, gradients stay on, even if an earlier layer runs again.
             torch.set_grad_enabled(True)
         return leaf
 
     with _hooked(layers, start_graph), torch.no_grad():
-        yield leaves_of_forwards
-
-
-def _leaves_with(logits: Tensor | None, leaves_of_forwards: Sequence[Leaves]) -> Leaves:
-    """Returns the leaves of the forward in which a layer returned the logits, or else of the last forward."""
-    for leaves in leaves_of_forwards:
-        if any(leaf is logits for leaf in leaves.values()):
-            return leaves
-    return leaves_of_forwards[-1]
+        yield leaves
 
 
 def _rounded(
@@ -914,16 +878,18 @@ def _logits_in_loss(outputs: Outputs, shapes: Sequence[tuple[int, ...]]) -> Tens
     logits = logits_of(outputs)
     if logits is None:
         return None
-    if tuple(logits.shape[:2]) not in shapes:
+    shape = tuple(logits.shape[:2])
+    if shape not in shapes:
         raise NotExactError(
-            f"The model's logits must be as wide as the labels, got: {tuple(logits.shape[:2])} for labels of "
-            f'{shapes[0]}. The model expands or truncates the sequence inside forward. Expand image placeholders in '
-            'the processor instead (docs/errors.md#loss-rule).'
+            f"The model's logits must be as wide as the labels, got: {shape} for labels of {shapes[0]}. The model "
+            'expands or truncates the sequence inside forward. Expand image placeholders in the processor instead '
+            '(docs/errors.md#loss-rule).'
         )
     # accelerate and FSDP return a copy of the logits in another type, but the loss uses the logits themselves.
-    # edge_of() follows the graph back through copies. If it ends at a leaf that _graph_from() has made, the node holds
-    # this leaf as `variable`.
+    # edge_of() follows the graph back through copies.
     node, _ = edge_of(logits)
+    # If _graph_from() has made the logits a leaf, this node holds the leaf as `variable`. Any other node has no such
+    # attribute, and the outputs hold the logits that the loss uses.
     return getattr(node, 'variable', logits)
 
 

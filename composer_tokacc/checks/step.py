@@ -44,20 +44,26 @@ large vocabulary that takes a tenth of the time of the microbatch, so one in 64 
 GENERATOR = random.Random(0)
 """Chooses tokens. Not the global generator, so that the random numbers of the run stay the same."""
 GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
-"""From step to step the turn goes on by this part of the microbatches of a step, modulo 1. So the turns fill the range
-from 0 to 1 evenly, also those of every second or third step. If the turn went on by one microbatch a step instead, and
-steps of one and of two microbatches alternated, it might never be at some of them."""
+"""Added to the turn of :class:`TokenChoice` after each step, modulo 1. So turns fill the range from 0 to 1 evenly, also
+those of every second or third step. If one microbatch after the other had its turn instead, and steps of one and of two
+microbatches alternated, some of them might never have it."""
 
 
 class TokenChoice:
     """Chooses which tokens of a run are measured.
 
-    In the first step with each microbatch size all tokens are measured, because a loss may depend on the size. In each
-    other step microbatches are chosen: those with a label that counts for the first time, and one by turns, see
-    :data:`GOLDEN_RATIO`. If our split does not cut the batch, the number of microbatches is not known before the last
-    one, and the number of the previous step stands for it. Then a step with fewer microbatches may have no chosen one,
-    and a step with more may have several. If tokens have weights, the algorithm measures every microbatch. In a
-    measured microbatch some tokens are measured; in one of 64, drawn at random, all tokens.
+    In the first step with each microbatch size all tokens are measured, because a loss may depend on the size.
+
+    In each other step some microbatches are measured: those with a label that counts for the first time, and one more,
+    by turns. The turn of a step is a number from 0 (its first microbatch) to 1 (its end). For example, steps of four
+    microbatches with the turns 0, 0.62, 0.24, 0.85 and 0.47 measure the microbatches 0, 2, 0, 3 and 1. If our split
+    does not cut the batch, the number of microbatches is not known before the last one, and the number of the previous
+    step stands for it. Then a step with fewer microbatches may have no turn, and a step with more may have several.
+
+    In a measured microbatch some tokens are measured; in one of 64, drawn at random, all tokens.
+
+    If tokens have weights, the algorithm measures every microbatch. This class then only decides whether all of its
+    tokens are measured.
 
     A loss may treat some labels in another way. If it then also divides by another number, the weight of every token
     changes, and the first microbatch with these labels shows it. If only the tokens with these labels get another
@@ -65,15 +71,15 @@ class TokenChoice:
     """
 
     def __init__(self) -> None:
-        self._turn = 0.0  # where the step that runs now has its turn, from 0 (its first microbatch) to 1 (its end)
+        self._turn = 0.0  # of the step that runs now
         self._is_unknown = torch.zeros(0, dtype=torch.bool)  # by token id: whether no batch had it as a label
         self._num_microbatches = 1  # of the last step
         self._measured_sizes: set[float] = set()  # microbatch sizes of the steps that have begun
-        self._measures_step = False  # whether all tokens of the step that runs now are measured
+        self._measures_whole_step = False  # whether all tokens of the step that runs now are measured
 
     def begin_step(self, microbatch_size: float) -> None:
         """Begins a step. If it is the first one with this microbatch size, all of its tokens are measured."""
-        self._measures_step = microbatch_size not in self._measured_sizes
+        self._measures_whole_step = microbatch_size not in self._measured_sizes
         self._measured_sizes.add(microbatch_size)
 
     def rows_with_new_labels(self, batch: Batch, rule: LossRule) -> list[bool]:
@@ -102,7 +108,7 @@ class TokenChoice:
                 self._is_unknown[labels[is_new]] = False
         return has_new_label
 
-    def includes(self, place: int, rows: Sequence[RowCounts], num_planned: int = 0) -> bool:
+    def is_measured(self, place: int, rows: Sequence[RowCounts], num_planned: int = 0) -> bool:
         """Returns whether tokens of a microbatch are measured.
 
         Args:
@@ -110,14 +116,16 @@ class TokenChoice:
             rows: The counts of its rows.
             num_planned: The number of microbatches of the step; 0: it is not known.
         """
+        if self._measures_whole_step or any(row.has_new_label for row in rows):
+            return True
         num_microbatches = num_planned or self._num_microbatches
-        turn = int(self._turn * num_microbatches)
-        is_its_turn = place % num_microbatches == turn
-        return self._measures_step or is_its_turn or any(row.has_new_label for row in rows)
+        place_of_turn = int(self._turn * num_microbatches)
+        # If the number is not known, there may be more microbatches. Then every n-th one has its turn.
+        return place % num_microbatches == place_of_turn
 
     def draws_all(self) -> bool:
-        """Draws whether all tokens of a microbatch that is measured are measured, or only some."""
-        return self._measures_step or GENERATOR.random() < ALL_TOKENS_SHARE
+        """Returns whether all tokens of a measured microbatch are measured, or only some. Draws it at random."""
+        return self._measures_whole_step or GENERATOR.random() < ALL_TOKENS_SHARE
 
     def end_step(self, num_microbatches: int) -> None:
         """Goes on to the next step. ``num_microbatches`` is the number of microbatches of the step that ends."""
@@ -134,8 +142,8 @@ class MicrobatchRecord:
     # How many microbatches with samples this rank should compute in the step. None: no loss term is divided by it.
     num_microbatches: int | None = None
     composers_weight: float = 1.0  # the factor that Composer should apply to its loss
+    applied_factor: Tensor | None = None  # the factor that Composer did apply to its loss, times the gradient scale
     has_bypass: bool = False  # whether it was seen to have a bypass, see _check_tokens()
-    factor: Tensor | None = None  # the factor that Composer did apply to its loss, times the gradient scale
     token_loss: Tensor | None = None  # the unweighted sum of the losses of its tokens, only if tokens have weights
     was_reached: bool = False  # whether a gradient came to its logits
     # Numbers of the dummy rows and repeated samples that share it with other rows.
@@ -151,7 +159,6 @@ class MicrobatchRecord:
     measured_positions: Tensor | None = None
     tolerance: float = 0.0  # largest deviation that round-off explains
     positions_of_logits: LabelledPositions | None = None  # where logits were computed; None: at every position
-    observed: dict[str, float] = field(default_factory=dict)  # numbers that were read from the device, by name
     rule: LossRule = field(init=False)  # the loss rule that counted its tokens
     counts: CountSums = field(init=False)  # of all rows together
     is_empty: bool = field(init=False)  # whether it has no loss-generating token, or no sample (only dummy rows)
@@ -203,7 +210,13 @@ class MicrobatchRecord:
         on_gradient(output, self._note_added_rows)
 
     def _note_added_rows(self, gradient: Tensor) -> None:
-        has_gradient = whole_vocabulary(gradient)[self.added_rows].any()
+        gradient = whole_vocabulary(gradient)
+        other_rows = [row for row in range(len(gradient)) if row not in self.added_rows]
+        # If other rows have a NaN or inf, too, the loss has diverged, or its scale is too large for float16. Then the
+        # gradient in added rows says nothing, and callbacks of the trainer handle it. Sums take less memory than a flag
+        # for each entry.
+        sums_of_rows = gradient.flatten(1).sum(dim=1, dtype=torch.float32)
+        has_gradient = gradient[self.added_rows].any() & sums_of_rows[other_rows].isfinite().all()
         if self.trains_added_rows is not None:
             has_gradient = has_gradient | self.trains_added_rows.to(has_gradient.device)
         self.trains_added_rows = has_gradient
@@ -214,9 +227,9 @@ class MicrobatchRecord:
         It is a hook on the first term. Several backwards add their gradients, as they do in the model.
         """
         factor = gradient.detach().sum(dtype=torch.float32)
-        if self.factor is not None:
-            factor = self.factor + factor
-        self.factor = factor
+        if self.applied_factor is not None:
+            factor = self.applied_factor + factor
+        self.applied_factor = factor
 
     def _measure(
         self,
@@ -237,40 +250,43 @@ class MicrobatchRecord:
         self.tolerance = max(tolerance_of(gradient.dtype), tolerance_of(logits.dtype))
         targets = self.rule.targets(batch)
         if not measures_all:
-            # The number of tokens up to each position. At a token it is the token's own number, from 1, by which
-            # places_of() finds the position.
-            running_count = (targets != IGNORE_INDEX).flatten().cumsum(dim=0)
-            self.measured_positions = places_of(running_count, self._sampled_numbers())
-            logits = _at(self.measured_positions, logits)
-            gradient = _at(self.measured_positions, gradient)
-            targets = _at(self.measured_positions, targets)
+            positions = self._sampled_positions(targets)
+            self.measured_positions = positions
+            logits = _at(positions, logits)
+            gradient = _at(positions, gradient)
+            targets = _at(positions, targets)
             if weights is not None:
-                weights = _at(self.measured_positions, weights)
+                weights = _at(positions, weights)
         measured = measure(logits, gradient, targets)
         relative_weights = 1.0 if weights is None else weights
         self.deviations = measured.deviations(plain_token_weight, relative_weights).flatten()
 
-    def _sampled_numbers(self) -> range:
-        """Returns the numbers of the tokens to measure, from 1: every n-th token, from a random first one on.
+    def _sampled_positions(self, targets: Tensor) -> Tensor:
+        """Returns the positions of every n-th token, from a random first one on, int64 ``(positions,)``.
 
-        The host knows how many tokens there are, so it can choose their numbers without waiting for the device.
+        Tokens are numbered from 1. The host knows how many there are, so it can choose their numbers without waiting
+        for the device. The device finds their positions.
         """
-        stride = -(-self.counts.loss_tokens // NUM_SAMPLED)  # rounded up, so at most NUM_SAMPLED are measured
+        num_tokens = self.counts.loss_tokens
+        stride = -(-num_tokens // NUM_SAMPLED)  # rounded up, so at most NUM_SAMPLED are measured
         first_number = 1 + GENERATOR.randrange(stride)
-        return range(first_number, self.counts.loss_tokens + 1, stride)
+        chosen_numbers = range(first_number, num_tokens + 1, stride)
+        is_token = (targets != IGNORE_INDEX).flatten()
+        return places_of(is_token.cumsum(dim=0), chosen_numbers)
 
     def worst_token(self) -> tuple[str, int]:
         """Returns the token with the largest deviation: the name of its sample, and its label."""
         assert self.deviations is not None
-        position = int(self.deviations.argmax())
+        place = int(self.deviations.argmax())  # among the measured positions
+        index_of_logits = place
         if self.measured_positions is not None:
-            position = int(self.measured_positions[position])
+            index_of_logits = int(self.measured_positions[place])
+        index_in_rows = index_of_logits
         if self.positions_of_logits is not None:
-            # From the place among the selected logits to the place in the rows.
-            position = int(self.positions_of_logits.of_logits[position])
+            index_in_rows = int(self.positions_of_logits.of_logits[index_of_logits])
         targets = self.rule.targets(self.batch)
         width = targets.shape[1]
-        row, column = divmod(position, width)
+        row, column = divmod(index_in_rows, width)
         label = int(targets[row, column])
         return sample_name(self.batch, row), label
 
@@ -329,16 +345,60 @@ def check_step(step: Step, *, forbids_bypass: bool = False) -> None:
     """
     if step.is_weighted:
         _check_reached(step)
-    _read_from_device(step)
+    microbatches = [_read_from_device(record, is_weighted=step.is_weighted) for record in step.microbatches]
     _check_totals(step)
-    for record in step.microbatches:
-        check_total_of_loss(record.observed.get('total_error', 0.0))
-        if record.observed.get('trains_added_rows'):
-            raise trained_added_rows(record)
-    _check_labels_and_weights(step)
-    _check_factors(step)
-    _check_tokens(step, forbids_bypass=forbids_bypass)
+    for microbatch in microbatches:
+        check_total_of_loss(microbatch.total_error)
+        if microbatch.trains_added_rows:
+            raise trained_added_rows(microbatch.record)
+    _check_labels_and_weights(microbatches)
+    _check_factors(step, microbatches)
+    _check_tokens(microbatches, forbids_bypass=forbids_bypass)
     _check_num_microbatches(step)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ObservedMicrobatch:
+    """A microbatch after the last backward of the step, with the numbers that the device has computed."""
+
+    record: MicrobatchRecord
+    tokens: float  # labels that count
+    weight: float  # sum of their weights; their number if tokens have no weights
+    applied_factor: float | None  # see MicrobatchRecord; None: no loss of the microbatch required a gradient
+    largest_deviation: float  # of MicrobatchRecord.deviations; 0 also if no token was measured
+    total_error: float  # see MicrobatchRecord; 0 also if the loss has no total
+    trains_added_rows: bool  # see MicrobatchRecord; False also if no watched output got a gradient
+
+
+def _read_from_device(record: MicrobatchRecord, *, is_weighted: bool) -> _ObservedMicrobatch:
+    """Reads the numbers of a microbatch from the device. ``is_weighted`` says whether tokens may have weights.
+
+    Waits for the device once. This costs little time here, because Composer waits for the device at this point anyway,
+    to read the loss.
+    """
+    counted = record.rule.mask(record.batch)
+    values = {'tokens': counted.sum()}
+    if is_weighted:
+        values['weight'] = (record.batch[LOSS_WEIGHTS] * counted).sum()
+    if record.applied_factor is not None:
+        values['applied_factor'] = record.applied_factor
+    if record.deviations is not None:
+        values['largest_deviation'] = record.deviations.amax()
+    if record.total_error is not None:
+        values['total_error'] = record.total_error
+    if record.trains_added_rows is not None:
+        values['trains_added_rows'] = record.trains_added_rows
+    in_one_tensor = torch.stack([value.to(counted.device).double() for value in values.values()])
+    numbers: dict[str, float] = dict(zip(values, in_one_tensor.tolist(), strict=True))
+    return _ObservedMicrobatch(
+        record=record,
+        tokens=numbers['tokens'],
+        weight=numbers.get('weight', numbers['tokens']),
+        applied_factor=numbers.get('applied_factor'),
+        largest_deviation=numbers.get('largest_deviation', 0.0),
+        total_error=numbers.get('total_error', 0.0),
+        trains_added_rows=bool(numbers.get('trains_added_rows', 0.0)),
+    )
 
 
 def _check_reached(step: Step) -> None:
@@ -352,29 +412,6 @@ def _check_reached(step: Step) -> None:
             'another term, or logits in a tuple). Switch the kernel off, leave out `compile_config` or the term, '
             "return `logits` by name, or set `token_weights='token'` (docs/errors.md#model-loss)."
         )
-
-
-def _read_from_device(step: Step) -> None:
-    """Fills in ``observed`` of all microbatches.
-
-    Each reading waits for the device. This costs little time here, because Composer waits for the device at this point
-    anyway, to read the loss.
-    """
-    for record in step.microbatches:
-        counted = record.rule.mask(record.batch)
-        values = {'tokens': counted.sum()}
-        if step.is_weighted:
-            values['weight'] = (record.batch[LOSS_WEIGHTS] * counted).sum()
-        if record.factor is not None:
-            values['factor'] = record.factor
-        if record.deviations is not None:
-            values['deviation'] = record.deviations.amax()
-        if record.total_error is not None:
-            values['total_error'] = record.total_error
-        if record.trains_added_rows is not None:
-            values['trains_added_rows'] = record.trains_added_rows
-        in_one_tensor = torch.stack([value.to(counted.device).double() for value in values.values()])
-        record.observed = dict(zip(values, in_one_tensor.tolist(), strict=True))
 
 
 def _check_totals(step: Step) -> None:
@@ -421,31 +458,31 @@ def trained_added_rows(record: MicrobatchRecord) -> NotExactError:
     )
 
 
-def _check_labels_and_weights(step: Step) -> None:
+def _check_labels_and_weights(microbatches: Sequence[_ObservedMicrobatch]) -> None:
     """Raises RuntimeError if a microbatch has other loss tokens or token weights than were counted at BATCH_START."""
-    for index, record in enumerate(step.microbatches):
-        counts = record.counts
-        tokens = record.observed['tokens']
-        weight = record.observed.get('weight', tokens)  # tokens without weights weigh 1
-        is_same_weight = math.isclose(weight, counts.loss_weight, rel_tol=WEIGHT_TOLERANCE)
-        if tokens != counts.loss_tokens or not is_same_weight:
+    for index, microbatch in enumerate(microbatches):
+        counts = microbatch.record.counts
+        is_same_weight = math.isclose(microbatch.weight, counts.loss_weight, rel_tol=WEIGHT_TOLERANCE)
+        if microbatch.tokens != counts.loss_tokens or not is_same_weight:
+            first_sample = sample_name(microbatch.record.batch, 0)
             raise NotExactError(
-                f'Labels and token weights must not change after BATCH_START, got: {tokens:g} loss-generating tokens '
-                f'of weight {weight:g} in microbatch {index}, which begins with {sample_name(record.batch, 0)}, where '
-                f'{counts.loss_tokens} of weight {counts.loss_weight:g} were counted. Change them in '
-                '`batch_transforms`, not in `microbatch_transforms` or an algorithm (docs/errors.md#counts).'
+                'Labels and token weights must not change after BATCH_START, got: '
+                f'{microbatch.tokens:g} loss-generating tokens of weight {microbatch.weight:g} in microbatch {index}, '
+                f'which begins with {first_sample}, where {counts.loss_tokens} of weight {counts.loss_weight:g} were '
+                'counted. Change them in `batch_transforms`, not in `microbatch_transforms` or an algorithm '
+                '(docs/errors.md#counts).'
             )
 
 
-def _check_factors(step: Step) -> None:
+def _check_factors(step: Step, microbatches: Sequence[_ObservedMicrobatch]) -> None:
     """Raises RuntimeError if Composer has not weighted each microbatch by its share of the samples."""
     factors = []
-    for record in step.microbatches:
-        if 'factor' in record.observed:
-            factors.append(record.observed['factor'] / step.gradient_scale)
+    for microbatch in microbatches:
+        if microbatch.applied_factor is not None:
+            factors.append(microbatch.applied_factor / step.gradient_scale)
     if not factors and step.counts.loss_tokens == 0:
         return  # no loss of the step required a gradient, so no hook has noted a factor
-    expected = [record.composers_weight for record in step.microbatches]
+    expected = [microbatch.record.composers_weight for microbatch in microbatches]
     are_expected = len(factors) == len(expected)
     for factor, weight in zip(factors, expected, strict=False):
         # The weight of a microbatch without samples is 0, which has no relative error.
@@ -459,21 +496,24 @@ def _check_factors(step: Step) -> None:
         )
 
 
-def _check_tokens(step: Step, *, forbids_bypass: bool) -> None:
+def _check_tokens(microbatches: Sequence[_ObservedMicrobatch], *, forbids_bypass: bool) -> None:
     """Raises RuntimeError if a measured token has a wrong weight, or if the loss has a new term.
 
     A bypass is a part of a mean over tokens that is made neither of the logits nor of the router's loss. The algorithm
     looks for it only in microbatches that it measures. If the first step with a weight had none, a later one is a new
     term.
     """
-    for record in step.with_weight:
+    for microbatch in microbatches:
+        record = microbatch.record
+        if not record.has_weight:
+            continue
         if record.has_bypass and forbids_bypass:
             raise NotExactError(
                 "The model's own loss must be made of its logits alone, as it was before, got: another term, "
                 f'which began in a microbatch with {sample_name(record.batch, 0)}. Have it in the loss from the '
                 'first batch on, or name the terms of a dict in `loss_units` (docs/errors.md#model-loss).'
             )
-        deviation = record.observed.get('deviation', 0.0)
+        deviation = microbatch.largest_deviation
         # A NaN or inf is not refused here. Callbacks of the trainer handle it.
         if math.isfinite(deviation) and deviation > record.tolerance:
             sample, token = record.worst_token()
@@ -490,8 +530,9 @@ def _check_num_microbatches(step: Step) -> None:
     """Raises RuntimeError if a loss term was divided by another number of microbatches than the step has."""
     num_with_samples = sum(record.counts.samples > 0 for record in step.microbatches)
     for record in step.microbatches:
-        if record.num_microbatches not in (None, num_with_samples):
+        expected = record.num_microbatches
+        if expected is not None and expected != num_with_samples:
             raise NotExactError(
                 "The number of microbatches must be known before a term with the unit 'microbatches' is divided by it, "
-                f'got: {num_with_samples}, but {record.num_microbatches} were expected. Split with token_data_spec().'
+                f'got: {num_with_samples}, but {expected} were expected. Split with token_data_spec().'
             )

@@ -8,11 +8,11 @@ A token that carries loss has a weight at the position whose logits predict it. 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,16 +51,89 @@ class _WatchedForward:
     """Weights of its positions, float32 ``(positions,)``: 0 without loss, and added over its backwards, as gradients
     are. A single 0 until a gradient comes."""
     is_unclear: Tensor
-    """True at positions whose gradient does not tell the weight of the token, bool ``(positions,)``."""
+    """True at positions whose gradient does not tell the weight of the token, bool ``(positions,)``. A single False
+    until a gradient comes."""
     residual: Tensor
     """Share of the gradient's norm that no token's cross-entropy explains, float32 ``()``."""
     has_gradient: bool = False
     """Whether its logits got a gradient."""
 
+    @classmethod
+    def without_gradient(cls, num_labels: Tensor | None, device: torch.device) -> _WatchedForward:
+        """Makes the record of a forward whose logits have no gradient yet. ``device`` is the one of the logits."""
+        zero = torch.zeros((), device=device)
+        return cls(
+            in_backward=is_in_backward(),
+            num_labels=num_labels,
+            weights=zero,
+            is_unclear=zero.bool(),
+            residual=zero,
+        )
+
     @property
     def reliable_weights(self) -> Tensor:
         """Weights of its tokens, ``(tokens,)``, without those that could not be measured."""
         return self.weights[(self.weights != 0) & ~self.is_unclear]
+
+    def add_gradient(self, logits: Tensor, gradient: Tensor) -> None:
+        """Adds the weights that the gradient by the logits shows."""
+        measured = measure(logits, gradient)
+        # The weight cannot be read off the gradient if the model is sure of the label, or if there is another loss. A
+        # weight of NaN fulfils neither condition, so the report shows it.
+        is_sure = measured.plain_norms < SURE
+        is_unexplained = measured.residual_norms > OTHER * measured.norms
+        has_label = measured.targets != IGNORE_INDEX
+        is_unclear = has_label & (is_sure | is_unexplained)
+        self.has_gradient = True
+        self.weights = self.weights + measured.weights.flatten()
+        self.is_unclear = self.is_unclear | is_unclear.flatten()
+        self.residual = torch.maximum(self.residual, measured.residual)
+
+    def add_gradient_of_log_probs(self, mask: Tensor, gradient: Tensor) -> None:
+        """Adds the weights that the gradient by the log-probabilities of labels shows.
+
+        It is the weight itself, negated. ``mask`` is False where a label is ignored.
+        """
+        weights = -gradient.float().flatten()
+        self.has_gradient = True
+        self.weights = self.weights + weights.where(mask.flatten(), 0)
+
+    def fault(self, name: str) -> str | None:
+        """Returns a sentence if the forward adds nothing to the gradient, or not enough; None: it adds enough.
+
+        ``name`` is what the sentence calls the forward.
+        """
+        if self.in_backward:
+            return None  # it repeats another forward, which is judged by itself
+        has_loss = (self.weights != 0) | self.is_unclear
+        num_tokens = int(has_loss.sum())
+        num_labels = 1 if self.num_labels is None else int(self.num_labels)
+        if num_tokens < num_labels:
+            if num_tokens > 0:
+                return (
+                    f'{name} adds only {num_tokens} of its {num_labels} labels to the gradient. Set labels that '
+                    'the loss leaves out to -100, or let the loss use all of them.'
+                )
+            if self.has_gradient:
+                return f'{name} adds nothing to the gradient: its gradient is 0.'
+            return f'{name} adds nothing to the gradient: `backward` did not reach its logits.'
+        if num_tokens > 0 and not len(self.reliable_weights):
+            return (
+                f'{name} has no token whose weight can be measured: the model is sure of all labels (1 - p below '
+                f'{SURE}), or most of the gradient is not of a cross-entropy. Test with a fresh model and '
+                'without the other loss.'
+            )
+        return None
+
+    def columns(self) -> str:
+        """Returns the line of the report about this forward, without its number."""
+        weights = self.reliable_weights
+        low = mean = high = torch.nan  # there may be no reliable weight
+        if len(weights):
+            low = float(weights.min())
+            mean = float(weights.mean())
+            high = float(weights.max())
+        return f'{len(weights):>10,}{low:>15.7g}{mean:>15.7g}{high:>15.7g}{float(self.residual):>10.1e}'
 
 
 class TokenWeightsReport:
@@ -117,29 +190,9 @@ class TokenWeightsReport:
         """
         sentences = []
         for number, forward in enumerate(self._forwards, start=1):
-            has_loss = (forward.weights != 0) | forward.is_unclear
-            num_tokens = int(has_loss.sum())
-            num_labels = 1 if forward.num_labels is None else int(forward.num_labels)
-            # A forward of an activation checkpoint repeats another one, which is judged by itself.
-            if forward.in_backward:
-                continue
-            name = f'Forward {number} of {len(self._forwards)}'
-            if num_tokens >= num_labels:
-                if num_tokens > 0 and not len(forward.reliable_weights):
-                    sentences.append(
-                        f'{name} has no token whose weight can be measured: the model is sure of all labels '
-                        f'(1 - p below {SURE}), or most of the gradient is not of a cross-entropy. Test with a fresh '
-                        'model and without the other loss.'
-                    )
-            elif num_tokens > 0:
-                sentences.append(
-                    f'{name} adds only {num_tokens} of its {num_labels} labels to the gradient. Set labels that '
-                    'the loss leaves out to -100, or let the loss use all of them.'
-                )
-            elif forward.has_gradient:
-                sentences.append(f'{name} adds nothing to the gradient: its gradient is 0.')
-            else:
-                sentences.append(f'{name} adds nothing to the gradient: `backward` did not reach its logits.')
+            sentence = forward.fault(f'Forward {number} of {len(self._forwards)}')
+            if sentence is not None:
+                sentences.append(sentence)
         return sentences
 
     def unequal_tokens(self) -> str:
@@ -179,24 +232,9 @@ class TokenWeightsReport:
                 num_without_gradient += 1
                 continue
             num_unclear += int(forward.is_unclear.sum())
-            weights = forward.reliable_weights
-            low = mean = high = torch.nan  # there may be no reliable weight
-            if len(weights):
-                low = float(weights.min())
-                mean = float(weights.mean())
-                high = float(weights.max())
-            columns = f'{number:>8}{len(weights):>10,}{low:>15.7g}{mean:>15.7g}{high:>15.7g}'
-            lines.append(f'{columns}{float(forward.residual):>10.1e}')
-        # Only of this rank, because a loop may print on rank 0 only, and a collective would wait for the other ranks.
-        largest, smallest = self._extremes()
-        if smallest != torch.inf:  # there is a weight
-            are_equal = largest <= smallest * (1 + self.known_to)
-            verb = 'weigh' if are_equal else 'do NOT weigh'
-            place = ''
-            if get_world_size() > 1:
-                place = ' on this rank (`.spread` asks all)'
-            ratio = f'largest over smallest weight {largest / smallest:.7f}'
-            lines.append(f'tokens {verb} the same, to {self.known_to:.0e}{place}: {ratio}')
+            lines.append(f'{number:>8}{forward.columns()}')
+        if any(len(weights) for weights in self.weights):
+            lines.append(self._verdict())
         if num_unclear:
             lines.append(
                 f'{num_unclear:,} left out: 1 - p of the label below {SURE}, or a gradient that no label explains'
@@ -206,6 +244,20 @@ class TokenWeightsReport:
                 f'{num_without_gradient:,} of {len(self._forwards):,} forwards had no gradient at their logits'
             )
         return '\n'.join(lines)
+
+    def _verdict(self) -> str:
+        """Returns a line that says whether all tokens of this rank weigh the same. There must be a weight.
+
+        Only of this rank, because a loop may print on rank 0 only, and a collective would wait for the other ranks.
+        """
+        largest, smallest = self._extremes()
+        are_equal = largest <= smallest * (1 + self.known_to)
+        verb = 'weigh' if are_equal else 'do NOT weigh'
+        place = ''
+        if get_world_size() > 1:
+            place = ' on this rank (`.spread` asks all)'
+        ratio = f'largest over smallest weight {largest / smallest:.7f}'
+        return f'tokens {verb} the same, to {self.known_to:.0e}{place}: {ratio}'
 
     def _extremes(self) -> tuple[float, float]:
         """Returns the largest and the smallest absolute weight on this rank; -inf and inf if there is no weight."""
@@ -232,15 +284,10 @@ class TokenWeightsReport:
         if not torch.is_grad_enabled() or not self._is_open:
             return
         self._had_forward = True
-        logits = _logits_in(outputs, is_outer=is_outer)
-        mask = None
-        if logits is None:
-            # TRL's fused head returns only log-probabilities of the labels. They are watched instead of the logits.
-            logits = getattr(outputs, 'log_probs', None)
-            mask = getattr(outputs, 'label_mask', None)
-        if logits is None:
+        watched = _output_to_watch(outputs, is_outer=is_outer)
+        if watched is None:
             return
-        node, index = edge_of(logits)
+        node, index = edge_of(watched.values)
         if node is None:  # they depend on no parameter that is trained
             return
         batch = kwargs
@@ -248,75 +295,43 @@ class TokenWeightsReport:
             batch = next(iter(args), None)
         num_labels = _num_labels(batch)
         # The hook may run twice for the same logits: for a part of the model, and for the whole model around it. They
-        # are measured once. So the forward is noted in the node of the graph that made the logits, where the second
-        # call finds it. If the part got no labels, the labels of the whole model count.
+        # are measured once. So the forward is noted in the node of the graph that made the logits, and the second call
+        # finds it there. If the part got no labels, the labels of the whole model count.
         metadata_of_node: Any = node.metadata
         earlier: _WatchedForward | None = metadata_of_node.get((self, index))
         if earlier is not None:
             if earlier.num_labels is None:
                 earlier.num_labels = num_labels
             return
-        zero = torch.zeros((), device=logits.device)
-        forward = _WatchedForward(
-            is_in_backward(),
-            num_labels,
-            weights=zero,
-            is_unclear=zero.bool(),
-            residual=zero,
-        )
+        forward = _WatchedForward.without_gradient(num_labels, watched.values.device)
         metadata_of_node[self, index] = forward
         self._forwards.append(forward)
-        # Detached, because a graph whose hook holds its own logits is never freed.
-        node.register_prehook(
-            partial(
-                self._measure,
-                logits=logits.detach(),
-                mask=mask,
-                index=index,
-                forward=forward,
-            )
-        )
+        if watched.mask is not None:
+            add_gradient = partial(forward.add_gradient_of_log_probs, watched.mask)
+        else:
+            # Detached, because a graph whose hook holds its own logits is never freed.
+            add_gradient = partial(forward.add_gradient, watched.values.detach())
+        node.register_prehook(partial(self._measure, index=index, add_gradient=add_gradient))
 
     def _measure(
         self,
         gradients: Sequence[Tensor | None],
         *,
-        logits: Tensor,
-        mask: Tensor | None,
         index: int,
-        forward: _WatchedForward,
+        add_gradient: Callable[[Tensor], None],
     ) -> None:
         """Measures a gradient of logits and does not change it. It is a hook at the node that made the logits.
 
         Args:
             gradients: The gradients with respect to all outputs of the node.
-            logits: The logits. Not used with a mask.
-            mask: None if ``gradients`` are with respect to logits. If they are with respect to log-probabilities of
-                labels, a bool tensor in their shape, False where a label is ignored.
             index: Number of the logits among the outputs.
-            forward: The forward that made the logits.
+            add_gradient: Reads the weights off the gradient, and adds them to those of the forward.
         """
         gradient = gradients[index]
         if gradient is None or not self._is_open:
             return
         self._tolerance = max(self._tolerance, tolerance_of(gradient.dtype))
-        if mask is not None:
-            # The gradient by a log-probability is the weight itself, negated.
-            weights = -gradient.float().flatten()
-            weights = weights.where(mask.flatten(), 0)
-        else:
-            measured = measure(logits, gradient)
-            weights = measured.weights.flatten()
-            # The weight cannot be read off the gradient if the model is sure of the label, or if there is another loss.
-            # A weight of NaN fulfils neither condition, so the report shows it.
-            is_sure = measured.plain_norms < SURE
-            is_unexplained = measured.residual_norms > OTHER * measured.norms
-            has_label = measured.targets != IGNORE_INDEX
-            is_unclear = has_label & (is_sure | is_unexplained)
-            forward.is_unclear = forward.is_unclear | is_unclear.flatten()
-            forward.residual = torch.maximum(forward.residual, measured.residual)
-        forward.has_gradient = True
-        forward.weights = forward.weights + weights
+        add_gradient(gradient)
 
     def _why_empty(self) -> str:
         """Returns why nothing was measured."""
@@ -379,6 +394,27 @@ def measure_token_weights(model: torch.nn.Module) -> Iterator[TokenWeightsReport
     if not report.weights:
         name = type(inner).__name__
         raise NotExactError(f'No token weight was measured of {name}: {report._why_empty()}. See docs/token_weights.md')
+
+
+class _WatchedOutput(NamedTuple):
+    """The logits of a forward, or the log-probabilities of its labels."""
+
+    values: Tensor
+    mask: Tensor | None
+    """None for logits. For log-probabilities bool in their shape, False where a label is ignored."""
+
+
+def _output_to_watch(outputs: Any, *, is_outer: bool) -> _WatchedOutput | None:
+    """Returns the output whose gradient tells the weights of tokens. For ``is_outer`` see :func:`_logits_in`."""
+    logits = _logits_in(outputs, is_outer=is_outer)
+    if logits is not None:
+        return _WatchedOutput(logits, mask=None)
+    # TRL's fused head returns only log-probabilities of the labels, and a mask of them.
+    log_probs = getattr(outputs, 'log_probs', None)
+    mask = getattr(outputs, 'label_mask', None)
+    if log_probs is not None and mask is not None:
+        return _WatchedOutput(log_probs, mask)
+    return None
 
 
 def _logits_in(outputs: Any, *, is_outer: bool) -> Tensor | None:

@@ -10,9 +10,10 @@ statistic for logs is harmless. :meth:`.Probe.judge_written_state` tells them ap
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, TypeAlias
 
 import torch
@@ -37,6 +38,17 @@ Namespace: TypeAlias = MutableMapping[str, Any]
 """The buffers, parameters or attributes of a module, by name."""
 
 
+class Copied(Enum):
+    """How much of a tensor is copied, to see later whether it was written."""
+
+    ALL = 'all'
+    """All entries. Only then the tensor can be put back."""
+    SAMPLE = 'sample'
+    """Some entries, see :func:`_sample_of`."""
+    NOTHING = 'nothing'
+    """A write is noticed only if it replaces the tensor, or adds to the number of writes that torch counts."""
+
+
 @dataclass(frozen=True, eq=False)
 class State:
     """A tensor or a number of a module, ``container[key]``, as it was at one moment."""
@@ -45,10 +57,9 @@ class State:
     container: Namespace
     key: str
     value: Tensor | float  # the object itself. If it is a tensor, a forward may write into it
-    content: Tensor | float | None  # a copy of the value, or of a part of its entries; None: it was not copied
+    copied: Copied  # ALL for a number
+    content: Tensor | None  # the copied entries; None: nothing was copied, or it is a number
     version: int | None  # number of writes into the tensor; None: it is a number
-    # Whether the content is only some of the entries, see _sample_of(), so that it cannot be put back.
-    is_sampled: bool = False
 
     @classmethod
     def now(
@@ -56,41 +67,36 @@ class State:
         name: str,
         container: Namespace,
         key: str,
-        *,
-        copies: bool = True,
-        is_sampled: bool = False,
+        copied: Copied = Copied.ALL,
     ) -> State:
-        """Returns the state as it is now.
-
-        If ``is_sampled``, it copies some entries of a tensor; otherwise, if ``copies``, all of them. If it copies
-        nothing, a write is noticed only if it replaces the tensor, or adds to the number of writes.
-        """
+        """Returns the state as it is now. ``copied`` is ignored for a number."""
         value = container[key]
-        content = value
-        version = None
-        if isinstance(value, Tensor):
-            content = None
-            if is_sampled:
-                content = _sample_of(value)
-            elif copies:
-                content = value.detach().clone()
-            version = num_writes(value)
-        return cls(name, container, key, value, content, version, is_sampled)
+        if not isinstance(value, Tensor):
+            return cls(name, container, key, value, Copied.ALL, content=None, version=None)
+        content = None
+        if copied is Copied.ALL:
+            content = value.detach().clone()
+        elif copied is Copied.SAMPLE:
+            content = _sample_of(value)
+        return cls(name, container, key, value, copied, content, version=num_writes(value))
 
     def is_written(self) -> bool:
         """Returns whether the state was written after this moment."""
         current = self.container.get(self.key)
+        if isinstance(current, Tensor) and isinstance(self.value, Tensor):
+            return self._is_tensor_written(current)
+        # The state is or was a number, or it is gone.
+        if current is self.value:
+            return False  # not compared, because NaN is not equal to itself
+        return type(current) is not type(self.value) or bool(current != self.value)
+
+    def _is_tensor_written(self, current: Tensor) -> bool:
+        """Returns whether a tensor was written. ``current`` is the tensor that is in its place now."""
         is_replaced = current is not self.value
-        if not isinstance(current, Tensor) or not isinstance(self.value, Tensor):
-            # The state is or was a number, or it is gone.
-            if not is_replaced:
-                return False  # not compared, because NaN is not equal to itself
-            return type(current) is not type(self.value) or bool(current != self.value)
         was_written_into = not is_replaced and num_writes(current) != self.version
-        if not isinstance(self.content, Tensor):
-            # The tensor was too large for a copy.
+        if self.content is None:
             return is_replaced or was_written_into
-        if self.is_sampled:
+        if self.copied is Copied.SAMPLE:
             # A parameter that was replaced is not compared: FSDP1 replaces parameters during a forward. A write alone
             # is not enough: parametrizations of torch write a parameter into itself (PEFT adapts experts in this way).
             return was_written_into and not _are_equal(_sample_of(current), self.content)
@@ -128,9 +134,9 @@ class StateSnapshot:
         return cls(list(_states_of(model, watches_parameters=watches_parameters)))
 
     def written(self) -> list[State]:
-        """Returns the states that were written after the snapshot, with copies of their present values."""
-        written = [state for state in self.states if state.is_written()]
-        return StateSnapshot.of_states(written).states
+        """Returns the states that were written after the snapshot, as they are now, with copies of all entries."""
+        old_states = [state for state in self.states if state.is_written()]
+        return StateSnapshot.of_states(old_states).states
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -140,10 +146,10 @@ class StateSnapshot:
         the content was not copied, because the tensor is too large, it stays as a forward has written it.
         """
         for state in self.states:
-            if state.is_sampled:
+            if state.copied is Copied.SAMPLE:
                 continue
             state.container[state.key] = state.value
-            if not isinstance(state.value, Tensor) or not isinstance(state.content, Tensor):
+            if not isinstance(state.value, Tensor) or state.content is None:
                 continue
             # An equal tensor is not written, because some cannot be, such as an expanded one.
             if not _are_equal(state.value, state.content):
@@ -160,7 +166,7 @@ class StateSnapshot:
         """
         copies: dict[int, Tensor] = {}  # by the identity of the tensor, because modules may share it
         for state in self.states:
-            if isinstance(state.content, Tensor) and not state.is_sampled:
+            if state.content is not None and state.copied is Copied.ALL:
                 state.container[state.key] = copies.setdefault(id(state.value), state.content.clone())
 
 
@@ -170,7 +176,7 @@ def perturb(states: Iterable[State]) -> None:
 
     Floating point tensors get noise, which also shows a dependence on a state that no longer moves, such as the
     converged vectors of a spectral norm. Other states may be indices, and noise could move them out of range. So they
-    get the value that a forward has written.
+    get the value that a forward has written. So does float8 (one byte), because torch cannot add it.
 
     Args:
         states: The states, with the values that a forward has written, as :meth:`StateSnapshot.written` returns them.
@@ -180,20 +186,29 @@ def perturb(states: Iterable[State]) -> None:
     generator = torch.Generator().manual_seed(0)
     for state in states:
         current = state.container[state.key]
-        if isinstance(current, Tensor) and current.is_floating_point() and current.numel():
-            # The entries of an expanded tensor share memory, so it cannot be written.
-            if 0 in current.stride():
-                current = current.clone()
-                state.container[state.key] = current
-            # With the mean and the constant, entries of 0 change, too.
-            sizes = current.abs() + current.abs().mean() + ADDED_SIZE
-            noise = torch.randn(current.shape, generator=generator).to(current)
-            # Written, not replaced, because the forward may read the tensor from elsewhere. For the mode see restore().
-            with torch.inference_mode():
-                current.add_(PERTURBATION * sizes * noise)
+        if isinstance(current, Tensor) and _can_get_noise(current):
+            _add_noise(state, current, generator)
         else:
             # `state` was recorded after the forward that wrote it, so this puts the written value back.
             StateSnapshot([state]).restore()
+
+
+def _can_get_noise(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.dtype.itemsize > 1 and tensor.numel() > 0
+
+
+def _add_noise(state: State, tensor: Tensor, generator: torch.Generator) -> None:
+    """Adds noise to the present tensor of a state."""
+    # The entries of an expanded tensor share memory, so it cannot be written.
+    if 0 in tensor.stride():
+        tensor = tensor.clone()
+        state.container[state.key] = tensor
+    # With the mean and the constant, entries of 0 change, too.
+    sizes = tensor.abs() + tensor.abs().mean() + ADDED_SIZE
+    noise = torch.randn(tensor.shape, generator=generator).to(tensor)
+    # Written, not replaced, because the forward may read the tensor from elsewhere. For the mode see restore().
+    with torch.inference_mode():
+        tensor.add_(PERTURBATION * sizes * noise)
 
 
 @contextmanager
@@ -253,24 +268,51 @@ def _states_of(model: Module, *, watches_parameters: bool) -> Iterator[State]:
     """Yields the states of a model, see :meth:`StateSnapshot.of_model`."""
     for module_name, module in model.named_modules():
         prefix = f'{module_name}.' if module_name else ''
-        parameters, buffers = own_tensors(module)
-        attributes = vars(module)
-        containers = [parameters, buffers, attributes]
         if isinstance(module, torch.jit.ScriptModule):
             # Only its buffers are states, because its attributes cannot be read. They are never replaced, so a copy of
             # their dict is enough. Only lend_copies() has no effect on it.
-            containers = [dict(module.named_buffers(recurse=False))]
-        for container in containers:
-            is_parameter = container is parameters
-            if is_parameter and not watches_parameters:
-                continue
-            for key, value in container.items():
-                is_too_large = False
-                if isinstance(value, Tensor):
-                    if not _can_be_compared(value):
-                        continue
-                    may_be_weight = container is attributes or not value.is_floating_point()
-                    is_too_large = may_be_weight and value.numel() > LARGEST_COPY
-                elif not isinstance(value, (int, float)):  # a bool is an int, so flags are states, too
-                    continue
-                yield State.now(prefix + key, container, key, copies=not is_too_large, is_sampled=is_parameter)
+            buffers = dict(module.named_buffers(recurse=False))
+            yield from _states_in(buffers, prefix, _copied_of_buffer)
+            continue
+        parameters, buffers = own_tensors(module)
+        if watches_parameters:
+            yield from _states_in(parameters, prefix, _copied_of_parameter)
+        yield from _states_in(buffers, prefix, _copied_of_buffer)
+        yield from _states_in(vars(module), prefix, _copied_of_attribute)
+
+
+def _states_in(
+    container: Namespace,
+    prefix: str,
+    copied_of: Callable[[Tensor], Copied],
+) -> Iterator[State]:
+    """Yields the tensors and numbers of a container as states.
+
+    Args:
+        container: The parameters, buffers or attributes of a module.
+        prefix: The name of the module in the model, and a dot.
+        copied_of: Returns how much of a tensor is copied.
+    """
+    for key, value in container.items():
+        if isinstance(value, Tensor):
+            if _can_be_compared(value):
+                yield State.now(prefix + key, container, key, copied_of(value))
+        elif isinstance(value, (int, float)):  # a bool is an int, so flags are states, too
+            yield State.now(prefix + key, container, key)
+
+
+def _copied_of_parameter(parameter: Tensor) -> Copied:
+    return Copied.SAMPLE
+
+
+def _copied_of_buffer(buffer: Tensor) -> Copied:
+    if buffer.is_floating_point():
+        return Copied.ALL
+    return _copied_of_attribute(buffer)
+
+
+def _copied_of_attribute(tensor: Tensor) -> Copied:
+    """Returns how much is copied of an attribute or a buffer of integers, see :data:`LARGEST_COPY`."""
+    if tensor.numel() > LARGEST_COPY:
+        return Copied.NOTHING
+    return Copied.ALL

@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 from composer_tokacc.checks import logits as logits_module
 from composer_tokacc.checks.logits import (
@@ -20,6 +21,7 @@ from composer_tokacc.checks.logits import (
 from composer_tokacc.checks.step import NUM_SAMPLED, MicrobatchRecord
 from composer_tokacc.counting import LossRule
 from composer_tokacc.row_counts import count_rows
+from tests.support.process_group import group_of_one_rank
 
 BATCH = {'labels': torch.tensor([[5, 6, -100, 2], [-100, -100, 7, 0], [1, 1, 1, 1]])}
 TARGETS = LossRule.CAUSAL.targets(BATCH)
@@ -180,6 +182,19 @@ def test_sketches_keep_sizes_of_differences(in_parts):
     expected_norm = float((first - second).norm())
     assert difference_of_sketches.norm() == pytest.approx(expected_norm, rel=0.1)
     assert torch.equal(sketch(small), small)
+
+
+@pytest.mark.parametrize('size', [9, 5000])
+def test_sketch_of_a_sharded_vocabulary(size, tmp_path):
+    gradient = torch.randn(3, 4, size)
+    expected = sketch(gradient)
+
+    with group_of_one_rank(tmp_path):
+        mesh = init_device_mesh('cpu', (1,))
+        sketch_of_sharded = sketch(distribute_tensor(gradient, mesh, [Shard(2)]))
+
+    assert type(sketch_of_sharded) is torch.Tensor
+    torch.testing.assert_close(sketch_of_sharded, expected)
 
 
 @pytest.mark.parametrize('size', [32_000, pytest.param(262_143, marks=pytest.mark.slow)])

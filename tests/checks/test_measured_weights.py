@@ -448,6 +448,21 @@ def test_fused_head_with_log_probabilities():
     torch.testing.assert_close(report.weights, [expected_weights])
 
 
+def test_log_probabilities_without_a_mask():
+    """Those of a CTC loss, for example, are not of labels. So their gradient is not the weight of a token."""
+
+    class OtherHead(FusedLoss):
+        def forward(self, **batch):
+            states = self.llama.model(batch['input_ids'])[0]
+            logits = self.llama.lm_head(states)
+            return SimpleNamespace(log_probs=logits.log_softmax(dim=-1)[..., 0])
+
+    model = OtherHead()
+
+    with pytest.raises(RuntimeError, match='its outputs hold no logits'), measure_token_weights(model):
+        model(**BATCH).log_probs.sum().backward()
+
+
 def test_report_without_tokens():
     """No token is measured before the first backward, nor if the gradient is 0."""
     model = one_layer_model()

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from composer_tokacc.checks import probe as probe_module
+from composer_tokacc.checks import replaced_weights
 from composer_tokacc.checks.comparison import RowComparison
 from composer_tokacc.checks.first_batch import LOOK_AGAIN, FirstBatchCheck, find_loss_rule, rule_batch
 from composer_tokacc.checks.probe import Probe
@@ -653,12 +653,21 @@ def test_dropout_is_switched_off(dropout):
     model_without_dropout = one_layer_model()
     expected = probe_of(causal, model=model_without_dropout).run(row)
     assert result.losses == pytest.approx(expected.losses, rel=1e-6)
-    assert probe.is_training
+    assert probe.runs_as_in_training
 
 
 class SelfAttention(torch.nn.MultiheadAttention):
     def forward(self, states):
         return super().forward(states, states, states)[0]
+
+
+class ExportedAttention(torch.nn.Module):
+    """Calls attention as a model of torch.export does."""
+
+    dropout = 0.5
+
+    def forward(self, states):
+        return torch.ops.aten.scaled_dot_product_attention.default(states, states, states, None, self.dropout)
 
 
 class Recurrent(torch.nn.LSTM):
@@ -670,6 +679,7 @@ class Recurrent(torch.nn.LSTM):
     'layer',
     [
         pytest.param(SelfAttention(32, 2, dropout=0.5, batch_first=True), id='attention'),
+        pytest.param(ExportedAttention(), id='exported attention'),
         pytest.param(Recurrent(32, 32, num_layers=2, dropout=0.5, batch_first=True), id='lstm'),
     ],
 )
@@ -683,7 +693,7 @@ def test_dropout_inside_of_torchs_modules(layer):
     result_of_other_seed = probe.run(row, seed=1)
 
     assert result.losses == result_of_other_seed.losses
-    assert probe.is_training
+    assert probe.runs_as_in_training
     assert layer.dropout == 0.5
 
 
@@ -719,7 +729,96 @@ def test_random_forward_is_probed_in_evaluation(draw):
     second_result = probe.run(row)
 
     assert first_result.losses == second_result.losses
-    assert not probe.is_training
+    assert not probe.runs_as_in_training
+
+
+class Turn(torch.nn.Module):
+    """Alternates between 0 and 1 from forward to forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.value = 1
+
+    def next(self):
+        self.value = 1 - self.value
+        return self.value
+
+
+class HiddenTurn(Turn):
+    """The same, where no snapshot finds it."""
+
+    def __init__(self):
+        super().__init__()
+        self.values = [1]
+
+    def next(self):
+        self.values[0] = 1 - self.values[0]
+        return self.values[0]
+
+
+def probe_with_term_by_turns(turn):
+    """Returns a probe whose loss has a second term in every other forward."""
+    model = one_layer_model().train()
+    model.turn = turn
+
+    def forward(batch):
+        logits = model(input_ids=batch['input_ids'], attention_mask=batch['attention_mask']).logits
+        return {'loss': causal(logits, batch), 'logits': logits}
+
+    def terms(loss, outputs):
+        if turn.next():
+            return {'tokens': loss, 'samples': loss}
+        return {'tokens': loss}
+
+    return Probe(forward, loss_in, model, terms=terms)
+
+
+def test_term_of_every_other_forward():
+    probe = probe_with_term_by_turns(Turn())
+    with pytest.raises(RuntimeError, match=r"the next one, got: 'turn\.value'"):
+        probe.examine(row_for_rule())
+
+
+def test_term_of_every_other_forward_by_hidden_state():
+    """The first and the third forward have the same terms. So it looks like a random loss."""
+    probe = probe_with_term_by_turns(HiddenTurn())
+    probe.examine(row_for_rule())
+    assert probe.is_random
+
+
+def test_loss_is_detached_in_every_other_forward():
+    """Its value stays the same."""
+    model = one_layer_model().train()
+    model.turn = Turn()
+
+    def loss(logits, batch):
+        if model.turn.next():
+            logits = logits.detach()
+        return causal(logits, batch)
+
+    with pytest.raises(RuntimeError, match=r"the next one, got: 'turn\.value'"):
+        probe_of(loss, model=model).examine(row_for_rule())
+
+
+class AlternatingNorm(torch.nn.Module):
+    """Has two norms, which take turns. Only one of them is found among the last layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.norms = torch.nn.ModuleList([torch.nn.LayerNorm(32), torch.nn.LayerNorm(32)])
+        self.turn = Turn()
+
+    def forward(self, states):
+        norm = self.norms[self.turn.next()]
+        return norm(states)
+
+
+def test_last_layer_of_every_other_forward():
+    model = one_layer_model().train()
+    model.model.norm = AlternatingNorm()
+
+    with pytest.raises(RuntimeError, match=r"the next one, got: '.*turn\.value'"):
+        probe_of(causal, model=model).examine(row_for_rule())
 
 
 def test_norm_after_the_head():
@@ -782,7 +881,7 @@ def test_weights_of_0_hide_nothing(shape):
 def test_equal_weights_are_varied_upwards():
     """Below 0 a root or a logarithm of a weight would not be a number."""
     for shape in SHAPES_OF_WEIGHTS:
-        varied = probe_module._varied(torch.zeros(shape))
+        varied = replaced_weights._varied(torch.zeros(shape))
         assert varied.shape == shape
         assert bool((varied > 0).all())
         different_weights = varied.flatten().unique()

@@ -119,7 +119,7 @@ def test_each_size_is_measured_once():
     numbers_measured = []
     for microbatch_size in (2, 2, 1, 1, 2):
         choice.begin_step(microbatch_size)
-        measured = [place for place in range(4) if choice.includes(place, [RowCounts()], 4)]
+        measured = [place for place in range(4) if choice.is_measured(place, [RowCounts()], 4)]
         numbers_measured.append(len(measured))
         choice.end_step(4)
     assert numbers_measured == [4, 1, 4, 1, 1]
@@ -137,7 +137,7 @@ def test_turn_reaches_every_microbatch(numbers, is_planned):
         choice.begin_step(1)
         num_planned = num_microbatches if is_planned else 0
         for place in range(num_microbatches):
-            if choice.includes(place, [RowCounts()], num_planned):
+            if choice.is_measured(place, [RowCounts()], num_planned):
                 measured.add((num_microbatches, place))
         choice.end_step(num_microbatches)
     assert len(measured) == sum(numbers)
@@ -299,6 +299,23 @@ def test_added_row_in_one_of_two_outputs(trained_output):
     loss.backward()
 
     assert record.trains_added_rows
+
+
+@pytest.mark.parametrize('value', [float('nan'), float('inf')])
+@pytest.mark.parametrize('is_only_in_added_row', [False, True])
+def test_infinite_gradient_in_added_row(value, is_only_in_added_row):
+    """In all rows: the loss has diverged. Only in the added row: a term divides by its number of labels, which is 0."""
+    record = MicrobatchRecord(batch={}, rows=[RowCounts(rule=LossRule.CAUSAL), RowCounts(samples=0)])
+    record.added_rows = [1]
+    output = 1 * torch.randn(2, 5, 16, requires_grad=True)
+    record.watch_added_rows(output)
+    gradient = torch.full((2, 5, 16), value)
+    if is_only_in_added_row:
+        gradient[0] = 1.0
+
+    output.backward(gradient)
+
+    assert bool(record.trains_added_rows) == is_only_in_added_row
 
 
 def test_factors_of_two_backwards_add_up():

@@ -407,6 +407,20 @@ def test_noise_moves_states_of_any_size(value):
     assert noise.mean() == pytest.approx(expected_noise, rel=0.1)
 
 
+def test_state_in_float8_gets_the_written_value():
+    """Torch cannot add noise to it."""
+    model = torch.nn.Module()
+    model.register_buffer('state', torch.zeros(4).to(torch.float8_e4m3fn))
+    snapshot = StateSnapshot.of_model(model)
+    model.state.copy_(torch.ones(4))
+    written = snapshot.written()
+    snapshot.restore()
+
+    perturb(written)
+
+    assert model.state.tolist() == [1.0] * 4
+
+
 def test_quantized_weights_are_not_copied(monkeypatch):
     """They are buffers of integers. A write is noticed nevertheless."""
     monkeypatch.setattr(written_state, 'LARGEST_COPY', 0)
