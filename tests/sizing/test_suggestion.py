@@ -394,6 +394,11 @@ def padding_of_a_step(method: str, tokens: list[int], image_tokens: list[int], *
     return step.padding_ratio
 
 
+def test_unknown_method_is_refused():
+    with pytest.raises(ValueError, match=r"`method` must be .*, got: 'plan'"):
+        padding_of_a_step('plan', [40, 10], [0, 0], max_tokens=100)
+
+
 def test_dummies_of_plans_are_not_packed():
     """Under FSDP the plan gives the second rank a copy of the only image. The run does not read it for packing."""
     options = {'max_tokens': 100, 'packing': True, 'objective': 'fsdp'}
