@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, cast
@@ -110,9 +110,8 @@ class Capacity:
         if share < DENSE:
             most = math.ceil(tokens * share)
         if self.max_loss_tokens is not None:
-            # A microbatch has L <= `max_loss_tokens` labels. If L < DENSE * positions, it computes logits at L + 1
-            # positions. Otherwise it computes all, and there are at most L / DENSE positions. Both are at most
-            # L / DENSE + 1.
+            # L is at most `max_loss_tokens`. A microbatch that computes all logits has at most L / DENSE positions. Any
+            # other one computes L + 1 logits. Neither number is above L / DENSE + 1.
             most = min(most, math.ceil(self.max_loss_tokens / DENSE) + 1)
         return most
 
@@ -227,19 +226,23 @@ def suggest_microbatching(
     )
     # The largest microbatch sizes that fit: of this run, and of stock Composer at the same memory.
     usable_bytes = safety * device_memory_gib * GIB
-    capacity = Capacity(memory, table, num_ranks, usable_bytes, max_image_tokens, max_loss_tokens, width_multiple)
+    capacity = Capacity(
+        memory=memory,
+        table=table,
+        num_ranks=num_ranks,
+        limit=usable_bytes,
+        max_image_tokens=max_image_tokens,
+        max_loss_tokens=max_loss_tokens,
+        width_multiple=width_multiple,
+    )
     rows_per_rank = global_batch_size // num_ranks
     size, slot = _largest_size(capacity, options, rows_per_rank)
-    stock_tokens = capacity.of_stock_composer().max_tokens()
-    stock_rows = stock_tokens // int(table.tokens.max())  # it pads every row to the longest
-    stock_size = min(stock_rows, rows_per_rank)
-    # The part that limits the size.
+    stock_size = _largest_stock_size(capacity, rows_per_rank)
+    # What a microbatch of this size holds in the worst case.
     max_tokens = token_budget(size, slot)
-    fitting_image_tokens = capacity.fitting_image_tokens(max_tokens) if table.image_tokens.any() else None
     worst_terms = capacity.terms(max_tokens)
-    limited_by = max(SHRINKING_TERMS, key=lambda part: worst_terms[SHRINKING_TERMS[part]])
-    if size == rows_per_rank:
-        limited_by = 'global batch'
+    limited_by = 'global batch' if size == rows_per_rank else _largest_part(worst_terms)
+    fitting_image_tokens = capacity.fitting_image_tokens(max_tokens) if table.image_tokens.any() else None
     # Memory and time with the suggested size, and with others.
     batches = draw_batches(len(table), global_batch_size, num_batches=NUM_BATCHES, seed=seed)
     price = measured_cost or options.cost
@@ -290,7 +293,21 @@ def _largest_size(
         raise InvalidInputError(capacity.why_nothing_fits())
     slot = options.slot_tokens or _rounded_up(capacity.table.tokens.max(), capacity.width_multiple)
     slot = min(slot, fitting_tokens)  # so that size 1 fits
-    return min(fitting_tokens // slot, rows_per_rank), slot
+    # A larger size than the rows of a rank makes no difference.
+    size = min(fitting_tokens // slot, rows_per_rank)
+    return size, slot
+
+
+def _largest_stock_size(capacity: Capacity, rows_per_rank: int) -> int:
+    """Returns the largest safe microbatch size of stock Composer, in rows; 0 if not even one row is safe."""
+    fitting_tokens = capacity.of_stock_composer().max_tokens()
+    fitting_rows = fitting_tokens // int(capacity.table.tokens.max())  # every row may be padded to the longest
+    return min(fitting_rows, rows_per_rank)
+
+
+def _largest_part(terms: Mapping[str, float]) -> str:
+    """Returns the part of the activations that takes most memory, by a key of ``SHRINKING_TERMS``."""
+    return max(SHRINKING_TERMS, key=lambda part: terms[SHRINKING_TERMS[part]])
 
 
 def _rounded_up(length: int, multiple: int) -> int:
@@ -330,7 +347,7 @@ class _RunBySize:
         return self.capacity.table.rows(self.options_of(size)).is_over
 
     @cached_property
-    def _peaks_alone(self) -> np.ndarray:
+    def _peaks_alone_at_size_1(self) -> np.ndarray:
         """Bytes at the peak of each sample that goes alone at size 1, and 0 for the others, float64 (samples,).
 
         Size 1 has the smallest budget, so these samples include those that go alone at any other size.
@@ -341,24 +358,24 @@ class _RunBySize:
             # A table with only this sample, because `worst_shape` takes the largest shares in its table. No cap of loss
             # tokens, because this sample may be over it.
             sizes = table.select(np.array([sample]))
-            alone = replace(self.capacity, table=sizes, max_loss_tokens=None)
+            capacity_of_sample = replace(self.capacity, table=sizes, max_loss_tokens=None)
             width = _rounded_up(int(sizes.tokens[0]), self.options.width_multiple)
-            peaks[sample] = alone.peak(width, int(sizes.image_tokens[0]))
+            peaks[sample] = capacity_of_sample.peak(width, int(sizes.image_tokens[0]))
         return peaks
 
     def peaks_alone(self, size: int) -> np.ndarray:
         """Returns bytes at the peak of each sample that goes alone, and 0 for the others, float64 (samples,)."""
-        return np.where(self.goes_alone(size), self._peaks_alone, 0.0)
+        return np.where(self.goes_alone(size), self._peaks_alone_at_size_1, 0.0)
 
     def peak(self, size: int) -> float:
         """Returns bytes at the highest peak: the worst within the caps, or of a sample that goes alone and fits.
 
         Samples that do not even fit alone are left out. The report names them in ``too_large``.
         """
+        peak_within_caps = self.capacity.peak(self.options_of(size).max_tokens)
         peaks_alone = self.peaks_alone(size)
-        fitting_peaks = peaks_alone[peaks_alone <= self.capacity.limit]
-        worst_peak = self.capacity.peak(self.options_of(size).max_tokens)
-        return max(worst_peak, fitting_peaks.max(initial=0.0))
+        fitting_peaks_alone = peaks_alone[peaks_alone <= self.capacity.limit]
+        return max(peak_within_caps, fitting_peaks_alone.max(initial=0.0))
 
     def figures(self, size: int, stock_size: int) -> dict[str, StepFigures]:
         """Returns the figures of a step by method. `stock_size` is the microbatch size of stock Composer, in rows."""
@@ -397,6 +414,6 @@ class _RunBySize:
 
 def _largest(fits: Callable[[int], bool]) -> int:
     """Returns the largest number that fits, 0 if none does. All numbers below one that fits must fit, too."""
-    # The key is False for the numbers that fit, and True for all after them. `bisect` returns how many are False. As
-    # the numbers begin at 1, this is the largest that fits.
+    # For rising numbers the key is False, ..., False, True, ..., True. `bisect` returns how many are False. As the
+    # numbers begin at 1, this is the largest that fits.
     return bisect(range(1, MOST_TOKENS), False, key=lambda number: not fits(number))
