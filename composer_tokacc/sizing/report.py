@@ -167,7 +167,8 @@ class SizingReport:
         cost = self.measured_cost or self.cost
         if cost is not None:
             section['cost'] = _changed_terms(cost)
-        plain_section = json.loads(json.dumps(section, default=np.generic.item))  # YAML takes no numbers of numpy
+        # YAML takes no numbers of numpy. JSON turns them into plain ones.
+        plain_section = json.loads(json.dumps(section, default=np.generic.item))
         return yaml.safe_dump({'microbatching': plain_section}, sort_keys=False).rstrip()
 
     def warnings(self) -> list[str]:

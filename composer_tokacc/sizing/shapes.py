@@ -85,12 +85,16 @@ def _image_area(
     layout: BatchLayout,
     image_tokens: int,
 ) -> float:
-    """Returns :attr:`BatchShape.image_area`. Exact if the batch has the grid of each image, as for Qwen-VL."""
+    """Returns :attr:`BatchShape.image_area`. Exact if the batch has the grid of each image, as for Qwen-VL.
+
+    For example an image of 4 x 6 image tokens and one of 2 x 2 have the area 24^2 + 4^2. Without grids both count as
+    14 tokens.
+    """
     grids = [batch[key] for key in ('image_grid_thw', 'video_grid_thw') if key in batch]
     if not grids:
-        # All images count as equally large: n * (tokens / n)^2.
-        num_images = sum(layout.media_per_row(batch))
-        return image_tokens**2 / max(num_images, 1)
+        # All images count as equally large: n images of (tokens / n) tokens.
+        num_images = max(sum(layout.media_per_row(batch)), 1)
+        return image_tokens**2 / num_images
     num_frames, height, width = torch.cat(grids).unbind(dim=1)  # height and width in patches
     vision_config = getattr(layout.config, 'vision_config', None)
     # One image token stands for a square of patches. Its side is 2 in Qwen-VL.
@@ -103,8 +107,8 @@ def _image_area(
 def logit_positions(num_labels: int, num_positions: int) -> int:
     """Returns the number of positions of a microbatch with logits, if the run computes them only at labels.
 
-    For a model that shifts labels, :class:`.LabelledPositions` adds a position. It is counted for all models. If nearly
-    all positions have a label, the run computes all logits.
+    :class:`.LabelledPositions` adds a position if the model shifts labels. Here it is added for any model, so the
+    number may be one too large. If nearly all positions have a label, the run computes all logits.
     """
     if is_worth_selecting(num_labels, num_positions):
         return num_labels + 1
