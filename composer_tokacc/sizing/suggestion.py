@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Literal, cast
 
 import numpy as np
 
-from composer_tokacc.arguments import check_count, check_kind
+from composer_tokacc.arguments import check_choice, check_count, check_kind
 from composer_tokacc.labelled import DENSE
 from composer_tokacc.planning import CostModel, CutOptions, lower_bound, token_budget
 from composer_tokacc.refusals import InvalidInputError
@@ -197,7 +197,8 @@ def suggest_microbatching(
         equal_counts: Whether all ranks make the same number of microbatches. ``'auto'``: only with FSDP, where ranks
             wait for each other in every microbatch. DDP by default reduces gradients only in the last one.
         width_multiple: Widths are rounded up to a multiple of it.
-        packing: Whether the rows of a microbatch become one packed row.
+        packing: Whether the rows of a microbatch become one packed row. If the run has ``'auto'``, make a report with
+            each.
         sample_ids: Names of the samples, for messages.
         seed: Seed of the order of the simulated batches.
 
@@ -211,6 +212,7 @@ def suggest_microbatching(
     check_kind('memory', memory, MemoryModel)
     check_count('num_ranks', num_ranks)
     check_global_batch(global_batch_size, num_ranks)
+    check_choice('packing', packing, (True, False))  # with 'auto' the steps would be simulated without packing
     if not 0 < safety <= 1:
         raise InvalidInputError(f'`safety` must be over 0 and at most 1, got: {safety}.')
     options = CutOptions(

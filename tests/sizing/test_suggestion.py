@@ -654,6 +654,7 @@ def test_labels_of_a_sample_alone():
         ({'device_memory_gib': 0.0}, '`device_memory_gib` must hold the model'),
         ({'safety': 1.2}, '`safety` must be over 0 and at most 1'),
         ({'slot_tokens': 0}, '`slot_tokens` must be a positive integer'),
+        ({'packing': 'auto'}, r"`packing` must be .*, got: 'auto'"),
     ],
 )
 def test_bad_input_is_refused(arguments, message):
