@@ -30,6 +30,7 @@ class StepCounts(NamedTuple):
     samples: float
     real_tokens: float
     loss_tokens: float
+    loss_weight: float  # sum of the weights of the loss tokens
     device_batch_positions: float  # positions before the batch was split
     positions: float  # computed positions, padding included
     dummy_positions: float  # computed positions of dummy rows and of repeated samples

@@ -215,7 +215,7 @@ class TokenMonitor(Callback):
         if self._weighting_distance is not None:
             metrics['sample_weighting_error'] = total.weighting_distance
         self._weighting_distance = _distance_of_weights(self._microbatches, total)
-        metrics |= _source_metrics(sources, total.positions)
+        metrics |= _source_metrics(sources, total)
         named_metrics = {f'token_monitor/{name}': value for name, value in metrics.items()}
         logger.log_metrics(named_metrics)
         _show(metrics, logger)
@@ -234,6 +234,7 @@ class TokenMonitor(Callback):
             samples=self._device_batch.samples,
             real_tokens=self._device_batch.real_tokens,
             loss_tokens=self._device_batch.loss_tokens,
+            loss_weight=self._device_batch.loss_weight,
             device_batch_positions=self._device_batch_positions,
             positions=positions,
             dummy_positions=dummy_positions,
@@ -336,17 +337,16 @@ def _speed_metrics(total: StepCounts, seconds: float) -> dict[str, float]:
     return metrics
 
 
-def _source_metrics(sources: Mapping[str, SourceSums], positions: float) -> dict[str, float]:
-    """Returns the metrics of each source. `positions` is the number of computed positions in the step.
+def _source_metrics(sources: Mapping[str, SourceSums], total: StepCounts) -> dict[str, float]:
+    """Returns the metrics of each source. The shares do not add up to 1 if some rows have no source.
 
     A source has no loss if it has no tokens in the step, or if the model returns no logits.
     """
-    total_weight = sum(sums.weight for sums in sources.values()) or 1.0  # if all weights are 0, each share is 0
     metrics = {}
     for name, sums in sources.items():
         metrics[f'source/{name}/tokens'] = sums.tokens
-        metrics[f'source/{name}/weight'] = sums.weight / total_weight
-        metrics[f'source/{name}/positions'] = sums.positions / max(positions, 1)
+        metrics[f'source/{name}/weight'] = sums.weight / (total.loss_weight or 1.0)  # if all weights are 0, so is this
+        metrics[f'source/{name}/positions'] = sums.positions / max(total.positions, 1)
         if sums.tokens and math.isfinite(sums.loss):
             metrics[f'source/{name}/loss'] = sums.loss / sums.tokens
     return metrics
