@@ -169,10 +169,10 @@ def least_padded_cut(
         # So far: both arrays are filled for all smaller ends.
         while reach[earliest] < end:
             earliest += 1
-        # The caps allow all starts from `earliest` on, but most need not be tried. If the new row is no wider than the
-        # row before it, it adds to each microbatch the cost of the widest row there. For the previous end, no start was
-        # better than `previous_start`. The starts before it give microbatches that are as wide or wider, so they are no
-        # better for this end, either. Those of equal width are tried, because rounding may make them better.
+        # The caps allow all starts from `earliest` on. Most of them need not be tried if the new row is no wider than
+        # the row before it. Then it adds to each microbatch the cost of the widest row there. For the previous end, no
+        # start was better than `previous_start`. The starts before it give microbatches that are as wide or wider, so
+        # they are no better for this end, either. Those of equal width are tried: rounding may make them better.
         first_tried = earliest
         if end > 1 and row_costs[end - 1] <= row_costs[end - 2]:
             previous_start = last_starts[end - 1]

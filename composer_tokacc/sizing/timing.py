@@ -60,7 +60,7 @@ class MicrobatchTimer(Callback):
     microbatches: list[TimedMicrobatch] = field(default_factory=list)
     outside: list[float] = field(default_factory=list)
     """Seconds of each step outside of its microbatches: data, optimizer, logging. The last step of a fit is missing."""
-    # Of the present step and microbatch. Times are those of `_now`.
+    # Of the present step and microbatch, see the events below.
     _first_recorded_step: int = field(default=0, init=False, repr=False)
     _step_started: float = field(default=0.0, init=False, repr=False)
     _seconds_in_microbatches: float = field(default=0.0, init=False, repr=False)
@@ -147,7 +147,7 @@ class MicrobatchTimer(Callback):
                 self._row_patches = [self.patches(row) for row in single_rows]
         self._encoder_seconds = 0.0
         self._gradient_arrived = None
-        # This counting is no part of the run. So both clocks are set forward by its time, as if it had taken none.
+        # A run without this timer does not count. So the time of it is left out: step and microbatch start later.
         counting_seconds = self._now() - counting_started
         self._microbatch_started += counting_seconds
         self._step_started += counting_seconds
