@@ -84,8 +84,7 @@ class Capacity:
         labels = None
         if self.memory.logits == 'labels':
             labels = self.most_logits(tokens)
-        widest = _rounded_up(table.tokens.max(), self.width_multiple)
-        width = min(widest, tokens)
+        width = min(_widest_row(self), tokens)
         return BatchShape(
             rows=tokens / width,  # an upper bound, so not always an integer
             width=width,
@@ -238,12 +237,14 @@ def suggest_microbatching(
         width_multiple=width_multiple,
     )
     rows_per_rank = global_batch_size // num_ranks
-    size, slot = _largest_size(capacity, options, rows_per_rank)
+    fitting_size, slot = _fitting_size(capacity, slot_tokens)
+    largest_useful_size = _largest_useful_size(capacity, slot, rows_per_rank)
+    size = min(fitting_size, largest_useful_size)
     stock_size = _largest_stock_size(capacity, rows_per_rank)
     # What a microbatch of this size holds in the worst case.
     max_tokens = token_budget(size, slot)
     worst_terms = capacity.terms(max_tokens)
-    limited_by = 'global batch' if size == rows_per_rank else _largest_part(worst_terms)
+    limited_by = 'global batch' if size == largest_useful_size else _largest_part(worst_terms)
     fitting_image_tokens = capacity.fitting_image_tokens(max_tokens) if table.image_tokens.any() else None
     # Memory and time with the suggested size, and with others.
     batches = draw_batches(len(table), global_batch_size, num_batches=NUM_BATCHES, seed=seed)
@@ -278,26 +279,38 @@ def suggest_microbatching(
         equal_counts=equal_counts,
         seconds_per_unit=price.seconds_per_token,
         seconds_per_step=seconds_per_step,
-        sizes=[run.size_row(compared_size) for compared_size in _compared_sizes(size, rows_per_rank)],
+        sizes=[run.size_row(compared_size) for compared_size in _compared_sizes(size, largest_useful_size)],
         oversize=table.names(run.goes_alone(size)),
         too_large=table.names(run.peaks_alone(size) > usable_bytes),
     )
 
 
-def _largest_size(
-    capacity: Capacity,
-    options: CutOptions,
-    rows_per_rank: int,
-) -> tuple[int, int]:
-    """Returns the largest safe microbatch size, and the width of a slot. Raises ValueError if no sample fits."""
+def _fitting_size(capacity: Capacity, slot_tokens: int | None) -> tuple[int, int]:
+    """Returns the largest microbatch size that fits into memory, and the width of a slot, which may be lowered.
+
+    Raises ValueError if not even the shortest sample fits. Without ``slot_tokens`` a slot is as wide as the longest
+    sample.
+    """
     fitting_tokens = capacity.max_tokens()
     if fitting_tokens < int(capacity.table.tokens.min()):
         raise InvalidInputError(capacity.why_nothing_fits())
-    slot = options.slot_tokens or _rounded_up(capacity.table.tokens.max(), capacity.width_multiple)
+    slot = slot_tokens or _widest_row(capacity)
     slot = min(slot, fitting_tokens)  # so that size 1 fits
-    # A larger size than the rows of a rank makes no difference.
-    size = min(fitting_tokens // slot, rows_per_rank)
-    return size, slot
+    return fitting_tokens // slot, slot
+
+
+def _largest_useful_size(capacity: Capacity, slot: int, rows_per_rank: int) -> int:
+    """Returns the size at which all rows of a rank fit into one microbatch. A larger size makes no difference.
+
+    For example, 16 rows of up to 2,048 tokens need size 16 if a slot has 2,048 tokens, and size 64 if it has 512.
+    """
+    width = max(_widest_row(capacity), slot)
+    return math.ceil(rows_per_rank * width / slot)
+
+
+def _widest_row(capacity: Capacity) -> int:
+    """Returns the width of a microbatch with the longest sample."""
+    return _rounded_up(int(capacity.table.tokens.max()), capacity.width_multiple)
 
 
 def _largest_stock_size(capacity: Capacity, rows_per_rank: int) -> int:
@@ -317,12 +330,12 @@ def _rounded_up(length: int, multiple: int) -> int:
     return math.ceil(length / multiple) * multiple
 
 
-def _compared_sizes(size: int, rows_per_rank: int) -> list[int]:
+def _compared_sizes(size: int, largest_useful_size: int) -> list[int]:
     """Returns the sizes of the report: the suggested one, and powers of two up to twice this size.
 
-    A larger size than the rows of a rank makes no difference, so it is left out.
+    Sizes above ``largest_useful_size`` make no difference, so they are left out.
     """
-    largest = int(min(2 * size, rows_per_rank))  # an integer of numpy has no bit_length()
+    largest = int(min(2 * size, largest_useful_size))  # an integer of numpy has no bit_length()
     powers = [1 << exponent for exponent in range(largest.bit_length())]
     return sorted({size, *powers})
 
