@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -140,6 +141,14 @@ def batch_of_width(
     return widened
 
 
+class _Probe(NamedTuple):
+    """A batch that repeats one sample."""
+
+    sample: Batch
+    num_rows: int
+    width: int
+
+
 def probe_batches(
     layout: BatchLayout,
     samples: Sequence[Batch],
@@ -165,37 +174,53 @@ def probe_batches(
             with_images.append(sample)
         else:
             without_images.append(sample)
-    # Sample, number of rows, and width of each batch. These three vary independently. Otherwise tokens, rows x width^2
-    # and image tokens would grow in proportion, and a fit could not tell them apart. At the width `widest` every sample
-    # has padding, and the shortest sample fits into the narrowest batch.
     if with_images:
-        shortest, longest = with_images[0], with_images[-1]
-        widest = max(width, 2 * _length(shortest), _length(longest) + 1)
-        probes = [
-            (shortest, 2, widest // 2),
-            (shortest, 4, widest // 2),
-            (shortest, 2, widest),
-            (longest, 2, widest),
-            (longest, 3, widest * 3 // 4),
-        ]
-        if without_images:
-            probes.append((without_images[0], 2, widest // 2))
+        probes = _probes_of_images(with_images, without_images, width)
     else:
-        shortest = without_images[0]
-        widest = max(width, 4 * _length(shortest))
-        probes = [
-            (shortest, 2, widest // 4),
-            (shortest, 2, widest),
-            (shortest, 4, widest // 2),
-            (shortest, 3, widest // 4),
-        ]
+        probes = _probes_of_text(without_images[0], width)
     batches = []
-    for sample, num_rows, batch_width in probes:
-        # A sample may be longer than its part of `widest`.
-        batch_width = max(batch_width, _length(sample))
-        batch = batch_of_width(layout, [sample] * num_rows, batch_width)
-        batches.append(batch)
+    for probe in probes:
+        # A sample may be longer than its part of the greatest width.
+        batch_width = max(probe.width, _length(probe.sample))
+        batches.append(batch_of_width(layout, [probe.sample] * probe.num_rows, batch_width))
     return batches
+
+
+# Sample, number of rows and width of the probes vary independently. Otherwise tokens, rows x width^2 and image tokens
+# would grow in proportion, and a fit could not tell them apart. At the greatest width every sample has padding.
+
+
+def _probes_of_images(
+    with_images: Sequence[Batch],
+    without_images: Sequence[Batch],
+    width: int,
+) -> list[_Probe]:
+    """Returns the probes of a dataset with images. Both lists of samples begin with the shortest."""
+    shortest = with_images[0]
+    longest = with_images[-1]
+    # So that the shortest sample fits into half of it, and the longest has padding.
+    widest = max(width, 2 * _length(shortest), _length(longest) + 1)
+    probes = [
+        _Probe(shortest, num_rows=2, width=widest // 2),
+        _Probe(shortest, num_rows=4, width=widest // 2),
+        _Probe(shortest, num_rows=2, width=widest),
+        _Probe(longest, num_rows=2, width=widest),
+        _Probe(longest, num_rows=3, width=widest * 3 // 4),
+    ]
+    if without_images:
+        probes.append(_Probe(without_images[0], num_rows=2, width=widest // 2))
+    return probes
+
+
+def _probes_of_text(shortest: Batch, width: int) -> list[_Probe]:
+    """Returns the probes of a dataset without images. All of them repeat its shortest sample."""
+    widest = max(width, 4 * _length(shortest))  # so that the sample fits into a quarter of it
+    return [
+        _Probe(shortest, num_rows=2, width=widest // 4),
+        _Probe(shortest, num_rows=2, width=widest),
+        _Probe(shortest, num_rows=4, width=widest // 2),
+        _Probe(shortest, num_rows=3, width=widest // 4),
+    ]
 
 
 def with_spaced_labels(batch: Batch, spacing: int) -> Batch:
