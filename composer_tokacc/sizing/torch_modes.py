@@ -233,6 +233,7 @@ class MemoryTracker(TorchDispatchMode):
         self._finalizers[key] = weakref.finalize(storage, self._forget, key, part, num_bytes)
 
     def _forget(self, key: int, part: str, num_bytes: int) -> None:
+        """Finalizer of a storage: its bytes do not count any more."""
         self._finalizers.pop(key, None)
         self.current[part] -= num_bytes
 
