@@ -141,8 +141,8 @@ def batch_of_width(
     return widened
 
 
-class _Probe(NamedTuple):
-    """A batch that repeats one sample."""
+class _RepeatedSample(NamedTuple):
+    """A probe batch: rows that all hold the same sample."""
 
     sample: Batch
     num_rows: int
@@ -194,32 +194,32 @@ def _probes_of_images(
     with_images: Sequence[Batch],
     without_images: Sequence[Batch],
     width: int,
-) -> list[_Probe]:
+) -> list[_RepeatedSample]:
     """Returns the probes of a dataset with images. Both lists of samples begin with the shortest."""
     shortest = with_images[0]
     longest = with_images[-1]
     # So that the shortest sample fits into half of it, and the longest has padding.
     widest = max(width, 2 * _length(shortest), _length(longest) + 1)
     probes = [
-        _Probe(shortest, num_rows=2, width=widest // 2),
-        _Probe(shortest, num_rows=4, width=widest // 2),
-        _Probe(shortest, num_rows=2, width=widest),
-        _Probe(longest, num_rows=2, width=widest),
-        _Probe(longest, num_rows=3, width=widest * 3 // 4),
+        _RepeatedSample(shortest, num_rows=2, width=widest // 2),
+        _RepeatedSample(shortest, num_rows=4, width=widest // 2),
+        _RepeatedSample(shortest, num_rows=2, width=widest),
+        _RepeatedSample(longest, num_rows=2, width=widest),
+        _RepeatedSample(longest, num_rows=3, width=widest * 3 // 4),
     ]
     if without_images:
-        probes.append(_Probe(without_images[0], num_rows=2, width=widest // 2))
+        probes.append(_RepeatedSample(without_images[0], num_rows=2, width=widest // 2))
     return probes
 
 
-def _probes_of_text(shortest: Batch, width: int) -> list[_Probe]:
+def _probes_of_text(shortest: Batch, width: int) -> list[_RepeatedSample]:
     """Returns the probes of a dataset without images. All of them repeat its shortest sample."""
     widest = max(width, 4 * _length(shortest))  # so that the sample fits into a quarter of it
     return [
-        _Probe(shortest, num_rows=2, width=widest // 4),
-        _Probe(shortest, num_rows=2, width=widest),
-        _Probe(shortest, num_rows=4, width=widest // 2),
-        _Probe(shortest, num_rows=3, width=widest // 4),
+        _RepeatedSample(shortest, num_rows=2, width=widest // 4),
+        _RepeatedSample(shortest, num_rows=2, width=widest),
+        _RepeatedSample(shortest, num_rows=4, width=widest // 2),
+        _RepeatedSample(shortest, num_rows=3, width=widest // 4),
     ]
 
 
