@@ -39,27 +39,26 @@ def _has_group() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
-def _can_communicate() -> bool:
-    """Returns whether there are other ranks to exchange values with.
+def _has_other_ranks() -> bool:
+    """Returns whether there are other ranks, with which values must be exchanged.
 
     A single rank makes no collective, even in a process group, because gloo needs 0.15 ms to gather an object.
 
     Raises NotExactError if several ranks were launched without a group, because sums would cover only this rank.
     """
-    if get_world_size() == 1:
-        return False
-    if not _has_group():
+    num_ranks = get_world_size()
+    if num_ranks > 1 and not _has_group():
         raise NotExactError(
-            f'{get_world_size()} ranks were launched, but they have no process group to exchange values. Call '
+            f'{num_ranks} ranks were launched, but they have no process group to exchange values. Call '
             '`torch.distributed.init_process_group` first (with Composer: `dist.initialize_dist`).'
         )
-    return True
+    return num_ranks > 1
 
 
 def all_gather_object(value: T) -> list[T]:
     """Returns the values of all ranks, in the order of the ranks; a collective."""
     values = [value] * get_world_size()  # placeholders for the gather
-    if _can_communicate():
+    if _has_other_ranks():
         torch.distributed.all_gather_object(values, value)
     return values
 
@@ -89,12 +88,13 @@ def only_of_this_rank(value: T) -> list[T]:
 def from_any_rank(value: T | None) -> T | None:
     """Returns the value of the first rank that has one, None if no rank has one; a collective."""
     num_ranks = get_world_size()
-    # The smallest candidate is the first rank with a value, or `num_ranks` if no rank has one.
-    candidate = num_ranks if value is None else get_global_rank()
-    (largest_negative,) = max_over_ranks([-candidate])
-    first_rank = -largest_negative
+    # The first rank with a value is the smallest of these numbers, or `num_ranks` if no rank has a value.
+    rank_with_value = num_ranks if value is None else get_global_rank()
+    # The smallest number is the largest of the negative numbers.
+    (negative_first,) = max_over_ranks([-rank_with_value])
+    first_rank = -negative_first
     values = [value]
-    if _can_communicate() and first_rank < num_ranks:
+    if _has_other_ranks() and first_rank < num_ranks:
         # Not a gather, because every rank that has a value would send it.
         torch.distributed.broadcast_object_list(values, src=first_rank)
     return values[0]
@@ -144,7 +144,7 @@ def raise_on_all_ranks(refusal: RefusalError | None) -> None:
 def max_over_ranks(values: Sequence[int]) -> list[int]:
     """Returns the maximum over the ranks of each integer, in one all-reduce."""
     integers = [int(value) for value in values]
-    if not _can_communicate():
+    if not _has_other_ranks():
         return integers
     device = torch.device('cpu')
     # NCCL reduces only tensors on a GPU.
@@ -158,9 +158,11 @@ def max_over_ranks(values: Sequence[int]) -> list[int]:
 def are_equal_on_ranks(total: float, total_of_squares: float, num_ranks: int) -> bool:
     """Returns whether a number is the same on all ranks.
 
-    Numbers are all equal if and only if the mean of their squares is the square of their mean (Cauchy-Schwarz). That
-    holds only without rounding. So the numbers must be integers. Floats hold integers exactly only below 2**53. So if
-    the ranks added floats, both sums must be below it. If the sums are floats here, ``num_ranks * total_of_squares``
+    Numbers are all equal if and only if the mean of their squares is the square of their mean (Cauchy-Schwarz). For
+    example 3 and 3 have the sums 6 and 18, and 2 * 18 = 6 * 6. But 2 and 4 have the sums 6 and 20.
+
+    That holds only without rounding. So the numbers must be integers. Floats hold integers exactly only below 2**53. So
+    if the ranks added floats, both sums must be below it. If the sums are floats here, ``num_ranks * total_of_squares``
     must be, too.
 
     Args:
@@ -184,5 +186,5 @@ def sum_over_ranks(values: torch.Tensor) -> tuple[float, ...]:
 
 def add_over_ranks(values: torch.Tensor) -> None:
     """Overwrites a tensor with its sum over all ranks; a collective. The host does not wait for a GPU."""
-    if _can_communicate():
+    if _has_other_ranks():
         torch.distributed.all_reduce(values)

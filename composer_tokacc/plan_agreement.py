@@ -143,14 +143,14 @@ def learning_rates_of(optimizers: Iterable[Optimizer]) -> tuple[str, ...]:
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             learning_rate = group.get('lr')
-            if isinstance(learning_rate, torch.Tensor) and learning_rate.device.type != 'cpu':
+            is_on_device = isinstance(learning_rate, torch.Tensor) and learning_rate.device.type != 'cpu'
+            if learning_rate is None or is_on_device:
                 continue
-            if learning_rate is not None:
-                rate = float(learning_rate)
-                # Only a scheduler writes the initial rate. A schedule may rise above it, or begin at 0.
-                largest_rate = max(float(group.get('initial_lr', rate)), rate) or 1.0
-                rounded_rate = round(rate / largest_rate, 8) * largest_rate + 0.0  # 0 instead of -0
-                learning_rates.append(f'{rounded_rate:.8g}')
+            rate = float(learning_rate)
+            # Only a scheduler writes the initial rate. A schedule may rise above it, or begin at 0.
+            largest_rate = max(float(group.get('initial_lr', rate)), rate) or 1.0
+            rounded_rate = round(rate / largest_rate, 8) * largest_rate + 0.0  # 0 instead of -0
+            learning_rates.append(f'{rounded_rate:.8g}')
     return tuple(learning_rates)
 
 
@@ -221,11 +221,11 @@ def check_plans(sums: PlanSums, record: PlanRecord) -> None:
     # As integers, whose products are not rounded.
     are_equal = are_equal_on_ranks(int(sums.checksums), int(sums.squared_checksums), world_size)
     # A process may have the sampler of a wrong rank. Then one part of the plan is usually computed twice and another
-    # never, which changes the sum of squares. If two processes have swapped their samplers, the sum stays. That does no
-    # harm, because each part is computed once.
+    # never, which changes the sum of squares: of 3 ranks it must be 0 + 1 + 4, and not 0 + 1 + 1. If two processes have
+    # swapped their samplers, the sum stays. That does no harm, because each part is computed once.
     has_all_ranks = sums.squared_ranks == sum(rank**2 for rank in range(world_size))
-    # The only condition that is not a sum. If it differs between ranks, so do the checksums, because they cover the
-    # number of ranks. So all ranks call compare_plans(), or none.
+    # This is the only condition that is not a sum. It still holds on all ranks or on none: if they differed in it, so
+    # would the checksums, because they cover the number of ranks. So all ranks call compare_plans(), or none.
     is_for_all_ranks = record.num_ranks == world_size
     if not (are_equal and has_all_ranks and is_for_all_ranks):
         compare_plans(record)
@@ -250,7 +250,7 @@ def check_equal_on_ranks(arguments: Facts) -> None:
         arguments: The arguments of this rank. They are compared as text. A rank may lack some.
     """
     texts = {name: str(value) for name, value in arguments.items()}
-    difference = _first_unequal(all_gather_object(texts))
+    difference = _unequal_argument(all_gather_object(texts))
     if difference is not None:
         raise NotExactError(f'{difference} Give all ranks the same arguments (docs/errors.md#ranks).')
 
@@ -295,60 +295,85 @@ def reading_facts(dataloader: DataLoader) -> Facts:
 def find_difference(records: Sequence[PlanRecord]) -> str | None:
     """Returns the error for the first difference between the records of all ranks; None if they agree."""
     # The arguments come first, because they explain most other differences. A rank with another loader may lack some.
-    difference = _first_unequal([record.facts for record in records])
-    if difference is not None:
-        return f'{difference} {ALIGN_PLANS}'
+    unequal_argument = _unequal_argument([record.facts for record in records])
+    if unequal_argument is not None:
+        return f'{unequal_argument} {ALIGN_PLANS}'
+    return (
+        _unequal_learning_rates(records)
+        or _unequal_first_samples(records)
+        or _wrong_ranks(records)
+        or _unequal_plans(records)
+    )
+
+
+def _unequal_learning_rates(records: Sequence[PlanRecord]) -> str | None:
+    """Returns the error for a learning rate that differs between ranks; None if all are equal."""
     rates_of_ranks = [record.learning_rates for record in records]
     for rates in zip_longest(*rates_of_ranks, fillvalue='none'):
         if len(set(rates)) > 1:
-            rank = _first_other(rates)
+            rank = _first_unlike_rank_0(rates)
             return (
                 f'Every learning rate must be the same on all ranks, got: {rates[0]} on rank 0, {rates[rank]} on rank '
                 f'{rank}. Otherwise the weights of the ranks differ after the step. A schedule in epochs follows the '
                 'length of the loader of its rank, so give all ranks loaders of one length '
                 '(`train_subset_num_batches`), or `max_duration` and the schedule in batches.'
             )
-    # If the dataset of one rank is random, the datasets of the others are, too, even if a repeated read
-    # returned the same by chance. Then the witnesses say nothing.
-    witnesses = [record.witness or 'unknown' for record in records]
-    known_witnesses = set(witnesses) - {'unknown'}
-    if RANDOM not in known_witnesses and len(known_witnesses) > 1:
-        return f'{_unequal("first samples", witnesses)} {ALIGN_PLANS}'
-    # Every process must have the sampler of its own rank, and all samplers must be for all ranks.
-    num_ranks = len(records)
-    planned = [f'rank {record.rank} of {record.num_ranks}' for record in records]
-    launched = [f'rank {rank} of {num_ranks}' for rank in range(num_ranks)]
-    if sorted(planned) != sorted(launched):
-        first_ranks = ', '.join(planned[:MOST_SHOWN])
-        return (
-            f'The sampler of each rank must be for that rank, of {num_ranks}, got: {first_ranks}. Leave `rank` and '
-            '`num_replicas` out, or give the rank and the number of ranks as launched.'
-        )
-    if len({record.plan_checksum for record in records}) > 1:
-        return (
-            'Ranks have made different plans of the same global batch. Give all ranks the same arguments and the same '
-            'place in the epoch. If they have them, install the same versions of numpy and numba on every node.'
-        )
     return None
 
 
-def _first_other(values: Sequence[str]) -> int:
-    """Returns the first rank whose value differs from that of rank 0."""
-    differs_from_first = [value != values[0] for value in values]
-    return differs_from_first.index(True)
+def _unequal_first_samples(records: Sequence[PlanRecord]) -> str | None:
+    """Returns the error for datasets that differ between ranks by their witnesses; None if no difference is known."""
+    witnesses = [record.witness or 'unknown' for record in records]
+    known_witnesses = set(witnesses) - {'unknown'}
+    # If the dataset of one rank is random, the datasets of the others are, too, even if a repeated read returned the
+    # same by chance. Then the witnesses say nothing.
+    if RANDOM in known_witnesses or len(known_witnesses) < 2:
+        return None
+    return f'{_sentence_about("first samples", witnesses)} {ALIGN_PLANS}'
 
 
-def _first_unequal(facts_of_ranks: Sequence[Mapping[str, object]]) -> str | None:
+def _wrong_ranks(records: Sequence[PlanRecord]) -> str | None:
+    """Returns the error unless there is a sampler for each rank, and all samplers are for all ranks."""
+    num_ranks = len(records)
+    planned = [f'rank {record.rank} of {record.num_ranks}' for record in records]
+    launched = [f'rank {rank} of {num_ranks}' for rank in range(num_ranks)]
+    if sorted(planned) == sorted(launched):
+        return None
+    first_ranks = ', '.join(planned[:MOST_SHOWN])
+    return (
+        f'The sampler of each rank must be for that rank, of {num_ranks}, got: {first_ranks}. Leave `rank` and '
+        '`num_replicas` out, or give the rank and the number of ranks as launched.'
+    )
+
+
+def _unequal_plans(records: Sequence[PlanRecord]) -> str | None:
+    """Returns the error for plans that differ although their arguments are equal; None if all are equal."""
+    checksums = {record.plan_checksum for record in records}
+    if len(checksums) == 1:
+        return None
+    return (
+        'Ranks have made different plans of the same global batch. Give all ranks the same arguments and the same '
+        'place in the epoch. If they have them, install the same versions of numpy and numba on every node.'
+    )
+
+
+def _unequal_argument(facts_of_ranks: Sequence[Mapping[str, object]]) -> str | None:
     """Returns a sentence about the first argument that differs between ranks; None if all are equal, as text."""
     names = dict.fromkeys(chain.from_iterable(facts_of_ranks))
     for name in names:
         values = [str(facts.get(name, 'none')) for facts in facts_of_ranks]
         if len(set(values)) > 1:
-            return _unequal(name, values)
+            return _sentence_about(name, values)
     return None
 
 
-def _unequal(name: str, values: Sequence[str]) -> str:
+def _sentence_about(name: str, values: Sequence[str]) -> str:
     """Returns a sentence about an argument that differs between ranks. ``values`` has one text for each rank."""
-    rank = _first_other(values)
+    rank = _first_unlike_rank_0(values)
     return f'`{name}` must be the same on all ranks, got: {values[0]} on rank 0, {values[rank]} on rank {rank}.'
+
+
+def _first_unlike_rank_0(values: Sequence[str]) -> int:
+    """Returns the first rank whose value differs from that of rank 0. ``values`` has one text for each rank."""
+    differs = [value != values[0] for value in values]
+    return differs.index(True)

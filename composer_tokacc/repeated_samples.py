@@ -35,7 +35,7 @@ def num_repeated(dataloader: Any, batch_index: int, num_rows: int) -> int:
     """
     if not isinstance(dataloader, DataLoader) or getattr(dataloader, 'marks_added_rows', False):
         return 0
-    expected_rows = num_rows  # replaced below for a DistributedSampler, whose batches may have several samples
+    num_samples: int | None = None  # of the batch, if it is known
     # A RegroupingBatchSampler tells whether the only sample of this rank's batch is a copy.
     has_only_copies = getattr(dataloader.batch_sampler, 'has_only_copies', None)
     if has_only_copies is not None:
@@ -47,7 +47,7 @@ def num_repeated(dataloader: Any, batch_index: int, num_rows: int) -> int:
         num_copies = num_repeated_by(sampler, batch_size, batch_index)
         if num_copies > 0:
             # Only the last batch of the epoch repeats a sample, so it has the remaining samples of this rank.
-            expected_rows = sampler.num_samples - batch_index * batch_size
+            num_samples = sampler.num_samples - batch_index * batch_size
     if num_copies == 0:
         return 0
     if not yields_in_order(dataloader):
@@ -56,7 +56,7 @@ def num_repeated(dataloader: Any, batch_index: int, num_rows: int) -> int:
             'it is not known which batch has it. Leave `in_order` out.'
         )
         return 0
-    if num_rows != expected_rows:
+    if num_samples is not None and num_rows != num_samples:
         log.warning(
             'The last batch of the epoch repeats a sample of another rank, and the sample counts twice: the batch has '
             '%d rows, and not one for each sample, so its row is not known. `drop_last=True` of the sampler avoids it.',
@@ -83,8 +83,9 @@ def num_repeated_by(sampler: Any, batch_size: int, batch_index: int) -> int:
     """Returns how many rows at the end of a batch torch's DistributedSampler repeats; 0 for other samplers."""
     if not has_torchs_order(sampler):
         return 0
-    # The sampler adds fewer samples than there are ranks to the end of its order, and deals the order out like cards.
-    # So a rank has at most one of them, as its last sample.
+    # The sampler repeats samples at the end of its order, fewer than there are ranks, and deals the order out like
+    # cards. So a rank has at most one of them, as its last sample. For example, 3 ranks get 5 samples as (0, 3), (1, 4)
+    # and (2, 0). The last sample of rank 2 has place 5 in the order, which is behind the 5 samples of the dataset.
     last_on_rank = sampler.num_samples - 1
     place_in_order = last_on_rank * sampler.num_replicas + sampler.rank
     is_repeated = place_in_order >= len(sampler.dataset)  # pyright: ignore[reportArgumentType]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -63,7 +64,8 @@ def weights_at(batch: Batch, token_weights: str, counted: Tensor) -> Tensor:
     """Returns the weights of the counted tokens, float32 ``(rows, width)``, 0 elsewhere.
 
     ``'token'``, ``'sqrt'`` and ``'sample'`` are the number of counted tokens of the sample to the power 0, -1/2 and -1.
-    A document of a packed row is a sample. ``'column'`` reads ``batch['loss_weights']``.
+    For example, each token of a sample with 4 counted tokens weighs 1, 1/2 or 1/4. A document of a packed row is a
+    sample. ``'column'`` reads ``batch['loss_weights']``.
 
     Args:
         batch: A batch with ``labels``.
@@ -76,15 +78,21 @@ def weights_at(batch: Batch, token_weights: str, counted: Tensor) -> Tensor:
     check_choice('token_weights', token_weights, tuple(TOKEN_WEIGHTS))
     power = TOKEN_WEIGHTS[token_weights]
     if power is None:
-        return _weights_in(batch, counted).masked_fill(~counted, 0)
+        weights = _weights_in_batch(batch, counted)
+    else:
+        weights = _weights_by_sample(batch, counted, power)
+    return weights.masked_fill(~counted, 0)
+
+
+def _weights_by_sample(batch: Batch, counted: Tensor, power: float) -> Tensor:
+    """Returns the number of counted tokens of the sample to the power ``-power`` at each position, float32."""
     documents = _documents(batch, counted)
     # There are at most as many documents as positions. Without `minlength`, `bincount` would leave out the last
     # documents if they have no counted token.
     tokens_per_document = torch.bincount(documents[counted], minlength=documents.numel())
     # No token reads the weight of a document without counted tokens, but 0 to a negative power would be infinite.
     weight_per_document = tokens_per_document.clamp(min=1).double().pow(-power)
-    weights = weight_per_document[documents]
-    return weights.masked_fill(~counted, 0).float()
+    return weight_per_document[documents].float()
 
 
 def _documents(batch: Batch, counted: Tensor) -> Tensor:
@@ -104,7 +112,7 @@ def _documents(batch: Batch, counted: Tensor) -> Tensor:
     return num_begun.view_as(counted) - 1
 
 
-def _weights_in(batch: Batch, counted: Tensor) -> Tensor:
+def _weights_in_batch(batch: Batch, counted: Tensor) -> Tensor:
     """Returns the weights that the batch holds, float32 ``(rows, width)``. Refuses bad weights of counted tokens."""
     column = batch.get(LOSS_WEIGHTS)
     if column is None:
@@ -114,17 +122,7 @@ def _weights_in(batch: Batch, counted: Tensor) -> Tensor:
             'such a column, or take other weights.'
         )
     if isinstance(column, (list, tuple)):
-        weights_of_rows = []
-        for row, value in enumerate(column):
-            if getattr(value, 'ndim', None) == 0:  # a number of numpy, or a tensor with one value
-                value = value.item()
-            if value is not None and not isinstance(value, (int, float)):
-                raise InvalidInputError(
-                    f'`{LOSS_WEIGHTS}` must be a number for every sample, got: {value!r} for {sample_name(batch, row)}.'
-                )
-            # A NaN is refused below if the row has a counted token.
-            weights_of_rows.append(math.nan if value is None else value)
-        column = torch.tensor(weights_of_rows, dtype=torch.float64, device=counted.device)
+        column = _tensor_of(column, batch).to(counted.device)
     rows, width = counted.shape
     shape = tuple(getattr(column, 'shape', ()))
     if not isinstance(column, Tensor) or column.is_complex() or shape not in ((rows,), (rows, 1), (rows, width)):
@@ -146,6 +144,25 @@ def _weights_in(batch: Batch, counted: Tensor) -> Tensor:
             'or leave the sample out.'
         )
     return weights
+
+
+def _tensor_of(weights_of_rows: Sequence[Any], batch: Batch) -> Tensor:
+    """Returns a weight for each row of a batch, float64 ``(rows,)``. A weight that is None becomes NaN.
+
+    A NaN is refused later if the row has a counted token.
+    """
+    numbers = []
+    for row, weight in enumerate(weights_of_rows):
+        if getattr(weight, 'ndim', None) == 0:  # a number of numpy, or a tensor with one value
+            weight = weight.item()
+        if weight is None:
+            weight = math.nan
+        if not isinstance(weight, (int, float)):
+            raise InvalidInputError(
+                f'`{LOSS_WEIGHTS}` must be a number for every sample, got: {weight!r} for {sample_name(batch, row)}.'
+            )
+        numbers.append(weight)
+    return torch.tensor(numbers, dtype=torch.float64)
 
 
 def check_weights_are_used(dataloader: Any, batch: Batch, token_weights: str) -> None:

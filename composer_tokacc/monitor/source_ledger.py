@@ -13,7 +13,7 @@ import math
 import re
 import zlib
 from collections.abc import Iterable, Mapping
-from operator import add, itemgetter
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ from composer_tokacc.batch import Batch, labels_of
 from composer_tokacc.checks.logits import logits_of, token_losses_at
 from composer_tokacc.labelled import LabelledPositions
 from composer_tokacc.monitor.step_counts import rows_with_positions
-from composer_tokacc.row_counts import RowCounts, row_counts_of
+from composer_tokacc.row_counts import RowCounts, is_counted, row_counts_of
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,12 @@ class SourceSums(NamedTuple):
 
     def plus(self, other: SourceSums) -> SourceSums:
         """Returns these sums, each with the other one added."""
-        return SourceSums(*map(add, self, other))
+        return SourceSums(
+            loss=self.loss + other.loss,
+            tokens=self.tokens + other.tokens,
+            weight=self.weight + other.weight,
+            positions=self.positions + other.positions,
+        )
 
 
 class SourceLedger:
@@ -70,8 +75,10 @@ class SourceLedger:
             outputs: Outputs of the model.
             has_logits: Whether the model returns logits. If not, its outputs hold hidden states in their place.
         """
+        if not is_counted(batch):
+            return
         rows = rows_with_positions(batch)
-        if not rows:
+        if all(row.source is None for row, _ in rows):
             return
         self._rows += rows
         num_tokens = sum(row.loss_tokens for row, _ in rows)
@@ -112,8 +119,8 @@ class SourceLedger:
         for rank_sums in sums_of_ranks:
             all_sums += rank_sums.items()
         totals = dict.fromkeys(self._names.values(), SourceSums())
-        # Of two sources that would get the same name, the first gets it. They are sorted, because their order in the
-        # batch changes with the number of ranks.
+        # Two new sources may get the same name. Then the first gets it, and the second gets a checksum in addition.
+        # They are sorted, because their order in the batch changes with the number of ranks.
         for source, sums in sorted(all_sums, key=itemgetter(0)):
             name = self._name_of(source)
             earlier = totals.get(name, SourceSums())
@@ -121,19 +128,11 @@ class SourceLedger:
         return totals
 
     def _name_of(self, source: str) -> str:
-        """Returns the name of a source in the log, and adds it to the names. Warns once if there are too many."""
+        """Returns the name of a source in the log, and adds it to the names if there are not too many."""
         if source in self._names:
             return self._names[source]
         if len(self._names) >= MOST_SOURCES:
-            if None not in self._names:
-                log.warning(
-                    'Rows have more than %d sources. The others are logged together, as `%s`. Let `source` name the '
-                    'file or the part of a mixture, or set TokenMonitor(sources=False).',
-                    MOST_SOURCES,
-                    OTHERS,
-                )
-            self._names[None] = OTHERS
-            return OTHERS
+            return self._name_of_others()
         name = _loggable(source)
         if name in self._names.values():
             # Another source has this name. For example, Chinese words of the same length all become underscores.
@@ -141,6 +140,18 @@ class SourceLedger:
             name = f'{name}_{checksum:08x}'
         self._names[source] = name
         return name
+
+    def _name_of_others(self) -> str:
+        """Returns the name of all sources after the first ``MOST_SOURCES``. Warns at the first of them."""
+        if None not in self._names:
+            log.warning(
+                'Rows have more than %d sources. The others are logged together, as `%s`. Let `source` name the '
+                'file or the part of a mixture, or set TokenMonitor(sources=False).',
+                MOST_SOURCES,
+                OTHERS,
+            )
+            self._names[None] = OTHERS
+        return OTHERS
 
 
 def _token_losses(batch: Batch, outputs: Any, num_tokens: int) -> torch.Tensor | None:

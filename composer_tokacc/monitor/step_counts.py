@@ -10,6 +10,7 @@ are counted here.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -29,17 +30,24 @@ class StepCounts(NamedTuple):
     samples: float
     real_tokens: float
     loss_tokens: float
+    loss_weight: float  # sum of the weights of the loss tokens
     device_batch_positions: float  # positions before the batch was split
     positions: float  # computed positions, padding included
     dummy_positions: float  # computed positions of dummy rows and of repeated samples
     microbatches: float
     empty_microbatches: float  # without loss tokens
     flops: float  # floating-point operations of the model in this step
-    device_flops: float  # operations that the device can do in a second; 0: not known
+    device_flops_per_second: float  # operations that the device can do in a second; 0: not known
     loader_seconds: float  # time that the rank waited for the data of the step
     peak_memory: float  # most bytes of the device that were allocated so far; 0 without a GPU
     gradient_square: float  # the rank's share of the squared norm of the gradient; NaN or infinite after an overflow
     weighting_distance: float  # what `sample_weighting_error` sums over the ranks, of the previous step
+
+    @classmethod
+    def total(cls, counts_by_rank: Sequence[StepCounts]) -> StepCounts:
+        """Returns the sum of each field over the ranks."""
+        values_by_field = zip(*counts_by_rank, strict=True)
+        return cls(*map(sum, values_by_field))
 
 
 class MicrobatchCounts(NamedTuple):
@@ -66,7 +74,7 @@ def count_microbatch(batch: Batch, rule: LossRule) -> MicrobatchCounts:
     If nobody has counted its loss tokens, they are counted by ``rule``, on the device.
     """
     dummy_positions = 0
-    for row, row_positions in _unpacked(batch):
+    for row, row_positions in rows_with_positions(batch):
         if row.samples == 0:  # a dummy row or a repeated sample
             dummy_positions += row_positions
     counts = CountSums.of(row_counts_of(batch))  # if nobody has counted, each row is one sample without tokens
@@ -95,43 +103,33 @@ def num_positions(batch: Batch) -> int:
     return total_rows * largest_width
 
 
-def rows_with_positions(batch: Batch) -> list[tuple[RowCounts, int]]:
-    """Returns the counts of each row of a microbatch and its number of positions, in order, for sums by source.
-
-    A packed row is replaced by its documents. The list is empty if no row has a source, or if nobody has counted the
-    tokens.
-    """
-    if not is_counted(batch):
-        return []
-    counts = _unpacked(batch)
-    has_source = any(row.source is not None for row, _ in counts)
-    return counts if has_source else []
-
-
 def rows_by_width(batch: Batch) -> Counter[int]:
     """Returns the number of rows of each width in a microbatch, because the cost of attention depends on the width.
 
     A packed row is replaced by its documents, because each document attends only to itself.
     """
-    return Counter(width for _, width in _unpacked(batch))
+    return Counter(width for _, width in rows_with_positions(batch))
 
 
-def _unpacked(batch: Batch) -> list[tuple[RowCounts, int]]:
-    """Returns the counts of each row, with its number of positions. A packed row is replaced by its documents."""
+def rows_with_positions(batch: Batch) -> list[tuple[RowCounts, int]]:
+    """Returns the counts of each row of a microbatch with its number of positions, in order.
+
+    A packed row is replaced by its documents.
+    """
     width = text_of(batch).shape[1]
-    counts = []
+    rows = []
     for row in row_counts_of(batch):
         if not row.documents:
-            counts.append((row, width))
+            rows.append((row, width))
             continue
         # A packed row has no padding, except that a document may end with one labelled pad. So a sample has about as
-        # many positions as real tokens. The counts of dummy rows and repeated samples have no real tokens. These
-        # rows share the other positions equally.
+        # many positions as real tokens. Dummy rows and repeated samples count no real tokens, so their number of
+        # positions is not known: they share the positions that remain equally.
         num_dummies = sum(document.samples == 0 for document in row.documents)
         positions_of_dummy = (width - row.real_tokens) // max(num_dummies, 1)
         for document in row.documents:
             num_positions_of_document = document.real_tokens
             if document.samples == 0:
                 num_positions_of_document = positions_of_dummy
-            counts.append((document, num_positions_of_document))
-    return counts
+            rows.append((document, num_positions_of_document))
+    return rows

@@ -135,29 +135,30 @@ class TokenMonitor(Callback):
         if flops is not None and not isinstance(flops, Flops):
             raise InvalidInputError(f'`flops` must have the methods `text` and `media`, got: {flops!r}. See FlopModel.')
         self.flops = flops
-        self._device_flops = 0.0  # operations that the device can do in a second; 0: not known
-        self._norm = GradientNorm()
+        self._device_flops_per_second = 0.0  # operations that the device can do in a second; 0: not known
+        self._gradient_norm = GradientNorm()
         self._seconds: deque[float] = deque(maxlen=NUM_TIMED_STEPS)
         self._weighting_distance: float | None = None  # of this rank in the previous step
-        # Of the present step: the wait for its data, and counts of the device batch.
+        # Of the present step: the wait for its data, counts of the device batch, and operations of the encoders.
         self._wait_began = 0.0
         self._loader_seconds = 0.0
         self._device_batch: CountSums
         self._device_batch_positions = 0
         self._media_flops = 0.0
-        # Counts of the present attempt to compute the step. If it runs out of memory, Composer makes another one.
+        # Of the present attempt to compute the step: its microbatches, and operations of the language model. If the
+        # attempt runs out of memory, Composer makes another one.
         self._microbatches: list[MicrobatchCounts] = []
         self._text_flops = 0.0
         self._ledger = SourceLedger()
 
     def fit_start(self, state: State, logger: Logger) -> None:
         """Looks up the peak rate of the device, and adds the algorithm that measures the gradient."""
-        if self._norm not in state.algorithms:
-            state.algorithms.append(self._norm)  # the last one, so that it runs before the gradient is clipped
+        if self._gradient_norm not in state.algorithms:
+            state.algorithms.append(self._gradient_norm)  # the last one, so that it runs before the gradient is clipped
         if self.device_tflops is not None:
-            self._device_flops = 1e12 * self.device_tflops
+            self._device_flops_per_second = 1e12 * self.device_tflops
         elif self.flops is not None:
-            self._device_flops = float(get_gpu_flops_available(state) or 0)
+            self._device_flops_per_second = float(get_gpu_flops_available(state) or 0)
 
     def before_dataloader(self, state: State, logger: Logger) -> None:
         """Notes when the wait for data begins."""
@@ -187,13 +188,7 @@ class TokenMonitor(Callback):
         counts = count_microbatch(state.batch, self.loss_tokens)
         self._microbatches.append(counts)
         if self.flops is not None:
-            for width, rows in rows_by_width(state.batch).items():
-                self._text_flops += self.flops.text(rows, width)
-            # `text` includes the logits of all positions, also of those at which none were computed. They are
-            # subtracted if the class has the optional method `logits`, as `FlopModel` does.
-            flops_of_logits: Callable[[int], float] | None = getattr(self.flops, 'logits', None)
-            if flops_of_logits is not None:
-                self._text_flops -= flops_of_logits(_positions_without_logits(state))
+            self._text_flops += _flops_of_text(self.flops, state)
         if self.sources:
             # Some models return hidden states in place of logits. `TokenAccumulation` knows whether this one does.
             has_logits = all(getattr(algorithm, 'has_logits', True) for algorithm in state.algorithms)
@@ -204,8 +199,7 @@ class TokenMonitor(Callback):
         reports = all_gather_object((self._step_counts(), self._ledger.sums_of_rank()))
         counts_by_rank = [counts for counts, _ in reports]
         sources = self._ledger.add_up(rank_sums for _, rank_sums in reports)
-        values_of_fields = zip(*counts_by_rank, strict=True)
-        total = StepCounts(*map(sum, values_of_fields))
+        total = StepCounts.total(counts_by_rank)
         metrics = _token_metrics(total)
         metrics |= _rank_metrics(counts_by_rank)
         if not math.isnan(total.gradient_square):  # an infinite one, after an overflow, is logged
@@ -221,7 +215,7 @@ class TokenMonitor(Callback):
         if self._weighting_distance is not None:
             metrics['sample_weighting_error'] = total.weighting_distance
         self._weighting_distance = _distance_of_weights(self._microbatches, total)
-        metrics |= _source_metrics(sources, total.positions)
+        metrics |= _source_metrics(sources, total)
         named_metrics = {f'token_monitor/{name}': value for name, value in metrics.items()}
         logger.log_metrics(named_metrics)
         _show(metrics, logger)
@@ -240,16 +234,17 @@ class TokenMonitor(Callback):
             samples=self._device_batch.samples,
             real_tokens=self._device_batch.real_tokens,
             loss_tokens=self._device_batch.loss_tokens,
+            loss_weight=self._device_batch.loss_weight,
             device_batch_positions=self._device_batch_positions,
             positions=positions,
             dummy_positions=dummy_positions,
             microbatches=len(self._microbatches),
             empty_microbatches=empty_microbatches,
             flops=self._media_flops + self._text_flops,
-            device_flops=self._device_flops,
+            device_flops_per_second=self._device_flops_per_second,
             loader_seconds=self._loader_seconds,
             peak_memory=torch.cuda.max_memory_allocated(),  # 0 without a GPU
-            gradient_square=self._norm.square_on_rank(),
+            gradient_square=self._gradient_norm.square_on_rank(),
             weighting_distance=self._weighting_distance or 0.0,
         )
 
@@ -262,6 +257,19 @@ class TokenMonitor(Callback):
             steps_left = max(all_steps - state.timestamp.batch.value, 0.0)
             metrics['hours_left'] = steps_left * p50 / 3600
         return metrics
+
+
+def _flops_of_text(flops: Flops, state: State) -> float:
+    """Returns the operations of the language model in a microbatch."""
+    num_operations = 0.0
+    for width, rows in rows_by_width(state.batch).items():
+        num_operations += flops.text(rows, width)
+    # `text` includes the logits of all positions, also of those at which none were computed. They are subtracted if the
+    # class has the optional method `logits`, as `FlopModel` does.
+    flops_of_logits: Callable[[int], float] | None = getattr(flops, 'logits', None)
+    if flops_of_logits is not None:
+        num_operations -= flops_of_logits(_positions_without_logits(state))
+    return num_operations
 
 
 def _positions_without_logits(state: State) -> int:
@@ -324,22 +332,21 @@ def _speed_metrics(total: StepCounts, seconds: float) -> dict[str, float]:
     }
     if total.flops:
         metrics['tflops_per_second'] = total.flops / seconds / 1e12
-        if total.device_flops:
-            metrics['mfu'] = total.flops / seconds / total.device_flops
+        if total.device_flops_per_second:
+            metrics['mfu'] = total.flops / seconds / total.device_flops_per_second
     return metrics
 
 
-def _source_metrics(sources: Mapping[str, SourceSums], positions: float) -> dict[str, float]:
-    """Returns the metrics of each source. `positions` is the number of computed positions in the step.
+def _source_metrics(sources: Mapping[str, SourceSums], total: StepCounts) -> dict[str, float]:
+    """Returns the metrics of each source. The shares do not add up to 1 if some rows have no source.
 
     A source has no loss if it has no tokens in the step, or if the model returns no logits.
     """
-    total_weight = sum(sums.weight for sums in sources.values()) or 1.0  # if all weights are 0, each share is 0
     metrics = {}
     for name, sums in sources.items():
         metrics[f'source/{name}/tokens'] = sums.tokens
-        metrics[f'source/{name}/weight'] = sums.weight / total_weight
-        metrics[f'source/{name}/positions'] = sums.positions / max(positions, 1)
+        metrics[f'source/{name}/weight'] = sums.weight / (total.loss_weight or 1.0)  # if all weights are 0, so is this
+        metrics[f'source/{name}/positions'] = sums.positions / max(total.positions, 1)
         if sums.tokens and math.isfinite(sums.loss):
             metrics[f'source/{name}/loss'] = sums.loss / sums.tokens
     return metrics

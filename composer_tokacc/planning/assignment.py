@@ -44,9 +44,13 @@ def rebalance(
     """Lowers the load of the slowest rank, round after round, by an exchange with another rank.
 
     The slowest rank is the one with the greatest load. It exchanges a microbatch for a cheaper one, or gives one away.
-    Of all possible exchanges it takes the one after which the greater load of the two ranks is least. The rounds end if
-    that load would not be lower than before. To limit the time of a plan, there are at most four times as many rounds
-    as ranks. No rank loses its only microbatch, because the other rank would then be at least as slow.
+    In each round all exchanges are compared by the greater load of the two ranks afterwards, and the one with the least
+    is made. The rounds end if that load would not be lower than before. To limit the time of a plan, there are at most
+    four times as many rounds as ranks. No rank loses its only microbatch, because the other rank would then be at least
+    as slow.
+
+    For example, if one rank has microbatches of cost 6 and 4 and another one of cost 2, their loads are 10 and 2. To
+    give away the 4 makes them 6 and 6.
 
     Returns:
         The new ranks, and the greatest load.
@@ -58,10 +62,11 @@ def rebalance(
     for _ in range(4 * num_ranks):
         # So far: the greatest load has not grown.
         slowest = np.argmax(loads)
-        # The greater load of the two ranks after the best exchange so far. A gain that is only rounding does not count.
-        least = loads[slowest] * (1.0 - 1e-9)
+        # The best exchange so far, and the greater load of the two ranks after it. At first there is none, so it must
+        # beat the present load. A gain that is only rounding does not count.
         outgoing = -1
         incoming = -1
+        least_load = loads[slowest] * (1.0 - 1e-9)
         exchangeable = np.flatnonzero(ranks != slowest)
         exchangeable_costs = costs[exchangeable]
         loads_of_their_ranks = loads[ranks[exchangeable]]
@@ -69,8 +74,8 @@ def rebalance(
             for place in range(len(exchangeable)):
                 saving = costs[k] - exchangeable_costs[place]
                 greater_load = max(loads[slowest] - saving, loads_of_their_ranks[place] + saving)
-                if greater_load < least:
-                    least = greater_load
+                if greater_load < least_load:
+                    least_load = greater_load
                     outgoing = k
                     incoming = exchangeable[place]
         if outgoing < 0:
@@ -86,16 +91,19 @@ def best_slot_order(
     vision: np.ndarray,
     num_ranks: int,
 ) -> tuple[np.ndarray, float]:
-    """Returns the cost by which to sort microbatches into step slots, float64 (K,), and the time of all slots.
+    """Finds the best order in which to fill step slots, and the time of all slots.
+
+    The order is returned as a cost of each microbatch, float64 (K,): the microbatches with the greatest of these costs
+    are the first slot, the next ones the second, and so on.
 
     Ranks that gather each layer's weights together also compute each layer at the same time. One rank of the slot is
     the slowest in all layers of the vision encoder, and one, perhaps another, in all layers after it. So a slot takes
     the time of its slowest encoder plus the time of its slowest remainder.
 
-    Without images, sorting by cost is optimal. Let m be the first microbatch of slot k + 1 if they are sorted by cost.
-    Take any other slots, the slowest first. The first k of them have no room for both m and all that are sorted before
-    m. So one of these is in a later slot, and slot k + 1 takes at least as long as m. If microbatches are sorted, it
-    takes exactly as long as m.
+    Without images, sorting by cost is optimal. Take any slots, the slowest first, and count them from 0. The slots
+    before slot k have room for k * num_ranks microbatches. So at least one of the k * num_ranks + 1 costliest
+    microbatches is in slot k or in a later one, and slot k takes at least as long as the cheapest of these. If
+    microbatches are sorted by cost, it takes exactly as long.
 
     With images three orders are tried: by text, by vision and by their sum. The order by text is best if all images are
     equal, and the order by vision if all texts are equal.
@@ -132,15 +140,16 @@ def _time_of_slots(
     return float(times.sum())
 
 
-def assign_slots(costs: np.ndarray, num_ranks: int) -> np.ndarray:
-    """Returns the rank of each microbatch, so that microbatches of similar cost share a step slot.
+def assign_slots(order_by: np.ndarray, num_ranks: int) -> np.ndarray:
+    """Returns the rank of each microbatch in step slots, int64 (K,).
 
-    The costliest ``num_ranks`` microbatches are the first slot, the next ones the second, and so on. K is a multiple of
-    ``num_ranks``. The time of a slot does not depend on which rank gets which. The snake order (0, 1, 2, 2, 1, 0, 0,
-    ...) also keeps the loads close: the rank with the costliest of one slot gets the cheapest of the next.
+    The ``num_ranks`` microbatches with the greatest ``order_by`` are the first slot, the next ones the second, and so
+    on, see :func:`best_slot_order`. K is a multiple of ``num_ranks``. The time of a slot does not depend on which rank
+    gets which. The snake order (0, 1, 2, 2, 1, 0, 0, ...) also keeps the loads close: the rank with the costliest of
+    one slot gets the cheapest of the next.
     """
-    slot, place = np.divmod(np.arange(len(costs)), num_ranks)
+    slot, place = np.divmod(np.arange(len(order_by)), num_ranks)
     snake = np.where(slot % 2 == 0, place, num_ranks - 1 - place)
-    ranks = np.empty(len(costs), dtype=np.int64)
-    ranks[np.argsort(-costs, kind='stable')] = snake
+    ranks = np.empty(len(order_by), dtype=np.int64)
+    ranks[np.argsort(-order_by, kind='stable')] = snake
     return ranks

@@ -23,7 +23,8 @@ def compiled(function: Function) -> Function:
     """Compiles a function of numpy arrays on its first call. Keeps the machine code on disk if that is possible.
 
     Without numba the function stays as it is, so that the planner can be used without it. Plans are then the same, but
-    take 9 ms for 64 samples on 2 ranks and 0.1 s for 512 on 8, instead of 0.5 and 1 ms (``benchmarks/planning.py``).
+    slower: a plan of 64 samples on 2 ranks takes 9 ms instead of 0.5 ms, and a plan of 512 samples on 8 ranks takes
+    0.1 s instead of 1 ms (``benchmarks/planning.py``).
     """
     if njit is None:
         return function

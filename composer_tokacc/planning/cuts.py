@@ -13,7 +13,7 @@ The functions share these arrays of n rows in their order. All but ``bounds`` ar
 - ``vision_before``, float64 (n + 1,), is a running sum: the cost in the vision encoder of all rows before each row.
 
 A microbatch of rows ``start`` to ``end - 1`` costs ``(end - start) * row_costs[widest row]``, its *padded cost*, plus
-``vision_before[end] - vision_before[start]``, plus a fixed cost.
+``vision_before[end] - vision_before[start]``, plus the fixed cost ``launch`` of any microbatch.
 
 *Sorted rows* are sorted from the longest to the shortest, so the widest row of a microbatch is its first.
 """
@@ -71,15 +71,16 @@ def cut_rows(
         rows = all_rows.by_length()
     else:
         rows = all_rows.in_order(np.arange(len(all_rows.lengths)))
-    fixed_cost = options.cost.launch
-    # All cuts cost the same in the vision encoder, so it does not count here.
-    bounds = least_padded_cut(rows.row_costs, rows.reach, fixed_cost)
+    launch = options.cost.launch
+    # All cuts cost the same in the vision encoder, so its cost is left out.
+    bounds = least_padded_cut(rows.row_costs, rows.reach, launch)
     microbatches = []
     for start, end in pairwise(bounds.tolist()):
         microbatches.append(sorted(rows.order[start:end].tolist()))
     if not options.regroup:
         return microbatches
-    costs = microbatch_costs(rows.row_costs, rows.vision_before, bounds[:-1], bounds[1:], fixed_cost)
+    # Single microbatches differ in their cost in the vision encoder, so here it counts.
+    costs = microbatch_costs(rows.row_costs, rows.vision_before, bounds[:-1], bounds[1:], launch)
     costliest_first = np.argsort(-costs, kind='stable')
     return [microbatches[k] for k in costliest_first.tolist()]
 
@@ -114,8 +115,9 @@ def _pack(rows: Rows) -> list[list[int]]:
     # (n, number of caps). Packing adds no padding, so the token budget is a cap on the sum of lengths, like the others.
     sizes = rows.capped_sizes.T
     groups: list[list[int]] = []
-    # How much each group may still take under each cap, (n, number of caps). There can be as many groups as rows. Only
-    # the first `len(groups)` lines are in use. A row over a cap makes its line negative, so no other row joins it.
+    # How much each group may still take under each cap, (n, number of caps). There may be a group for each row, so the
+    # array has n lines, but only the first `len(groups)` are in use. A row over a cap makes the line of its group
+    # negative, so no other row joins it.
     room = np.tile(rows.caps, (len(sizes), 1))
     longest_first = np.argsort(-rows.lengths, kind='stable').tolist()
     for row in longest_first:
@@ -137,11 +139,11 @@ def microbatch_costs(
     vision_before: np.ndarray,
     starts: np.ndarray,
     ends: np.ndarray,
-    fixed_cost: float,
+    launch: float,
 ) -> np.ndarray:
     """Returns the cost of each microbatch of sorted rows ``starts[k]`` to ``ends[k] - 1``, float64 (K,)."""
     padded = (ends - starts) * row_costs[starts]
-    return padded + (vision_before[ends] - vision_before[starts]) + fixed_cost
+    return padded + (vision_before[ends] - vision_before[starts]) + launch
 
 
 @compiled
@@ -152,43 +154,43 @@ def least_padded_cut(
 ) -> np.ndarray:
     """Cuts rows, sorted or not, so that the padded cost plus ``price`` for each microbatch is least.
 
-    The higher the price, the fewer microbatches there are.
+    The higher the price, the fewer microbatches there are. For the cheapest cut the price is ``launch``.
 
     Plain dynamic programming over the ends of microbatches, in O(n * rows that a microbatch can hold). On sorted rows
     O(n log n) is possible, with three times the code. It was not faster for plans of up to 1,024 rows (measured).
     """
     n = len(row_costs)
-    # For each `end`: the least total of a cut of the rows before it, and where the last microbatch of that cut starts.
+    # For each `end`, the best cut of the rows before it: its total cost, and where its last microbatch starts.
     least_totals = np.zeros(n + 1)
     last_starts = np.zeros(n + 1, dtype=np.int64)
     earliest = 0
-    best_start = 0
-    cost_of_widest_in_best = row_costs[0]
+    widest_cost_of_last = row_costs[0]  # cost of the widest row in the last microbatch of the best cut, for `end - 1`
     for end in range(1, n + 1):
         # So far: both arrays are filled for all smaller ends.
         while reach[earliest] < end:
             earliest += 1
-        # Now `earliest` is the first start that the caps allow, but not all starts from there on are tried. So far
-        # `best_start` is the best start for the previous end. Starts before it were no better, and their microbatches
-        # are as wide or wider. If the new row is no wider than the row before it, the cost of each microbatch grows by
-        # that of its widest row. So wider microbatches are worse now, and are not tried. Equally wide ones are tried,
-        # because rounding may make them better.
+        # The caps allow all starts from `earliest` on. Most of them need not be tried if the new row is no wider than
+        # the row before it. Then it adds to each microbatch the cost of the widest row there. For the previous end, no
+        # start was better than `previous_start`. The starts before it give microbatches that are as wide or wider, so
+        # they are no better for this end, either. Those of equal width are tried: rounding may make them better.
         first_tried = earliest
         if end > 1 and row_costs[end - 1] <= row_costs[end - 2]:
-            first_tried = max(earliest, best_start)
-            while first_tried > earliest and row_costs[first_tried - 1] <= cost_of_widest_in_best:
+            previous_start = last_starts[end - 1]
+            first_tried = max(earliest, previous_start)
+            while first_tried > earliest and row_costs[first_tried - 1] <= widest_cost_of_last:
                 first_tried -= 1
+        # Try all starts, from the microbatch of the new row alone to longer ones.
         best_start = end - 1
-        cost_of_widest = row_costs[best_start]
-        cost_of_widest_in_best = cost_of_widest
-        least = least_totals[best_start] + cost_of_widest
+        widest_cost = row_costs[best_start]
+        widest_cost_of_last = widest_cost
+        least = least_totals[best_start] + widest_cost
         for start in range(end - 2, first_tried - 1, -1):
-            cost_of_widest = max(cost_of_widest, row_costs[start])
-            total = least_totals[start] + (end - start) * cost_of_widest
+            widest_cost = max(widest_cost, row_costs[start])
+            total = least_totals[start] + (end - start) * widest_cost
             if total < least:
                 least = total
                 best_start = start
-                cost_of_widest_in_best = cost_of_widest
+                widest_cost_of_last = widest_cost
         least_totals[end] = least + price
         last_starts[end] = best_start
     # Walk back from the last end.
@@ -204,22 +206,28 @@ def least_padded_cuts(rows: OrderedRows) -> list[np.ndarray]:
     The last one has the fewest microbatches that the caps allow. From one cut to the next, the number of microbatches
     never rises.
     """
-    greatest_cost = float(rows.row_costs[0])
-    # No cut costs more than all rows at the greatest width, so at the highest price a further microbatch never pays.
-    # The price is twice as high, to be safe from rounding. At the lowest price a further microbatch pays if it saves
-    # one or two thousandths of the cost of the widest row.
-    prices = [2.0 * len(rows) * greatest_cost]
-    # Halves are exact, so all CPUs find the same cuts. Powers (`np.geomspace`) are rounded differently with AVX512.
-    while prices[-1] / 2 > 1e-3 * greatest_cost:
-        prices.append(prices[-1] / 2)
     bounds_of_fewest = fill(rows.row_costs, rows.vision_before, rows.reach, math.inf)
     cuts = []
-    for price in reversed(prices):
+    for price in _rising_prices(rows):
         bounds = least_padded_cut(rows.row_costs, rows.reach, price)
         cuts.append(bounds)
         if len(bounds) == len(bounds_of_fewest):
             break  # higher prices give as many microbatches
     return cuts
+
+
+def _rising_prices(rows: OrderedRows) -> list[float]:
+    """Returns prices of a microbatch. Each is twice the one before it."""
+    greatest_cost = float(rows.row_costs[0])
+    # At the lowest price a further microbatch pays if it saves one or two thousandths of the cost of the widest row.
+    least_price = 1e-3 * greatest_cost
+    # At the highest price a further microbatch never pays, because no cut costs more than all rows at the greatest
+    # width. It is twice that cost, to be safe from rounding.
+    prices = [2.0 * len(rows) * greatest_cost]
+    # Halves are exact, so all CPUs find the same cuts. Powers (`np.geomspace`) are rounded differently with AVX512.
+    while prices[-1] / 2 > least_price:
+        prices.append(prices[-1] / 2)
+    return prices[::-1]
 
 
 @compiled
@@ -231,8 +239,8 @@ def fill(
 ) -> np.ndarray:
     """Fills one microbatch of sorted rows after the other, up to the caps and a limit of its cost.
 
-    The fixed cost of a microbatch does not count. A row that costs more than the limit is placed alone. No other cut
-    under the caps and the limit has fewer microbatches.
+    The fixed cost ``launch`` does not count. A row that costs more than the limit is placed alone. No other cut under
+    the caps and the limit has fewer microbatches.
     """
     n = len(row_costs)
     bounds = [0]
@@ -261,20 +269,21 @@ def equal_cost_cut(
     """
     # No limit below the cost of the costliest row does better, because that row is in some microbatch.
     cost_of_each_row = row_costs + (vision_before[1:] - vision_before[:-1])
-    low = cost_of_each_row.max()
-    bounds = fill(row_costs, vision_before, reach, low)
+    lowest_limit = cost_of_each_row.max()
+    bounds = fill(row_costs, vision_before, reach, lowest_limit)
     if len(bounds) - 1 <= count:
         return bounds
-    # Bisection. The limit `low` needs more than `count` microbatches. The limit `high`, the cost of all rows in one
-    # microbatch, does not, because no microbatch costs more.
-    high = len(row_costs) * row_costs[0] + vision_before[-1]
-    while high - low > PRECISION * high:
-        middle = 0.5 * (low + high)
+    # Bisection between a limit that needs more than `count` microbatches and one that does not. The first is the limit
+    # that has just failed. The second is the cost of all rows in one microbatch, because no microbatch costs more.
+    too_low = lowest_limit
+    high_enough = len(row_costs) * row_costs[0] + vision_before[-1]
+    while high_enough - too_low > PRECISION * high_enough:
+        middle = 0.5 * (too_low + high_enough)
         if len(fill(row_costs, vision_before, reach, middle)) - 1 <= count:
-            high = middle
+            high_enough = middle
         else:
-            low = middle
-    return fill(row_costs, vision_before, reach, high)
+            too_low = middle
+    return fill(row_costs, vision_before, reach, high_enough)
 
 
 @compiled
@@ -294,7 +303,8 @@ def split_largest(
     if len(bounds) - 1 >= count:
         return bounds  # to save the time of the heap
     new_bounds = list(bounds)
-    # A heap of the microbatches that can be split, see `_push`. The first entry only tells numba the types.
+    # The microbatches that can be split: negative padded cost, start and end. The first entry of a heap is the
+    # smallest, so it is the costliest microbatch. The entry that is removed at once only tells numba the types.
     heap = [(0.0, 0, 0)]
     heap.pop()
     for k in range(len(bounds) - 1):
@@ -315,11 +325,7 @@ def _push(
     start: int,
     end: int,
 ) -> None:
-    """Adds a microbatch to the heap of :func:`split_largest`, unless it has only one row, which cannot be split.
-
-    An entry is the negative padded cost, the start and the end. The smallest entry is at the top of a heap, so this is
-    the costliest microbatch.
-    """
+    """Adds a microbatch to the heap of :func:`split_largest`, unless it has only one row, which cannot be split."""
     num_rows = end - start
     if num_rows > 1:
         padded_cost = num_rows * row_costs[start]

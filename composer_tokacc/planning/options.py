@@ -65,9 +65,12 @@ class CostModel:
                 continue
             is_number = isinstance(value, int | float | np.number)
             if name == 'quadratic':
-                if not is_number or not value > 0:
+                is_positive = is_number and value > 0  # False for NaN
+                if not is_positive:
                     raise InvalidInputError(f'`{name}` must be positive, got: {value}. Use math.inf for no such term.')
-            elif not is_number or not 0 <= value < float('inf'):
+                continue
+            is_valid = is_number and 0 <= value < float('inf')
+            if not is_valid:
                 raise InvalidInputError(f'`{name}` must be finite and not negative, got: {value!r}.')
 
     def rows(self, widths: np.ndarray) -> np.ndarray:
@@ -91,15 +94,19 @@ class CostModel:
             >>> CostModel(vision_per_image=5.0, vision_per_patch=0.1).vision(np.array([64, 0]), np.array([256, 0]))
             array([30.6,  0. ])
         """
-        cost = np.asarray(image_tokens) * self.vision_per_token
+        token_cost = np.asarray(image_tokens) * self.vision_per_token
         if patches is None:
-            return cost
+            return token_cost
         patches = np.asarray(patches, dtype=np.float64)
-        by_patches = (patches > 0) * self.vision_per_image + patches * self.vision_per_patch
-        return cost + (by_patches + patches * patches * self.vision_per_square)
+        has_patches = patches > 0
+        image_cost = has_patches * self.vision_per_image
+        patch_cost = patches * self.vision_per_patch
+        square_cost = patches * patches * self.vision_per_square
+        return token_cost + (image_cost + patch_cost + square_cost)
 
     def packed(self, lengths: Sequence[int]) -> float:
         """Returns the cost of a microbatch that is one packed row of documents, without vision."""
+        # Each document attends only to itself, so it costs as much as a row of its length.
         cost_of_documents = float(self.rows(np.array(lengths)).sum())
         return cost_of_documents + self.document * len(lengths) + self.launch
 
@@ -107,9 +114,12 @@ class CostModel:
 def token_budget(microbatch_size: float, slot_tokens: int) -> int:
     """Returns ``max_tokens``, the most positions of a microbatch. Splitting, planning and sizing use the same number.
 
-    It must stay in proportion to both arguments. If memory runs out, the size is halved to halve the budget. For a
-    model with a decoder, the split adds up the budgets of two texts. It is never rounded up, because it is a hard cap.
-    ``docs/architecture.md`` has all its users.
+    For example size 4 and slots of 2,048 tokens give 8,192 positions. A fraction of a position is left out, because the
+    budget is a hard cap.
+
+    The budget must stay in proportion to both arguments. Callers rely on it: they halve the size to halve the budget if
+    memory runs out, and they add the budgets of the two texts of a model with a decoder. ``docs/architecture.md`` lists
+    them.
 
     Args:
         microbatch_size: Composer's ``device_train_microbatch_size``, a number of rows. It may be a fraction.

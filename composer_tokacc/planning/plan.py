@@ -36,8 +36,6 @@ PROMISING = 8
 """Under ``'ddp'``: how many of the best cuts, once they are assigned longest first, are also rebalanced. With 1 a step
 takes 0.3 % longer (4.7 % at worst). With 16 it is 0.02 % shorter, but planning takes longer."""
 
-_TIME = attrgetter('time')
-
 
 class Microbatch(NamedTuple):
     """Rows that go through the model together. A tuple, because that is fast to make: a plan has hundreds of them."""
@@ -64,7 +62,7 @@ class PlanStats:
     """How good a plan is. A padding ratio is the share of padding in all computed positions."""
 
     num_tokens: int
-    """Real tokens of the global batch."""
+    """Real tokens of the global batch. (:attr:`Microbatch.num_tokens` also counts padding.)"""
     padding_before: float
     """Padding ratio if all samples were padded to the longest one."""
     padding_after: float
@@ -93,9 +91,10 @@ class MicrobatchPlan:
     ranks: tuple[tuple[Microbatch, ...], ...]
     """Microbatches of each rank, costliest first. Under ``'fsdp'`` the k-th of all ranks are a step slot. Then the
     slots are sorted by their costliest microbatches, so the microbatches of one rank may be out of order."""
-    # For `stats`: the rows, and the modelled time of the step.
     _rows: Rows = field(repr=False, compare=False)
+    """The rows that were planned, for ``stats``."""
     _time: float = field(repr=False, compare=False)
+    """Modelled time of the step, for ``stats``."""
 
     @cached_property
     def stats(self) -> PlanStats:
@@ -203,30 +202,36 @@ def plan_rows(
 
 def plan_checked_rows(rows: Rows, num_ranks: int) -> MicrobatchPlan:
     """Plans as :func:`.plan_microbatches`, for a caller that has checked rows."""
-    options = rows.options
-    in_slots = options.objective == 'fsdp'
-    # Each group of samples is planned by itself. In step slots, samples with and without images are two groups, because
-    # they must not share a slot: a rank that leaves the vision encoder unused hangs the others.
-    groups = [np.arange(len(rows.lengths))]
+    if rows.options.objective == 'fsdp':
+        return _plan_in_slots(rows, num_ranks)
+    search = _CutSearch(rows.by_length(), num_ranks, rows.options.cost, in_slots=False)
+    best_cut = search.best()
+    ranks = search.microbatches_of_ranks(best_cut)
+    return MicrobatchPlan(ranks=tuple(map(tuple, ranks)), _rows=rows, _time=best_cut.time)
+
+
+def _plan_in_slots(rows: Rows, num_ranks: int) -> MicrobatchPlan:
+    """Plans for ``'fsdp'``.
+
+    Samples with and without images are planned separately, because they must not share a step slot: a rank that leaves
+    the vision encoder unused hangs the others.
+    """
     has_images = rows.image_tokens > 0
-    if in_slots and has_images.any() and not has_images.all():
-        groups = [np.flatnonzero(has_images), np.flatnonzero(~has_images)]
     time = 0.0
-    ranks_of_groups = []
-    for members in groups:
-        search = _CutSearch(rows.by_length(members), num_ranks, options.cost, in_slots)
-        best = search.best()
-        time += best.time
-        ranks_of_groups.append(search.microbatches_of_ranks(best))
-    if not in_slots:
-        [ranks] = ranks_of_groups
-        return MicrobatchPlan(ranks=tuple(map(tuple, ranks)), _rows=rows, _time=time)
-    # The step slots of all groups are sorted together, the costliest first.
     slots: list[tuple[Microbatch, ...]] = []
-    for ranks_of_group in ranks_of_groups:
-        slots.extend(zip(*ranks_of_group, strict=True))
+    for is_member in (has_images, ~has_images):
+        if not is_member.any():
+            continue
+        members = np.flatnonzero(is_member)
+        search = _CutSearch(rows.by_length(members), num_ranks, rows.options.cost, in_slots=True)
+        best_cut = search.best()
+        time += best_cut.time
+        ranks_of_members = search.microbatches_of_ranks(best_cut)
+        slots.extend(zip(*ranks_of_members, strict=True))  # the k-th microbatches of all ranks are a slot
+    # The slots of both groups are sorted together, the costliest first.
     slots.sort(key=lambda slot: max(microbatch.cost for microbatch in slot), reverse=True)
-    return MicrobatchPlan(ranks=tuple(zip(*slots, strict=True)), _rows=rows, _time=time)
+    ranks = tuple(zip(*slots, strict=True))  # the r-th microbatches of all slots are those of rank r
+    return MicrobatchPlan(ranks=ranks, _rows=rows, _time=time)
 
 
 def lower_bound(rows: Rows, num_ranks: int) -> float:
@@ -295,13 +300,13 @@ class _CutSearch:
     ) -> None:
         self._rows = rows
         self._num_ranks = num_ranks
-        self._fixed_cost = cost.launch
+        self._launch = cost.launch
         self._in_slots = in_slots
         self._costs_to_equalize = [(rows.row_costs, rows.vision_before)]
-        """For each cut of equal cost: the two parts of this cost, which :func:`.equal_cost_cut` adds up."""
+        """For each cut of equal cost, the costs that count: ``row_costs`` and ``vision_before`` of
+        :func:`.equal_cost_cut`."""
         total_vision = rows.vision_before[-1]
         if in_slots and total_vision > 0.0:
-            # Each of these two cuts counts one part only.
             without_vision = (rows.row_costs, np.zeros_like(rows.vision_before))
             only_vision = (np.zeros_like(rows.row_costs), rows.vision_before)
             self._costs_to_equalize = [without_vision, only_vision]
@@ -332,43 +337,52 @@ class _CutSearch:
 
     def best(self) -> _Cut:
         """Tries cuts, and returns the one of least modelled time. Without step slots it is rebalanced."""
-        num_promising = 1 if self._in_slots else PROMISING
-        cuts: list[_Cut] = []  # the promising ones, best first
+        if self._in_slots:
+            [best_cut] = self._promising_cuts(1)
+            return best_cut
+        # After rebalancing another cut may be the best. It is nearly always among the first ones, so only these are
+        # rebalanced.
+        rebalanced = [self._rebalanced(cut) for cut in self._promising_cuts(PROMISING)]
+        return min(rebalanced, key=attrgetter('time'))
+
+    def _promising_cuts(self, most: int) -> list[_Cut]:
+        """Tries cuts into several numbers of microbatches. Returns those of least modelled time, best first."""
+        cuts: list[_Cut] = []
         for count in self._counts_to_try():
             # The least possible time grows with the count. Once it reaches the time of the last promising cut, no
             # greater count can be promising.
-            if len(cuts) == num_promising and self._least_time(count) >= cuts[-1].time:
+            if len(cuts) == most and self._least_time(count) >= cuts[-1].time:
                 break
             cuts.extend(self._cuts_into(count))
-            cuts.sort(key=_TIME)
-            del cuts[num_promising:]
-        if not self._in_slots:
-            # After rebalancing another cut may be the best. It is nearly always among the first ones, so only these are
-            # rebalanced.
-            for k, cut in enumerate(cuts):
-                assert cut.rank_of_microbatch is not None, 'only slots are assigned afterwards'
-                rank_of_microbatch, time = rebalance(cut.costs, cut.rank_of_microbatch, self._num_ranks)
-                cuts[k] = cut._replace(rank_of_microbatch=rank_of_microbatch, time=time)
-        return min(cuts, key=_TIME)
+            cuts.sort(key=attrgetter('time'))
+            cuts = cuts[:most]
+        return cuts
+
+    def _rebalanced(self, cut: _Cut) -> _Cut:
+        """Returns the cut with exchanges of microbatches between ranks, and its new time."""
+        assert cut.rank_of_microbatch is not None, 'only slots are assigned afterwards'
+        rank_of_microbatch, time = rebalance(cut.costs, cut.rank_of_microbatch, self._num_ranks)
+        return cut._replace(rank_of_microbatch=rank_of_microbatch, time=time)
 
     def _counts_to_try(self) -> Iterator[int]:
         """Yields numbers of microbatches, from the fewest to about one a row, each about ``GROWTH`` times the last.
 
         With few microbatches there is much padding, with many there are many fixed costs. The best number is between.
-        With step slots only whole slots are tried, so the last number may be above the number of rows.
+        In step slots all ranks have equally many microbatches, so only multiples of the number of ranks are tried. Then
+        the last number may be above the number of rows.
         """
-        # Slots are counted here. Without step slots each microbatch counts as one.
-        slot_size = self._num_ranks if self._in_slots else 1
-        fewest_microbatches = len(self._least_padded[-1]) - 1
-        num_slots = math.ceil(max(fewest_microbatches, self._num_ranks) / slot_size)
-        most = max(num_slots, math.ceil(len(self._rows) / slot_size))
-        while num_slots <= most:
-            yield num_slots * slot_size
-            num_slots = max(num_slots + 1, int(num_slots * GROWTH))
+        multiple = self._num_ranks if self._in_slots else 1
+        fewest_by_caps = len(self._least_padded[-1]) - 1
+        # The numbers are `multiple * factor`.
+        factor = math.ceil(max(fewest_by_caps, self._num_ranks) / multiple)
+        largest_factor = max(factor, math.ceil(len(self._rows) / multiple))
+        while factor <= largest_factor:
+            yield multiple * factor
+            factor = max(factor + 1, int(factor * GROWTH))
 
     def _least_time(self, count: int) -> float:
         """Returns a time that no cut into ``count`` or more microbatches beats: no padding, and ranks of equal cost."""
-        time = (self._cost_without_padding + count * self._fixed_cost) / self._num_ranks
+        time = (self._cost_without_padding + count * self._launch) / self._num_ranks
         return time * (1.0 - 1e-9)  # so that rounding does not make it too long
 
     def _cuts_into(self, count: int) -> list[_Cut]:
@@ -378,12 +392,16 @@ class _CutSearch:
         if there are fewer rows than ``count``.
         """
         rows = self._rows
-        # Of the cuts with at most `count` microbatches, the one with the most. It comes first.
+        # `_least_padded` begins with the most microbatches. So this is the cut with the most of at most `count`.
         least_padded = next(bounds for bounds in self._least_padded if len(bounds) - 1 <= count)
-        cuts = [least_padded]
-        for row_costs, vision in self._costs_to_equalize:
-            cuts.append(equal_cost_cut(row_costs, vision, rows.reach, count))
-        return [self._timed(split_largest(rows.row_costs, bounds, count), count) for bounds in cuts]
+        bounds_of_cuts = [least_padded]
+        for row_costs, vision_before in self._costs_to_equalize:
+            bounds_of_cuts.append(equal_cost_cut(row_costs, vision_before, rows.reach, count))
+        cuts = []
+        for bounds in bounds_of_cuts:
+            split_bounds = split_largest(rows.row_costs, bounds, count)
+            cuts.append(self._timed(split_bounds, count))
+        return cuts
 
     def _timed(
         self,
@@ -399,7 +417,7 @@ class _CutSearch:
         place_of_dummies = np.full(num_dummies, self._cheapest)
         starts = np.append(bounds[:-1], place_of_dummies)
         ends = np.append(bounds[1:], place_of_dummies + 1)
-        costs = microbatch_costs(rows.row_costs, rows.vision_before, starts, ends, self._fixed_cost)
+        costs = microbatch_costs(rows.row_costs, rows.vision_before, starts, ends, self._launch)
         if self._in_slots:
             vision = rows.vision_before[ends] - rows.vision_before[starts]
             order_by, time = best_slot_order(costs - vision, vision, self._num_ranks)

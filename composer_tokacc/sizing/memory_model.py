@@ -196,11 +196,12 @@ def _size(shape: BatchShape, name: str, area: str) -> float:
     """Returns a size of a microbatch by one of the names in ``_FEATURES_OF``. For `area` see ``ActivationFit``."""
     if name == 'constant':
         return 1.0
-    holds_area = area == 'always' or (area == 'padded' and shape.is_padded)
-    if name == 'area' and not holds_area:
-        return 0.0
-    # `labels` is None if all logits are computed. It counts as 0, because no hidden states are copied then.
-    return float(getattr(shape, name) or 0)
+    if name == 'area':
+        holds_area = area == 'always' or (area == 'padded' and shape.is_padded)
+        return float(shape.area) if holds_area else 0.0
+    if name == 'labels' and shape.labels is None:
+        return 0.0  # all logits are computed, so no hidden states are copied
+    return float(getattr(shape, name))
 
 
 def fit_activations(
@@ -220,10 +221,10 @@ def fit_activations(
             is relative to them, because only the highest phase counts.
     """
     totals = activation_bytes(measured)
-    predicted = np.zeros(len(shapes))  # of the same parts as `totals`
+    predicted_totals = np.zeros(len(shapes))  # without copies of weights, as `totals`
     coefficients: dict[str, dict[str, float]] = {}
     for part in measured[0]:
-        num_bytes = np.array([parts[part] for parts in measured], dtype=np.float64)
+        num_bytes = np.array([bytes_of_parts[part] for bytes_of_parts in measured], dtype=np.float64)
         if part == 'weights':
             # These are copies of weights, so they do not depend on the size of a microbatch. A microbatch of text has
             # no copies of the encoder's weights, so the largest value counts.
@@ -237,9 +238,9 @@ def fit_activations(
         # Both sides are divided by all activations of the microbatch. So its error is relative, and small microbatches
         # count as much as large ones.
         solution = non_negative_fit(features / totals[:, None], num_bytes / totals)
-        predicted += features @ solution
+        predicted_totals += features @ solution
         coefficients[part] = dict(zip(names, solution.tolist(), strict=True))
-    relative_errors = (predicted - totals) / peaks
+    relative_errors = (predicted_totals - totals) / peaks
     residual = np.abs(relative_errors).max()
     return ActivationFit(coefficients=coefficients, area=area, residual=float(residual))
 

@@ -45,11 +45,12 @@ class SampleSizes:
         if isinstance(lengths, Sequence | np.ndarray):
             tokens = checked_table('lengths', lengths, least=1, sample_ids=sample_ids)
             return cls(tokens=tokens, image_tokens=np.zeros_like(tokens), sample_ids=sample_ids)
+        table = lengths
         return cls(
-            tokens=checked_table('lengths', lengths.lengths, least=1, sample_ids=sample_ids),
-            image_tokens=lengths.image_tokens.astype(np.int64),
-            loss_tokens=counted_sizes(lengths.loss_tokens),
-            vision_patches=counted_sizes(lengths.vision_patches),
+            tokens=checked_table('lengths', table.lengths, least=1, sample_ids=sample_ids),
+            image_tokens=table.image_tokens.astype(np.int64),
+            loss_tokens=counted_sizes(table.loss_tokens),
+            vision_patches=counted_sizes(table.vision_patches),
             sample_ids=sample_ids,
         )
 
@@ -60,8 +61,8 @@ class SampleSizes:
     def largest_share_of_labels(self) -> float:
         """The largest share of a sample's tokens that may have a label, under any loss rule. It is 1 if unknown.
 
-        ``loss_tokens`` are counted for a model that shifts labels. Other models also count the first label of a row,
-        so one is added for each sample.
+        ``loss_tokens`` are counted for a model that shifts labels, so the first token of a sample never counts. Under
+        other rules it may count, so one is added for each sample.
         """
         if self.loss_tokens is None:
             return 1.0

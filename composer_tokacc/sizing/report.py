@@ -167,7 +167,8 @@ class SizingReport:
         cost = self.measured_cost or self.cost
         if cost is not None:
             section['cost'] = _changed_terms(cost)
-        plain_section = json.loads(json.dumps(section, default=np.generic.item))  # YAML takes no numbers of numpy
+        # YAML takes no numbers of numpy. JSON turns them into plain ones.
+        plain_section = json.loads(json.dumps(section, default=np.generic.item))
         return yaml.safe_dump({'microbatching': plain_section}, sort_keys=False).rstrip()
 
     def warnings(self) -> list[str]:
@@ -282,15 +283,15 @@ def _method_table(report: SizingReport) -> str:
             f'{figures.padding_ratio:.1%}',
             f'{figures.microbatches:.1f}',
             f'{figures.imbalance:.2f}',
-            _time(report, figures.cost),
-            _speedup(report, method),
+            _time_text(report, figures.cost),
+            _speedup_text(report, method),
             f'{report.share_of_bound(method):.0%}',
         )
         rows.append(row)
     return _table('A step', rows, header)
 
 
-def _speedup(report: SizingReport, method: str) -> str:
+def _speedup_text(report: SizingReport, method: str) -> str:
     """Returns the speed-up of a method over stock Composer as text. It is "-" if stock Composer has no safe size."""
     speedup = report.speedup(method)
     return '-' if speedup is None else f'{speedup:.2f}x'
@@ -301,7 +302,7 @@ def _unit_of_time(report: SizingReport) -> str:
     return 'x stock' if report.seconds_per_unit is None else 'seconds'
 
 
-def _time(report: SizingReport, cost: float) -> str:
+def _time_text(report: SizingReport, cost: float) -> str:
     """Returns the time of a step with this cost as text, in the unit of ``_unit_of_time``."""
     num_decimals = 2 if report.seconds_per_unit is None else 3
     return f'{report.time_of(cost):.{num_decimals}f}'
@@ -319,7 +320,7 @@ def _size_table(report: SizingReport) -> str:
         elif not row.fits:
             remark = 'too large'
         padding = [f'{figures.padding_ratio:.1%}' for figures in row.figures.values()]
-        times = [_time(report, figures.cost) for figures in row.figures.values()]
+        times = [_time_text(report, figures.cost) for figures in row.figures.values()]
         rows.append((str(row.size), *padding, *times, f'{row.peak_gib:.2f}', remark))
     return _table(f'Microbatch sizes: padding, time ({_unit_of_time(report)}) and peak memory', rows, header)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -85,12 +86,16 @@ def _image_area(
     layout: BatchLayout,
     image_tokens: int,
 ) -> float:
-    """Returns :attr:`BatchShape.image_area`. Exact if the batch has the grid of each image, as for Qwen-VL."""
+    """Returns :attr:`BatchShape.image_area`. Exact if the batch has the grid of each image, as for Qwen-VL.
+
+    For example an image of 4 x 6 image tokens and one of 2 x 2 have the area 24^2 + 4^2. Without grids both count as
+    14 tokens.
+    """
     grids = [batch[key] for key in ('image_grid_thw', 'video_grid_thw') if key in batch]
     if not grids:
-        # All images count as equally large: n * (tokens / n)^2.
-        num_images = sum(layout.media_per_row(batch))
-        return image_tokens**2 / max(num_images, 1)
+        # All images count as equally large: n images of (tokens / n) tokens.
+        num_images = max(sum(layout.media_per_row(batch)), 1)
+        return image_tokens**2 / num_images
     num_frames, height, width = torch.cat(grids).unbind(dim=1)  # height and width in patches
     vision_config = getattr(layout.config, 'vision_config', None)
     # One image token stands for a square of patches. Its side is 2 in Qwen-VL.
@@ -103,8 +108,8 @@ def _image_area(
 def logit_positions(num_labels: int, num_positions: int) -> int:
     """Returns the number of positions of a microbatch with logits, if the run computes them only at labels.
 
-    For a model that shifts labels, :class:`.LabelledPositions` adds a position. It is counted for all models. If nearly
-    all positions have a label, the run computes all logits.
+    :class:`.LabelledPositions` adds a position if the model shifts labels. Here it is added for any model, so the
+    number may be one too large. If nearly all positions have a label, the run computes all logits.
     """
     if is_worth_selecting(num_labels, num_positions):
         return num_labels + 1
@@ -136,6 +141,14 @@ def batch_of_width(
     return widened
 
 
+class _RepeatedSample(NamedTuple):
+    """A probe batch: rows that all hold the same sample."""
+
+    sample: Batch
+    num_rows: int
+    width: int
+
+
 def probe_batches(
     layout: BatchLayout,
     samples: Sequence[Batch],
@@ -161,37 +174,53 @@ def probe_batches(
             with_images.append(sample)
         else:
             without_images.append(sample)
-    # Sample, number of rows, and width of each batch. These three vary independently. Otherwise tokens, rows x width^2
-    # and image tokens would grow in proportion, and a fit could not tell them apart. At the width `widest` every sample
-    # has padding, and the shortest sample fits into the narrowest batch.
     if with_images:
-        shortest, longest = with_images[0], with_images[-1]
-        widest = max(width, 2 * _length(shortest), _length(longest) + 1)
-        probes = [
-            (shortest, 2, widest // 2),
-            (shortest, 4, widest // 2),
-            (shortest, 2, widest),
-            (longest, 2, widest),
-            (longest, 3, widest * 3 // 4),
-        ]
-        if without_images:
-            probes.append((without_images[0], 2, widest // 2))
+        probes = _probes_of_images(with_images, without_images, width)
     else:
-        shortest = without_images[0]
-        widest = max(width, 4 * _length(shortest))
-        probes = [
-            (shortest, 2, widest // 4),
-            (shortest, 2, widest),
-            (shortest, 4, widest // 2),
-            (shortest, 3, widest // 4),
-        ]
+        probes = _probes_of_text(without_images[0], width)
     batches = []
-    for sample, num_rows, batch_width in probes:
-        # A sample may be longer than its part of `widest`.
-        batch_width = max(batch_width, _length(sample))
-        batch = batch_of_width(layout, [sample] * num_rows, batch_width)
-        batches.append(batch)
+    for probe in probes:
+        # A sample may be longer than its part of the greatest width.
+        batch_width = max(probe.width, _length(probe.sample))
+        batches.append(batch_of_width(layout, [probe.sample] * probe.num_rows, batch_width))
     return batches
+
+
+# Sample, number of rows and width of the probes vary independently. Otherwise tokens, rows x width^2 and image tokens
+# would grow in proportion, and a fit could not tell them apart. At the greatest width every sample has padding.
+
+
+def _probes_of_images(
+    with_images: Sequence[Batch],
+    without_images: Sequence[Batch],
+    width: int,
+) -> list[_RepeatedSample]:
+    """Returns the probes of a dataset with images. Both lists of samples begin with the shortest."""
+    shortest = with_images[0]
+    longest = with_images[-1]
+    # So that the shortest sample fits into half of it, and the longest has padding.
+    widest = max(width, 2 * _length(shortest), _length(longest) + 1)
+    probes = [
+        _RepeatedSample(shortest, num_rows=2, width=widest // 2),
+        _RepeatedSample(shortest, num_rows=4, width=widest // 2),
+        _RepeatedSample(shortest, num_rows=2, width=widest),
+        _RepeatedSample(longest, num_rows=2, width=widest),
+        _RepeatedSample(longest, num_rows=3, width=widest * 3 // 4),
+    ]
+    if without_images:
+        probes.append(_RepeatedSample(without_images[0], num_rows=2, width=widest // 2))
+    return probes
+
+
+def _probes_of_text(shortest: Batch, width: int) -> list[_RepeatedSample]:
+    """Returns the probes of a dataset without images. All of them repeat its shortest sample."""
+    widest = max(width, 4 * _length(shortest))  # so that the sample fits into a quarter of it
+    return [
+        _RepeatedSample(shortest, num_rows=2, width=widest // 4),
+        _RepeatedSample(shortest, num_rows=2, width=widest),
+        _RepeatedSample(shortest, num_rows=4, width=widest // 2),
+        _RepeatedSample(shortest, num_rows=3, width=widest // 4),
+    ]
 
 
 def with_spaced_labels(batch: Batch, spacing: int) -> Batch:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from composer_tokacc.arguments import check_choice
 from composer_tokacc.planning import CostModel, CutOptions, cut_rows, padded_widths
 from composer_tokacc.planning.plan import Microbatch, plan_checked_rows
 from composer_tokacc.sampling.mixture import permutation
@@ -51,6 +52,17 @@ class _ComputedMicrobatch(NamedTuple):
     """Index of each row's sample in the dataset, int64 (rows,)."""
     width: int | None
     """Positions of each row, padding included. None: the rows are packed, without padding."""
+
+
+class _MicrobatchCost(NamedTuple):
+    """Cost of a simulated microbatch in units of :class:`.CostModel`, and its size."""
+
+    vision: float
+    """Cost in the vision encoder."""
+    text: float
+    """All other cost, ``CostModel.launch`` included."""
+    positions: int
+    """Computed positions, padding included."""
 
 
 def draw_batches(
@@ -90,9 +102,10 @@ def simulate_steps(
         num_ranks: Number of ranks. Rank r has samples r, r + num_ranks, ... of a batch, unless batches are planned.
         microbatch_rows: Rows of a microbatch of stock Composer. Only for ``'stock'``.
         options: How the run cuts, its ``max_tokens`` included. Its ``packing`` must be True or False, not ``'auto'``.
-        price: Cost model that gives the cost of a microbatch in the result, perhaps a measured one. The run cuts by
-            ``options.cost``.
+        price: Cost model that gives the cost of a microbatch in the result, perhaps a measured one. (The run cuts by
+            ``options.cost``.)
     """
+    check_choice('method', method, tuple(METHOD_NAMES))
     vision_costs = price.vision(table.image_tokens, table.vision_patches)
     step_costs = []
     imbalances = []
@@ -100,30 +113,23 @@ def simulate_steps(
     num_tokens = 0
     num_positions = 0
     for batch in batches:
-        num_tokens += int(table.tokens[batch].sum())
         ranks = _microbatches_of_ranks(table, batch, method, num_ranks, microbatch_rows, options)
         costs_of_ranks = []
         loads = []
         for microbatches in ranks:
-            costs_of_rank = []
-            for samples, width in microbatches:
-                if width is None:
-                    widths = table.tokens[samples]
-                    text_cost = price.packed(widths.tolist())  # includes `launch`, the cost of starting it
-                else:
-                    widths = np.full(len(samples), width)
-                    text_cost = float(price.rows(widths).sum()) + price.launch
-                vision_cost = float(vision_costs[samples].sum())
-                costs_of_rank.append((vision_cost, text_cost))
-                num_positions += int(widths.sum())
-            costs_of_ranks.append(costs_of_rank)
-            loads.append(sum(vision_cost + text_cost for vision_cost, text_cost in costs_of_rank))
-        step_cost = max(loads)
+            costs = [_cost_of(microbatch, table, vision_costs, price) for microbatch in microbatches]
+            costs_of_ranks.append(costs)
+            loads.append(sum(cost.vision + cost.text for cost in costs))
+            num_positions += sum(cost.positions for cost in costs)
         if options.objective == 'fsdp':
             step_cost = _time_in_slots(costs_of_ranks)
+        else:
+            step_cost = max(loads)
         step_costs.append(step_cost)
+        # The mean is over all ranks. Those without a sample are not in `loads`.
         imbalances.append(step_cost * num_ranks / sum(loads))
         num_microbatches.append(max(map(len, ranks)))
+        num_tokens += int(table.tokens[batch].sum())
     return StepFigures(
         cost=float(np.mean(step_costs)),
         padding_ratio=1 - num_tokens / num_positions,
@@ -132,18 +138,37 @@ def simulate_steps(
     )
 
 
-def _time_in_slots(costs: Sequence[Sequence[tuple[float, float]]]) -> float:
+def _cost_of(
+    microbatch: _ComputedMicrobatch,
+    table: SampleSizes,
+    vision_costs: np.ndarray,
+    price: CostModel,
+) -> _MicrobatchCost:
+    """Returns the cost of a microbatch. `vision_costs` is the cost of each sample in the vision encoder, (samples,)."""
+    samples, width = microbatch
+    if width is None:
+        widths = table.tokens[samples]
+        text_cost = price.packed(widths.tolist())  # includes `launch`
+    else:
+        widths = np.full(len(samples), width)
+        text_cost = float(price.rows(widths).sum()) + price.launch
+    vision_cost = float(vision_costs[samples].sum())
+    return _MicrobatchCost(vision_cost, text_cost, int(widths.sum()))
+
+
+def _time_in_slots(costs_of_ranks: Sequence[Sequence[_MicrobatchCost]]) -> float:
     """Returns the time of a step in slots. In each slot ranks wait for the slowest vision encoder, then for the rest.
 
     Without a plan, ranks may have unequal numbers of microbatches. A rank that has none in a slot takes no time there.
 
     Args:
-        costs: For each rank the two costs of each of its microbatches: in the vision encoder, and all other cost.
+        costs_of_ranks: For each rank the costs of its microbatches.
     """
+    no_microbatch = _MicrobatchCost(vision=0.0, text=0.0, positions=0)
     time = 0.0
-    for slot in zip_longest(*costs, fillvalue=(0.0, 0.0)):
-        slowest_vision = max(vision for vision, _ in slot)
-        slowest_text = max(text for _, text in slot)
+    for slot in zip_longest(*costs_of_ranks, fillvalue=no_microbatch):
+        slowest_vision = max(cost.vision for cost in slot)
+        slowest_text = max(cost.text for cost in slot)
         time += slowest_vision + slowest_text
     return time
 
@@ -160,15 +185,16 @@ def _microbatches_of_ranks(
 
     Unless batches are planned, ranks without a sample are left out.
     """
+    if method == 'planned':
+        plan = plan_checked_rows(table.select(batch).rows(options), num_ranks)
+        ranks = [_planned_microbatches(table, batch, planned, options) for planned in plan.ranks]
+        _add_dummy_rows(table, batch, ranks, options)
+        return ranks
     num_reading_ranks = min(num_ranks, len(batch))
     samples_of_ranks = [batch[rank::num_ranks] for rank in range(num_reading_ranks)]
     if method == 'stock':
         return [_cut_by_composer(table, samples, microbatch_rows) for samples in samples_of_ranks]
-    if method == 'split':
-        ranks = [_cut_by_split(table, samples, options) for samples in samples_of_ranks]
-    else:
-        plan = plan_checked_rows(table.select(batch).rows(options), num_ranks)
-        ranks = [_planned_microbatches(table, batch, planned, options) for planned in plan.ranks]
+    ranks = [_cut_by_split(table, samples, options) for samples in samples_of_ranks]
     _add_dummy_rows(table, batch, ranks, options)
     return ranks
 
@@ -242,7 +268,10 @@ def _add_dummy_rows(
     options: CutOptions,
 ) -> None:
     """Adds microbatches of one dummy row to those of `ranks` that have fewer than others, if counts must be equal."""
-    if options.equal_counts is False or (options.equal_counts == 'auto' and options.objective == 'ddp'):
+    must_be_equal = options.equal_counts
+    if options.equal_counts == 'auto':
+        must_be_equal = options.objective == 'fsdp'
+    if not must_be_equal:
         return
     # A dummy row is as long as the shortest sample with an image, so that every rank uses the vision encoder. If no
     # sample has one, it is as long as the shortest sample.

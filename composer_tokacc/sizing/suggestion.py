@@ -18,14 +18,14 @@ from __future__ import annotations
 
 import math
 from bisect import bisect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, cast
 
 import numpy as np
 
-from composer_tokacc.arguments import check_count, check_kind
+from composer_tokacc.arguments import check_choice, check_count, check_kind
 from composer_tokacc.labelled import DENSE
 from composer_tokacc.planning import CostModel, CutOptions, lower_bound, token_budget
 from composer_tokacc.refusals import InvalidInputError
@@ -84,8 +84,7 @@ class Capacity:
         labels = None
         if self.memory.logits == 'labels':
             labels = self.most_logits(tokens)
-        widest = _rounded_up(table.tokens.max(), self.width_multiple)
-        width = min(widest, tokens)
+        width = min(_widest_row(self), tokens)
         return BatchShape(
             rows=tokens / width,  # an upper bound, so not always an integer
             width=width,
@@ -110,9 +109,8 @@ class Capacity:
         if share < DENSE:
             most = math.ceil(tokens * share)
         if self.max_loss_tokens is not None:
-            # A microbatch has L <= `max_loss_tokens` labels. If L < DENSE * positions, it computes logits at L + 1
-            # positions. Otherwise it computes all, and there are at most L / DENSE positions. Both are at most
-            # L / DENSE + 1.
+            # L is at most `max_loss_tokens`. A microbatch that computes all logits has at most L / DENSE positions. Any
+            # other one computes L + 1 logits. Neither number is above L / DENSE + 1.
             most = min(most, math.ceil(self.max_loss_tokens / DENSE) + 1)
         return most
 
@@ -198,7 +196,8 @@ def suggest_microbatching(
         equal_counts: Whether all ranks make the same number of microbatches. ``'auto'``: only with FSDP, where ranks
             wait for each other in every microbatch. DDP by default reduces gradients only in the last one.
         width_multiple: Widths are rounded up to a multiple of it.
-        packing: Whether the rows of a microbatch become one packed row.
+        packing: Whether the rows of a microbatch become one packed row. If the run has ``'auto'``, make a report with
+            each.
         sample_ids: Names of the samples, for messages.
         seed: Seed of the order of the simulated batches.
 
@@ -212,6 +211,7 @@ def suggest_microbatching(
     check_kind('memory', memory, MemoryModel)
     check_count('num_ranks', num_ranks)
     check_global_batch(global_batch_size, num_ranks)
+    check_choice('packing', packing, (True, False))  # with 'auto' the steps would be simulated without packing
     if not 0 < safety <= 1:
         raise InvalidInputError(f'`safety` must be over 0 and at most 1, got: {safety}.')
     options = CutOptions(
@@ -227,19 +227,25 @@ def suggest_microbatching(
     )
     # The largest microbatch sizes that fit: of this run, and of stock Composer at the same memory.
     usable_bytes = safety * device_memory_gib * GIB
-    capacity = Capacity(memory, table, num_ranks, usable_bytes, max_image_tokens, max_loss_tokens, width_multiple)
+    capacity = Capacity(
+        memory=memory,
+        table=table,
+        num_ranks=num_ranks,
+        limit=usable_bytes,
+        max_image_tokens=max_image_tokens,
+        max_loss_tokens=max_loss_tokens,
+        width_multiple=width_multiple,
+    )
     rows_per_rank = global_batch_size // num_ranks
-    size, slot = _largest_size(capacity, options, rows_per_rank)
-    stock_tokens = capacity.of_stock_composer().max_tokens()
-    stock_rows = stock_tokens // int(table.tokens.max())  # it pads every row to the longest
-    stock_size = min(stock_rows, rows_per_rank)
-    # The part that limits the size.
+    fitting_size, slot = _fitting_size(capacity, slot_tokens)
+    largest_useful_size = _largest_useful_size(capacity, slot, rows_per_rank)
+    size = min(fitting_size, largest_useful_size)
+    stock_size = _largest_stock_size(capacity, rows_per_rank)
+    # What a microbatch of this size holds in the worst case.
     max_tokens = token_budget(size, slot)
-    fitting_image_tokens = capacity.fitting_image_tokens(max_tokens) if table.image_tokens.any() else None
     worst_terms = capacity.terms(max_tokens)
-    limited_by = max(SHRINKING_TERMS, key=lambda part: worst_terms[SHRINKING_TERMS[part]])
-    if size == rows_per_rank:
-        limited_by = 'global batch'
+    limited_by = 'global batch' if size == largest_useful_size else _largest_part(worst_terms)
+    fitting_image_tokens = capacity.fitting_image_tokens(max_tokens) if table.image_tokens.any() else None
     # Memory and time with the suggested size, and with others.
     batches = draw_batches(len(table), global_batch_size, num_batches=NUM_BATCHES, seed=seed)
     price = measured_cost or options.cost
@@ -273,24 +279,50 @@ def suggest_microbatching(
         equal_counts=equal_counts,
         seconds_per_unit=price.seconds_per_token,
         seconds_per_step=seconds_per_step,
-        sizes=[run.size_row(compared_size) for compared_size in _compared_sizes(size, rows_per_rank)],
+        sizes=[run.size_row(compared_size) for compared_size in _compared_sizes(size, largest_useful_size)],
         oversize=table.names(run.goes_alone(size)),
         too_large=table.names(run.peaks_alone(size) > usable_bytes),
     )
 
 
-def _largest_size(
-    capacity: Capacity,
-    options: CutOptions,
-    rows_per_rank: int,
-) -> tuple[int, int]:
-    """Returns the largest safe microbatch size, and the width of a slot. Raises ValueError if no sample fits."""
+def _fitting_size(capacity: Capacity, slot_tokens: int | None) -> tuple[int, int]:
+    """Returns the largest microbatch size that fits into memory, and the width of a slot, which may be lowered.
+
+    Raises ValueError if not even the shortest sample fits. Without ``slot_tokens`` a slot is as wide as the longest
+    sample.
+    """
     fitting_tokens = capacity.max_tokens()
     if fitting_tokens < int(capacity.table.tokens.min()):
         raise InvalidInputError(capacity.why_nothing_fits())
-    slot = options.slot_tokens or _rounded_up(capacity.table.tokens.max(), capacity.width_multiple)
+    slot = slot_tokens or _widest_row(capacity)
     slot = min(slot, fitting_tokens)  # so that size 1 fits
-    return min(fitting_tokens // slot, rows_per_rank), slot
+    return fitting_tokens // slot, slot
+
+
+def _largest_useful_size(capacity: Capacity, slot: int, rows_per_rank: int) -> int:
+    """Returns the size at which all rows of a rank fit into one microbatch. A larger size makes no difference.
+
+    For example, 16 rows of up to 2,048 tokens need size 16 if a slot has 2,048 tokens, and size 64 if it has 512.
+    """
+    width = max(_widest_row(capacity), slot)
+    return math.ceil(rows_per_rank * width / slot)
+
+
+def _widest_row(capacity: Capacity) -> int:
+    """Returns the width of a microbatch with the longest sample."""
+    return _rounded_up(int(capacity.table.tokens.max()), capacity.width_multiple)
+
+
+def _largest_stock_size(capacity: Capacity, rows_per_rank: int) -> int:
+    """Returns the largest safe microbatch size of stock Composer, in rows; 0 if not even one row is safe."""
+    fitting_tokens = capacity.of_stock_composer().max_tokens()
+    fitting_rows = fitting_tokens // int(capacity.table.tokens.max())  # every row may be padded to the longest
+    return min(fitting_rows, rows_per_rank)
+
+
+def _largest_part(terms: Mapping[str, float]) -> str:
+    """Returns the part of the activations that takes most memory, by a key of ``SHRINKING_TERMS``."""
+    return max(SHRINKING_TERMS, key=lambda part: terms[SHRINKING_TERMS[part]])
 
 
 def _rounded_up(length: int, multiple: int) -> int:
@@ -298,12 +330,12 @@ def _rounded_up(length: int, multiple: int) -> int:
     return math.ceil(length / multiple) * multiple
 
 
-def _compared_sizes(size: int, rows_per_rank: int) -> list[int]:
+def _compared_sizes(size: int, largest_useful_size: int) -> list[int]:
     """Returns the sizes of the report: the suggested one, and powers of two up to twice this size.
 
-    A larger size than the rows of a rank makes no difference, so it is left out.
+    Sizes above ``largest_useful_size`` make no difference, so they are left out.
     """
-    largest = int(min(2 * size, rows_per_rank))  # an integer of numpy has no bit_length()
+    largest = int(min(2 * size, largest_useful_size))  # an integer of numpy has no bit_length()
     powers = [1 << exponent for exponent in range(largest.bit_length())]
     return sorted({size, *powers})
 
@@ -330,7 +362,7 @@ class _RunBySize:
         return self.capacity.table.rows(self.options_of(size)).is_over
 
     @cached_property
-    def _peaks_alone(self) -> np.ndarray:
+    def _peaks_alone_at_size_1(self) -> np.ndarray:
         """Bytes at the peak of each sample that goes alone at size 1, and 0 for the others, float64 (samples,).
 
         Size 1 has the smallest budget, so these samples include those that go alone at any other size.
@@ -341,24 +373,24 @@ class _RunBySize:
             # A table with only this sample, because `worst_shape` takes the largest shares in its table. No cap of loss
             # tokens, because this sample may be over it.
             sizes = table.select(np.array([sample]))
-            alone = replace(self.capacity, table=sizes, max_loss_tokens=None)
+            capacity_of_sample = replace(self.capacity, table=sizes, max_loss_tokens=None)
             width = _rounded_up(int(sizes.tokens[0]), self.options.width_multiple)
-            peaks[sample] = alone.peak(width, int(sizes.image_tokens[0]))
+            peaks[sample] = capacity_of_sample.peak(width, int(sizes.image_tokens[0]))
         return peaks
 
     def peaks_alone(self, size: int) -> np.ndarray:
         """Returns bytes at the peak of each sample that goes alone, and 0 for the others, float64 (samples,)."""
-        return np.where(self.goes_alone(size), self._peaks_alone, 0.0)
+        return np.where(self.goes_alone(size), self._peaks_alone_at_size_1, 0.0)
 
     def peak(self, size: int) -> float:
         """Returns bytes at the highest peak: the worst within the caps, or of a sample that goes alone and fits.
 
         Samples that do not even fit alone are left out. The report names them in ``too_large``.
         """
+        peak_within_caps = self.capacity.peak(self.options_of(size).max_tokens)
         peaks_alone = self.peaks_alone(size)
-        fitting_peaks = peaks_alone[peaks_alone <= self.capacity.limit]
-        worst_peak = self.capacity.peak(self.options_of(size).max_tokens)
-        return max(worst_peak, fitting_peaks.max(initial=0.0))
+        fitting_peaks_alone = peaks_alone[peaks_alone <= self.capacity.limit]
+        return max(peak_within_caps, fitting_peaks_alone.max(initial=0.0))
 
     def figures(self, size: int, stock_size: int) -> dict[str, StepFigures]:
         """Returns the figures of a step by method. `stock_size` is the microbatch size of stock Composer, in rows."""
@@ -397,6 +429,6 @@ class _RunBySize:
 
 def _largest(fits: Callable[[int], bool]) -> int:
     """Returns the largest number that fits, 0 if none does. All numbers below one that fits must fit, too."""
-    # The key is False for the numbers that fit, and True for all after them. `bisect` returns how many are False. As
-    # the numbers begin at 1, this is the largest that fits.
+    # For rising numbers the key is False, ..., False, True, ..., True. `bisect` returns how many are False. As the
+    # numbers begin at 1, this is the largest that fits.
     return bisect(range(1, MOST_TOKENS), False, key=lambda number: not fits(number))

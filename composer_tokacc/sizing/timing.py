@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -60,15 +60,31 @@ class MicrobatchTimer(Callback):
     microbatches: list[TimedMicrobatch] = field(default_factory=list)
     outside: list[float] = field(default_factory=list)
     """Seconds of each step outside of its microbatches: data, optimizer, logging. The last step of a fit is missing."""
+    # Of the present step and microbatch, see the events below.
+    _first_recorded_step: int = field(default=0, init=False, repr=False)
+    _step_started: float = field(default=0.0, init=False, repr=False)
+    _seconds_in_microbatches: float = field(default=0.0, init=False, repr=False)
+    _microbatch_started: float = field(default=0.0, init=False, repr=False)
+    _shape: tuple[int, int] = field(default=(0, 0), init=False, repr=False)
+    """Rows and width of the microbatch."""
+    _num_image_tokens: int = field(default=0, init=False, repr=False)
+    _row_patches: list[int] = field(default_factory=list, init=False, repr=False)
+    """Patches of each row."""
+    _num_running_encoders: int = field(default=0, init=False, repr=False)
+    """More than one if an encoder is part of another."""
+    _encoder_started: float = field(default=0.0, init=False, repr=False)
+    _encoder_seconds: float = field(default=0.0, init=False, repr=False)
+    """Seconds of the forward pass in encoders."""
+    _gradient_arrived: float | None = field(default=None, init=False, repr=False)
+    """Time at which the gradient reached the output of the encoder."""
 
     def fit_start(self, state: State, logger: Logger) -> None:
         """Resets the timer, and puts hooks on encoders and projectors if there is a function `patches`."""
         # A resumed run does not begin with step 0.
         self._first_recorded_step = int(state.timestamp.batch) + self.skip
-        # Set here, because an encoder may run before the first step, and its hooks read these values.
-        self._num_running_encoders = 0  # more than one if an encoder is part of another
+        self._num_running_encoders = 0
         self._encoder_seconds = 0.0
-        self._gradient_arrived: float | None = None  # time at which the gradient reached the output of the encoder
+        self._gradient_arrived = None
         if self.patches is None:
             return
         for module in media_modules(state.model):
@@ -117,12 +133,12 @@ class MicrobatchTimer(Callback):
         self._microbatch_started = self._now()
 
     def before_forward(self, state: State, logger: Logger) -> None:
-        """Notes the sizes of the microbatch, outside of the measured time, and resets the clock of the encoder."""
-        before = self._now()
+        """Notes the sizes of the microbatch, and resets the clock of the encoder."""
+        counting_started = self._now()
         batch = state.batch
-        self._shape: tuple[int, int] = batch['input_ids'].shape
+        self._shape = batch['input_ids'].shape
         self._num_image_tokens = 0
-        self._row_patches: list[int] = []
+        self._row_patches = []
         if self.layout is not None:
             self._num_image_tokens = sum(self.layout.image_tokens_per_row(batch))
             if self.patches is not None:
@@ -131,10 +147,10 @@ class MicrobatchTimer(Callback):
                 self._row_patches = [self.patches(row) for row in single_rows]
         self._encoder_seconds = 0.0
         self._gradient_arrived = None
-        # The counting above is not part of the run, so its time is left out.
-        seconds_here = self._now() - before
-        self._microbatch_started += seconds_here
-        self._step_started += seconds_here
+        # A run without this timer does not count. So the time of it is left out: step and microbatch start later.
+        counting_seconds = self._now() - counting_started
+        self._microbatch_started += counting_seconds
+        self._step_started += counting_seconds
 
     def after_backward(self, state: State, logger: Logger) -> None:
         """Ends a microbatch and starts the next."""
@@ -181,27 +197,17 @@ def fit_cost(timers: Sequence[MicrobatchTimer], *, quadratic: float) -> tuple[Co
     if not microbatches:
         raise InvalidInputError('`timers` must hold at least one microbatch, got: none. Run more steps.')
     seconds = np.array([microbatch.seconds for microbatch in microbatches])
-    vision_seconds = np.array([microbatch.vision_seconds for microbatch in microbatches])
-    # For each microbatch the sizes that cost time. In the vision encoder these are sums over the rows: of patches^2, of
-    # patches, and of rows with images. Outside of it: text in the unit of CostModel (a token in the dense layers),
-    # image tokens, and 1 for the launch of the microbatch.
-    vision_rows = []
-    text_rows = []
+    # For each microbatch the sizes that cost time outside of the vision encoder: text in the unit of CostModel (a token
+    # in the dense layers), image tokens, and 1 for the launch of the microbatch.
+    sizes = []
     for microbatch in microbatches:
-        patches = np.array(microbatch.patches)
-        vision_rows.append([(patches**2).sum(), patches.sum(), (patches > 0).sum()])
         text_units = microbatch.rows * (microbatch.width + microbatch.width**2 / quadratic)
-        text_rows.append([text_units, microbatch.image_tokens, 1])
-    vision_features = np.array(vision_rows, dtype=np.float64)
-    features = np.array(text_rows, dtype=np.float64)
-    has_patches = vision_features[:, 1] > 0
-    per_square = per_patch = per_row_with_images = 0.0
-    # Patches are counted from the batch, so they have no seconds if `media_modules` finds no encoder.
-    if has_patches.any() and (vision_seconds[has_patches] > 0).all():
-        vision_fit = relative_fit(vision_features[has_patches], vision_seconds[has_patches])
-        per_square, per_patch, per_row_with_images = vision_fit.tolist()
-        # The fit above prices the images, so the fit below must not price them again by their tokens.
-        seconds -= vision_seconds
+        sizes.append([text_units, microbatch.image_tokens, 1])
+    features = np.array(sizes, dtype=np.float64)
+    encoder = _fit_encoder(microbatches)
+    if encoder is not None:
+        # This fit prices the images, so the fit below must not price them again by their tokens.
+        seconds -= np.array([microbatch.vision_seconds for microbatch in microbatches])
         features[:, 1] = 0
     per_token, per_image_token, per_microbatch = relative_fit(features, seconds).tolist()
     if per_token <= 0:
@@ -211,10 +217,39 @@ def fit_cost(timers: Sequence[MicrobatchTimer], *, quadratic: float) -> tuple[Co
     cost = CostModel(
         quadratic=quadratic,
         vision_per_token=per_image_token / per_token,
-        vision_per_image=per_row_with_images / per_token,  # CostModel counts the images of a sample as one
-        vision_per_patch=per_patch / per_token,
-        vision_per_square=per_square / per_token,
         launch=per_microbatch / per_token,
         seconds_per_token=per_token,
     )
+    if encoder is not None:
+        cost = replace(
+            cost,
+            vision_per_image=encoder.per_row / per_token,  # CostModel counts the images of a sample as one
+            vision_per_patch=encoder.per_patch / per_token,
+            vision_per_square=encoder.per_square / per_token,
+        )
     return cost, float(np.median(seconds_outside or [0.0]))
+
+
+class _EncoderSeconds(NamedTuple):
+    """Seconds of the vision encoder for a row with ``p`` patches: ``per_square * p^2 + per_patch * p + per_row``."""
+
+    per_square: float
+    per_patch: float
+    per_row: float
+
+
+def _fit_encoder(microbatches: Sequence[TimedMicrobatch]) -> _EncoderSeconds | None:
+    """Fits the seconds of microbatches in the vision encoder. Returns None if it was not timed."""
+    # For each microbatch with images: sums over its rows of patches^2 and patches, and the number of rows with images.
+    sizes = []
+    seconds = []
+    for microbatch in microbatches:
+        patches = np.array(microbatch.patches)
+        if patches.sum() > 0:
+            sizes.append([(patches**2).sum(), patches.sum(), (patches > 0).sum()])
+            seconds.append(microbatch.vision_seconds)
+    # Patches are counted from the batch, so they have no seconds if `media_modules` finds no encoder.
+    if not seconds or min(seconds) <= 0:
+        return None
+    fit = relative_fit(np.array(sizes, dtype=np.float64), np.array(seconds))
+    return _EncoderSeconds(*fit.tolist())

@@ -77,9 +77,9 @@ class RealInputs(TorchDispatchMode):
         if num_fake == 0:
             # The result depends on the batch alone, or on no tensor.
             input_storages = {storage_key(tensor) for tensor in tensors}
-            without_memory = partial(self._without_memory, input_storages=input_storages)
+            fake_if_large = partial(self._fake_if_large, input_storages=input_storages)
             result = func(*args, **kwargs)
-            return tree_map_only(torch.Tensor, without_memory, result)
+            return tree_map_only(torch.Tensor, fake_if_large, result)
         # Indexing with a mask gives one element for each True, and the fake mode does not know how many there are. So
         # a real mask is replaced by the positions at which it is True.
         if func in INDEXING_OPERATIONS:
@@ -95,7 +95,7 @@ class RealInputs(TorchDispatchMode):
             return tensor
         return self.fake_mode.from_tensor(tensor, static_shapes=True)
 
-    def _without_memory(self, tensor: torch.Tensor, input_storages: set[int]) -> torch.Tensor:
+    def _fake_if_large(self, tensor: torch.Tensor, input_storages: set[int]) -> torch.Tensor:
         """Makes a result fake if it is a large float tensor. A view of an input stays real: it takes no new memory."""
         is_large = tensor.is_floating_point() and tensor.numel() > LARGEST_REAL
         if is_large and storage_key(tensor) not in input_storages:
@@ -233,6 +233,7 @@ class MemoryTracker(TorchDispatchMode):
         self._finalizers[key] = weakref.finalize(storage, self._forget, key, part, num_bytes)
 
     def _forget(self, key: int, part: str, num_bytes: int) -> None:
+        """Finalizer of a storage: its bytes do not count any more."""
         self._finalizers.pop(key, None)
         self.current[part] -= num_bytes
 

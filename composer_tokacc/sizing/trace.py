@@ -92,6 +92,72 @@ class MicrobatchPeaks(NamedTuple):
     """Bytes at the peak of each phase (``PHASES``), by part (``TRACKED_PARTS``)."""
 
 
+class _PhaseRecorder:
+    """Records the bytes at the peak of each phase of a step, from when it is made until :meth:`finish`.
+
+    Bytes that are in memory when it is made do not count.
+    """
+
+    def __init__(self, model: nn.Module, tracker: MemoryTracker) -> None:
+        self._tracker = tracker
+        self._bytes_before = dict(tracker.current)
+        self._peaks: dict[str, dict[str, int]] = {}
+        """Bytes by part at the peak of each phase that has ended."""
+        self._handles = self._add_hooks(model)
+        tracker.restart_peak()
+
+    def finish(self) -> dict[str, dict[str, int]]:
+        """Ends the last phase. Returns the bytes by part at the peak of each phase."""
+        # The ends of other phases may not have been seen: no gradient came, or the model does not name an embedding. In
+        # the last case another phase has their peak, and the highest peak is the same.
+        for phase in PHASES:
+            self._end(phase)
+        for handle in self._handles:
+            handle.remove()
+        return self._peaks
+
+    def _end(self, phase: str, *_: object) -> None:
+        """Ends a phase. It may be called several times, as a hook of several tensors: only the first call counts."""
+        if phase in self._peaks:
+            return
+        peaks = {}
+        for part, num_bytes in self._tracker.peak.items():
+            peaks[part] = num_bytes - self._bytes_before[part]
+        self._peaks[phase] = peaks
+        self._tracker.restart_peak()
+
+    def _end_at_gradient(self, phase: str, values: object) -> None:
+        """Ends a phase when the gradient reaches one of the tensors in ``values``."""
+        # Not a backward hook on the module, because with one torch forbids the model to change the tensor in place.
+        for value in tree_iter(values):
+            if isinstance(value, torch.Tensor) and value.requires_grad:
+                value.register_hook(partial(self._end, phase))
+
+    def _add_hooks(self, model: nn.Module) -> list[RemovableHandle]:
+        """Adds hooks to the model that end each phase except the last (``PHASES``)."""
+
+        def before_head(module: nn.Module, args: object) -> None:
+            self._end('forward')
+            self._end_at_gradient('head', args)
+
+        def after_head(module: nn.Module, args: object, outputs: object) -> None:
+            self._end_at_gradient('loss', outputs)
+
+        def after_embedding(module: nn.Module, args: object, embedded: object) -> None:
+            self._end_at_gradient('blocks', embedded)
+
+        head = output_embedding(model)
+        embedding = input_embedding(model)
+        handles = []
+        if head is not None:
+            # Before the hook of the selector, so that it gets the hidden states of all positions, not only at labels.
+            handles.append(head.register_forward_pre_hook(before_head, prepend=True))
+            handles.append(head.register_forward_hook(after_head))
+        if embedding is not None:
+            handles.append(embedding.register_forward_hook(after_embedding))
+        return handles
+
+
 class StepTracer:
     """Runs steps of one microbatch with fake tensors, forward and backward, and counts the bytes that they would take.
 
@@ -134,8 +200,8 @@ class StepTracer:
         if logits == 'labels':
             self._selector = LabelSelector(self.model)
         self._tracker = MemoryTracker(self.model, self.vocab_size)
-        # The next microbatch is like all of a run except the first: gradients are in memory, and `_step` knows the type
-        # of the logits of the microbatch before it.
+        # This step brings the tracer into the state that it has before all microbatches of a run except the first:
+        # gradients are in memory, and `_step` knows the type of the logits of the microbatch before it.
         self._step(first_batch)
         self.static = self._count_static(make_optimizer)
         if strategy == 'fsdp' and self._autocast_dtype is not None:
@@ -152,63 +218,15 @@ class StepTracer:
         Returns None if the loss needs no gradient, for example without images if only the projector is trained. Such a
         microbatch has no backward pass, so nothing can be fitted to it.
         """
-        bytes_before = dict(self._tracker.current)
-        phases: dict[str, dict[str, int]] = {}
-
-        def end_phase(name: str, *_: object) -> None:
-            if name in phases:
-                return  # only the first gradient or call ends a phase
-            peaks = {}
-            for part, num_bytes in self._tracker.peak.items():
-                peaks[part] = num_bytes - bytes_before[part]
-            phases[name] = peaks
-            self._tracker.restart_peak()
-
-        handles = self._hook_ends_of_phases(end_phase)
-        self._tracker.restart_peak()
+        recorder = _PhaseRecorder(self.model, self._tracker)
         has_gradient = self._step(batch)
-        # `embedding`, and phases whose end was not seen: no gradient came, or the model does not name an embedding. In
-        # the last case another phase has their peak, and the highest peak is the same.
-        for name in PHASES:
-            end_phase(name)
-        for handle in handles:
-            handle.remove()
+        phases = recorder.finish()
         if not has_gradient:
             return None
         shape = BatchShape.from_batch(batch, self.layout)
         if self._selector is not None:
             shape = replace(shape, labels=self._num_logits(batch))
         return MicrobatchPeaks(shape, phases)
-
-    def _hook_ends_of_phases(self, end_phase: Callable[..., None]) -> list[RemovableHandle]:
-        """Adds hooks to the model that call `end_phase` with the name of each phase except the last (``PHASES``)."""
-
-        def end_at_gradient(name: str, values: object) -> None:
-            # Not a backward hook on the module, because with one torch forbids the model to change the tensor in place.
-            for value in tree_iter(values):
-                if isinstance(value, torch.Tensor) and value.requires_grad:
-                    value.register_hook(partial(end_phase, name))
-
-        def before_head(module: nn.Module, args: object) -> None:
-            end_phase('forward')
-            end_at_gradient('head', args)
-
-        def after_head(module: nn.Module, args: object, outputs: object) -> None:
-            end_at_gradient('loss', outputs)
-
-        def after_embedding(module: nn.Module, args: object, embedded: object) -> None:
-            end_at_gradient('blocks', embedded)
-
-        head = output_embedding(self.model)
-        embedding = input_embedding(self.model)
-        handles = []
-        if head is not None:
-            # Before the hook of the selector, so that it gets the hidden states of all positions, not only at labels.
-            handles.append(head.register_forward_pre_hook(before_head, prepend=True))
-            handles.append(head.register_forward_hook(after_head))
-        if embedding is not None:
-            handles.append(embedding.register_forward_hook(after_embedding))
-        return handles
 
     def _num_logits(self, batch: Batch) -> int:
         """Returns the number of positions of a batch at which logits are computed.
@@ -241,28 +259,30 @@ class StepTracer:
         autocast_of_gpu = CudaAutocast() if self._on_gpu else nullcontext()
         # The modes are on in the backward pass, too. There checkpointing repeats parts of the forward pass.
         with self._tracked(), counter or nullcontext(), autocast_of_gpu:
-            # Composer's `state.outputs` holds the logits of the previous microbatch until the new ones exist. Here the
-            # previous microbatch counts as equally large. The tracker sees by their width that these are logits.
-            last_logits = None
-            if self._logits_dtype is not None:
-                with self._mode:
-                    last_logits = torch.empty(num_logits, self.vocab_size, dtype=self._logits_dtype)
+            last_logits = self._logits_of_previous_microbatch(num_logits)
             if self._selector is not None:
                 self._selector.arm(LossRule.CAUSAL, num_labels=num_logits - 1)  # without the position that is added
             # Fake tensors of a GPU would need its driver. Fake tensors of the CPU have the same sizes.
             with torch.autocast('cpu', self._autocast_dtype, enabled=self._autocast_dtype is not None):
                 outputs = self.model(**inputs)
             del last_logits
-            # Not `loss.backward()`, because torch turns CudaAutocast off while it handles a call on a tensor: here for
-            # the whole backward pass. A call on an edge of the graph leaves it on.
             if outputs.loss.requires_grad:
-                root = torch.autograd.graph.get_gradient_edge(outputs.loss)
-                gradient_of_loss = torch.ones_like(outputs.loss)
-                torch.autograd.backward([root], grad_tensors=[gradient_of_loss])
+                _backward(outputs.loss)
         logits = outputs.get('logits')
         if logits is not None:
             self._logits_dtype = logits.dtype
         return outputs.loss.requires_grad
+
+    def _logits_of_previous_microbatch(self, num_logits: int) -> torch.Tensor | None:
+        """Returns fake logits, which stand for those of the previous microbatch; None if it had none.
+
+        Composer's `state.outputs` holds these until the new ones exist. Here the previous microbatch counts as equally
+        large. The tracker sees by their width that they are logits.
+        """
+        if self._logits_dtype is None:
+            return None
+        with self._mode:
+            return torch.empty(num_logits, self.vocab_size, dtype=self._logits_dtype)
 
     @contextmanager
     def _tracked(self) -> Iterator[None]:
@@ -304,6 +324,16 @@ class StepTracer:
             optimizer_step=max(step_bytes, 0),  # below 0 if the states existed before the step
             compute_bytes=compute_dtype.itemsize,
         )
+
+
+def _backward(loss: torch.Tensor) -> None:
+    """Runs the backward pass of a loss.
+
+    Not `loss.backward()`, because torch turns CudaAutocast off while it handles a call on a tensor: here for the whole
+    backward pass. A call on an edge of the graph leaves it on.
+    """
+    root = torch.autograd.graph.get_gradient_edge(loss)
+    torch.autograd.backward([root], grad_tensors=[torch.ones_like(loss)])
 
 
 def calibrate_fake(
@@ -383,22 +413,23 @@ def _traced_memory(
         if peaks is not None:
             measured.append(peaks)
     _check_any_gradient(measured)
-    # Whether attention holds a matrix of rows x width^2 always, only with padding, or never; see ActivationFit.
-    if attention_of(tracer.model.config) == 'eager':
-        area = 'always'
-    elif has_mask:
-        area = 'padded'
-    else:
-        area = 'never'
+    is_eager = attention_of(tracer.model.config) == 'eager'
     shapes = [peaks.shape for peaks in measured]
     pixel_ratios = [shape.pixel_bytes / shape.image_tokens for shape in shapes if shape.image_tokens > 0]
     return MemoryModel(
         static=tracer.static,
-        phases=_fit_phases(measured, area),
+        phases=_fit_phases(measured, _when_area_counts(is_eager, has_mask)),
         strategy=tracer.strategy,
         logits=logits,
         pixel_bytes_per_image_token=max(pixel_ratios, default=0.0),
     )
+
+
+def _when_area_counts(is_eager: bool, has_mask: bool) -> str:
+    """Returns when attention holds a matrix of rows x width^2, see :class:`.ActivationFit`."""
+    if is_eager:
+        return 'always'
+    return 'padded' if has_mask else 'never'
 
 
 def _check_any_gradient(measured: Sequence[object]) -> None:

@@ -149,6 +149,19 @@ def test_source_that_comes_late():
     assert len(field(recorder, 'loss')) == 2, 'no tokens have no mean'
 
 
+def test_rows_without_a_source_have_weight():
+    """The share is of the weight of the step, also if a microbatch has no source at all."""
+    batch = batch_of_one_source('a')
+    batch['source'][0] = None
+    all_of_a = batch_of_one_source('a')
+
+    recorder = fit_unplanned(batch, all_of_a, microbatch_size=1)
+
+    tokens_of_first_row = 2
+    share = (NUM_TOKENS - tokens_of_first_row) / NUM_TOKENS
+    assert field(recorder, 'weight') == pytest.approx([share, 1.0])
+
+
 @pytest.mark.parametrize(
     ('sources', 'options'),
     [
