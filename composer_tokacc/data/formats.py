@@ -189,14 +189,9 @@ def parse_record(raw: RawRecord, folder: Path = Path()) -> Record:
     Raises:
         BadSampleError: If one of these checks fails. The error names the sample.
     """
-    sample_id = raw.where
-    if isinstance(raw.data, dict) and raw.data.get('id') is not None:
-        # An id may hold anything. Lone surrogates, line breaks and length must not break the messages that show it.
-        printable = str(raw.data['id']).encode('utf-8', 'backslashreplace').decode()
-        sample_id = ' '.join(printable.split())[:200] or raw.where
     # It has no turns yet, but it can already name the sample in an error.
     record = Record(
-        sample_id=sample_id,
+        sample_id=_sample_id_of(raw),
         source=f'{raw.path}, {raw.where}',
         turns=(),
         media=(),
@@ -206,6 +201,23 @@ def parse_record(raw: RawRecord, folder: Path = Path()) -> Record:
         return _parse_data(raw.data, record)
     except ValueError as error:
         raise record.error(error) from None
+    except RecursionError:  # Python 3.13 decodes deeper values than `leaves_of` and `ascii` can walk
+        raise record.error('brackets within brackets, too deep') from None
+
+
+def _sample_id_of(raw: RawRecord) -> str:
+    """Returns the ``id`` of an entry as a short text on one line, or its place in the file if it has no id.
+
+    An id may hold anything. Lone surrogates, line breaks and length must not break the messages that show it.
+    """
+    if not isinstance(raw.data, dict) or raw.data.get('id') is None:
+        return raw.where
+    try:
+        text = str(raw.data['id'])
+    except RecursionError:  # a list of lists, too deep
+        return raw.where
+    printable = text.encode('utf-8', 'backslashreplace').decode()
+    return ' '.join(printable.split())[:200] or raw.where
 
 
 def _parse_data(data: object, record: Record) -> Record:
