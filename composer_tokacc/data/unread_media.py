@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Container, Iterator, Mapping, Sequence
-from itertools import chain
 from typing import NamedTuple
 
 from composer_tokacc.batch import MODALITIES
@@ -98,13 +97,20 @@ def check_unread_keys(
     modalities_read = set()
     for medium in media:
         names_read.update(os.path.basename(name) for name in medium.names)
-        modalities_read.update((medium.modality, ''))  # a sign without a modality may be about any medium
+        modalities_read.add(medium.modality)
     for key, value in data.items():
         if key in keys_read:
             continue
-        for sign in chain(_signs_in_value(value), _signs_in_key(str(key), value)):
-            is_source = sign.may_be_source and sign.modality in modalities_read
-            if not is_source and sign.file_name not in names_read:
+        signs = list(_signs_in_value(value))
+        sign_in_key = _sign_in_key(str(key), value)
+        if sign_in_key is not None:
+            signs.append(sign_in_key)
+        for sign in signs:
+            is_file_read = sign.file_name in names_read
+            # A sign without a modality may be about a medium of any modality.
+            has_medium = sign.modality in modalities_read or (not sign.modality and len(media) > 0)
+            is_source = sign.may_be_source and has_medium
+            if not is_file_read and not is_source:
                 raise InvalidInputError(_refusal(str(key), value, sign.modality))
 
 
@@ -114,22 +120,22 @@ def _signs_in_value(value: object) -> Iterator[MediaSign]:
         if isinstance(leaf, bytes | EmbeddedFile):
             yield MediaSign('')
         elif isinstance(leaf, str):
-            yield from _signs_in_text(leaf)
+            sign = _sign_in_text(leaf)
+            if sign is not None:
+                yield sign
 
 
-def _signs_in_text(text: str) -> Iterator[MediaSign]:
-    """Yields a sign if a text is a ``data:`` URI, base64 of a file, or the path or URL of a media file."""
+def _sign_in_text(text: str) -> MediaSign | None:
+    """Returns a sign if a text is a ``data:`` URI, base64 of a file, or the path or URL of a media file."""
     data_uri = _DATA_URI.match(text)
     if data_uri:
         modality = data_uri[1].lower()
-        yield MediaSign(modality if modality in MODALITIES else '')
-        return
+        return MediaSign(modality if modality in MODALITIES else '')
     if _BASE64.fullmatch(text):
-        yield MediaSign('')
-        return
+        return MediaSign('')
     scheme = URL_SCHEME.match(text)
     if '\n' in text or (scheme is None and '://' in text):
-        return  # neither a text of several lines nor a text around a URL is a path
+        return None  # neither a text of several lines nor a text around a URL is a path
     path = text.strip()
     if scheme:
         path = re.split('[?#]', path)[0]
@@ -137,9 +143,10 @@ def _signs_in_text(text: str) -> Iterator[MediaSign]:
     file_name = os.path.basename(path)
     _, dot, ending = file_name.rpartition('.')
     modality = MODALITY_OF_ENDING.get(ending.lower())
-    if dot and modality:
-        is_in_network = scheme is not None and scheme[0].lower() != 'file://'
-        yield MediaSign(modality, file_name, is_in_network)
+    if not dot or modality is None:
+        return None
+    is_in_network = scheme is not None and scheme[0].lower() != 'file://'
+    return MediaSign(modality, file_name, may_be_source=is_in_network)
 
 
 def announces_medium(key: str) -> bool:
@@ -147,23 +154,23 @@ def announces_medium(key: str) -> bool:
     return _ANNOUNCING_KEY.fullmatch(key.lower()) is not None
 
 
-def _signs_in_key(key: str, value: object) -> Iterator[MediaSign]:
-    """Yields a sign if the name of a key announces a medium.
+def _sign_in_key(key: str, value: object) -> MediaSign | None:
+    """Returns a sign if the name of a key announces a medium.
 
-    Yields nothing if the value is a sentence, a count, a fraction or a flag, or is empty, because then it is not a
+    Returns None if the value is a sentence, a count, a fraction or a flag, or is empty, because then it is not a
     medium.
     """
     match = _ANNOUNCING_KEY.fullmatch(key.lower())
     if match is None:
-        return
-    # A path may have spaces, too. If it is that of a media file, `_signs_in_text` yields a sign.
+        return None
+    # A path may have spaces, too. If it is that of a media file, `_sign_in_text` returns a sign.
     is_sentence_or_space = isinstance(value, str) and len(value.split()) != 1
     is_count = isinstance(value, int) and not _ID_KEY.fullmatch(key.lower())
     is_flag_or_fraction = isinstance(value, bool | float)
     if is_sentence_or_space or is_count or is_flag_or_fraction or not is_given(value):
-        return
+        return None
     # The pattern has a group for each modality, and no others.
-    yield MediaSign(match.lastgroup or '', may_be_source=True)
+    return MediaSign(match.lastgroup or '', may_be_source=True)
 
 
 def _refusal(key: str, value: object, modality: str) -> str:
@@ -171,8 +178,9 @@ def _refusal(key: str, value: object, modality: str) -> str:
     # A .mp4 file is a video under any key. But if the value looks like an image, or does not show its modality, the
     # name of the key decides, because images under `frames` are a video.
     if modality in ('', 'image'):
-        for sign in _signs_in_key(key.removesuffix(NO_COLUMN), value):
-            modality = sign.modality or modality
+        sign_in_key = _sign_in_key(key.removesuffix(NO_COLUMN), value)
+        if sign_in_key is not None and sign_in_key.modality:
+            modality = sign_in_key.modality
     key_to_use = f'{modality or "image"}s'  # takes one file or a list
     problem = (
         f'`{key[:60]}` looks like an image, a video or an audio, but this key is not read, got: {short_repr(value)}'
