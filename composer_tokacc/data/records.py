@@ -24,7 +24,7 @@ from composer_tokacc.refusals import InvalidInputError
 
 PathLike = str | os.PathLike[str]
 MediaFile = os.PathLike[str] | BinaryIO
-"""The path of a file, or an open one. Both PIL and `videos.py` read an open file from its start."""
+"""The path of a file, or an open one. Both PIL and `containers.py` read an open file from its start."""
 JsonObject = Mapping[str, Any]
 """A decoded object of a JSON file, or a row of a table."""
 Message = Mapping[str, Any]
