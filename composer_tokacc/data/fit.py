@@ -131,6 +131,7 @@ class FittingEncoder(ConversationEncoder):
         if max_image_tokens is not None:
             check_count('max_image_tokens', max_image_tokens)
         self.max_image_tokens = max_image_tokens
+        """Most tokens for the media of a sample. None: no limit."""
         self._media_ids = torch.tensor(image_token_ids(processor))
         self._budgets: dict[str, list[str]] = {}
         for modality in OPTIONS_OF_MODALITY:
@@ -184,6 +185,17 @@ class FittingEncoder(ConversationEncoder):
             sample[SHRINK_STEPS] = [steps]
         return sample
 
+    def has_room(self, num_tokens: int, num_image_tokens: int) -> bool:
+        """Tells whether a sample is within ``max_length`` and ``max_image_tokens``.
+
+        Args:
+            num_tokens: All tokens of the sample.
+            num_image_tokens: The tokens that stand for images, videos and audio.
+        """
+        if not super().has_room(num_tokens, num_image_tokens):
+            return False
+        return self.max_image_tokens is None or num_image_tokens <= self.max_image_tokens
+
     def _encode_with_steps(
         self,
         record: Record,
@@ -195,11 +207,7 @@ class FittingEncoder(ConversationEncoder):
         """Encodes a record with the budgets that are left after some steps."""
         encoder = self._encoder_with_steps(steps)
         # The base class's method, because the method of this class would search for steps again.
-        sample = ConversationEncoder.encode_record(encoder, record, files, shapes_only=shapes_only)
-        # `encoder` is a copy, and has perhaps read a longer audio to its end. `_check_ends_of_audios` must know that,
-        # or it would encode every audio of this length twice.
-        self._longest_read_audio = encoder._longest_read_audio
-        return sample
+        return ConversationEncoder.encode_record(encoder, record, files, shapes_only=shapes_only)
 
     def _fewest_steps(self, encode: Callable[..., EncodedSample]) -> int:
         """Returns the fewest steps, at least 1, with which a sample fits or the processor raises an error.
