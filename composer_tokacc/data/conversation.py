@@ -339,7 +339,7 @@ class ConversationEncoder:
         """
         for turn in record.turns:
             for placeholder in turn.placeholders:
-                modality = placeholder.group(1)  # the text between `<` and `>`
+                modality = placeholder['modality']
                 if modality not in self.parts:
                     attributes = ' or '.join(f'`{attribute}`' for attribute in PROCESSOR_PARTS[modality])
                     raise record.error(f'has {modality}s, but the processor takes none; use one with {attributes}')

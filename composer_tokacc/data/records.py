@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, TypeGuard
 
 from composer_tokacc.batch import MODALITIES
 from composer_tokacc.refusals import InvalidInputError
@@ -37,8 +37,8 @@ DecodedMedia = Mapping[str, Sequence[Any]]
 
 PLACEHOLDERS = tuple(f'<{modality}>' for modality in MODALITIES)
 """Each marks the place of a medium in the text of a turn."""
-PLACEHOLDER = re.compile(f'<({"|".join(MODALITIES)})>')
-"""Finds a placeholder. Its group is the modality."""
+PLACEHOLDER = re.compile(f'<(?P<modality>{"|".join(MODALITIES)})>')
+"""Finds a placeholder."""
 ROLES_WITH_MEDIA = ('user', 'tool')
 """Roles whose turns may hold media. In other turns, such as answers, ``<video>`` is text: perhaps a tag of HTML."""
 _PLACEHOLDER_ON_LINES = re.compile(rf'\n*{PLACEHOLDER.pattern}\n*')
@@ -105,7 +105,7 @@ class Turn(NamedTuple):
 
     @property
     def placeholders(self) -> list[re.Match[str]]:
-        """The placeholders of its media."""
+        """The placeholders of its media, as matches of ``PLACEHOLDER``."""
         if self.role not in ROLES_WITH_MEDIA:
             return []
         return list(PLACEHOLDER.finditer(self.text))
@@ -227,15 +227,8 @@ class Record:
 def check_message(message: object) -> Message:
     """Returns a message with a list of parts as its content. Raises ValueError if it has a wrong form."""
     if isinstance(message, Mapping):
-        content = message.get('content')
-        if isinstance(content, str):
-            content = [{'type': 'text', 'text': content}]
-        is_weight_valid = message.get('weight', 1) in (0, 1)
-        role = message.get('role')
-        # ROLES_WITH_MEDIA is about tags in the texts of records. Here the user names each medium as a part, so any turn
-        # may hold media, except an answer.
-        modalities = () if role == 'assistant' else MODALITIES
-        if isinstance(role, str) and is_weight_valid and _is_list_of_parts(content, modalities):
+        content = _content_of(message)
+        if content is not None:
             return {**message, 'content': content}
     raise InvalidInputError(
         '`messages` must hold turns with a `role`, text, image, video or audio as `content` (only text '
@@ -243,7 +236,23 @@ def check_message(message: object) -> Message:
     )
 
 
-def _is_list_of_parts(content: object, modalities: Sequence[str]) -> bool:
+def _content_of(message: Message) -> Sequence[Mapping[str, Any]] | None:
+    """Returns the content of a message as a list of parts. None if the message has a wrong form."""
+    role = message.get('role')
+    if not isinstance(role, str) or message.get('weight', 1) not in (0, 1):
+        return None
+    content = message.get('content')
+    if isinstance(content, str):
+        content = [{'type': 'text', 'text': content}]
+    # ROLES_WITH_MEDIA is about tags in the texts of records. Here the user names each medium as a part, so any turn may
+    # hold media, except an answer.
+    modalities = () if role == 'assistant' else MODALITIES
+    if not _is_list_of_parts(content, modalities):
+        return None
+    return content
+
+
+def _is_list_of_parts(content: object, modalities: Sequence[str]) -> TypeGuard[Sequence[Mapping[str, Any]]]:
     """Tells whether a content is a list of texts and of media of these modalities."""
     if not isinstance(content, Sequence):
         return False
