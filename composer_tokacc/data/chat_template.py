@@ -262,21 +262,22 @@ class ChatTemplate:
             text: The conversation as the template writes it.
         """
         before_first, *texts_after = self._text_around(messages, indices)
-        as_written = before_first
-        with_endings = before_first  # like `as_written`, plus the ending tokens that the template does not write
+        text_with_answers = before_first
+        for index, text_after in zip(indices, texts_after, strict=True):
+            text_with_answers += text_of(messages[index]) + text_after
+        if text_with_answers != text:
+            return None
+        # The same text again, now with the ending tokens that the template does not write.
+        text_with_endings = before_first
         spans = []
         for index, text_after in zip(indices, texts_after, strict=True):
-            answer = text_of(messages[index])
-            as_written += answer + text_after
-            start = len(with_endings)
+            start = len(text_with_endings)
             ending, text_after_ending = self._split_ending(text_after)
-            with_endings += answer + ending
+            text_with_endings += text_of(messages[index]) + ending
             if _carries_loss(messages[index]):
-                spans.append(AnswerSpan(start, len(with_endings)))
-            with_endings += text_after_ending
-        if as_written != text:
-            return None
-        return Rendered(with_endings, spans)
+                spans.append(AnswerSpan(start, len(text_with_endings)))
+            text_with_endings += text_after_ending
+        return Rendered(text_with_endings, spans)
 
     def _split_ending(self, text_after: str) -> tuple[str, str]:
         """Splits the text after an answer into the ending and the rest.
