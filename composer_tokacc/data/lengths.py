@@ -48,9 +48,9 @@ from composer_tokacc.refusals import InvalidInputError
 
 TABLE_VERSION = 10
 """Increased when the content of a table changes, so that files of older versions are not read."""
-TABLE_COLUMNS = ('lengths', *TableRow._fields[1:])
-"""Attributes of :class:`LengthTable` that hold a number for each sample, in the order of :class:`.TableRow`. All but
-the first have the names of its fields."""
+TABLE_COLUMNS = ('lengths', 'image_tokens', 'loss_tokens', 'vision_patches', 'shrink_steps')
+"""Attributes of :class:`LengthTable` that hold a number for each sample, in the order of the fields of
+:class:`.TableRow`."""
 MOST_SAMPLES_WITHOUT_HEADERS = 512
 """Up to this number of samples, all are read, so that the bad ones are known at the start."""
 NUM_CHECKED = 64
