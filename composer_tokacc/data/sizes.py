@@ -266,9 +266,9 @@ class SampleMeasurer:
         # If each size adds the same row, one size can stand for all. That is also so if each gives None, for example
         # because the processor cannot encode any image. Then samples with images get no row below, and are read.
         probe_rows = {self._added_by((size,)) for size in PROBE_SIZES}
-        measure_texts = partial(self._measure_texts, sizes_matter=len(probe_rows) > 1)
+        measure_without_images = partial(self._measure_without_images, sizes_matter=len(probe_rows) > 1)
         measured_rows: list[TextRow | TableRow | None] = []
-        for batch in self.map_items(measure_texts, indices, batch_size=TEXTS_TOGETHER):
+        for batch in self.map_items(measure_without_images, indices, batch_size=TEXTS_TOGETHER):
             measured_rows.extend(batch)
         # The expensive part: one call of the processor for each distinct list of sizes.
         distinct_sizes = sorted({measured.sizes for measured in measured_rows if isinstance(measured, TextRow)})
@@ -283,7 +283,7 @@ class SampleMeasurer:
                 rows[index] = row
         return rows
 
-    def _measure_texts(self, indices: Sequence[int], *, sizes_matter: bool) -> list[TextRow | TableRow | None]:
+    def _measure_without_images(self, indices: Sequence[int], *, sizes_matter: bool) -> list[TextRow | TableRow | None]:
         """Returns for each sample the row of its text, or its complete row if it has videos. None if it must be read.
 
         Args:
