@@ -258,11 +258,12 @@ def _open_table(path: str, split: str | None) -> Dataset:
     try:
         table = _load_table(path)
     except Exception as error:  # of pyarrow, of `datasets`, or of the network
-        if isinstance(error, datasets.exceptions.DatasetGenerationError):
-            error = error.__cause__ or error  # the outer one says only that there is an error
-        reason = ' '.join(str(error).split()) or type(error).__name__
-        reason = reason.rstrip('.')[:1000]
-        raise InvalidInputError(f'`path` must be a table that `datasets` reads, got: {path}: {reason}.') from error
+        cause: BaseException = error
+        if isinstance(error, datasets.exceptions.DatasetGenerationError) and error.__cause__ is not None:
+            cause = error.__cause__  # the outer one says only that there is an error
+        message = ' '.join(str(cause).split()) or type(cause).__name__
+        reason = message.rstrip('.')[:1000]
+        raise InvalidInputError(f'`path` must be a table that `datasets` reads, got: {path}: {reason}.') from cause
     if isinstance(table, datasets.Dataset):
         if split is not None:
             raise InvalidInputError(f'`path` must not name a split, because the table has none, got: {path}#{split}.')
