@@ -69,10 +69,10 @@ the suffix a name announces nothing, so the key is refused only if its value loo
 class MediaSign(NamedTuple):
     """A sign that a key holds a medium: a value that looks like one, or the name of the key."""
 
-    modality: str
-    """'' if the sign does not say which."""
-    file_name: str = ''
-    """Name of the file without folders. '' if the sign has no file name: it matches no medium that is read."""
+    modality: str | None
+    """None if the sign does not say which."""
+    file_name: str | None = None
+    """Name of the file without folders. None if the sign has no file name."""
     may_be_source: bool = False
     """Whether the key may only tell where a medium came from, while another key holds the medium. That may be so if the
     value is a URL of a network, or if only the name of the key is a sign."""
@@ -108,7 +108,7 @@ def check_unread_keys(
         for sign in signs:
             is_file_read = sign.file_name in names_read
             # A sign without a modality may be about a medium of any modality.
-            has_medium = sign.modality in modalities_read or (not sign.modality and len(media) > 0)
+            has_medium = sign.modality in modalities_read or (sign.modality is None and len(media) > 0)
             is_source = sign.may_be_source and has_medium
             if not is_file_read and not is_source:
                 raise InvalidInputError(_refusal(str(key), value, sign.modality))
@@ -118,7 +118,7 @@ def _signs_in_value(value: object) -> Iterator[MediaSign]:
     """Yields a sign for everything in a value that looks like a medium."""
     for leaf in leaves_of(value):
         if isinstance(leaf, bytes | EmbeddedFile):
-            yield MediaSign('')
+            yield MediaSign(modality=None)
         elif isinstance(leaf, str):
             sign = _sign_in_text(leaf)
             if sign is not None:
@@ -129,10 +129,10 @@ def _sign_in_text(text: str) -> MediaSign | None:
     """Returns a sign if a text is a ``data:`` URI, base64 of a file, or the path or URL of a media file."""
     data_uri = _DATA_URI.match(text)
     if data_uri:
-        modality = data_uri[1].lower()
-        return MediaSign(modality if modality in MODALITIES else '')
+        type_name = data_uri[1].lower()  # `image` in `data:image/png`
+        return MediaSign(type_name if type_name in MODALITIES else None)
     if _BASE64.fullmatch(text):
-        return MediaSign('')
+        return MediaSign(modality=None)
     scheme = URL_SCHEME.match(text)
     if '\n' in text or (scheme is None and '://' in text):
         return None  # neither a text of several lines nor a text around a URL is a path
@@ -170,16 +170,16 @@ def _sign_in_key(key: str, value: object) -> MediaSign | None:
     if is_sentence_or_space or is_count or is_flag_or_fraction or not is_given(value):
         return None
     # The pattern has a group for each modality, and no others.
-    return MediaSign(match.lastgroup or '', may_be_source=True)
+    return MediaSign(match.lastgroup, may_be_source=True)
 
 
-def _refusal(key: str, value: object, modality: str) -> str:
+def _refusal(key: str, value: object, modality: str | None) -> str:
     """Returns the message that refuses a key, with the key to use instead. ``modality`` comes from the sign."""
     # A .mp4 file is a video under any key. But if the value looks like an image, or does not show its modality, the
     # name of the key decides, because images under `frames` are a video.
-    if modality in ('', 'image'):
+    if modality in (None, 'image'):
         sign_in_key = _sign_in_key(key.removesuffix(NO_COLUMN), value)
-        if sign_in_key is not None and sign_in_key.modality:
+        if sign_in_key is not None and sign_in_key.modality is not None:
             modality = sign_in_key.modality
     key_to_use = f'{modality or "image"}s'  # takes one file or a list
     problem = (
