@@ -130,6 +130,7 @@ class LlavaDataset(Dataset):
             read_records(path, image_dir=image_dir, allow_outside=allow_outside),
             on_error,
         )
+        # Before `_measure`, which encodes the samples, and may leave out all records of a file.
         paths = {record.path for record in self.records}
         self._source_names = _names_of_files(paths)
         if self.records and (on_error == 'skip' or fit):
