@@ -32,6 +32,7 @@ from urllib.request import url2pathname
 from composer_tokacc.batch import MODALITIES
 from composer_tokacc.data.records import (
     ROLES_WITH_MEDIA,
+    TURN_NOTES,
     EmbeddedFile,
     JsonObject,
     Medium,
@@ -97,11 +98,9 @@ TURN_KEYS = (
     'value',
     'weight',
     'loss',
-    'id',
-    'index',
-    'timestamp',
+    *TURN_NOTES,
 )
-"""Keys that a turn may have. The last three are not read."""
+"""Keys that a turn may have."""
 ROLES = {
     'system': 'system',
     'developer': 'system',

@@ -41,6 +41,8 @@ PLACEHOLDER = re.compile(f'<(?P<modality>{"|".join(MODALITIES)})>')
 """Finds a placeholder."""
 ROLES_WITH_MEDIA = ('user', 'tool')
 """Roles whose turns may hold media. In other turns, such as answers, ``<video>`` is text: perhaps a tag of HTML."""
+TURN_NOTES = ('id', 'index', 'timestamp')
+"""Keys that a turn may have, and that are not read."""
 _PLACEHOLDER_ON_LINES = re.compile(rf'\n*{PLACEHOLDER.pattern}\n*')
 """Finds a placeholder with the line breaks around it."""
 
@@ -225,15 +227,27 @@ class Record:
 
 
 def check_message(message: object) -> Message:
-    """Returns a message with a list of parts as its content. Raises ValueError if it has a wrong form."""
+    """Returns a message with a list of parts as its content.
+
+    Raises:
+        ValueError: If the message has a wrong form, or a value under a key that the encoder would drop. Chat templates
+            read such keys, for example ``reasoning_content``.
+    """
+    content = None
     if isinstance(message, Mapping):
         content = _content_of(message)
-        if content is not None:
-            return {**message, 'content': content}
-    raise InvalidInputError(
-        '`messages` must hold turns with a `role`, text, image, video or audio as `content` (only text '
-        f'in answers), and a `weight` of 0 or 1, got: {message!r:.200}.'
-    )
+    if not isinstance(message, Mapping) or content is None:
+        raise InvalidInputError(
+            '`messages` must hold turns with a `role`, text, image, video or audio as `content` (only text '
+            f'in answers), and a `weight` of 0 or 1, got: {message!r:.200}.'
+        )
+    for key, value in message.items():
+        if key not in ('role', 'content', 'weight', *TURN_NOTES) and is_given(value):
+            raise InvalidInputError(
+                f'`messages` must hold turns of `role`, `content` and `weight`, but `{key}` would be dropped. Write it '
+                'into the text'
+            )
+    return {**message, 'content': content}
 
 
 def _content_of(message: Message) -> Sequence[Mapping[str, Any]] | None:
