@@ -118,6 +118,7 @@ class ConversationEncoder:
             check_count('max_length', max_length)
         check_choice('train_on', train_on, ('all', 'last'))
         check_choice('add_end_token', add_end_token, (True, False))
+        # It may be a copy, with a copied tokenizer.
         processor = _without_arguments_of_tokenizer(processor)
         tokenizer = getattr(processor, 'tokenizer', processor)
         template_owner = owner_of_template(processor)
@@ -141,8 +142,7 @@ class ConversationEncoder:
             add_end_token=add_end_token,
         )
         self.control_policy = ControlTokenPolicy(control_tokens, processor, self.template.control_tokens)
-        # These may be copies, see `_without_arguments_of_tokenizer`. With control_tokens=text they are copies that know
-        # a few more tokens.
+        # With control_tokens=text these are copies again, which get a few more tokens.
         self.processor = self.control_policy.processor
         self.tokenizer = self.control_policy.tokenizer
 
@@ -503,7 +503,9 @@ class ConversationEncoder:
         pixels, too, but rightly: ``(images and frames, 3, height, width)``, in the order of the text.
         """
         num_media = len(media['video']) + len(media['image'])
-        if not media['video'] or num_media < 2 or 'pixel_values_videos' in encoded:
+        if not media['video'] or num_media < 2:
+            return
+        if 'pixel_values_videos' in encoded:  # videos have a tensor of their own
             return
         if encoded['pixel_values'].dim() == 5:
             name = type(self.processor).__name__
@@ -668,17 +670,18 @@ def _parts_of(processor: Any) -> dict[str, Any]:
 
 def _check_processor(processor: Any, tokenizer: Any, template_owner: Any) -> None:
     """Raises ValueError if the processor lacks something that encoding needs."""
-    missing = ''
+    problem = f'`processor` is a {type(processor).__name__} that has no'
     if tokenizer is None:
-        missing = 'tokenizer. Its folder has no tokenizer files: copy them there, or set `processor.tokenizer`'
-    elif not getattr(template_owner, 'chat_template', None):
-        missing = 'chat template. Set `processor.chat_template`'
-    elif not getattr(tokenizer, 'is_fast', False):
-        missing = 'fast tokenizer. Load it with use_fast=True'
-    elif getattr(processor, 'num_query_tokens', 0) is None:  # without it BLIP's processor drops the images
-        missing = '`num_query_tokens`. Set it as in the model'
-    if missing:
-        raise InvalidInputError(f'`processor` is a {type(processor).__name__} that has no {missing}.')
+        raise InvalidInputError(
+            f'{problem} tokenizer. Its folder has no tokenizer files: copy them there, or set `processor.tokenizer`.'
+        )
+    if not getattr(template_owner, 'chat_template', None):
+        raise InvalidInputError(f'{problem} chat template. Set `processor.chat_template`.')
+    if not getattr(tokenizer, 'is_fast', False):
+        raise InvalidInputError(f'{problem} fast tokenizer. Load it with use_fast=True.')
+    if hasattr(processor, 'num_query_tokens') and processor.num_query_tokens is None:
+        # Without the number BLIP's processor drops the images.
+        raise InvalidInputError(f'{problem} `num_query_tokens`. Set it as in the model.')
 
 
 def _with_frames_of_patch(video_processor: Any, sampling: VideoSampling | None) -> VideoSampling:
