@@ -89,11 +89,14 @@ def _audio_frames(container: InputContainer, stream: AudioStream) -> Iterator[Au
             frame_seconds = frame.samples / frame.sample_rate
             start = frame.time
             if start is None:  # it follows the frame before it
-                start = end_of_audio or 0.0
-            # A gap of more than half a frame does not come from rounding. A frame is missing.
-            if is_steady and end_of_audio is not None and start - end_of_audio > frame_seconds / 2:
+                start = 0.0 if end_of_audio is None else end_of_audio
+            if is_steady and end_of_audio is not None:
                 gap = start - end_of_audio
-                raise InvalidInputError(f'{gap:.3f} s of it cannot be decoded, at {end_of_audio:.2f} s: it is damaged')
+                # A gap of more than half a frame does not come from rounding. A frame is missing.
+                if gap > frame_seconds / 2:
+                    raise InvalidInputError(
+                        f'{gap:.3f} s of it cannot be decoded, at {end_of_audio:.2f} s: it is damaged'
+                    )
             end_of_audio = start + frame_seconds
             decoded_seconds += frame_seconds
             yield frame
