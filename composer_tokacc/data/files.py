@@ -104,8 +104,9 @@ def read_raw_records(path: PathLike) -> Iterator[RawRecord]:
 def _read_entry(entry: DatasetEntry) -> Iterator[RawRecord]:
     """Yields the entries of a dataset in a ``dataset_info.json``, with the keys that `formats.py` reads."""
     for raw_record in _read_file(entry.path, entry.split):
-        if isinstance(raw_record.data, Mapping):
-            raw_record = raw_record._replace(data=entry.rename(raw_record.data))
+        data = raw_record.data
+        if isinstance(data, Mapping):
+            raw_record = raw_record._replace(data=entry.rename(data), unnamed_media=entry.unnamed_media(data))
         yield raw_record
 
 

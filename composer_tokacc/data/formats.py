@@ -197,7 +197,7 @@ def parse_record(raw: RawRecord, folder: Path = Path()) -> Record:
         folder=folder,
     )
     try:
-        return _parse_data(raw.data, record)
+        return _parse_entry(raw, record)
     except ValueError as error:
         raise record.error(error) from None
     except RecursionError:  # Python 3.13 decodes deeper values than `leaves_of` and `ascii` can walk
@@ -219,14 +219,14 @@ def _sample_id_of(raw: RawRecord) -> str:
     return ' '.join(printable.split())[:200] or raw.where
 
 
-def _parse_data(data: object, record: Record) -> Record:
+def _parse_entry(raw: RawRecord, record: Record) -> Record:
     """Returns the record with the turns, media and weight of an entry.
 
     Args:
-        data: The decoded object of the entry, or the error that decoding it raised.
+        raw: The entry.
         record: The record, without turns, media and weight.
     """
-    data = _check_object(data)
+    data = _check_object(raw.data)
     record_format = _format_of(data)
     slots: list[Medium] = []  # of all turns, in the order of their placeholders. `_parse_turn` adds those of a turn
     turns = [_parse_turn(turn, slots) for turn in _raw_turns(data, record_format)]
@@ -239,7 +239,7 @@ def _parse_data(data: object, record: Record) -> Record:
         *record_format.further_keys,
     }
     # Before `_fill_slots`, which would only say that a medium is missing, and not that it is under an unread key.
-    check_unread_keys(data, keys_read, media_read)
+    check_unread_keys(data, keys_read, media_read, raw.unnamed_media)
     if record_format.media_first and not slots:
         slots = [Medium(medium.modality) for medium in listed_media]
         turns = _with_media_first(turns, slots)

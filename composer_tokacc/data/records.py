@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, BinaryIO, NamedTuple, TypeGuard
 
 from composer_tokacc.batch import MODALITIES
@@ -93,6 +94,9 @@ class RawRecord(NamedTuple):
     """Its place in the file, such as ``line 3``, ``entry 3`` or ``row 3``."""
     data: object
     """The decoded object, or the error that decoding it raised."""
+    unnamed_media: JsonObject = MappingProxyType({})
+    """Keys whose names announce a medium, with their values, if ``dataset_info.json`` names no column of media. They
+    are not in ``data``."""
 
 
 class Turn(NamedTuple):

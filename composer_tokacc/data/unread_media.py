@@ -6,14 +6,14 @@
 A medium is an image, a video or an audio. A key is refused if its value looks like one: a path or URL with the ending
 of a media file, a ``data:`` URI, base64 of such a file, bytes, or lists and objects of those. A key whose name says
 "image", "video", "audio" or "media" is refused as well, unless its value is a sentence, a count, a flag or empty.
-:func:`check_unread_keys` names two exceptions for both.
+:func:`_is_note` names two exceptions for both.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from composer_tokacc.batch import MODALITIES
@@ -61,9 +61,6 @@ and a number."""
 _ID_KEY = re.compile(r'.*ids?(?:_?\d+)?')
 """Keys whose number is the id of a medium, such as ``image_id`` or ``image_id_2``. Under other keys a number is a
 count."""
-NO_COLUMN = ' (named by no column)'
-"""A suffix. :class:`.DatasetEntry` adds it to a key whose name announces a medium, if no column of media is named. With
-the suffix a name announces nothing, so the key is refused only if its value looks like a medium."""
 
 
 class MediaSign(NamedTuple):
@@ -82,22 +79,20 @@ def check_unread_keys(
     data: Mapping[str, object],
     keys_read: Container[str],
     media: Sequence[Medium],
+    unnamed_media: Mapping[str, object],
 ) -> None:
     """Raises ValueError if a key that is not read looks like a medium.
-
-    A key may be a note about a medium that is read under another key. So a sign is allowed if it is the file name of a
-    medium that is read. It is also allowed if it may be a source and a medium of the same modality is read.
 
     Args:
         data: The record.
         keys_read: Keys whose values are used. Media in them are checked by their own rules.
         media: Media of the record that are read.
+        unnamed_media: As in :class:`.RawRecord`. Of these keys only the values are checked, not the names.
     """
     names_read = set()
-    modalities_read = set()
     for medium in media:
         names_read.update(os.path.basename(name) for name in medium.names)
-        modalities_read.add(medium.modality)
+    modalities_read = {medium.modality for medium in media}
     for key, value in data.items():
         if key in keys_read:
             continue
@@ -106,12 +101,34 @@ def check_unread_keys(
         if sign_in_key is not None:
             signs.append(sign_in_key)
         for sign in signs:
-            is_file_read = sign.file_name in names_read
-            # A sign without a modality may be about a medium of any modality.
-            has_medium = sign.modality in modalities_read or (sign.modality is None and len(media) > 0)
-            is_source = sign.may_be_source and has_medium
-            if not is_file_read and not is_source:
-                raise InvalidInputError(_refusal(str(key), value, sign.modality))
+            if not _is_note(sign, names_read, modalities_read):
+                key_to_use = _key_to_use(str(key), value, sign)
+                raise InvalidInputError(
+                    f'{_problem_of(str(key), value)}. Call it `{key_to_use}` if it is one. If not, take it out'
+                )
+    for key, value in unnamed_media.items():
+        for sign in _signs_in_value(value):
+            if not _is_note(sign, names_read, modalities_read):
+                key_to_use = _key_to_use(key, value, sign)
+                problem = _problem_of(f'{key} (named by no column)', value)
+                # An entry that names any column has no default columns, so it must name all.
+                raise InvalidInputError(
+                    f'{problem}. Name it in `columns` of `dataset_info.json` as `{key_to_use}`, beside all other '
+                    f'columns that are read, or write `"{key_to_use}": null` there, which ignores such keys'
+                )
+
+
+def _is_note(sign: MediaSign, names_read: Container[str | None], modalities_read: Collection[str]) -> bool:
+    """Tells whether a key with this sign may be a note about a medium that is read under another key.
+
+    That may be so if the sign is the file name of such a medium, or if it may be a source and a medium of the same
+    modality is read. A sign without a modality may be about any medium.
+    """
+    if sign.file_name in names_read:
+        return True
+    if sign.modality is None:
+        return sign.may_be_source and len(modalities_read) > 0
+    return sign.may_be_source and sign.modality in modalities_read
 
 
 def _signs_in_value(value: object) -> Iterator[MediaSign]:
@@ -173,22 +190,20 @@ def _sign_in_key(key: str, value: object) -> MediaSign | None:
     return MediaSign(match.lastgroup, may_be_source=True)
 
 
-def _refusal(key: str, value: object, modality: str | None) -> str:
-    """Returns the message that refuses a key, with the key to use instead. ``modality`` comes from the sign."""
-    # A .mp4 file is a video under any key. But if the value looks like an image, or does not show its modality, the
-    # name of the key decides, because images under `frames` are a video.
+def _key_to_use(key: str, value: object, sign: MediaSign) -> str:
+    """Returns the key that should hold the medium, such as ``images``. Its value is one file, or a list.
+
+    A .mp4 file is a video under any key. But if the value looks like an image, or does not show its modality, the name
+    of the key decides, because images under ``frames`` are a video.
+    """
+    modality = sign.modality
     if modality in (None, 'image'):
-        sign_in_key = _sign_in_key(key.removesuffix(NO_COLUMN), value)
+        sign_in_key = _sign_in_key(key, value)
         if sign_in_key is not None and sign_in_key.modality is not None:
             modality = sign_in_key.modality
-    key_to_use = f'{modality or "image"}s'  # takes one file or a list
-    problem = (
-        f'`{key[:60]}` looks like an image, a video or an audio, but this key is not read, got: {short_repr(value)}'
-    )
-    if key.endswith(NO_COLUMN):
-        # An entry that names any column has no default columns, so it must name all.
-        return (
-            f'{problem}. Name it in `columns` of `dataset_info.json` as `{key_to_use}`, beside all other columns that '
-            f'are read, or write `"{key_to_use}": null` there, which ignores such keys'
-        )
-    return f'{problem}. Call it `{key_to_use}` if it is one. If not, take it out'
+    return f'{modality or "image"}s'
+
+
+def _problem_of(key: str, value: object) -> str:
+    """Returns the first part of the message that refuses a key."""
+    return f'`{key[:60]}` looks like an image, a video or an audio, but this key is not read, got: {short_repr(value)}'
