@@ -101,21 +101,15 @@ class ChatTemplate:
         self._media_of_roles: dict[str, set[str] | None] = {}
         """The results of `_media_of`, by role."""
         self._checked_shapes: set[tuple[tuple[str, ...], ...]] = set()
-        """Shapes of conversations for which a rendering with markers has shown that the template writes all turns. A
-        shape is the role and the types of the parts of each turn. See `_check_all_written`."""
+        """Shapes of conversations (see `_shape_of`) for which a rendering with markers has shown that the template
+        writes all turns, see `_check_all_written`."""
         example = self._texts_of_example()
         added_tokens = _added_tokens_of(tokenizer)
         self._endings = _find_endings(example, tokenizer, added_tokens)
         """The texts that may end an answer, see `_find_endings`."""
         self.end_token = self._endings[0]
         """The ending token: it is added to answers that the template leaves open. Several tokens in Aya Vision."""
-        # Of the text after a question only the first token, which may end the question. The next ones begin a turn.
-        after_questions = _first_tokens(example.after_question, added_tokens)[:1]
-        control_tokens = [*after_questions, *_first_tokens(example.before, added_tokens)]
-        for ending in self._endings:
-            # One by one, because one of several tokens of an ending is a control token by itself, too.
-            control_tokens += _first_tokens(ending, added_tokens) or [ending]
-        self.control_tokens = set(control_tokens)
+        self.control_tokens = _control_tokens_of(example, self._endings, added_tokens)
         """The tokens that end answers, end questions and begin a conversation. `ControlTokenPolicy` looks for them in
         the texts of a dataset, also if they are no special tokens."""
         has_ending = example.after_answer.lstrip().startswith(self._endings)
@@ -149,7 +143,7 @@ class ChatTemplate:
         )
 
     def _render(self, messages: Sequence[Message]) -> Rendered | None:
-        """Does what :meth:`render` says. Returns None if none of the three ways finds the answers."""
+        """Tries the three ways of :meth:`render` once. Returns None if none of them finds the answers."""
         text = self.apply(messages)
         answer_indices = _indices_of_answers(messages)
         learned_indices = [index for index in answer_indices if _carries_loss(messages[index])]
@@ -183,15 +177,7 @@ class ChatTemplate:
         Raises:
             ValueError: If the template raises a Jinja or arithmetic error. Other errors in it are passed on.
         """
-        plain_messages = []
-        for message in messages:
-            role = message['role']
-            # An empty turn gets an empty text, because some templates read the first part (SmolVLM).
-            content = message['content'] or text_message(role, '')['content']
-            # In turns of this role, the template gets a string.
-            if self._media_of(role) is None:
-                content = text_of(message)
-            plain_messages.append({'role': role, 'content': content})
+        plain_messages = [self._for_template(message) for message in messages]
         try:
             return self._owner.apply_chat_template(
                 plain_messages,
@@ -201,6 +187,15 @@ class ChatTemplate:
         except (TemplateError, ArithmeticError) as error:
             got = f'{type(error).__name__}: {error}'
             raise InvalidInputError(f'`chat_template` must write such messages, got: {got}. Set another.') from error
+
+    def _for_template(self, message: Message) -> dict[str, Any]:
+        """Returns a message in the form that the template takes: its content is a list of parts, or a string."""
+        role = message['role']
+        if self._media_of(role) is None:
+            return {'role': role, 'content': text_of(message)}
+        # An empty turn gets an empty text, because some templates read the first part (SmolVLM).
+        content = message['content'] or text_message(role, '')['content']
+        return {'role': role, 'content': content}
 
     def has_placeholders(self, role: str, modality: str) -> bool:
         """Tells whether the template writes a placeholder for each medium in a turn.
@@ -220,17 +215,17 @@ class ChatTemplate:
         """
         if not self._takes_media:
             return None
-        if role in self._media_of_roles:
-            return self._media_of_roles[role]
-        modalities: set[str] = set()
-        # Stored before the trial, because `apply` calls this method again during the trial. The stored set, which is
-        # not None, makes it pass a list of parts to the template.
-        self._media_of_roles[role] = modalities
+        if role not in self._media_of_roles:
+            self._media_of_roles[role] = self._try_media(role)
+        return self._media_of_roles[role]
+
+    def _try_media(self, role: str) -> set[str] | None:
+        """Finds the result of :meth:`_media_of` by rendering examples with a list of parts in a turn of this role."""
         text = self._text_of_trial(role)
         # A template for strings raises, or writes the list as Python or JSON prints it.
         if not text or PRINTED_PART.search(text):
-            self._media_of_roles[role] = None
             return None
+        modalities = set()
         for modality in MODALITIES:
             text_with_one = self._text_of_trial(role, [modality])
             text_with_two = self._text_of_trial(role, [modality] * 2)
@@ -242,14 +237,16 @@ class ChatTemplate:
         """Returns the text of a conversation with a turn of this role and media. '' if the template raises an error."""
         question, answer = example_conversation()
         turn_of_user, _ = example_conversation(modalities)
-        turn = {**turn_of_user, 'role': role}
-        conversations = {
-            'system': [turn, question],
-            'assistant': [question, turn],
-            'tool': [question, answer, turn],  # a tool answers a request of the assistant
-        }
+        # Not given to `_for_template`, which would try the media of this role again.
+        conversation: list[Any] = [{**turn_of_user, 'role': role}]
+        if role == 'system':
+            conversation = [*conversation, self._for_template(question)]
+        elif role == 'assistant':
+            conversation = [self._for_template(question), *conversation]
+        elif role == 'tool':  # a tool answers a request of the assistant
+            conversation = [self._for_template(question), self._for_template(answer), *conversation]
         try:
-            return self.apply(conversations.get(role, [turn]))
+            return self._owner.apply_chat_template(conversation, tokenize=False)
         except Exception:  # the template's code may raise anything
             return ''
 
@@ -265,21 +262,22 @@ class ChatTemplate:
             text: The conversation as the template writes it.
         """
         before_first, *texts_after = self._text_around(messages, indices)
-        as_written = before_first
-        with_endings = before_first  # like `as_written`, plus the ending tokens that the template does not write
+        text_with_answers = before_first
+        for index, text_after in zip(indices, texts_after, strict=True):
+            text_with_answers += text_of(messages[index]) + text_after
+        if text_with_answers != text:
+            return None
+        # The same text again, now with the ending tokens that the template does not write.
+        text_with_endings = before_first
         spans = []
         for index, text_after in zip(indices, texts_after, strict=True):
-            answer = text_of(messages[index])
-            as_written += answer + text_after
-            start = len(with_endings)
+            start = len(text_with_endings)
             ending, text_after_ending = self._split_ending(text_after)
-            with_endings += answer + ending
+            text_with_endings += text_of(messages[index]) + ending
             if _carries_loss(messages[index]):
-                spans.append(AnswerSpan(start, len(with_endings)))
-            with_endings += text_after_ending
-        if as_written != text:
-            return None
-        return Rendered(with_endings, spans)
+                spans.append(AnswerSpan(start, len(text_with_endings)))
+            text_with_endings += text_after_ending
+        return Rendered(text_with_endings, spans)
 
     def _split_ending(self, text_after: str) -> tuple[str, str]:
         """Splits the text after an answer into the ending and the rest.
@@ -315,25 +313,24 @@ class ChatTemplate:
         if not text.startswith(prompt):
             return None
         text_after_prompt = text.removeprefix(prompt)
-        # The reply ends with its ending token, if the template writes one.
         reply = text_after_prompt.rstrip()
-        answer_letters = _without_space(text_of(messages[-1]))
+        space_after_reply = text_after_prompt.removeprefix(reply)
         reply_without_ending = reply.removesuffix(self.end_token)
+        answer_letters = _without_space(text_of(messages[-1]))
         # The prompt may hold the first letters of the answer: some prompts end in `<think>`.
         is_complete = _without_space(prompt + reply_without_ending).endswith(answer_letters)
         has_other_text = len(_without_space(reply_without_ending)) > len(answer_letters)
         if not is_complete or has_other_text:
             return None
-        text_after = ''  # without an ending, white space after the answer is dropped
-        if reply.endswith(self.end_token):
-            text_after = text_after_prompt.removeprefix(reply)  # the white space that `rstrip` has removed
-        elif self._adds_end_token:
-            reply += self.end_token
+        if not reply.endswith(self.end_token):
+            space_after_reply = ''  # after an answer without an ending, white space is dropped
+            if self._adds_end_token:
+                reply += self.end_token
         # Before the reply, `earlier.text` may have more ending tokens than `text`. From the reply on it is the same.
         prompt_with_endings = earlier.text.removesuffix(text_after_prompt)
         start = len(prompt_with_endings)
         span = AnswerSpan(start, start + len(reply))
-        return Rendered(prompt_with_endings + reply + text_after, [*earlier.answers, span])
+        return Rendered(prompt_with_endings + reply + space_after_reply, [*earlier.answers, span])
 
     def _check_all_written(self, messages: Sequence[Message], text: str) -> None:
         """Raises ValueError if the template leaves out a turn, or changes one that is not an answer.
@@ -341,19 +338,13 @@ class ChatTemplate:
         Templates silently drop turns of roles that they do not know.
         """
         for message in messages:
-            # Not answers: `render` has compared those that carry loss, and the template may change the others. The
-            # markers below show that none is left out.
+            # Answers are not looked for in the text: `_render` has compared those that carry loss, and the template may
+            # change the others. The markers below show that none is left out.
             if message['role'] != 'assistant':
                 _check_written(message, text)
         # This is not enough, because the text of a dropped turn may also stand in another turn. A marker cannot. So the
-        # conversation is rendered again with markers, once for all conversations with the same roles and types of
-        # parts. The types matter, because an empty turn shows nothing, and some templates write only the first text of
-        # a turn, or only the part after an image.
-        turns = []
-        for message in messages:
-            types = [part['type'] for part in message['content']]
-            turns.append((message['role'], *types))
-        shape = tuple(turns)
+        # conversation is rendered again with markers, once for all conversations of the same shape.
+        shape = _shape_of(messages)
         if shape in self._checked_shapes:
             return
         marked_messages = _with_markers(messages, range(len(messages)))
@@ -439,6 +430,25 @@ def _added_tokens_of(tokenizer: Any) -> set[str]:
     return {token for token in tokens if token.strip()}
 
 
+def _control_tokens_of(example: _TextsOfExample, endings: Iterable[str], tokens: set[str]) -> set[str]:
+    """Returns the tokens that end answers, end questions and begin a conversation.
+
+    Args:
+        example: The texts around questions and answers.
+        endings: The texts that may end an answer.
+        tokens: The special and added tokens of the tokenizer.
+    """
+    control_tokens = set(_first_tokens(example.before, tokens))
+    # Only the first token after a question may end it. The next ones begin a turn.
+    control_tokens.update(_first_tokens(example.after_question, tokens)[:1])
+    for ending in endings:
+        tokens_of_ending = _first_tokens(ending, tokens)
+        control_tokens.update(tokens_of_ending)
+        if not tokens_of_ending:  # the `eos_token`, if it is a plain token of the vocabulary
+            control_tokens.add(ending)
+    return control_tokens
+
+
 def _find_endings(example: _TextsOfExample, tokenizer: Any, tokens: set[str]) -> tuple[str, ...]:
     """Returns the texts that may end an answer. The first one is added to answers that the template leaves open.
 
@@ -447,58 +457,18 @@ def _find_endings(example: _TextsOfExample, tokenizer: Any, tokens: set[str]) ->
     template has no ending, it is the tokenizer's ``eos_token``.
 
     The endings are found by comparing the texts after answers with each other, and with the texts before and after a
-    question. An example with a template that writes a generation prompt after every conversation::
-
-        before          <begin><turn>user:
-        after_question  <end><turn>model:
-        after_answer    <end><turn>user:
-        after_last      <end><turn>model:
-
-    Both texts after an answer begin with ``<end><turn>``. ``<turn>`` also stands before a question, so it begins the
-    next turn. The ending is ``<end>``.
+    question.
 
     Args:
         example: The texts around questions and answers.
         tokenizer: The tokenizer. Has the ``eos_token``.
         tokens: Its special and added tokens. An ending consists of them.
     """
-    tokens_after_last = _first_tokens(example.after_last, tokens)
-    tokens_after_answer = _first_tokens(example.after_answer, tokens)
-    after_questions = _first_tokens(example.after_question, tokens)[:1]
-    before_questions = _first_tokens(example.before, tokens)
-    # Some templates write a generation prompt after every conversation, even if none is asked for (Llama 3's first
-    # template). Then `after_last` and `after_question` both end with the prompt, and either may have an ending before
-    # it. So if one of them ends with the other, the shorter one is taken as the prompt. It includes the ending if both
-    # have the same.
-    texts = [example.after_last.rstrip(), example.after_question.rstrip()]
-    shorter_text, longer_text = sorted(texts, key=len)
-    prompt_starts = []
-    if longer_text.endswith(shorter_text):
-        prompt_starts = _first_tokens(shorter_text, tokens)[:1]
-    # After an earlier answer comes its ending, and then the next question. After the last answer comes only its ending
-    # (and perhaps the prompt). So the tokens that both texts begin with are the ending.
-    shared = []
-    for token_after_last, token_after_answer in zip(tokens_after_last, tokens_after_answer, strict=False):
-        if token_after_last != token_after_answer:
-            break
-        # A token that also stands before a question begins the next turn, if it comes after an ending or begins the
-        # prompt. Otherwise it is an ending: EXAONE 4 writes an empty system turn, with an ending, before the first
-        # question.
-        if token_after_last in before_questions and (shared or token_after_last in prompt_starts):
-            break
-        shared.append(token_after_last)
-    if shared:
-        return (''.join(shared),)
-    endings = []
-    if tokens_after_last and tokens_after_last[0] not in prompt_starts:
-        endings.append(tokens_after_last[0])  # the last answer has its own ending, or only the last one has any
-    # The first token after an earlier answer may end this answer, or begin the next question. It is an ending if it
-    # also ends questions, and begins neither the conversation nor a question. A token before the text of a question
-    # begins something. But before another token it may end a system turn that the template adds.
-    turn_starts = [*before_questions, *_tokens_before_text(example.before, tokens)]
-    for token in tokens_after_answer[:1]:  # one or none
-        if token in after_questions and token not in turn_starts:
-            endings.append(token)
+    prompt_start = _start_of_prompt(example, tokens)
+    ending = _ending_of_all_answers(example, tokens, prompt_start)
+    if ending:
+        return (ending,)
+    endings = _endings_by_place(example, tokens, prompt_start)
     if endings:
         return tuple(endings)
     if tokenizer.eos_token is None:
@@ -507,6 +477,73 @@ def _find_endings(example: _TextsOfExample, tokenizer: Any, tokens: set[str]) ->
             '`processor.tokenizer.eos_token`.'
         )
     return (tokenizer.eos_token,)
+
+
+def _start_of_prompt(example: _TextsOfExample, tokens: set[str]) -> str | None:
+    """Returns the first token of a generation prompt that the template writes after every conversation.
+
+    Some templates do so even if none is asked for (Llama 3's first template). Then ``after_last`` and
+    ``after_question`` both end with the prompt, and either may have an ending before it. So if one of them ends with
+    the other, the shorter one is taken as the prompt. It includes the ending if both have the same. Returns None if
+    there is no such prompt, or if it begins with no token.
+    """
+    texts = [example.after_last.rstrip(), example.after_question.rstrip()]
+    shorter_text, longer_text = sorted(texts, key=len)
+    if not longer_text.endswith(shorter_text):
+        return None
+    tokens_of_prompt = _first_tokens(shorter_text, tokens)
+    return tokens_of_prompt[0] if tokens_of_prompt else None
+
+
+def _ending_of_all_answers(example: _TextsOfExample, tokens: set[str], prompt_start: str | None) -> str:
+    """Returns the ending that both the last answer and earlier ones have. '' if there is none.
+
+    After an earlier answer comes its ending, and then the next question. After the last answer comes only its ending
+    (and perhaps the prompt). So the tokens that both texts begin with are the ending. An example with a template that
+    writes a generation prompt after every conversation::
+
+        before          <begin><turn>user:
+        after_question  <end><turn>model:
+        after_answer    <end><turn>user:
+        after_last      <end><turn>model:
+
+    Both texts after an answer begin with ``<end><turn>``. ``<turn>`` also stands before a question, so it begins the
+    next turn. The ending is ``<end>``.
+    """
+    before_questions = _first_tokens(example.before, tokens)
+    tokens_after_last = _first_tokens(example.after_last, tokens)
+    tokens_after_answer = _first_tokens(example.after_answer, tokens)
+    ending = ''
+    for token, token_after_answer in zip(tokens_after_last, tokens_after_answer, strict=False):
+        if token != token_after_answer:
+            break
+        # A token that also stands before a question begins the next turn, if it comes after an ending or begins the
+        # prompt. Otherwise it is an ending: EXAONE 4 writes an empty system turn, with an ending, before the first
+        # question.
+        if token in before_questions and (ending or token == prompt_start):
+            break
+        ending += token
+    return ending
+
+
+def _endings_by_place(example: _TextsOfExample, tokens: set[str], prompt_start: str | None) -> list[str]:
+    """Returns the ending of the last answer, and that of earlier answers, if the template writes them.
+
+    Used if the two are not the same.
+    """
+    endings = []
+    tokens_after_last = _first_tokens(example.after_last, tokens)
+    if tokens_after_last and tokens_after_last[0] != prompt_start:
+        endings.append(tokens_after_last[0])
+    # The first token after an earlier answer may end this answer, or begin the next question. It is an ending if it
+    # also ends questions, and begins neither the conversation nor a question. A token before the text of a question
+    # begins something. But before another token it may end a system turn that the template adds.
+    turn_starts = {*_first_tokens(example.before, tokens), *_tokens_before_text(example.before, tokens)}
+    ends_of_questions = _first_tokens(example.after_question, tokens)[:1]
+    for token in _first_tokens(example.after_answer, tokens)[:1]:  # one or none
+        if token in ends_of_questions and token not in turn_starts:
+            endings.append(token)
+    return endings
 
 
 def _first_tokens(text: str, tokens: Iterable[str]) -> list[str]:
@@ -599,6 +636,19 @@ def _with_markers(messages: Sequence[Message], indices: Iterable[int]) -> list[M
             content.append(part)
         marked_messages[index] = {**messages[index], 'content': content}
     return marked_messages
+
+
+def _shape_of(messages: Sequence[Message]) -> tuple[tuple[str, ...], ...]:
+    """Returns the role of each turn and the types of its parts, such as ``('user', 'image', 'text')``.
+
+    The types decide what a template writes, too: an empty turn shows nothing, and some templates write only the first
+    text of a turn, or only the part after an image.
+    """
+    turns = []
+    for message in messages:
+        types = [part['type'] for part in message['content']]
+        turns.append((message['role'], *types))
+    return tuple(turns)
 
 
 def _check_written(message: Message, text: str) -> None:

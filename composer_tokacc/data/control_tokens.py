@@ -78,11 +78,13 @@ class ControlTokenPolicy:
                     f'has `{token}` in a text where it stands for no medium, but the tokenizer has this token. Take it '
                     'out, or set control_tokens=text if it is a special token'
                 )
-        if not tokens or self._has_warned:
+        if not tokens:
             return
         error = make_error(f'has the control token {tokens[0]} in its text. Take it out, or set control_tokens=text')
         if self.option == 'refuse':
             raise error
+        if self._has_warned:
+            return
         self._has_warned = True
         log.warning(
             '%s. It is encoded as a control token; later samples are not named.',

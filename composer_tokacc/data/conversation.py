@@ -18,7 +18,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, Literal
 
@@ -70,6 +70,16 @@ ARGUMENTS_OF_TOKENIZER = ('max_length', 'truncation', 'padding', 'min_pixels', '
 """Arguments of a tokenizer that its processor must not pass on, see :func:`_without_arguments_of_tokenizer`."""
 
 
+@dataclass
+class AudioWindow:
+    """The audio that a feature extractor reads at once. It may cut off what is longer."""
+
+    length: int | None
+    """Audio samples of the window. None: no audio is cut off."""
+    longest_read: int = 0
+    """Length, in audio samples, of the longest audio that was read to its end. Only longer ones are tried."""
+
+
 class ConversationEncoder:
     """Encodes conversations: runs a processor on the messages and media of each, and adds ``labels``.
 
@@ -108,23 +118,21 @@ class ConversationEncoder:
             check_count('max_length', max_length)
         check_choice('train_on', train_on, ('all', 'last'))
         check_choice('add_end_token', add_end_token, (True, False))
+        # It may be a copy, with a copied tokenizer.
         processor = _without_arguments_of_tokenizer(processor)
         tokenizer = getattr(processor, 'tokenizer', processor)
         template_owner = owner_of_template(processor)
         _check_processor(processor, tokenizer, template_owner)
         self.max_length = max_length
-        self.max_image_tokens: int | None = None
-        """Most tokens for the media of a sample, for `has_room`. None: no limit. Only `FittingEncoder` sets one."""
         self.train_on = train_on
         self.adds_end_token = add_end_token
         self.media_options: Mapping[str, Mapping[str, Any]] = {}
         """``images_kwargs`` and ``videos_kwargs`` for the processor. `FittingEncoder` makes media smaller with them."""
         self.parts = _parts_of(processor)
         """The processor's parts by modality. Media of a modality without a part are refused. Empty for a tokenizer."""
-        self.video = _sampling_for(self.parts.get('video'), video)
-        self._audio_window = _window_of(self.parts.get('audio'))
-        self._longest_read_audio = 0
-        """Length, in audio samples, of the longest audio read to its end. `_check_ends_of_audios` tries longer ones."""
+        self.video = _with_frames_of_patch(self.parts.get('video'), video)
+        self._audio_window = AudioWindow(_length_of_window(self.parts.get('audio')))
+        """See `_check_ends_of_audios`. The copies that `FittingEncoder` makes of this encoder share it."""
         self._has_query_tokens = hasattr(processor, 'num_query_tokens')
         """Whether the processor (of BLIP) writes query tokens for media, in place of placeholders of the template."""
         self.template = ChatTemplate(
@@ -133,11 +141,10 @@ class ConversationEncoder:
             takes_media=bool(self.parts),
             add_end_token=add_end_token,
         )
-        self.control = ControlTokenPolicy(control_tokens, processor, self.template.control_tokens)
-        # These may be copies, see `_without_arguments_of_tokenizer`. With control_tokens=text they are copies that know
-        # a few more tokens.
-        self.processor = self.control.processor
-        self.tokenizer = self.control.tokenizer
+        self.control_policy = ControlTokenPolicy(control_tokens, processor, self.template.control_tokens)
+        # With control_tokens=text these are copies again, which get a few more tokens.
+        self.processor = self.control_policy.processor
+        self.tokenizer = self.control_policy.tokenizer
 
     def __call__(
         self,
@@ -153,7 +160,7 @@ class ConversationEncoder:
         Args:
             messages: ``{'role': 'system' | 'user' | 'assistant' | 'tool', 'content': ...}``. The content is a text, or
                 a list of ``{'type': 'image'}`` and ``{'type': 'text', 'text': ...}``. The text of an assistant turn
-                carries loss, unless the turn has ``'weight': 0``.
+                carries loss, unless the turn has ``'weight': 0``. Values under other keys are refused.
             images: One per ``{'type': 'image'}``, in order: PIL images, or uint8 tensors ``(3, height, width)``.
             videos: One per ``{'type': 'video'}``, in order.
             audios: One per ``{'type': 'audio'}``, in order: float arrays ``(samples,)`` at the processor's own rate.
@@ -173,10 +180,10 @@ class ConversationEncoder:
             raise InvalidInputError(f'`messages` must hold at least one turn, got: {messages!r}. Leave the sample out.')
         checked_messages = [check_message(message) for message in messages]
         media = {'image': images, 'video': videos, 'audio': audios}
-        self._check_number_of_media(checked_messages, media)
+        self._check_media(checked_messages, media)
         texts = [text_of(message) for message in checked_messages]
         # For callers without a record. The texts of a record have passed this check in `check_takes_media`.
-        self.control.check(texts, _error_of_conversation)
+        self.control_policy.check(texts, _error_of_conversation)
         # With control_tokens=text, `render` writes stand-ins for the control tokens in the messages. At the end,
         # `spell` replaces them, see ControlTokenPolicy.
         rendered = self.render(checked_messages)
@@ -188,7 +195,7 @@ class ConversationEncoder:
         spans = self._find_token_spans(rendered, encoded['input_ids'][0])
         encoded['labels'] = _labels_of(encoded['input_ids'], spans)
         sample: EncodedSample = {
-            **self.control.spell(encoded),
+            **self.control_policy.spell(encoded),
             'sample_ids': [sample_id],
         }
         self._check_length(sample)
@@ -263,7 +270,7 @@ class ConversationEncoder:
         ``control_tokens='refuse'`` change no sample: they only decide which samples are refused.
         """
         options: list[tuple[str, object]] = []
-        if self.control.option == 'text':
+        if self.control_policy.option == 'text':
             options.append(('control_tokens', 'text'))
         if self.train_on != 'all':
             options.append(('train_on', self.train_on))
@@ -282,7 +289,7 @@ class ConversationEncoder:
         Returns:
             ``input_ids`` and ``labels`` of each, ``(1, length)``. None for a conversation that cannot be encoded.
         """
-        rendered_conversations: dict[int, Rendered] = {}
+        rendered_conversations: dict[int, Rendered] = {}  # by the index of the conversation
         for index, messages in enumerate(conversations):
             with suppress(Exception):  # encoding the whole sample raises the error again
                 rendered_conversations[index] = self.render(messages)
@@ -290,14 +297,11 @@ class ConversationEncoder:
         encodings = self._tokenize(texts)
         samples: list[dict[str, torch.Tensor] | None] = [None] * len(conversations)
         for (index, rendered), encoding in zip(rendered_conversations.items(), encodings, strict=True):
-            input_ids = torch.tensor([encoding.ids])
             with suppress(InvalidInputError):  # an answer has no tokens. The whole sample raises this error again
                 spans = _spans_of(encoding, rendered.answers)
-                sample = {
-                    'input_ids': input_ids,
-                    'labels': _labels_of(input_ids, spans),
-                }
-                samples[index] = self.control.spell(sample)
+                input_ids = torch.tensor([encoding.ids])
+                labels = _labels_of(input_ids, spans)
+                samples[index] = self.control_policy.spell({'input_ids': input_ids, 'labels': labels})
         return samples
 
     def _tokenize(self, texts: Sequence[str]) -> list[Encoding]:
@@ -317,15 +321,13 @@ class ConversationEncoder:
         return encodings
 
     def has_room(self, num_tokens: int, num_image_tokens: int) -> bool:
-        """Tells whether a sample is within ``max_length`` and ``max_image_tokens``.
+        """Tells whether a sample is within the caps of the encoder. This class has only ``max_length``.
 
         Args:
             num_tokens: All tokens of the sample.
-            num_image_tokens: The tokens that stand for images, videos and audio.
+            num_image_tokens: The tokens that stand for images, videos and audio. `FittingEncoder` has a cap on them.
         """
-        if self.max_length is not None and num_tokens > self.max_length:
-            return False
-        return self.max_image_tokens is None or num_image_tokens <= self.max_image_tokens
+        return self.max_length is None or num_tokens <= self.max_length
 
     def check_takes_media(self, record: Record) -> None:
         """Refuses a record for media that the processor or the chat template would drop, or for control tokens.
@@ -337,7 +339,7 @@ class ConversationEncoder:
         """
         for turn in record.turns:
             for placeholder in turn.placeholders:
-                modality = placeholder.group(1)  # the text between `<` and `>`
+                modality = placeholder['modality']
                 if modality not in self.parts:
                     attributes = ' or '.join(f'`{attribute}`' for attribute in PROCESSOR_PARTS[modality])
                     raise record.error(f'has {modality}s, but the processor takes none; use one with {attributes}')
@@ -347,7 +349,7 @@ class ConversationEncoder:
                         'for each; set another one'
                     )
         # This comes last, because it warns only of the first record with control tokens. That should be a good record.
-        self.control.check(record.texts, record.error)
+        self.control_policy.check(record.texts, record.error)
 
     def render(self, messages: Sequence[Message]) -> Rendered:
         """Writes a conversation as the text for the processor, and finds the answers that carry loss in it.
@@ -362,11 +364,11 @@ class ConversationEncoder:
                 # Templates treat white space around an answer in different ways, so it is removed. No media are lost,
                 # because answers hold only text.
                 answer = text_message('assistant', text_of(message).strip())
-                message = {**message, **answer}  # keeps the weight
-            prepared.append(self.control.hide(message))
+                message = {**message, 'content': answer['content']}
+            prepared.append(self.control_policy.hide(message))
         return self.template.render(prepared)
 
-    def _check_number_of_media(self, messages: Sequence[Message], media: DecodedMedia) -> None:
+    def _check_media(self, messages: Sequence[Message], media: DecodedMedia) -> None:
         """Refuses media that do not match the parts of the messages, or that the processor cannot take.
 
         Otherwise a tokenizer would drop all media silently, and BLIP's processors would drop parts without media.
@@ -392,36 +394,34 @@ class ConversationEncoder:
     ) -> None:
         """Refuses an audio whose end the processor cuts off silently.
 
-        No attribute of a processor says whether it does so. If an audio is longer than the window (see `_window_of`),
-        Qwen2-Audio and Gemma 4 read one window, Qwen3-ASR reads all, and Audio Flamingo 3 reads windows up to a limit.
-        So it is tried: the last window is replaced by noise, and the sample is encoded again. If this changes no
-        tensor, the processor has not read the last window.
+        No attribute of a processor says whether it does so. If an audio is longer than the window, Qwen2-Audio and
+        Gemma 4 read one window, Qwen3-ASR reads all, and Audio Flamingo 3 reads windows up to a limit. So it is tried:
+        the last window is replaced by noise, and the sample is encoded again. If this changes no tensor, the processor
+        has not read the last window.
 
         Args:
             encoded: The entries that the processor made of the sample.
             text: The rendered conversation.
             media: The media of the sample.
         """
-        window = self._audio_window
+        window = self._audio_window.length
         if window is None:
             return
-        for number, audio in enumerate(media['audio']):
+        for index, audio in enumerate(media['audio']):
             length = len(audio)
-            if length <= window or length <= self._longest_read_audio:
+            if length <= window or length <= self._audio_window.longest_read:
                 continue
-            start_of_last_window = (length - 1) // window * window  # this window may not be full
-            noise = np.random.default_rng(0).standard_normal(length - start_of_last_window, dtype=np.float32)
-            changed_audios = list(media['audio'])
-            changed_audios[number] = np.concatenate([audio[:start_of_last_window], noise])
-            changed = self._encode(text, {**media, 'audio': changed_audios})
-            if all(torch.equal(value, changed[key]) for key, value in encoded.items()):
+            audios = list(media['audio'])
+            audios[index] = _with_noise_at_end(audio, window)
+            encoded_with_noise = self._encode(text, {**media, 'audio': audios})
+            if all(torch.equal(value, encoded_with_noise[key]) for key, value in encoded.items()):
                 rate = self.parts['audio'].sampling_rate
                 raise InvalidInputError(
                     f'an audio must be read to its end, but {type(self.processor).__name__}, whose window is '
                     f'{window / rate:g} s ({window} audio samples at {rate} Hz), cuts it off, got: {length} audio '
                     'samples. Cut it'
                 )
-            self._longest_read_audio = length
+            self._audio_window.longest_read = length
 
     def _check_length(self, sample: EncodedSample) -> None:
         """Refuses a sample that is longer than ``max_length``."""
@@ -503,7 +503,9 @@ class ConversationEncoder:
         pixels, too, but rightly: ``(images and frames, 3, height, width)``, in the order of the text.
         """
         num_media = len(media['video']) + len(media['image'])
-        if not media['video'] or num_media < 2 or 'pixel_values_videos' in encoded:
+        if not media['video'] or num_media < 2:
+            return
+        if 'pixel_values_videos' in encoded:  # videos have a tensor of their own
             return
         if encoded['pixel_values'].dim() == 5:
             name = type(self.processor).__name__
@@ -579,7 +581,7 @@ class ConversationEncoder:
         instruction = rendered.text
         if rendered.answers:
             instruction = rendered.text[: rendered.answers[0].start]
-        instruction = self.control.unhide(instruction)
+        instruction = self.control_policy.unhide(instruction)
         tokenizer = self.processor.qformer_tokenizer
         # Not verbose, because a text that is too long is refused below.
         instruction_tokens = tokenizer([instruction], return_tensors='pt', verbose=False)
@@ -611,22 +613,16 @@ class ConversationEncoder:
         text_ids = torch.tensor(encoding.ids)
         spans_in_text = _spans_of(encoding, rendered.answers)
         spans = []
-        for answer, (start, end) in zip(rendered.answers, spans_in_text, strict=True):
-            last_token = text_ids[end - 1]
-            places_in_text = (text_ids == last_token).nonzero()[:, 0]
-            places_in_ids = (input_ids == last_token).nonzero()[:, 0]
-            if len(places_in_text) == len(places_in_ids):
-                # The mask is True at the k-th place in the text, so it selects the k-th place in the ids.
-                expanded_end = int(places_in_ids[places_in_text == end - 1]) + 1
-                expanded_start = expanded_end - (end - start)
-                if torch.equal(input_ids[expanded_start:expanded_end], text_ids[start:end]):
-                    spans.append((expanded_start, expanded_end))
-                    continue
-            answer_text = rendered.text[answer.start : answer.end]
-            name = type(self.processor).__name__
-            raise InvalidInputError(
-                f'`processor` must expand only placeholders, but {name} writes other tokens for {answer_text[:200]!r}.'
-            )
+        for answer, span_in_text in zip(rendered.answers, spans_in_text, strict=True):
+            span = _span_in_ids(input_ids, text_ids, span_in_text)
+            if span is None:
+                answer_text = rendered.text[answer.start : answer.end]
+                name = type(self.processor).__name__
+                raise InvalidInputError(
+                    f'`processor` must expand only placeholders, but {name} writes other tokens for '
+                    f'{answer_text[:200]!r}.'
+                )
+            spans.append(span)
         return spans
 
 
@@ -674,21 +670,22 @@ def _parts_of(processor: Any) -> dict[str, Any]:
 
 def _check_processor(processor: Any, tokenizer: Any, template_owner: Any) -> None:
     """Raises ValueError if the processor lacks something that encoding needs."""
-    missing = ''
+    problem = f'`processor` is a {type(processor).__name__} that has no'
     if tokenizer is None:
-        missing = 'tokenizer. Its folder has no tokenizer files: copy them there, or set `processor.tokenizer`'
-    elif not getattr(template_owner, 'chat_template', None):
-        missing = 'chat template. Set `processor.chat_template`'
-    elif not getattr(tokenizer, 'is_fast', False):
-        missing = 'fast tokenizer. Load it with use_fast=True'
-    elif getattr(processor, 'num_query_tokens', 0) is None:  # without it BLIP's processor drops the images
-        missing = '`num_query_tokens`. Set it as in the model'
-    if missing:
-        raise InvalidInputError(f'`processor` is a {type(processor).__name__} that has no {missing}.')
+        raise InvalidInputError(
+            f'{problem} tokenizer. Its folder has no tokenizer files: copy them there, or set `processor.tokenizer`.'
+        )
+    if not getattr(template_owner, 'chat_template', None):
+        raise InvalidInputError(f'{problem} chat template. Set `processor.chat_template`.')
+    if not getattr(tokenizer, 'is_fast', False):
+        raise InvalidInputError(f'{problem} fast tokenizer. Load it with use_fast=True.')
+    if hasattr(processor, 'num_query_tokens') and processor.num_query_tokens is None:
+        # Without the number BLIP's processor drops the images.
+        raise InvalidInputError(f'{problem} `num_query_tokens`. Set it as in the model.')
 
 
-def _sampling_for(video_processor: Any, sampling: VideoSampling | None) -> VideoSampling:
-    """Returns the sampling with at least as many frames as the processor joins into one patch.
+def _with_frames_of_patch(video_processor: Any, sampling: VideoSampling | None) -> VideoSampling:
+    """Returns the sampling, or the default one, with at least as many frames as the processor joins into one patch.
 
     Qwen-VL's processors, for example, join two frames. They refuse a video of one frame.
     """
@@ -703,16 +700,29 @@ def _sampling_for(video_processor: Any, sampling: VideoSampling | None) -> Video
     return replace(sampling, num_frames=num_frames, min_frames=min_frames)
 
 
-def _window_of(extractor: Any) -> int | None:
+def _length_of_window(extractor: Any) -> int | None:
     """Returns the length, in audio samples, above which a feature extractor may cut off an audio.
 
     Whisper's extractor has it as the attribute ``n_samples``, Gemma 3n's as the default of the argument ``max_length``.
     With both, returns the shorter one. Returns None if there is no such length, or no extractor.
     """
-    # If there is no extractor, this is the signature of `type.__call__`, which has no `max_length`.
+    if extractor is None:
+        return None
+    lengths = []
+    num_samples = getattr(extractor, 'n_samples', None)
+    if isinstance(num_samples, int):
+        lengths.append(num_samples)
     parameter = inspect.signature(type(extractor).__call__).parameters.get('max_length')
-    windows = [getattr(extractor, 'n_samples', None), getattr(parameter, 'default', None)]
-    return min((window for window in windows if isinstance(window, int)), default=None)
+    if parameter is not None and isinstance(parameter.default, int):
+        lengths.append(parameter.default)
+    return min(lengths, default=None)
+
+
+def _with_noise_at_end(audio: np.ndarray, window: int) -> np.ndarray:
+    """Returns an audio with noise in the place of its last window, which may not be full."""
+    start_of_last_window = (len(audio) - 1) // window * window
+    noise = np.random.default_rng(0).standard_normal(len(audio) - start_of_last_window, dtype=np.float32)
+    return np.concatenate([audio[:start_of_last_window], noise])
 
 
 def _labels_of(input_ids: torch.Tensor, spans: Sequence[tuple[int, int]]) -> torch.Tensor:
@@ -739,3 +749,30 @@ def _spans_of(encoding: Encoding, answers: Sequence[AnswerSpan]) -> list[tuple[i
             raise InvalidInputError('an answer must have tokens, but the tokenizer has none for its characters')
         spans.append((tokens[0], tokens[-1] + 1))
     return spans
+
+
+def _span_in_ids(
+    input_ids: torch.Tensor,
+    text_ids: torch.Tensor,
+    span_in_text: tuple[int, int],
+) -> tuple[int, int] | None:
+    """Returns the positions ``[start, end)`` of an answer in ``input_ids``. None if other tokens are there.
+
+    Args:
+        input_ids: The tokens that the processor has written, ``(length,)``.
+        text_ids: The tokens of the text, whose placeholders are not expanded, ``(length of the text,)``.
+        span_in_text: The positions of the answer in ``text_ids``.
+    """
+    start, end = span_in_text
+    last_token = text_ids[end - 1]
+    places_in_text = (text_ids == last_token).nonzero()[:, 0]
+    places_in_ids = (input_ids == last_token).nonzero()[:, 0]
+    if len(places_in_text) != len(places_in_ids):
+        return None
+    # The mask is True at the k-th place in the text, so it selects the k-th place in the ids.
+    is_last_token_of_answer = places_in_text == end - 1
+    expanded_end = int(places_in_ids[is_last_token_of_answer]) + 1
+    expanded_start = expanded_end - (end - start)
+    if not torch.equal(input_ids[expanded_start:expanded_end], text_ids[start:end]):
+        return None
+    return expanded_start, expanded_end

@@ -14,12 +14,12 @@ import importlib.util
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from composer_tokacc.arguments import check_kind
 from composer_tokacc.cache import fingerprint
@@ -95,19 +95,26 @@ def read_raw_records(path: PathLike) -> Iterator[RawRecord]:
     A line or an entry that cannot be decoded is yielded too, with the error as its ``data``.
     """
     file, name = _split_name(path)
-    entry = None
-    if name is not None and not _is_table(file):  # the file is a `dataset_info.json`, whose entry names the real file
-        entry = _find_entry(file, name)
-        file = entry.path
-        name = entry.split
-    if _is_table(file):
-        raw_records = _read_table(file, name)
+    if name is not None and not _is_table(file):  # the file is a `dataset_info.json`, and the name that of a dataset
+        yield from _read_entry(_find_entry(file, name))
     else:
-        raw_records = _read_json(file)
-    for raw_record in raw_records:
-        if entry is not None and isinstance(raw_record.data, Mapping):
-            raw_record = raw_record._replace(data=entry.rename(raw_record.data))
+        yield from _read_file(file, split=name)
+
+
+def _read_entry(entry: DatasetEntry) -> Iterator[RawRecord]:
+    """Yields the entries of a dataset in a ``dataset_info.json``, with the keys that `formats.py` reads."""
+    for raw_record in _read_file(entry.path, entry.split):
+        data = raw_record.data
+        if isinstance(data, Mapping):
+            raw_record = raw_record._replace(data=entry.rename(data), unnamed_media=entry.unnamed_media(data))
         yield raw_record
+
+
+def _read_file(file: str, split: str | None) -> Iterator[RawRecord]:
+    """Yields the entries of a table, or of a JSON file, which has no splits."""
+    if _is_table(file):
+        return _read_table(file, split)
+    return _read_json(file)
 
 
 def image_folder(path: PathLike) -> Path:
@@ -231,15 +238,15 @@ def _find_entry(file: str, name: str) -> DatasetEntry:
 def _read_table(path: str, split: str | None) -> Iterator[RawRecord]:
     """Yields the rows of a table. Their media stay in the table until they are decoded."""
     table = _open_table(path, split)
+    path_with_split = path if split is None else f'{path}#{split}'
     # Here all rows are read, and `table[index]` would decode their images. So the rows are read in Arrow's format, and
-    # `_read_value` decodes them by features (types of columns) that leave media as bytes.
+    # `_ArrowRow` decodes them by features (types of columns) that leave media as bytes.
     feature_of_column = _without_decoding(table.features)
     features = type(table.features)(feature_of_column)  # of the class `Features`, which can decode rows
     arrow_table = table.with_format('arrow')
     for index in range(len(arrow_table)):
-        read_value = partial(_read_value, arrow_table, features, index)
-        row = read_value(())  # no keys: the whole row
-        yield RawRecord(path, f'row {index}', _replace_bytes(row, read_value, ()))
+        row = _ArrowRow(arrow_table, features, index)
+        yield RawRecord(path_with_split, f'row {index}', _replace_bytes(row.decode(), row, ()))
 
 
 def _open_table(path: str, split: str | None) -> Dataset:
@@ -252,11 +259,12 @@ def _open_table(path: str, split: str | None) -> Dataset:
     try:
         table = _load_table(path)
     except Exception as error:  # of pyarrow, of `datasets`, or of the network
-        if isinstance(error, datasets.exceptions.DatasetGenerationError):
-            error = error.__cause__ or error  # the outer one says only that there is an error
-        reason = ' '.join(str(error).split()) or type(error).__name__
-        reason = reason.rstrip('.')[:1000]
-        raise InvalidInputError(f'`path` must be a table that `datasets` reads, got: {path}: {reason}.') from error
+        cause: BaseException = error
+        if isinstance(error, datasets.exceptions.DatasetGenerationError) and error.__cause__ is not None:
+            cause = error.__cause__  # the outer one says only that there is an error
+        message = ' '.join(str(cause).split()) or type(cause).__name__
+        reason = message.rstrip('.')[:1000]
+        raise InvalidInputError(f'`path` must be a table that `datasets` reads, got: {path}: {reason}.') from cause
     if isinstance(table, datasets.Dataset):
         if split is not None:
             raise InvalidInputError(f'`path` must not name a split, because the table has none, got: {path}#{split}.')
@@ -317,36 +325,45 @@ def _without_decoding(feature: Any) -> Any:
     return feature
 
 
-def _read_value(
-    arrow_table: Any,
-    features: Any,
-    index: int,
-    keys: tuple[str | int, ...],
-) -> Any:
-    """Reads a row from the table. Returns the value in it that the keys lead to, or without keys the whole row."""
-    value = features.decode_example(arrow_table[index].to_pylist()[0])
-    for key in keys:
-        value = value[key]
-    return value
+class _ArrowRow(NamedTuple):
+    """A row of a table, which is on disk until it is decoded."""
+
+    arrow_table: Any
+    """The table, in Arrow's format."""
+    features: Any
+    """Types of its columns, which leave media as bytes."""
+    index: int
+
+    def decode(self) -> dict[str, Any]:
+        """Reads the row from the table. Returns the value of each column."""
+        (row,) = self.arrow_table[self.index].to_pylist()
+        return self.features.decode_example(row)
+
+    def read_value(self, keys: tuple[str | int, ...]) -> Any:
+        """Reads the row from the table. Returns the value in it that the keys lead to."""
+        value: Any = self.decode()
+        for key in keys:
+            value = value[key]
+        return value
 
 
-def _replace_bytes(value: object, read_value: Callable[..., bytes], keys: tuple[str | int, ...]) -> object:
+def _replace_bytes(value: object, row: _ArrowRow, keys: tuple[str | int, ...]) -> object:
     """Replaces all bytes in a value of a row by an :class:`.EmbeddedFile`, which reads them from the table again.
 
     So the content of the files is not held in memory.
 
     Args:
-        value: The row, or a value in it.
-        read_value: Reads the bytes that some keys lead to in the row.
-        keys: The keys that lead from the row to the value.
+        value: The decoded row, or a value in it.
+        row: The row.
+        keys: The keys that lead from the row to the value, such as ``('images', 0, 'bytes')``.
     """
     if isinstance(value, bytes):
         if not value:
             return None  # empty bytes stand for a missing file
         name = '.'.join(map(str, keys))
-        return EmbeddedFile(name, zlib.crc32(value), partial(read_value, keys))
+        return EmbeddedFile(name, zlib.crc32(value), partial(row.read_value, keys))
     if isinstance(value, Mapping):
-        return {key: _replace_bytes(inner, read_value, (*keys, key)) for key, inner in value.items()}
+        return {key: _replace_bytes(inner, row, (*keys, key)) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_replace_bytes(inner, read_value, (*keys, index)) for index, inner in enumerate(value)]
+        return [_replace_bytes(inner, row, (*keys, index)) for index, inner in enumerate(value)]
     return value

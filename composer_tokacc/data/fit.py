@@ -131,6 +131,7 @@ class FittingEncoder(ConversationEncoder):
         if max_image_tokens is not None:
             check_count('max_image_tokens', max_image_tokens)
         self.max_image_tokens = max_image_tokens
+        """Most tokens for the media of a sample. None: no limit."""
         self._media_ids = torch.tensor(image_token_ids(processor))
         self._budgets: dict[str, list[str]] = {}
         for modality in OPTIONS_OF_MODALITY:
@@ -164,25 +165,30 @@ class FittingEncoder(ConversationEncoder):
                 it. In training this key is left out, so that samples of datasets without ``fit`` can be in the batch.
         """
         encode = partial(self._encode_with_steps, record, files)
-        are_steps_known = steps is not None
-        steps = steps or 0
-        sample = encode(steps, shapes_only=shapes_only)
+        num_steps = 0 if steps is None else steps
+        sample = encode(num_steps, shapes_only=shapes_only)
         has_visual_media = record.count('image') + record.count('video') > 0
         if has_visual_media and not self._fits(sample):
-            steps = self._fewest_steps(encode)
-            try:
-                sample = encode(steps, shapes_only=shapes_only)
-            except RuntimeError as error:
-                # Torch raises a RuntimeError if an image has no pixels left (SmolVLM), and the base class wraps it in
-                # another one. Then no number of steps is enough. `sample` is still the one from before the search, and
-                # is refused below. Other causes may be bugs.
-                if type(error.__cause__) is not RuntimeError:
-                    raise
+            num_steps = self._fewest_steps(encode)
+            smaller_sample = _encode_unless_empty(encode, num_steps, shapes_only=shapes_only)
+            if smaller_sample is not None:
+                sample = smaller_sample
         if not self._fits(sample):
             raise record.error(self._refusal(record, sample))
-        if not are_steps_known:
-            sample[SHRINK_STEPS] = [steps]
+        if steps is None:
+            sample[SHRINK_STEPS] = [num_steps]
         return sample
+
+    def has_room(self, num_tokens: int, num_image_tokens: int) -> bool:
+        """Tells whether a sample is within ``max_length`` and ``max_image_tokens``.
+
+        Args:
+            num_tokens: All tokens of the sample.
+            num_image_tokens: The tokens that stand for images, videos and audio.
+        """
+        if not super().has_room(num_tokens, num_image_tokens):
+            return False
+        return self.max_image_tokens is None or num_image_tokens <= self.max_image_tokens
 
     def _encode_with_steps(
         self,
@@ -195,29 +201,26 @@ class FittingEncoder(ConversationEncoder):
         """Encodes a record with the budgets that are left after some steps."""
         encoder = self._encoder_with_steps(steps)
         # The base class's method, because the method of this class would search for steps again.
-        sample = ConversationEncoder.encode_record(encoder, record, files, shapes_only=shapes_only)
-        # `encoder` is a copy, and has perhaps read a longer audio to its end. `_check_ends_of_audios` must know that,
-        # or it would encode every audio of this length twice.
-        self._longest_read_audio = encoder._longest_read_audio
-        return sample
+        return ConversationEncoder.encode_record(encoder, record, files, shapes_only=shapes_only)
 
     def _fewest_steps(self, encode: Callable[..., EncodedSample]) -> int:
         """Returns the fewest steps, at least 1, with which a sample fits or the processor raises an error.
 
-        If there are none below MOST_STEPS, returns MOST_STEPS without trying it. Decodes only what the shapes need.
+        After an error the media are too small for the processor, and with one step less the sample does not fit. So the
+        caller must try the result. If there are no such steps below MOST_STEPS, returns MOST_STEPS without trying it.
+        Decodes only what the shapes need.
         """
 
-        def fits(steps: int) -> bool:
+        def fits_or_fails(steps: int) -> bool:
             try:
-                return self._fits(encode(steps, shapes_only=True))
+                sample = encode(steps, shapes_only=True)
             except PROCESSOR_ERRORS:
-                # The media are too small for the processor. True lets the bisection try fewer steps. If they are not
-                # enough, the caller encodes with this number of steps, and the sample is refused.
                 return True
+            return self._fits(sample)
 
-        # Finds the first True of fits(1), fits(2), ... by bisection (False < True). Supposes that more steps never make
-        # a sample longer.
-        return bisect_left(range(MOST_STEPS), True, lo=1, key=fits)
+        # Finds the first True of fits_or_fails(1), fits_or_fails(2), ... by bisection (False < True). Supposes that
+        # more steps never make a sample longer.
+        return bisect_left(range(MOST_STEPS), True, lo=1, key=fits_or_fails)
 
     def _encoder_with_steps(self, steps: int) -> ConversationEncoder:
         """Returns the encoder with the budgets that are left after some steps."""
@@ -227,7 +230,7 @@ class FittingEncoder(ConversationEncoder):
             share = share_of(steps)
             options = {}
             for modality, names in self._budgets.items():
-                options[OPTIONS_OF_MODALITY[modality]] = _lowered(self.parts[modality], names, share)
+                options[OPTIONS_OF_MODALITY[modality]] = _lowered_budgets(self.parts[modality], names, share)
             encoder.media_options = options
             if self._thins_videos:
                 encoder.video = ThinnedSampling(**vars(self.video), share=share)
@@ -244,12 +247,12 @@ class FittingEncoder(ConversationEncoder):
     def _reduces_tokens(self, modality: str, budget: str) -> bool:
         """Tells whether the minimum of a budget makes fewer tokens of a large image or of a video."""
         try:
-            few = self._probe(modality, [budget])
-            many = self._probe(modality, [])
+            at_minimum = self._probe(modality, [budget])
+            unchanged = self._probe(modality, [])
         except PROCESSOR_ERRORS:
             # The processor does not take this argument. None in Transformers takes it and refuses its minimum.
             return False
-        return self._count_media_tokens(few) < self._count_media_tokens(many)
+        return self._count_media_tokens(at_minimum) < self._count_media_tokens(unchanged)
 
     def _frames_reduce_tokens(self) -> bool:
         """Tells whether fewer frames make fewer tokens. False if all videos must have the same number of frames."""
@@ -258,14 +261,14 @@ class FittingEncoder(ConversationEncoder):
         budgets = self._budgets['video']
         fewest_frames = self.video.min_frames
         num_frames = min(max(PROBE_FRAMES, 2 * fewest_frames), self.video.max_frames)
-        many = self._probe('video', budgets, num_frames=num_frames)
-        few = self._probe('video', budgets, num_frames=fewest_frames)
-        pixels = many.get('pixel_values_videos')
+        many_frames = self._probe('video', budgets, num_frames=num_frames)
+        few_frames = self._probe('video', budgets, num_frames=fewest_frames)
+        pixels = many_frames.get('pixel_values_videos')
         # Pixels of five dimensions are clips in one tensor, so that samples can be collated only if all clips have the
         # same number of frames. Without `pixel_values_videos` the clips are in another entry, perhaps in the same form.
         if pixels is None or pixels.dim() == 5:
             return False
-        return few['input_ids'].shape[1] < many['input_ids'].shape[1]
+        return few_frames['input_ids'].shape[1] < many_frames['input_ids'].shape[1]
 
     def _probe(
         self,
@@ -274,10 +277,10 @@ class FittingEncoder(ConversationEncoder):
         *,
         num_frames: int = PROBE_FRAMES,
     ) -> EncodedSample:
-        """Encodes one large black image or video, with these budgets at their minimum."""
+        """Encodes one large black image or video, with these budgets at their minimum, and all others as they are."""
         encoder = copy(self)
         encoder.max_length = None
-        minimums = _lowered(self.parts[modality], budgets, share_of(MOST_STEPS))
+        minimums = _lowered_budgets(self.parts[modality], budgets, share_of(MOST_STEPS))
         encoder.media_options = {OPTIONS_OF_MODALITY[modality]: minimums}
         messages = example_conversation([modality])
         if modality == 'image':
@@ -309,18 +312,42 @@ def _budgets_of(part: Any) -> list[str]:
     return [name for name in BUDGETS if isinstance(getattr(part, name, None), int)]
 
 
-def _lowered(part: Any, names: Sequence[str], share: float) -> dict[str, Any]:
+def _encode_unless_empty(
+    encode: Callable[..., EncodedSample],
+    steps: int,
+    *,
+    shapes_only: bool,
+) -> EncodedSample | None:
+    """Encodes a sample with these steps. Returns None if an image has no pixels left.
+
+    Then torch raises a RuntimeError (SmolVLM), and the base class wraps it in another one. Other causes may be bugs.
+    """
+    try:
+        return encode(steps, shapes_only=shapes_only)
+    except RuntimeError as error:
+        if type(error.__cause__) is not RuntimeError:
+            raise
+        return None
+
+
+def _lowered_budgets(part: Any, names: Sequence[str], share: float) -> dict[str, Any]:
     """Returns arguments for a processor: its budgets multiplied by a share, but not below the processor's minimum."""
     lowered: dict[str, Any] = {}
     for name in names:
         if name == 'size':
-            size = dict(part.size)
-            # Both edges are lengths of a side, or numbers of pixels of the image (Qwen-VL).
-            minimum = min(size.get('shortest_edge') or 1, size['longest_edge'])
-            size['longest_edge'] = max(int(size['longest_edge'] * share), minimum)
-            lowered[name] = size
+            lowered[name] = _lowered_size(dict(part.size), share)
         else:
             name_of_minimum = name.replace('max', 'min', 1)
             minimum = getattr(part, name_of_minimum, None) or 1
             lowered[name] = max(int(getattr(part, name) * share), minimum)
     return lowered
+
+
+def _lowered_size(size: Mapping[str, Any], share: float) -> dict[str, Any]:
+    """Returns a ``size`` whose longest edge is multiplied by a share, but not below the shortest edge.
+
+    Both edges are lengths of a side, or numbers of pixels of the image (Qwen-VL).
+    """
+    longest = size['longest_edge']
+    minimum = min(size.get('shortest_edge') or 1, longest)
+    return {**size, 'longest_edge': max(int(longest * share), minimum)}

@@ -32,6 +32,7 @@ from urllib.request import url2pathname
 from composer_tokacc.batch import MODALITIES
 from composer_tokacc.data.records import (
     ROLES_WITH_MEDIA,
+    TURN_NOTES,
     EmbeddedFile,
     JsonObject,
     Medium,
@@ -97,11 +98,9 @@ TURN_KEYS = (
     'value',
     'weight',
     'loss',
-    'id',
-    'index',
-    'timestamp',
+    *TURN_NOTES,
 )
-"""Keys that a turn may have. The last three are not read."""
+"""Keys that a turn may have."""
 ROLES = {
     'system': 'system',
     'developer': 'system',
@@ -189,40 +188,45 @@ def parse_record(raw: RawRecord, folder: Path = Path()) -> Record:
     Raises:
         BadSampleError: If one of these checks fails. The error names the sample.
     """
-    sample_id = raw.where
-    if isinstance(raw.data, dict) and raw.data.get('id') is not None:
-        # An id may hold anything. Lone surrogates, line breaks and length must not break the messages that show it.
-        printable = str(raw.data['id']).encode('utf-8', 'backslashreplace').decode()
-        sample_id = ' '.join(printable.split())[:200] or raw.where
     # It has no turns yet, but it can already name the sample in an error.
     record = Record(
-        sample_id=sample_id,
+        sample_id=_sample_id_of(raw),
         source=f'{raw.path}, {raw.where}',
         turns=(),
         media=(),
         folder=folder,
     )
     try:
-        return _parse_data(raw.data, record)
+        return _parse_entry(raw, record)
     except ValueError as error:
         raise record.error(error) from None
+    except RecursionError:  # Python 3.13 decodes deeper values than `leaves_of` and `ascii` can walk
+        raise record.error('brackets within brackets, too deep') from None
 
 
-def _parse_data(data: object, record: Record) -> Record:
+def _sample_id_of(raw: RawRecord) -> str:
+    """Returns the ``id`` of an entry as a short text on one line, or its place in the file if it has no id.
+
+    An id may hold anything. Lone surrogates, line breaks and length must not break the messages that show it.
+    """
+    if not isinstance(raw.data, dict) or raw.data.get('id') is None:
+        return raw.where
+    try:
+        text = str(raw.data['id'])
+    except RecursionError:  # a list of lists, too deep
+        return raw.where
+    printable = text.encode('utf-8', 'backslashreplace').decode()
+    return ' '.join(printable.split())[:200] or raw.where
+
+
+def _parse_entry(raw: RawRecord, record: Record) -> Record:
     """Returns the record with the turns, media and weight of an entry.
 
     Args:
-        data: The decoded object of the entry, or the error that decoding it raised.
-        record: The record without turns and media.
+        raw: The entry.
+        record: The record, without turns, media and weight.
     """
-    if isinstance(data, Exception):  # see RawRecord
-        raise InvalidInputError(f'not valid JSON: {data}. A file holds one array, or an object in each line')
-    if not isinstance(data, dict):
-        raise InvalidInputError(f'must be a JSON object, got: {type(data).__name__}')
-    for key, value in data.items():
-        # LLaMA-Factory and others write the tools as a JSON text, '[]' for none.
-        if key in REFUSED_KEYS and is_given(value) and value != '[]':
-            raise InvalidInputError(f'`{key}` is not supported, {REFUSED_KEYS[key]}')
+    data = _check_object(raw.data)
     record_format = _format_of(data)
     slots: list[Medium] = []  # of all turns, in the order of their placeholders. `_parse_turn` adds those of a turn
     turns = [_parse_turn(turn, slots) for turn in _raw_turns(data, record_format)]
@@ -235,16 +239,13 @@ def _parse_data(data: object, record: Record) -> Record:
         *record_format.further_keys,
     }
     # Before `_fill_slots`, which would only say that a medium is missing, and not that it is under an unread key.
-    check_unread_keys(data, keys_read, media_read)
+    check_unread_keys(data, keys_read, media_read, raw.unnamed_media)
     if record_format.media_first and not slots:
-        for medium in listed_media:
-            slots.append(Medium(medium.modality))
+        slots = [Medium(medium.modality) for medium in listed_media]
         turns = _with_media_first(turns, slots)
-    # LLaVA-Video writes `<image>` for a video. So videos are listed and no images, but all slots are those of images
-    # without files.
-    if listed['video'] and not listed['image'] and set(slots) == {Medium('image')}:
-        turns = [_with_video_placeholders(turn) for turn in turns]
+    if _are_images_of_video(slots, listed):
         slots = [Medium('video')] * len(slots)
+        turns = [_with_video_placeholders(turn) for turn in turns]
     media = _fill_slots(slots, listed)
     _check_turns(turns)
     _check_texts_of_other_keys(data, keys_read, turns)
@@ -264,6 +265,19 @@ def _parse_data(data: object, record: Record) -> Record:
         media=tuple(media),
         loss_weights=loss_weights,
     )
+
+
+def _check_object(data: object) -> JsonObject:
+    """Returns the object of an entry. Raises ValueError if it is no object, or has a key that is not supported."""
+    if isinstance(data, Exception):  # see RawRecord
+        raise InvalidInputError(f'not valid JSON: {data}. A file holds one array, or an object in each line')
+    if not isinstance(data, dict):
+        raise InvalidInputError(f'must be a JSON object, got: {type(data).__name__}')
+    for key, value in data.items():
+        # LLaMA-Factory and others write the tools as a JSON text, '[]' for none.
+        if key in REFUSED_KEYS and is_given(value) and value != '[]':
+            raise InvalidInputError(f'`{key}` is not supported, {REFUSED_KEYS[key]}')
+    return data
 
 
 def _parse_loss_weights(value: Any) -> float | None:
@@ -316,10 +330,11 @@ def _turns_of(pairs: Iterable[Sequence[object]]) -> list[JsonObject]:
 
 def _read_prompt_and_completion(data: JsonObject) -> list[JsonObject]:
     """Reads TRL's format. Only the completion carries loss, so answers inside the prompt get ``weight`` 0."""
-    prompt, completion = data['prompt'], data['completion']
+    prompt = data['prompt']
+    completion = data['completion']
     if not (_is_list_of_objects(prompt) and _is_list_of_objects(completion)):
         raise InvalidInputError('`prompt` and `completion` must be lists of turns (a plain string names no speaker)')
-    # `loss` becomes None, because a turn may not have both keys.
+    # `weight` and `loss` of ms-swift mean the same. A turn may not have both, so `loss` becomes null.
     turns_without_loss = [{**turn, 'weight': 0, 'loss': None} for turn in prompt]
     return [*turns_without_loss, *completion]
 
@@ -348,9 +363,6 @@ def _read_videochat2(data: JsonObject) -> list[JsonObject]:
             )
     entries = data['QA']
     instruction = entries[0].get('i')
-    turns = []
-    if is_given(instruction):
-        turns.append({'role': 'system', 'content': instruction})
     pairs = []
     for index, entry in enumerate(entries):
         _check_keys(entry, ('i', 'q', 'a'), 'an entry of `QA`')
@@ -365,7 +377,10 @@ def _read_videochat2(data: JsonObject) -> list[JsonObject]:
                 'reads only the first. Write the others into `q`'
             )
         pairs.append((entry['q'], entry['a']))
-    return [*turns, *_turns_of(pairs)]
+    turns = _turns_of(pairs)
+    if is_given(instruction):
+        return [{'role': 'system', 'content': instruction}, *turns]
+    return turns
 
 
 FORMATS = (
@@ -444,8 +459,8 @@ def _parse_turn(raw_turn: JsonObject, slots: list[Medium]) -> Turn:
         # An empty text stays, because the user may say nothing. `_check_turns` refuses empty answers.
         if is_given(value) or key in ('content', 'value'):
             turn[key] = value
-    role_name = _only_value(turn, ('role', 'from'))
-    content = _only_value(turn, ('content', 'value'))
+    role_name = _single_value(turn, ('role', 'from'))
+    content = _single_value(turn, ('content', 'value'))
     _check_keys(turn, TURN_KEYS, 'a turn')
     if not isinstance(role_name, str) or role_name not in ROLES:
         raise InvalidInputError(f'the role of a turn must be one of {sorted(ROLES)}, got: {short_repr(role_name)}')
@@ -465,10 +480,12 @@ def _parse_carries_loss(turn: JsonObject, role: str) -> bool:
 
     Only answers can carry loss. For turns of other roles the result is always True, and has no effect.
     """
-    weight = _only_value(turn, ('weight', 'loss'))  # `loss` may be true or false, which equal 1 and 0
+    weight = _single_value(turn, ('weight', 'loss'))  # `loss` may be true or false, which equal 1 and 0
+    if weight is None:
+        return True
     if role == 'assistant' and weight in (0, 1):
         return weight == 1
-    if weight in (None, 0):
+    if role != 'assistant' and weight == 0:
         return True
     raise InvalidInputError(
         f'`weight` (or `loss`) of a turn must be 0 or 1, and 1 only for an answer, got: {short_repr(weight)} for a '
@@ -494,25 +511,37 @@ def _parse_part(part: object, slots: list[Medium] | None) -> str:
     if modality != 'text':
         content_keys = (modality, f'{modality}_url', f'input_{modality}', 'url', 'path', 'base64')
     _check_keys(values, (*content_keys, *PART_NOTES), f'a part of type {part_type}')
-    content = _only_value(values, content_keys)
+    content = _single_value(values, content_keys)
     if modality == 'text':
         if not isinstance(content, str):
             raise InvalidInputError(f'`text` of a part of `content` must be a string, got: {short_repr(content)}')
         return _parse_text(content, slots)
     if slots is None:
         raise InvalidInputError(f'a part of type {part_type} may stand only in turns of the user and of tools')
-    next_index = sum(slot.modality == modality for slot in slots)
-    # Parts of a TRL table have an `index`. It counts the media of a modality in the whole record, as `slots` does.
-    if values.get('index', next_index) != next_index:
-        got = f'{short_repr(values["index"])} for {modality} {next_index}'
-        raise InvalidInputError(f'`index` of {modality} parts must count up from 0, got: {got}')
-    if 'base64' in values:
-        content = {'data': content}  # a file object, whose `data` is read as base64
+    if 'index' in values:
+        _check_index(values['index'], modality, slots)
     if content is None:  # {'type': 'image'} without a file stands for the next listed medium
-        slots.append(Medium(modality))
+        slot = Medium(modality)
+    elif 'base64' in values:
+        slot = _parse_medium(modality, {'data': content})  # a file object, whose `data` is read as base64
     else:
-        slots.append(_parse_medium(modality, content))
+        slot = _parse_medium(modality, content)
+    slots.append(slot)
     return f'<{modality}>'
+
+
+def _check_index(index: object, modality: str, slots: Sequence[Medium]) -> None:
+    """Refuses a part of a TRL table if its ``index`` is not the number of the media of its modality before it.
+
+    Args:
+        index: The index of the part. It counts the media of a modality in the whole record.
+        modality: The modality of the part.
+        slots: The slots of all parts before this one in the record.
+    """
+    expected_index = sum(slot.modality == modality for slot in slots)
+    if index != expected_index:
+        got = f'{short_repr(index)} for {modality} {expected_index}'
+        raise InvalidInputError(f'`index` of {modality} parts must count up from 0, got: {got}')
 
 
 def _parse_text(text: str, slots: list[Medium] | None) -> str:
@@ -522,12 +551,12 @@ def _parse_text(text: str, slots: list[Medium] | None) -> str:
 
     def add_slot(match: re.Match[str]) -> str:
         """Returns the placeholder for a match of `MEDIUM_IN_TEXT`, and appends its slot."""
-        modality = MODALITY_OF_TAG.get(match[0], 'image')
         file_name = match[1]
-        if file_name is None:
-            slots.append(Medium(modality))
-        else:  # the text is <img>file_name</img>
-            slots.append(_parse_medium(modality, file_name.strip()))
+        if file_name is not None:  # the match is <img>file_name</img>
+            slots.append(_parse_medium('image', file_name.strip()))
+            return '<image>'
+        modality = MODALITY_OF_TAG[match[0]]
+        slots.append(Medium(modality))
         return f'<{modality}>'
 
     text = MEDIUM_IN_TEXT.sub(add_slot, text)
@@ -576,6 +605,17 @@ def _with_media_first(turns: Sequence[Turn], slots: Sequence[Medium]) -> list[Tu
     return placed
 
 
+def _are_images_of_video(slots: Sequence[Medium], listed: Mapping[str, Sequence[Medium]]) -> bool:
+    """Tells whether ``<image>`` stands for a video in a record, as in LLaVA-Video.
+
+    That is so if the record lists videos and no images, but all of its slots are empty slots of images.
+    """
+    if not listed['video'] or listed['image']:
+        return False
+    empty_slot = Medium('image')
+    return all(slot == empty_slot for slot in slots)
+
+
 def _with_video_placeholders(turn: Turn) -> Turn:
     """Replaces ``<image>`` by ``<video>``, if it stands for media in this turn."""
     if not turn.placeholders:
@@ -587,7 +627,8 @@ def _fill_slots(slots: Sequence[Medium], listed: Mapping[str, Sequence[Medium]])
     """Returns the media in the order of their placeholders: the slots, with the listed media in the empty ones."""
     filled = list(slots)
     for modality, media in listed.items():
-        empty_places = [place for place, slot in enumerate(slots) if slot == Medium(modality)]
+        empty_slot = Medium(modality)
+        empty_places = [place for place, slot in enumerate(slots) if slot == empty_slot]
         if len(media) != len(empty_places):
             got = f'{len(media)} {modality}s and {len(empty_places)} placeholders'
             raise InvalidInputError(
@@ -702,17 +743,16 @@ def _check_texts_of_other_keys(data: JsonObject, keys_read: Container[str], turn
     other_keys = [key for key in KEYS_OF_TEXTS if key in data and key not in keys_read]
     if not other_keys:
         return
-    all_letters = ''.join(_letters_of(turn.text) for turn in turns)
-    letters_of_answers = ''
-    # If the last turn is not an answer, a text under `output` is the missing answer, even if it repeats an earlier one.
-    # So there are no answers that it may be a copy of.
-    if turns[-1].role == 'assistant':
-        answers = [turn.text for turn in turns if turn.role == 'assistant']
-        letters_of_answers = ''.join(_letters_of(answer) for answer in answers)
     for key in other_keys:
-        letters_of_turns = letters_of_answers if key in KEYS_OF_ANSWERS else all_letters
+        turns_to_copy = turns
+        if key in KEYS_OF_ANSWERS:
+            turns_to_copy = [turn for turn in turns if turn.role == 'assistant']
+            # If the last turn is not an answer, the text is the missing answer, even if it repeats an earlier one.
+            if turns[-1].role != 'assistant':
+                turns_to_copy = []
+        letters_to_copy = ''.join(_letters_of(turn.text) for turn in turns_to_copy)
         for text in leaves_of(data[key]):
-            if not isinstance(text, str) or _letters_of(text) in letters_of_turns:
+            if not isinstance(text, str) or _letters_of(text) in letters_to_copy:
                 continue
             # In a list of turns, the names of speakers and types of parts are strings, too.
             is_in_list = not isinstance(data[key], str)
@@ -749,7 +789,7 @@ def _check_keys(values: JsonObject, allowed_keys: Container[str], place: str) ->
             raise InvalidInputError(f'`{key[:60]}` of {place} is not supported, {reason}')
 
 
-def _only_value(values: JsonObject, keys: Iterable[str]) -> Any:
+def _single_value(values: JsonObject, keys: Iterable[str]) -> Any:
     """Returns the only value under these keys that is not null, or None if all are null.
 
     An empty value is not null. Raises ValueError if several values are not null.

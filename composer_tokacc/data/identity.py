@@ -40,9 +40,10 @@ def identify_data(dataset: Any) -> str:
     """
     if isinstance(dataset, ConcatDataset):
         return fingerprint([identify_data(part) for part in dataset.datasets])
-    identity_method = getattr(dataset, 'identity', None) or getattr(dataset, 'fingerprint', None)
-    if callable(identity_method):
-        return fingerprint(identity_method())
+    for name in ('identity', 'fingerprint'):
+        identify = getattr(dataset, name, None)
+        if callable(identify):  # an attribute of a user's class may be something else
+            return fingerprint(identify())
     parts: list[Any] = [len(dataset)]
     indices = np.linspace(0, len(dataset) - 1, min(NUM_READ, len(dataset))).astype(int)
     for index in indices.tolist():

@@ -48,9 +48,9 @@ from composer_tokacc.refusals import InvalidInputError
 
 TABLE_VERSION = 10
 """Increased when the content of a table changes, so that files of older versions are not read."""
-TABLE_COLUMNS = ('lengths', *TableRow._fields[1:])
-"""Attributes of :class:`LengthTable` that hold a number for each sample, in the order of :class:`.TableRow`. All but
-the first have the names of its fields."""
+TABLE_COLUMNS = ('lengths', 'image_tokens', 'loss_tokens', 'vision_patches', 'shrink_steps')
+"""Attributes of :class:`LengthTable` that hold a number for each sample, in the order of the fields of
+:class:`.TableRow`."""
 MOST_SAMPLES_WITHOUT_HEADERS = 512
 """Up to this number of samples, all are read, so that the bad ones are known at the start."""
 NUM_CHECKED = 64
@@ -203,10 +203,11 @@ def length_table(
     folder = Path(cache_folder('lengths') if folder is None else folder)
     path = folder / f'{name}.npz'
     table = load_kept(path, LengthTable.load)
-    # If any rank cannot load its file, or has bad samples in it, all ranks measure together. Bad samples are read
-    # again, because the user may have repaired a file, or installed a decoder.
-    if not any(values_of_ranks(table is None or len(table.errors) > 0)):
-        assert table is not None
+    # Bad samples are read again, because the user may have repaired a file, or installed a decoder.
+    is_complete = table is not None and not table.errors
+    # If any rank cannot load its file, or has bad samples in it, all ranks measure together.
+    are_all_complete = all(values_of_ranks(is_complete))
+    if table is not None and are_all_complete:
         return _check_table(table, on_error)
     table = build_length_table(dataset, processor, earlier=table, **options)
     if dist.get_local_rank() == 0:
@@ -241,14 +242,14 @@ def build_length_table(
         num_ranks = dist.get_world_size()
     if num_workers is None:
         num_workers = (os.cpu_count() or 1) // dist.get_local_world_size()
-    run = partial(map_samples, num_workers=num_workers, shows_bar=rank == 0)
-    measurer = SampleMeasurer(dataset, processor, patch_size_of(patch_size, processor), run)
+    map_items = partial(map_samples, num_workers=num_workers, shows_bar=rank == 0)
+    measurer = SampleMeasurer(dataset, processor, patch_size_of(patch_size, processor), map_items)
     indices = range(rank, len(dataset), num_ranks)
-    # In the order of the samples. None: not measured.
-    rows: dict[int, MeasuredRow] = dict.fromkeys(range(len(dataset)))
+    rows: list[MeasuredRow] = [None] * len(dataset)
     for rows_of_rank in values_of_ranks(_measure_rows(measurer, indices, on_error, earlier)):
-        rows.update(rows_of_rank)
-    return _check_table(LengthTable.from_rows(list(rows.values())), on_error)
+        for index, row in rows_of_rank.items():
+            rows[index] = row
+    return _check_table(LengthTable.from_rows(rows), on_error)
 
 
 def _measure_rows(
@@ -265,8 +266,8 @@ def _measure_rows(
         measurer: Measures samples of the dataset.
         indices: The samples of this rank.
         on_error: See :func:`length_table`.
-        earlier: A table of these samples. The rows of its good samples are taken from it. It is not used with headers,
-            because then another rank has none, and all ranks must take part in the check.
+        earlier: A table of these samples. The rows of its good samples are taken from it. It is not used with headers:
+            one rank may have such a table and another none, but all ranks must take part in the check of the headers.
     """
     rows: dict[int, TableRow | str] = {}
     if _uses_headers(measurer.dataset, on_error):
@@ -276,7 +277,8 @@ def _measure_rows(
             numbers = [int(getattr(earlier, name)[index]) for name in TABLE_COLUMNS]
             rows[index] = TableRow(*numbers)
     missing_indices = [index for index in indices if index not in rows]
-    for index, row in zip(missing_indices, measurer.run(measurer.read, missing_indices), strict=True):
+    read_rows = measurer.map_items(measurer.read, missing_indices)
+    for index, row in zip(missing_indices, read_rows, strict=True):
         rows[index] = row
         if isinstance(row, str) and on_error == 'raise':
             break  # the error is raised when the ranks have exchanged their rows, on all of them together

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 from composer_tokacc.data.formats import KEYS_OF_SYSTEM, REFUSED_KEYS
 from composer_tokacc.data.hub import HUB
 from composer_tokacc.data.records import JsonObject, short_repr
-from composer_tokacc.data.unread_media import NO_COLUMN, announces_medium
+from composer_tokacc.data.unread_media import announces_medium
 from composer_tokacc.refusals import InvalidInputError
 
 KEY_OF_COLUMN = {
@@ -107,9 +108,9 @@ class DatasetEntry:
     def rename(self, data: JsonObject) -> JsonObject:
         """Returns a record with the keys that `formats.py` reads.
 
-        LLaMA-Factory ignores keys that no column of the entry names. Three kinds of them are kept here, so that
-        `formats.py` checks them: keys that are not supported, other names of ``system``, and media (with ``NO_COLUMN``
-        after the key), if the entry names no column of media. The entry can ignore them, too: ``"chosen": null``.
+        LLaMA-Factory ignores keys that no column of the entry names. Two kinds of them are kept here, so that
+        `formats.py` checks them: keys that are not supported, and other names of ``system``. The entry can ignore them,
+        too: ``"chosen": null``.
         """
         record = {
             'id': data.get('id'),
@@ -119,16 +120,30 @@ class DatasetEntry:
             if name in data:
                 record[KEY_OF_COLUMN.get(column, column)] = data[name]
         for key, value in data.items():
-            if key in self._columns or key in self._columns.values():
-                continue
-            if key in REFUSED_KEYS or key in KEYS_OF_SYSTEM:
+            is_checked = key in REFUSED_KEYS or key in KEYS_OF_SYSTEM
+            if is_checked and not self._names(key):
                 record[key] = value
-            elif announces_medium(key) and not self._names_media:
-                record[f'{key}{NO_COLUMN}'] = value
         turns = record.get('conversations')
         if isinstance(turns, list):
             record['conversations'] = [self._rename_turn(turn) for turn in turns]
         return record
+
+    def unnamed_media(self, data: JsonObject) -> JsonObject:
+        """Returns the keys of a record that announce a medium, if the entry names no column of media.
+
+        LLaMA-Factory ignores them, but perhaps the columns were forgotten. So `formats.py` checks their values.
+        """
+        unnamed: dict[str, Any] = {}
+        if self._names_media:
+            return unnamed
+        for key, value in data.items():
+            if announces_medium(key) and not self._names(key):
+                unnamed[key] = value
+        return unnamed
+
+    def _names(self, key: str) -> bool:
+        """Tells whether the entry names a key of the file, or a column of this name."""
+        return key in self._columns or key in self._columns.values()
 
     def _rename_turn(self, turn: object) -> object:
         """Returns a turn with the keys and the speaker that `formats.py` reads.

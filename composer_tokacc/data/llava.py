@@ -46,8 +46,9 @@ log = logging.getLogger(__name__)
 class LlavaDataset(Dataset):
     """Conversations about images, videos and audio. Loss is on the answers of the assistant and their ending tokens.
 
-    With several files each sample carries the name of its file as ``source``. If two of them have the same name, it is
-    the path below the folder that all files have in common, such as ``a/train.json``.
+    With several files, each sample carries the name of its file as ``source``, such as ``a.json``, or ``table#train``
+    for a split. If two of them have the same name, it is the path below the folder that all files have in common, such
+    as ``a/train.json``.
 
     A bad sample is never replaced, and never dropped during training, so that every rank has the same samples at the
     same indices. With ``on_error='raise'`` a bad record raises at the start. An unreadable file, or a sample over
@@ -129,6 +130,7 @@ class LlavaDataset(Dataset):
             read_records(path, image_dir=image_dir, allow_outside=allow_outside),
             on_error,
         )
+        # Before `_measure`, which encodes the samples, and may leave out all records of a file.
         paths = {record.path for record in self.records}
         self._source_names = _names_of_files(paths)
         if self.records and (on_error == 'skip' or fit):
@@ -151,16 +153,23 @@ class LlavaDataset(Dataset):
     ) -> None:
         """Keeps the good records. Raises the error of the first bad one, or keeps the errors of all in `skipped`."""
         for record in records:
-            try:
-                if isinstance(record, BadSampleError):
-                    raise record  # reading has failed. Handled like an error of the encoder
-                self.encoder.check_takes_media(record)
-            except BadSampleError as error:
-                if on_error == 'raise':
-                    raise
-                self.skipped.append(str(error))
+            checked = self._check(record)
+            if isinstance(checked, Record):
+                self.records.append(checked)
+            elif on_error == 'raise':
+                raise checked
             else:
-                self.records.append(record)
+                self.skipped.append(str(checked))
+
+    def _check(self, record: Record | BadSampleError) -> Record | BadSampleError:
+        """Returns the record, or the error if reading it has failed or the encoder refuses it."""
+        if isinstance(record, BadSampleError):
+            return record
+        try:
+            self.encoder.check_takes_media(record)
+        except BadSampleError as error:
+            return error
+        return record
 
     @staticmethod
     def texts(path: PathLike | Sequence[PathLike]) -> Iterator[str]:
@@ -178,7 +187,7 @@ class LlavaDataset(Dataset):
         record = self.records[index]
         files = open_files(record)
         options = {}
-        # While the samples are measured there is no table yet, and the encoder searches for the number of steps.
+        # Without `steps` the encoder searches for them. That is so while `_measure` runs, before there is a table.
         if self.measured is not None and isinstance(self.encoder, FittingEncoder):
             options['steps'] = int(self.measured.shrink_steps[index])
         sample = self.encoder.encode_record(record, files, shapes_only=shapes_only, **options)
@@ -302,7 +311,7 @@ class LlavaDataset(Dataset):
         good_indices = [index for index in range(len(table)) if index not in table.errors]
         self.records = [self.records[index] for index in good_indices]
         if table.errors:
-            self._identity = None  # it was that of all records
+            self._identity = None  # `length_table` has called `identity`, when the bad records were among them
         self.skipped.extend(table.errors.values())
         self.measured = table.select(good_indices)
         if self.skipped:

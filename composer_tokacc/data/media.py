@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 
 from PIL import Image
 
+from composer_tokacc.data.audio import read_audio
 from composer_tokacc.data.images import image_size, read_image
 from composer_tokacc.data.records import (
     DecodedMedia,
@@ -29,7 +30,6 @@ from composer_tokacc.data.records import (
 )
 from composer_tokacc.data.videos import (
     VideoSampling,
-    read_audio,
     read_frames,
     read_video,
 )

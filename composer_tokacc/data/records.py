@@ -17,14 +17,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from types import MappingProxyType
+from typing import Any, BinaryIO, NamedTuple, TypeGuard
 
 from composer_tokacc.batch import MODALITIES
 from composer_tokacc.refusals import InvalidInputError
 
 PathLike = str | os.PathLike[str]
 MediaFile = os.PathLike[str] | BinaryIO
-"""The path of a file, or an open one. Both PIL and `videos.py` read an open file from its start."""
+"""The path of a file, or an open one. Both PIL and `containers.py` read an open file from its start."""
 JsonObject = Mapping[str, Any]
 """A decoded object of a JSON file, or a row of a table."""
 Message = Mapping[str, Any]
@@ -37,10 +38,12 @@ DecodedMedia = Mapping[str, Sequence[Any]]
 
 PLACEHOLDERS = tuple(f'<{modality}>' for modality in MODALITIES)
 """Each marks the place of a medium in the text of a turn."""
-PLACEHOLDER = re.compile(f'<({"|".join(MODALITIES)})>')
-"""Finds a placeholder. Its group is the modality."""
+PLACEHOLDER = re.compile(f'<(?P<modality>{"|".join(MODALITIES)})>')
+"""Finds a placeholder."""
 ROLES_WITH_MEDIA = ('user', 'tool')
 """Roles whose turns may hold media. In other turns, such as answers, ``<video>`` is text: perhaps a tag of HTML."""
+TURN_NOTES = ('id', 'index', 'timestamp')
+"""Keys that a turn may have, and that are not read."""
 _PLACEHOLDER_ON_LINES = re.compile(rf'\n*{PLACEHOLDER.pattern}\n*')
 """Finds a placeholder with the line breaks around it."""
 
@@ -86,11 +89,14 @@ class RawRecord(NamedTuple):
     """The entry of a file for one sample, before anything is checked."""
 
     path: str
-    """The file."""
+    """The file, or ``file#split`` if the user has named the split of a table."""
     where: str
     """Its place in the file, such as ``line 3``, ``entry 3`` or ``row 3``."""
     data: object
     """The decoded object, or the error that decoding it raised."""
+    unnamed_media: JsonObject = MappingProxyType({})
+    """Keys whose names announce a medium, with their values, if ``dataset_info.json`` names no column of media. They
+    are not in ``data``."""
 
 
 class Turn(NamedTuple):
@@ -105,7 +111,7 @@ class Turn(NamedTuple):
 
     @property
     def placeholders(self) -> list[re.Match[str]]:
-        """The placeholders of its media."""
+        """The placeholders of its media, as matches of ``PLACEHOLDER``."""
         if self.role not in ROLES_WITH_MEDIA:
             return []
         return list(PLACEHOLDER.finditer(self.text))
@@ -225,25 +231,46 @@ class Record:
 
 
 def check_message(message: object) -> Message:
-    """Returns a message with a list of parts as its content. Raises ValueError if it has a wrong form."""
+    """Returns a message with a list of parts as its content.
+
+    Raises:
+        ValueError: If the message has a wrong form, or a value under a key that the encoder would drop. Chat templates
+            read such keys, for example ``reasoning_content``.
+    """
+    content = None
     if isinstance(message, Mapping):
-        content = message.get('content')
-        if isinstance(content, str):
-            content = [{'type': 'text', 'text': content}]
-        is_weight_valid = message.get('weight', 1) in (0, 1)
-        role = message.get('role')
-        # ROLES_WITH_MEDIA is about tags in the texts of records. Here the user names each medium as a part, so any turn
-        # may hold media, except an answer.
-        modalities = () if role == 'assistant' else MODALITIES
-        if isinstance(role, str) and is_weight_valid and _is_list_of_parts(content, modalities):
-            return {**message, 'content': content}
-    raise InvalidInputError(
-        '`messages` must hold turns with a `role`, text, image, video or audio as `content` (only text '
-        f'in answers), and a `weight` of 0 or 1, got: {message!r:.200}.'
-    )
+        content = _content_of(message)
+    if not isinstance(message, Mapping) or content is None:
+        raise InvalidInputError(
+            '`messages` must hold turns with a `role`, text, image, video or audio as `content` (only text '
+            f'in answers), and a `weight` of 0 or 1, got: {message!r:.200}.'
+        )
+    for key, value in message.items():
+        if key not in ('role', 'content', 'weight', *TURN_NOTES) and is_given(value):
+            raise InvalidInputError(
+                f'`messages` must hold turns of `role`, `content` and `weight`, but `{key}` would be dropped. Write it '
+                'into the text'
+            )
+    return {**message, 'content': content}
 
 
-def _is_list_of_parts(content: object, modalities: Sequence[str]) -> bool:
+def _content_of(message: Message) -> Sequence[Mapping[str, Any]] | None:
+    """Returns the content of a message as a list of parts. None if the message has a wrong form."""
+    role = message.get('role')
+    if not isinstance(role, str) or message.get('weight', 1) not in (0, 1):
+        return None
+    content = message.get('content')
+    if isinstance(content, str):
+        content = [{'type': 'text', 'text': content}]
+    # ROLES_WITH_MEDIA is about tags in the texts of records. Here the user names each medium as a part, so any turn may
+    # hold media, except an answer.
+    modalities = () if role == 'assistant' else MODALITIES
+    if not _is_list_of_parts(content, modalities):
+        return None
+    return content
+
+
+def _is_list_of_parts(content: object, modalities: Sequence[str]) -> TypeGuard[Sequence[Mapping[str, Any]]]:
     """Tells whether a content is a list of texts and of media of these modalities."""
     if not isinstance(content, Sequence):
         return False

@@ -213,7 +213,8 @@ class TextRow(NamedTuple):
 class AddedRow(NamedTuple):
     """The row that images add to the row of a text. An image of 576 tokens adds 575, because its placeholder is one."""
 
-    row: TableRow
+    difference: TableRow
+    """The row of a sample with these images, minus the row of its text."""
     num_placeholders: int
     """Placeholder tokens of these images in the row of the text."""
 
@@ -225,12 +226,12 @@ class SampleMeasurer:
         dataset: Any dataset. For ``from_headers`` it has the methods of :class:`.LlavaDataset`.
         processor: Its processor.
         patch_size: Side of a patch in pixels.
-        run: :func:`map_samples` with ``num_workers`` and ``shows_bar``.
+        map_items: :func:`map_samples` with ``num_workers`` and ``shows_bar``.
     """
 
-    def __init__(self, dataset: Any, processor: Any, patch_size: int, run: Callable[..., Iterator[Any]]) -> None:
+    def __init__(self, dataset: Any, processor: Any, patch_size: int, map_items: Callable[..., Iterator[Any]]) -> None:
         self.dataset = dataset
-        self.run = run
+        self.map_items = map_items
         self.token_ids = torch.tensor(image_token_ids(processor))
         self.patch_size = patch_size
 
@@ -262,26 +263,27 @@ class SampleMeasurer:
 
     def from_headers(self, indices: Sequence[int]) -> dict[int, TableRow]:
         """Returns the rows of samples by index, without decoding their images. A sample that must be read has none."""
-        # A single row means that images of any size add it, so one size can stand for all. If it is None, for example
-        # because the processor cannot encode any image, samples with images get no row below, and are read.
+        # If each size adds the same row, one size can stand for all. That is also so if each gives None, for example
+        # because the processor cannot encode any image. Then samples with images get no row below, and are read.
         probe_rows = {self._added_by((size,)) for size in PROBE_SIZES}
-        measure_texts = partial(self._measure_texts, sizes_matter=len(probe_rows) > 1)
-        measured_rows = []
-        for batch in self.run(measure_texts, indices, batch_size=TEXTS_TOGETHER):
+        measure_without_images = partial(self._measure_without_images, sizes_matter=len(probe_rows) > 1)
+        measured_rows: list[TextRow | TableRow | None] = []
+        for batch in self.map_items(measure_without_images, indices, batch_size=TEXTS_TOGETHER):
             measured_rows.extend(batch)
         # The expensive part: one call of the processor for each distinct list of sizes.
         distinct_sizes = sorted({measured.sizes for measured in measured_rows if isinstance(measured, TextRow)})
-        added_rows = self.run(self._added_by, distinct_sizes)
-        additions = dict(zip(distinct_sizes, added_rows, strict=True))
+        added_rows = self.map_items(self._added_by, distinct_sizes)
+        added_row_of = dict(zip(distinct_sizes, added_rows, strict=True))
         rows: dict[int, TableRow] = {}
         for index, measured in zip(indices, measured_rows, strict=True):
+            row = measured
             if isinstance(measured, TextRow):
-                measured = self._add_images(measured.row, additions[measured.sizes])
-            if measured is not None:
-                rows[index] = measured
+                row = self._add_images(measured.row, added_row_of[measured.sizes])
+            if isinstance(row, TableRow):
+                rows[index] = row
         return rows
 
-    def _measure_texts(self, indices: Sequence[int], *, sizes_matter: bool) -> list[TextRow | TableRow | None]:
+    def _measure_without_images(self, indices: Sequence[int], *, sizes_matter: bool) -> list[TextRow | TableRow | None]:
         """Returns for each sample the row of its text, or its complete row if it has videos. None if it must be read.
 
         Args:
@@ -305,7 +307,7 @@ class SampleMeasurer:
             return None
         if row.image_tokens != added.num_placeholders:
             return None  # the user has written a placeholder token into the text
-        total = TableRow(*map(operator.add, row, added.row))
+        total = TableRow(*map(operator.add, row, added.difference))
         if not self.dataset.encoder.has_room(total.length, total.image_tokens):
             return None  # over a cap: reading it raises the error, or makes its media smaller (`fit.py`)
         return total
@@ -325,10 +327,10 @@ class SampleMeasurer:
             return None
         text_row = self.measure(text)
         row = self.measure(sample)
-        added = TableRow(*map(operator.sub, row, text_row))
-        if added.loss_tokens:  # images carry no loss, so the processor has changed the answer
+        difference = TableRow(*map(operator.sub, row, text_row))
+        if difference.loss_tokens:  # images carry no loss, so the processor has changed the answer
             return None
-        return AddedRow(added, text_row.image_tokens)
+        return AddedRow(difference, text_row.image_tokens)
 
     def _measure_videos(self, index: int) -> TableRow | None:
         """Returns the row of a sample with videos. None if it has no video, or is bad.

@@ -184,14 +184,14 @@ def _write_rows(
         disable=None,  # no bar if the output is not a terminal
         leave=False,
     ) as bar:
-        for row in bar:
-            if not isinstance(row, BadSampleError):
-                writer.write(row)
-            elif on_error == 'raise':
-                raise row
-            else:
-                skipped.append(str(row))
-                bar.write(f'skipped: {row}', file=sys.stderr)
+        for row_or_error in bar:
+            if not isinstance(row_or_error, BadSampleError):
+                writer.write(row_or_error)
+                continue
+            if on_error == 'raise':
+                raise row_or_error
+            skipped.append(str(row_or_error))
+            bar.write(f'skipped: {row_or_error}', file=sys.stderr)
     return skipped
 
 

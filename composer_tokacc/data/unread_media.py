@@ -6,15 +6,14 @@
 A medium is an image, a video or an audio. A key is refused if its value looks like one: a path or URL with the ending
 of a media file, a ``data:`` URI, base64 of such a file, bytes, or lists and objects of those. A key whose name says
 "image", "video", "audio" or "media" is refused as well, unless its value is a sentence, a count, a flag or empty.
-:func:`check_unread_keys` names two exceptions for both.
+:func:`_is_note` names two exceptions for both.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Container, Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from composer_tokacc.batch import MODALITIES
@@ -62,18 +61,15 @@ and a number."""
 _ID_KEY = re.compile(r'.*ids?(?:_?\d+)?')
 """Keys whose number is the id of a medium, such as ``image_id`` or ``image_id_2``. Under other keys a number is a
 count."""
-NO_COLUMN = ' (named by no column)'
-"""A suffix. :class:`.DatasetEntry` adds it to a key whose name announces a medium, if no column of media is named. With
-the suffix a name announces nothing, so the key is refused only if its value looks like a medium."""
 
 
 class MediaSign(NamedTuple):
     """A sign that a key holds a medium: a value that looks like one, or the name of the key."""
 
-    modality: str
-    """'' if the sign does not say which."""
-    file_name: str = ''
-    """Name of the file without folders. '' if the sign has no file name: it matches no medium that is read."""
+    modality: str | None
+    """None if the sign does not say which."""
+    file_name: str | None = None
+    """Name of the file without folders. None if the sign has no file name."""
     may_be_source: bool = False
     """Whether the key may only tell where a medium came from, while another key holds the medium. That may be so if the
     value is a URL of a network, or if only the name of the key is a sign."""
@@ -83,53 +79,80 @@ def check_unread_keys(
     data: Mapping[str, object],
     keys_read: Container[str],
     media: Sequence[Medium],
+    unnamed_media: Mapping[str, object],
 ) -> None:
     """Raises ValueError if a key that is not read looks like a medium.
-
-    A key may be a note about a medium that is read under another key. So a sign is allowed if it is the file name of a
-    medium that is read. It is also allowed if it may be a source and a medium of the same modality is read.
 
     Args:
         data: The record.
         keys_read: Keys whose values are used. Media in them are checked by their own rules.
         media: Media of the record that are read.
+        unnamed_media: As in :class:`.RawRecord`. Of these keys only the values are checked, not the names.
     """
     names_read = set()
-    modalities_read = set()
     for medium in media:
         names_read.update(os.path.basename(name) for name in medium.names)
-        modalities_read.update((medium.modality, ''))  # a sign without a modality may be about any medium
+    modalities_read = {medium.modality for medium in media}
     for key, value in data.items():
         if key in keys_read:
             continue
-        for sign in chain(_signs_in_value(value), _signs_in_key(str(key), value)):
-            is_source = sign.may_be_source and sign.modality in modalities_read
-            if not is_source and sign.file_name not in names_read:
-                raise InvalidInputError(_refusal(str(key), value, sign.modality))
+        signs = list(_signs_in_value(value))
+        sign_in_key = _sign_in_key(str(key), value)
+        if sign_in_key is not None:
+            signs.append(sign_in_key)
+        for sign in signs:
+            if not _is_note(sign, names_read, modalities_read):
+                key_to_use = _key_to_use(str(key), value, sign)
+                raise InvalidInputError(
+                    f'{_problem_of(str(key), value)}. Call it `{key_to_use}` if it is one. If not, take it out'
+                )
+    for key, value in unnamed_media.items():
+        for sign in _signs_in_value(value):
+            if not _is_note(sign, names_read, modalities_read):
+                key_to_use = _key_to_use(key, value, sign)
+                problem = _problem_of(f'{key} (named by no column)', value)
+                # An entry that names any column has no default columns, so it must name all.
+                raise InvalidInputError(
+                    f'{problem}. Name it in `columns` of `dataset_info.json` as `{key_to_use}`, beside all other '
+                    f'columns that are read, or write `"{key_to_use}": null` there, which ignores such keys'
+                )
+
+
+def _is_note(sign: MediaSign, names_read: Container[str | None], modalities_read: Collection[str]) -> bool:
+    """Tells whether a key with this sign may be a note about a medium that is read under another key.
+
+    That may be so if the sign is the file name of such a medium, or if it may be a source and a medium of the same
+    modality is read. A sign without a modality may be about any medium.
+    """
+    if sign.file_name in names_read:
+        return True
+    if sign.modality is None:
+        return sign.may_be_source and len(modalities_read) > 0
+    return sign.may_be_source and sign.modality in modalities_read
 
 
 def _signs_in_value(value: object) -> Iterator[MediaSign]:
     """Yields a sign for everything in a value that looks like a medium."""
     for leaf in leaves_of(value):
         if isinstance(leaf, bytes | EmbeddedFile):
-            yield MediaSign('')
+            yield MediaSign(modality=None)
         elif isinstance(leaf, str):
-            yield from _signs_in_text(leaf)
+            sign = _sign_in_text(leaf)
+            if sign is not None:
+                yield sign
 
 
-def _signs_in_text(text: str) -> Iterator[MediaSign]:
-    """Yields a sign if a text is a ``data:`` URI, base64 of a file, or the path or URL of a media file."""
+def _sign_in_text(text: str) -> MediaSign | None:
+    """Returns a sign if a text is a ``data:`` URI, base64 of a file, or the path or URL of a media file."""
     data_uri = _DATA_URI.match(text)
     if data_uri:
-        modality = data_uri[1].lower()
-        yield MediaSign(modality if modality in MODALITIES else '')
-        return
+        type_name = data_uri[1].lower()  # `image` in `data:image/png`
+        return MediaSign(type_name if type_name in MODALITIES else None)
     if _BASE64.fullmatch(text):
-        yield MediaSign('')
-        return
+        return MediaSign(modality=None)
     scheme = URL_SCHEME.match(text)
     if '\n' in text or (scheme is None and '://' in text):
-        return  # neither a text of several lines nor a text around a URL is a path
+        return None  # neither a text of several lines nor a text around a URL is a path
     path = text.strip()
     if scheme:
         path = re.split('[?#]', path)[0]
@@ -137,9 +160,10 @@ def _signs_in_text(text: str) -> Iterator[MediaSign]:
     file_name = os.path.basename(path)
     _, dot, ending = file_name.rpartition('.')
     modality = MODALITY_OF_ENDING.get(ending.lower())
-    if dot and modality:
-        is_in_network = scheme is not None and scheme[0].lower() != 'file://'
-        yield MediaSign(modality, file_name, is_in_network)
+    if not dot or modality is None:
+        return None
+    is_in_network = scheme is not None and scheme[0].lower() != 'file://'
+    return MediaSign(modality, file_name, may_be_source=is_in_network)
 
 
 def announces_medium(key: str) -> bool:
@@ -147,40 +171,39 @@ def announces_medium(key: str) -> bool:
     return _ANNOUNCING_KEY.fullmatch(key.lower()) is not None
 
 
-def _signs_in_key(key: str, value: object) -> Iterator[MediaSign]:
-    """Yields a sign if the name of a key announces a medium.
+def _sign_in_key(key: str, value: object) -> MediaSign | None:
+    """Returns a sign if the name of a key announces a medium.
 
-    Yields nothing if the value is a sentence, a count, a fraction or a flag, or is empty, because then it is not a
+    Returns None if the value is a sentence, a count, a fraction or a flag, or is empty, because then it is not a
     medium.
     """
     match = _ANNOUNCING_KEY.fullmatch(key.lower())
     if match is None:
-        return
-    # A path may have spaces, too. If it is that of a media file, `_signs_in_text` yields a sign.
+        return None
+    # A path may have spaces, too. If it is that of a media file, `_sign_in_text` returns a sign.
     is_sentence_or_space = isinstance(value, str) and len(value.split()) != 1
     is_count = isinstance(value, int) and not _ID_KEY.fullmatch(key.lower())
     is_flag_or_fraction = isinstance(value, bool | float)
     if is_sentence_or_space or is_count or is_flag_or_fraction or not is_given(value):
-        return
+        return None
     # The pattern has a group for each modality, and no others.
-    yield MediaSign(match.lastgroup or '', may_be_source=True)
+    return MediaSign(match.lastgroup, may_be_source=True)
 
 
-def _refusal(key: str, value: object, modality: str) -> str:
-    """Returns the message that refuses a key, with the key to use instead. ``modality`` comes from the sign."""
-    # A .mp4 file is a video under any key. But if the value looks like an image, or does not show its modality, the
-    # name of the key decides, because images under `frames` are a video.
-    if modality in ('', 'image'):
-        for sign in _signs_in_key(key.removesuffix(NO_COLUMN), value):
-            modality = sign.modality or modality
-    key_to_use = f'{modality or "image"}s'  # takes one file or a list
-    problem = (
-        f'`{key[:60]}` looks like an image, a video or an audio, but this key is not read, got: {short_repr(value)}'
-    )
-    if key.endswith(NO_COLUMN):
-        # An entry that names any column has no default columns, so it must name all.
-        return (
-            f'{problem}. Name it in `columns` of `dataset_info.json` as `{key_to_use}`, beside all other columns that '
-            f'are read, or write `"{key_to_use}": null` there, which ignores such keys'
-        )
-    return f'{problem}. Call it `{key_to_use}` if it is one. If not, take it out'
+def _key_to_use(key: str, value: object, sign: MediaSign) -> str:
+    """Returns the key that should hold the medium, such as ``images``. Its value is one file, or a list.
+
+    A .mp4 file is a video under any key. But if the value looks like an image, or does not show its modality, the name
+    of the key decides, because images under ``frames`` are a video.
+    """
+    modality = sign.modality
+    if modality in (None, 'image'):
+        sign_in_key = _sign_in_key(key, value)
+        if sign_in_key is not None and sign_in_key.modality is not None:
+            modality = sign_in_key.modality
+    return f'{modality or "image"}s'
+
+
+def _problem_of(key: str, value: object) -> str:
+    """Returns the first part of the message that refuses a key."""
+    return f'`{key[:60]}` looks like an image, a video or an audio, but this key is not read, got: {short_repr(value)}'

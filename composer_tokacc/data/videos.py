@@ -1,68 +1,32 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Reads videos and audio with PyAV, and refuses files that are cut or damaged.
+"""Chooses the frames of videos, and reads them with PyAV.
 
-The first part of this file chooses frames. The second opens files and checks that they are complete. The third reads
-audio, and the last reads videos. Error messages call a file "it", because the caller puts its name before the message.
-
-A timestamp is the moment at which a frame is shown, as a whole number in the units of its stream's ``time_base``, a
-fraction of a second.
+The first part of this file chooses frames, the second reads them. What a timestamp is: :mod:`.containers`.
 """
 
 from __future__ import annotations
 
-import os
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain, pairwise
-from os import PathLike
-from typing import TYPE_CHECKING, Any, BinaryIO, Literal, NamedTuple
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
+from composer_tokacc.data.containers import check_duration, end_of, open_stream, timestamp_of
 from composer_tokacc.data.images import read_image
 from composer_tokacc.data.records import MediaFile, is_from_file
 from composer_tokacc.refusals import InvalidInputError
 
 if TYPE_CHECKING:
-    from av import AudioFrame, AudioStream, Packet, VideoFrame
+    from av import VideoFrame
     from av.container import InputContainer
     from av.video.stream import VideoStream
 
-MAX_MISSING_SHARE = 0.05
-"""Share of a duration that may be missing, because the durations in headers are rounded or estimated."""
-MEDIA_CONTAINERS = 'aiff,asf,au,avi,flac,flv,gif,ivf,matroska,mov,mp3,mxf,nistsphere,ogg,tta,wav,wv'
-"""Containers that are read, by FFmpeg's names. Each is a single file. Playlists are not read, because they name other
-files, which may lie outside of the media folder. Transport streams, elementary streams, caf, nut, voc and w64 are not
-read, because they may end anywhere, so a missing half could not be noticed."""
-STEADY_CONTAINERS = (
-    'aiff',
-    'flac',
-    'mp3',
-    'ogg',
-    'tta',
-    'wav',
-    'wv',
-)
-"""Containers whose audio has no gaps, so a gap means damage. In others it may be a pause of the recording."""
-HEAD_BYTES = 4096
-"""Bytes at the start of a file that are searched for the mark of its format, and for the segment of a Matroska file."""
-MAX_OGG_PAGE = 27 + 255 + 255 * 255
-"""Bytes of the longest page of an Ogg file: a header, a size for each of 255 segments, and 255 bytes in each."""
-MIN_UNKNOWN_SIZE = 2**31 - 2**16
-"""From this value on, the size in the header of a WAV or AIFF file means that the size is unknown. So does 0. Programs
-that write to a pipe write 0, or a size near 2**31 or 2**32 bytes."""
-MAX_SAMPLE = 2**20
-"""Limit for the absolute values of audio samples. Full scale is 1, or 2**15 if a program did not scale 16-bit integers.
-Values far above that are damage, and a model's audio features would overflow."""
-MAX_SECONDS = 6 * 3600
-"""Longest audio. At 16,000 float32 samples a second it takes 1.3 GiB."""
-MIN_SECONDS = 0.05
-"""Shortest audio. No model makes a token of a shorter one."""
 DEFAULT_FPS = 2.0
 MAX_SAMPLING_NUMBER = 1e6
 """Limit for the numbers of :class:`VideoSampling`. A larger one is a mistake, such as a number of bytes."""
@@ -92,10 +56,11 @@ class VideoSampling:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if value is None and name in ('num_frames', 'fps'):
+            may_be_none = name in ('num_frames', 'fps')
+            if value is None and may_be_none:
                 continue
-            is_number = type(value) is int or (name == 'fps' and type(value) is float)
-            if value is None or not is_number or not 0 < value < MAX_SAMPLING_NUMBER:
+            has_right_type = type(value) is int or (type(value) is float and name == 'fps')
+            if value is None or not has_right_type or not 0 < value < MAX_SAMPLING_NUMBER:
                 raise InvalidInputError(
                     f'`{name}` must be a positive number below {MAX_SAMPLING_NUMBER:,.0f} (only `fps` may have a '
                     f'fraction), got: {value!r:.100}'
@@ -172,273 +137,7 @@ def make_video(frames: Sequence[np.ndarray], frame_numbers: list[int], num_steps
     return Video(stacked, metadata)
 
 
-# Opening files, and checks that they are complete.
-
-
-@contextmanager
-def _open_stream(file: MediaFile, modality: Literal['video', 'audio']) -> Iterator[tuple[InputContainer, Any]]:
-    """Opens a file with PyAV. Yields the container and its first stream of the modality.
-
-    Refuses a file without its end, without such a stream, or of a format that is not supported. The stream must not be
-    used afterwards, because its memory is freed when the container is closed.
-    """
-    import av.logging
-    from av.stream import Disposition
-
-    if isinstance(file, PathLike):
-        with open(file, 'rb') as opened:
-            _check_last_bytes(opened)
-        # The absolute path, because FFmpeg takes a name such as `12:30.mp4` for an address.
-        source = os.path.abspath(file)
-    else:
-        _check_last_bytes(file)
-        file.seek(0)
-        source = file
-    if av.logging.get_level() is None:  # else the user has set it, or torchvision before 0.23
-        # With a level, the errors of PyAV hold FFmpeg's reason. PANIC prints nothing.
-        av.logging.set_level(av.logging.PANIC)
-    try:
-        container = av.open(
-            source,
-            mode='r',
-            options={'format_whitelist': MEDIA_CONTAINERS},
-            metadata_errors='replace',  # tags may be in any encoding. They are not read
-        )
-    except ValueError as error:
-        if 'whitelist' not in str(error):  # FFmpeg's message about other containers has this word
-            raise
-        raise InvalidInputError(
-            f'it is in a container that is not supported. Convert it to mp4, mkv or wav. Supported: {MEDIA_CONTAINERS}'
-        ) from error
-    with container:
-        streams = getattr(container.streams, modality)
-        # The picture on the cover of a song is also a stream of video.
-        candidates = [stream for stream in streams if not stream.disposition & Disposition.attached_pic]
-        if not candidates:
-            raise InvalidInputError(f'it holds no {modality}')
-        stream = candidates[0]
-        if stream.codec_context is None:
-            raise InvalidInputError('it is in a codec that is not known. Convert it to mp4, flac or wav')
-        # One thread, because several may deadlock: they wait for Python to write a log line, and Python waits for them.
-        stream.codec_context.thread_count = 1
-        yield container, stream
-
-
-def _check_last_bytes(file: BinaryIO) -> None:
-    """Refuses a file whose end is missing, if its format marks the end or says the size.
-
-    FFmpeg may read such a file up to the missing part without an error. All files are also checked by their duration,
-    see :func:`_check_end`.
-    """
-    file.seek(0)
-    head = file.read(HEAD_BYTES)
-    file_size = file.seek(0, os.SEEK_END)
-    file.seek(max(0, file_size - MAX_OGG_PAGE))
-    last_bytes = file.read()
-    is_complete = True
-    if head.startswith(b'OggS'):
-        is_complete = _ends_with_last_ogg_page(last_bytes)
-    elif head.startswith(b'\x1aE\xdf\xa3'):  # also WebM
-        is_complete = _is_complete_matroska(file, file_size, head)
-    elif head.startswith(b'RIFF') and head[8:12] == b'WAVE':
-        is_complete = _has_complete_chunk(file, file_size, b'data', 'little')
-    elif head.startswith(b'FORM') and head[8:12] in (b'AIFF', b'AIFC'):
-        is_complete = _has_complete_chunk(file, file_size, b'SSND', 'big')
-    elif head.startswith(b'GIF8'):
-        is_complete = last_bytes.rstrip(b'\0').endswith(b';')  # the trailer. Zeros may follow it
-    if not is_complete:
-        raise InvalidInputError('its end is missing')
-
-
-def _ends_with_last_ogg_page(last_bytes: bytes) -> bool:
-    """Tells whether the last page in an Ogg file is complete, and marked as the last page of a stream.
-
-    Args:
-        last_bytes: The last bytes of the file, at least the longest page, or the whole file.
-    """
-    start = last_bytes.rfind(b'OggS')
-    page = last_bytes[start:]
-    if start < 0 or len(page) < 27:  # a header has 27 bytes
-        return False
-    # Byte 5 holds flags (4: the last page), byte 26 the number of segments. A byte for the size of each follows.
-    is_marked = bool(page[5] & 4)
-    num_segments = page[26]
-    segment_sizes = page[27 : 27 + num_segments]
-    return is_marked and len(page) >= 27 + num_segments + sum(segment_sizes)
-
-
-def _is_complete_matroska(file: BinaryIO, file_size: int, head: bytes) -> bool:
-    """Tells whether the segment of a Matroska file, which holds everything, ends inside the file.
-
-    The segment begins with an id. Its size comes next, in one to eight bytes. The first of these bytes begins with a
-    zero bit for each further byte, and a 1. All bits after this 1 are the size. If each of them is 1, the writer did
-    not know the size.
-
-    Args:
-        file: The open file.
-        file_size: Its size in bytes.
-        head: Its first bytes.
-    """
-    segment_id = b'\x18S\x80g'
-    offset_of_id = head.find(segment_id)
-    if offset_of_id < 0:
-        return True  # FFmpeg reports the missing segment
-    offset = offset_of_id + len(segment_id)
-    file.seek(offset)
-    size_bytes = file.read(8)
-    if not size_bytes:
-        return False
-    num_bytes = 9 - size_bytes[0].bit_length()
-    all_size_bits = (1 << 7 * num_bytes) - 1
-    length = int.from_bytes(size_bytes[:num_bytes], 'big') & all_size_bits
-    is_unknown = length == all_size_bits
-    return is_unknown or offset + num_bytes + length <= file_size
-
-
-def _has_complete_chunk(
-    file: BinaryIO,
-    file_size: int,
-    chunk_id: bytes,
-    byteorder: Literal['little', 'big'],
-) -> bool:
-    """Tells whether the chunk that holds the samples of a WAV or AIFF file ends inside the file.
-
-    A chunk begins with its id and the length of its content in bytes, four bytes each.
-    """
-    offset = 12  # the first chunk comes after `RIFF` or `FORM`, the size of the file, and the name of the format
-    while offset + 8 <= file_size:
-        file.seek(offset)
-        head = file.read(8)
-        length = int.from_bytes(head[4:], byteorder)
-        if head[:4] == chunk_id:
-            is_unknown = length == 0 or length >= MIN_UNKNOWN_SIZE
-            return is_unknown or offset + 8 + length <= file_size
-        offset += 8 + length + length % 2  # chunks begin at even offsets
-    return True  # FFmpeg reports the missing chunk
-
-
-def _check_end(container: InputContainer, end: float) -> None:
-    """Refuses a file that ends earlier than its header says.
-
-    Args:
-        container: The open file. Its header gives the duration of the longest stream.
-        end: Time at which the last packet of any stream ends, in seconds.
-    """
-    if container.duration is None:
-        raise InvalidInputError('it does not say how long it is. Write it again: `ffmpeg -i FILE -c copy other.mkv`')
-    duration = container.duration / 1e6  # PyAV counts the times of a container in microseconds
-    start = (container.start_time or 0) / 1e6
-    if container.format.name.startswith('matroska'):
-        start = 0  # its duration may count from 0, even if the video begins later
-    seconds = end - start
-    if seconds < _fewest_seconds(duration, container):
-        raise InvalidInputError(f'it ends after {seconds:.1f} of {duration:.1f} s')
-
-
-def _fewest_seconds(duration: float, container: InputContainer) -> float:
-    """Returns how many seconds a file or stream of this duration must at least have to count as complete."""
-    # The last packet may have no duration. It holds one frame, up to 0.5 s of a video. The first packets of an audio
-    # may fill the decoder, which returns nothing for them: up to 0.2 s (MP3 with 8,000 samples a second).
-    tolerance = 0.5 if container.streams.video else 0.2
-    return duration * (1 - MAX_MISSING_SHARE) - tolerance
-
-
-def _end_of(packet: Packet) -> float:
-    """Returns the time at which a packet ends, in seconds. 0 if it has no time, or no content."""
-    timestamp = _timestamp_of(packet)
-    if timestamp is None:
-        return 0.0
-    end = timestamp + (packet.duration or 0)
-    return float(end * packet.time_base)
-
-
-def _timestamp_of(packet: Packet) -> int | None:
-    """Returns the timestamp of the frame in a packet. None if the packet has no time, or no content.
-
-    Some containers, such as AVI, say only when a frame is decoded. Then this time is taken.
-    """
-    if not packet.size:  # it only marks the end of a stream
-        return None
-    return packet.dts if packet.pts is None else packet.pts
-
-
-# Audio.
-
-
-def read_audio(file: MediaFile, sampling_rate: int) -> np.ndarray:
-    """Returns the audio as mono, float32 ``(samples,)``, with ``sampling_rate`` samples a second.
-
-    Refuses audio that is damaged, too short or too long.
-    """
-    import av
-
-    with _open_stream(file, 'audio') as (container, stream):
-        stream.codec_context.options = {'err_detect': 'crccheck+explode'}  # refuses a FLAC frame with a wrong checksum
-        # `flt` interleaves the channels. `fltp`, a plane for each channel, crashes PyAV for eight channels or more.
-        resampler = av.AudioResampler(format='flt', rate=sampling_rate)
-        pieces = []
-        num_samples = 0
-        for frame in chain(_audio_frames(container, stream), [None]):  # None flushes the resampler
-            for piece in resampler.resample(frame):
-                samples = piece.to_ndarray().reshape(-1, piece.layout.nb_channels)
-                pieces.append(samples.mean(axis=1))
-                num_samples += len(samples)
-            if num_samples > MAX_SECONDS * sampling_rate:
-                raise InvalidInputError(f'it is longer than {MAX_SECONDS} s. Cut it')
-    if num_samples < MIN_SECONDS * sampling_rate:
-        raise InvalidInputError(f'it must be at least {MIN_SECONDS} s, got: {num_samples / sampling_rate} s')
-    audio = np.concatenate(pieces)
-    if not (np.abs(audio) < MAX_SAMPLE).all():
-        raise InvalidInputError(f'it holds samples that are not finite, or above {MAX_SAMPLE}')
-    return audio
-
-
-def _audio_frames(container: InputContainer, stream: AudioStream) -> Iterator[AudioFrame]:
-    """Yields the frames of the audio. Refuses a file that is cut, or lacks a part of the audio.
-
-    This must be checked, because the decoder leaves out damaged frames without an error. A gap is refused before the
-    frame after it, and a file that is too short after its last frame. All times are in seconds.
-    """
-    is_steady = container.format.name in STEADY_CONTAINERS
-    end_of_file = 0.0  # end of the last packet of any stream: the pictures of a video may be longer than its audio
-    packet_times = []  # starts and ends of the packets of the audio
-    decoded_seconds = 0.0
-    end_of_audio = None  # end of the last decoded frame
-    for packet in container.demux():
-        end_of_file = max(end_of_file, _end_of(packet))
-        if packet.stream is not stream:
-            continue
-        timestamp = _timestamp_of(packet)
-        if timestamp is not None:
-            packet_times.append(float(timestamp * packet.time_base))
-            packet_times.append(_end_of(packet))
-        for frame in stream.decode(packet):
-            frame_seconds = frame.samples / frame.sample_rate
-            start = frame.time
-            if start is None:  # it follows the frame before it
-                start = end_of_audio or 0.0
-            # A gap of more than half a frame does not come from rounding. A frame is missing.
-            if is_steady and end_of_audio is not None and start - end_of_audio > frame_seconds / 2:
-                gap = start - end_of_audio
-                raise InvalidInputError(f'{gap:.3f} s of it cannot be decoded, at {end_of_audio:.2f} s: it is damaged')
-            end_of_audio = start + frame_seconds
-            decoded_seconds += frame_seconds
-            yield frame
-    if end_of_audio is None:
-        raise InvalidInputError('it holds no audio')
-    _check_end(container, max(end_of_file, end_of_audio))  # packets may have no duration, but frames have one
-    if stream.duration is not None and stream.time_base is not None:
-        duration = float(stream.duration * stream.time_base)
-    else:  # some containers do not have a duration for each stream
-        duration = max(packet_times, default=0.0) - min(packet_times, default=0.0)
-    if decoded_seconds < _fewest_seconds(duration, container):
-        raise InvalidInputError(
-            f'only {decoded_seconds:.1f} of its {duration:.1f} s of audio can be decoded: it is damaged, or has '
-            'pauses. Write it again, with silence for the pauses: `ffmpeg -i FILE -af aresample=async=1 other.wav`'
-        )
-
-
-# Videos.
+# Reading videos.
 
 
 def read_frames(files: Sequence[MediaFile], sampling: VideoSampling) -> Video:
@@ -473,7 +172,7 @@ def read_video(file: MediaFile, sampling: VideoSampling, *, shapes_only: bool = 
 
     With ``shapes_only``, the first of them is decoded and returned for each. That is enough to measure lengths.
     """
-    with _open_stream(file, 'video') as (container, stream):
+    with open_stream(file, 'video') as (container, stream):
         timestamps, key_timestamps = _read_timestamps(container, stream)
         times = [float((timestamp - timestamps[0]) * stream.time_base) for timestamp in timestamps]
         # The step is measured. The rate in the header may belong to another stream, or be the tick rate of a clock.
@@ -534,8 +233,8 @@ def _read_timestamps(container: InputContainer, stream: VideoStream) -> tuple[li
     for packet in container.demux():
         if packet.is_corrupt:
             raise InvalidInputError('it is cut in the middle of a frame, or damaged')
-        end_of_file = max(end_of_file, _end_of(packet))
-        timestamp = _timestamp_of(packet)
+        end_of_file = max(end_of_file, end_of(packet))
+        timestamp = timestamp_of(packet)
         if timestamp is None:
             continue
         if packet.stream is not stream or packet.is_discard:  # a discarded frame is not shown
@@ -545,7 +244,7 @@ def _read_timestamps(container: InputContainer, stream: VideoStream) -> tuple[li
             key_timestamps.append(timestamp)
     if not timestamps:
         raise InvalidInputError('it holds no frames that have a time')
-    _check_end(container, end_of_file)
+    check_duration(container, end_of_file)
     return sorted(timestamps), sorted(key_timestamps)
 
 
@@ -567,7 +266,7 @@ def _decode_frames(
     # The first attempt jumps to key frames. A jump may go past a frame, if the container has no index or a wrong one.
     # So if a frame is missing, the second attempt decodes everything from the start, without jumps.
     for jump_timestamps in (key_timestamps, []):
-        with _open_stream(file, 'video') as (container, stream):
+        with open_stream(file, 'video') as (container, stream):
             frames = _take_frames(container, stream, timestamps, jump_timestamps)
         if [frame.pts for frame in frames] == timestamps:
             break
@@ -606,28 +305,50 @@ def _take_frames(
             timestamps, the last one is jumped to.
     """
     taken_frames = []
+    # The timestamp at which decoding has started. In a file that was just opened, it starts at the first key frame.
     decoded_from = timestamps[0]
-    if jump_timestamps:  # decoding a file that was just opened starts at its first key frame
+    if jump_timestamps:
         decoded_from = jump_timestamps[0]
     frames = container.decode(stream)
-    frame = None
+    frame = None  # the last frame that was decoded since the last jump. None: no frame yet, or the file has ended
     for timestamp in timestamps:
-        num_jumps_before = bisect_right(jump_timestamps, timestamp)
-        if num_jumps_before and jump_timestamps[num_jumps_before - 1] != decoded_from:
-            decoded_from = jump_timestamps[num_jumps_before - 1]
-            container.seek(decoded_from, stream=stream)
+        key_timestamp = decoded_from
+        num_keys_before = bisect_right(jump_timestamps, timestamp)
+        if num_keys_before > 0:
+            key_timestamp = jump_timestamps[num_keys_before - 1]
+        if key_timestamp != decoded_from:
+            container.seek(key_timestamp, stream=stream)
+            decoded_from = key_timestamp
             frames = container.decode(stream)
             frame = None
-        while frame is None or frame.pts is None or frame.pts < timestamp:
-            frame = next(frames, None)
-            if frame is None:
-                break  # the file has ended
-            # An earlier frame may be marked as damaged, because it needs a key frame that was not decoded.
-            if frame.is_corrupt and frame.pts is not None and frame.pts >= decoded_from:
-                raise InvalidInputError(f'its frame at {frame.time:.2f} s is damaged')
+        frame = _first_frame_from(timestamp, frame, frames, decoded_from)
         if frame is not None:
             taken_frames.append(frame)
     return taken_frames
+
+
+def _first_frame_from(
+    timestamp: int,
+    frame: VideoFrame | None,
+    next_frames: Iterator[VideoFrame],
+    decoded_from: int,
+) -> VideoFrame | None:
+    """Returns the first frame that is shown at a timestamp or later. None if the file ends before. Refuses damage.
+
+    Args:
+        timestamp: The timestamp.
+        frame: The frame that was decoded last. It is returned if it is not shown before the timestamp.
+        next_frames: Decodes the frames after it.
+        decoded_from: The timestamp at which decoding has started.
+    """
+    while frame is None or frame.pts is None or frame.pts < timestamp:
+        frame = next(next_frames, None)
+        if frame is None:
+            return None
+        # An earlier frame may be marked as damaged, because it needs a key frame that was not decoded.
+        if frame.is_corrupt and frame.pts is not None and frame.pts >= decoded_from:
+            raise InvalidInputError(f'its frame at {frame.time:.2f} s is damaged')
+    return frame
 
 
 def _turn_upright(frame: np.ndarray, matrix: bytes | None) -> np.ndarray:

@@ -275,6 +275,16 @@ def test_messages_of_a_wrong_form_are_refused():
         encoder([])
 
 
+@pytest.mark.parametrize('key', ['reasoning_content', 'tool_calls', 'name'])
+def test_keys_of_messages_are_not_dropped(key):
+    """Chat templates read such keys, but the encoder hands on only the role and the content."""
+    encoder = ConversationEncoder(small())
+    with pytest.raises(ValueError, match=rf'`messages` must .*`{key}`'):
+        encoder([user('Which colour?'), {**assistant('Red.'), key: 'Blood is red.'}])
+    sample = encoder([user('Which colour?'), {**assistant('Red.'), key: None, 'id': 1, 'weight': 1}])
+    assert learned_text(sample, encoder.tokenizer) == 'Red.<|end|>'
+
+
 SPOKEN = [
     user('What is <|end|>?'),
     assistant('Yes.<|end|><|user|> No.'),

@@ -19,6 +19,7 @@ from composer_tokacc.data import (
     image_token_ids,
     length_table,
 )
+from composer_tokacc.data.conversation import AudioWindow
 from composer_tokacc.data.files import read_records
 from composer_tokacc.data.fit import PROBE_FRAMES, FittingEncoder, find_pixel_coordinates, share_of
 from composer_tokacc.data.media import open_files
@@ -172,8 +173,7 @@ def test_fewer_frames_of_many(processor, tmp_path):
 def test_long_audio_is_encoded_once(tmp_path, monkeypatch):
     """Only the first one is encoded twice: with noise at its end, which shows whether the processor reads it."""
     encoder = FittingEncoder(MEDIA['qwen2_5_omni']().processor, max_length=1000)
-    encoder._audio_window = 1600  # samples: the sound is longer
-    encoder._longest_read_audio = 1600
+    encoder._audio_window = AudioWindow(1600)  # samples: the sound is longer
     write_sound(tmp_path / 'sound.wav', sine(1))
     path = write_json(tmp_path, [{'audios': ['sound.wav'], **record_of('sound', ['audio'])}])
     (record,) = read_records(path)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import gzip
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from composer_tokacc.data.files import read_raw_records
 from composer_tokacc.data.formats import parse_record
 from composer_tokacc.data.llama_factory import DatasetEntry
 from composer_tokacc.data.media import decode_media, open_files
+from composer_tokacc.data.records import RawRecord
 from tests.data.chat_processors import learned_text, small
 from tests.support.conversations import DATASET_NAME, parse, png, turns, write_dataset_info, write_json
 
@@ -891,3 +893,14 @@ def test_embedded_images_change_the_fingerprint(folder):
         fingerprints.append(dataset.fingerprint())
     red, blue, red_again = fingerprints
     assert red == red_again != blue
+
+
+def test_value_that_is_nested_too_deep():
+    """In Python 3.13 `json` decodes more brackets within brackets than a function of Python can walk through."""
+    nested = []
+    for _ in range(sys.getrecursionlimit()):
+        nested = [nested]
+    with pytest.raises(BadSampleError, match=r'"deep".*brackets within brackets, too deep'):
+        parse_record(RawRecord('data.json', 'line 1', {'id': 'deep', 'messages': [QUESTION, ANSWER], 'note': nested}))
+    with pytest.raises(BadSampleError, match=r'"line 1".*brackets within brackets, too deep'):
+        parse_record(RawRecord('data.json', 'line 1', {'id': nested}))

@@ -21,7 +21,15 @@ from tokenizers.normalizers import Lowercase
 from tokenizers.pre_tokenizers import PreTokenizer
 
 from composer_tokacc.cache import cache_folder
-from composer_tokacc.data import ConversationEncoder, LengthTable, count_patches, lengths, patch_size_of, sizes
+from composer_tokacc.data import (
+    ConversationEncoder,
+    LengthTable,
+    count_patches,
+    identify_data,
+    lengths,
+    patch_size_of,
+    sizes,
+)
 from composer_tokacc.data.lengths import build_length_table, length_table, table_name
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.programs import load_config
@@ -215,6 +223,12 @@ def test_fingerprint_of_a_dataset_reads_nothing():
     with mock.patch.object(DigitsDataset, '__getitem__') as read:
         assert table_name(dataset, dataset.processor) != name
     assert not read.called
+
+
+def test_attribute_that_is_no_method_is_ignored():
+    """A dataset of a user may have an attribute `identity` of any kind."""
+    dataset = SimpleNamespace(identity='of the dataset', fingerprint=lambda: 'a')
+    assert identify_data(dataset) == identify_data(SimpleNamespace(fingerprint=lambda: 'a'))
 
 
 def test_name_with_a_pre_tokenizer_in_python():

@@ -19,7 +19,7 @@ pytest.importorskip('av')
 
 import av
 
-from composer_tokacc.data import BadSampleError, VideoSampling, videos
+from composer_tokacc.data import BadSampleError, VideoSampling, containers, videos
 from composer_tokacc.data.images import image_size
 from composer_tokacc.data.media import decode_media, open_files
 from composer_tokacc.data.records import Medium, Record, Turn
@@ -293,7 +293,7 @@ def test_bad_file_is_named(tmp_path):
 
 def test_ogg_page_needs_its_mark():
     """The bytes behind an Ogg file may look like the rest of a page."""
-    assert not videos._ends_with_last_ogg_page(b'\4' * 70)
+    assert not containers._ends_with_last_ogg_page(b'\4' * 70)
 
 
 def with_space_before_segment(content, size):
@@ -527,7 +527,7 @@ def overwritten_memory():
 
 def test_missing_frames_are_counted(tmp_path, overwritten_memory):
     path = write_video(tmp_path / 'a.mp4')
-    with videos._open_stream(path, 'video') as (container, stream):
+    with containers.open_stream(path, 'video') as (container, stream):
         stamps, key_stamps = videos._read_timestamps(container, stream)
         stamps.append(2 * stamps[-1])
     with pytest.raises(ValueError, match='the last 1 of its 11 chosen frames cannot be decoded'):
@@ -537,11 +537,11 @@ def test_missing_frames_are_counted(tmp_path, overwritten_memory):
 def test_damage_before_first_key_frame(tmp_path):
     """The time of one frame is wrong, so everything is decoded. Then earlier frames are not excused by a jump."""
     path = write_video(tmp_path / 'a.mp4')
-    with videos._open_stream(path, 'video') as (container, stream):
+    with containers.open_stream(path, 'video') as (container, stream):
         packets = [(packet.pos, packet.size) for packet in container.demux(stream)]
     position, size = packets[3]
     replace_bytes(path, position + size // 2, bytes(size - size // 2))
-    with videos._open_stream(path, 'video') as (container, stream):
+    with containers.open_stream(path, 'video') as (container, stream):
         stamps, _ = videos._read_timestamps(container, stream)
     stamps[1] += 1
     with pytest.raises(ValueError, match=r'its frame at 0\.30 s is damaged'):
