@@ -238,7 +238,6 @@ def _find_entry(file: str, name: str) -> DatasetEntry:
 def _read_table(path: str, split: str | None) -> Iterator[RawRecord]:
     """Yields the rows of a table. Their media stay in the table until they are decoded."""
     table = _open_table(path, split)
-    path_with_split = path if split is None else f'{path}#{split}'
     # Here all rows are read, and `table[index]` would decode their images. So the rows are read in Arrow's format, and
     # `_ArrowRow` decodes them by features (types of columns) that leave media as bytes.
     feature_of_column = _without_decoding(table.features)
@@ -246,7 +245,7 @@ def _read_table(path: str, split: str | None) -> Iterator[RawRecord]:
     arrow_table = table.with_format('arrow')
     for index in range(len(arrow_table)):
         row = _ArrowRow(arrow_table, features, index)
-        yield RawRecord(path_with_split, f'row {index}', _replace_bytes(row.decode(), row, ()))
+        yield RawRecord(path, f'row {index}', _replace_bytes(row.decode(), row, ()))
 
 
 def _open_table(path: str, split: str | None) -> Dataset:

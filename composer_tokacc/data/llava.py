@@ -46,9 +46,8 @@ log = logging.getLogger(__name__)
 class LlavaDataset(Dataset):
     """Conversations about images, videos and audio. Loss is on the answers of the assistant and their ending tokens.
 
-    With several files, each sample carries the name of its file as ``source``, such as ``a.json``, or ``table#train``
-    for a split. If two of them have the same name, it is the path below the folder that all files have in common, such
-    as ``a/train.json``.
+    With several files each sample carries the name of its file as ``source``. If two of them have the same name, it is
+    the path below the folder that all files have in common, such as ``a/train.json``.
 
     A bad sample is never replaced, and never dropped during training, so that every rank has the same samples at the
     same indices. With ``on_error='raise'`` a bad record raises at the start. An unreadable file, or a sample over

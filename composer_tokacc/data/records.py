@@ -89,7 +89,7 @@ class RawRecord(NamedTuple):
     """The entry of a file for one sample, before anything is checked."""
 
     path: str
-    """The file, or ``file#split`` if the user has named the split of a table."""
+    """The file."""
     where: str
     """Its place in the file, such as ``line 3``, ``entry 3`` or ``row 3``."""
     data: object

@@ -155,17 +155,6 @@ def test_bad_rows_are_named(tmp_path):
         dataset[0]
 
 
-def test_splits_of_a_table_are_named(tmp_path):
-    """Rows of two splits have the same numbers, so the name of the split tells them apart."""
-    rows = [{'id': name, 'conversations': turns('blind?', 'No.')} for name in ('first', 'second')]
-    splits = {name: datasets.Dataset.from_list([row]) for name, row in zip(('train', 'test'), rows, strict=True)}
-    datasets.DatasetDict(splits).save_to_disk(tmp_path / 'table')
-    table = f'{tmp_path}/table'
-    dataset = LlavaDataset([f'{table}#train', f'{table}#test'], small())
-    assert [record.source for record in dataset.records] == [f'{table}#train, row 0', f'{table}#test, row 0']
-    assert [sample['source'] for sample in dataset] == [['table#train'], ['table#test']]
-
-
 @pytest.mark.parametrize('is_relative', [False, True])
 def test_brackets_in_a_path(tmp_path, monkeypatch, is_relative):
     """`datasets` takes a path as a pattern: `a[1].parquet` would match `a1.parquet`."""
