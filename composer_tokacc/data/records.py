@@ -249,7 +249,7 @@ def check_message(message: object) -> Message:
         if key not in ('role', 'content', 'weight', *TURN_NOTES) and is_given(value):
             raise InvalidInputError(
                 f'`messages` must hold turns of `role`, `content` and `weight`, but `{key}` would be dropped. Write it '
-                'into the text'
+                'into the text.'
             )
     return {**message, 'content': content}
 
