@@ -437,12 +437,12 @@ def test_facts_of_earlier_checks_stay(monkeypatch):
     """The rows of a later check may not show that terms over samples have a gradient in rows without labels."""
     num_checks = 0
 
-    def check_unlabelled_row(comparison):
+    def trains_unlabelled_row(comparison):
         nonlocal num_checks
         num_checks += 1
         return num_checks == 1
 
-    monkeypatch.setattr(RowComparison, 'check_unlabelled_row', check_unlabelled_row)
+    monkeypatch.setattr(RowComparison, 'trains_unlabelled_row', trains_unlabelled_row)
     batch = ragged_batch()
     check = first_batch_check(probe_of(causal), BatchLayout.infer(batch))
 
