@@ -416,16 +416,13 @@ class RowComparison:
         has_tokens = self.check_loss and 'tokens' in self.reference.losses
         if not (has_tokens and unlabelled_rows and self._rows_with_tokens):
             return False
-        # First, a row with media is better. In some models (Mllama) a row without media has another loss if rows with
-        # media are in its batch. Then, a row outside of `unlabelled_rows` is better. Others would be in the microbatch
-        # twice, with and without their labels.
-        num_media = self._facts.media
-        labelled = max(self._rows_with_tokens, key=lambda row: (num_media[row] > 0, row not in unlabelled_rows))
+        labelled = self._best_labelled_row(unlabelled_rows)
         comparison = self._followed_by_unlabelled([labelled], unlabelled_rows)
         if 'tokens' not in comparison.reference.losses:
             return False  # these rows have no such term, only other rows do
         changes_loss = False
-        # A labelled row without media is not compared with itself together with media, see above.
+        # A labelled row without media is not compared with itself together with media, see _best_labelled_row().
+        num_media = self._facts.media
         meets_media = any(num_media[row] for row in unlabelled_rows)
         if num_media[labelled] or not meets_media:
             labelled_row = self.layout.select(comparison.rows, [0])
@@ -438,6 +435,19 @@ class RowComparison:
                 are_larger = sizes[1:] > GRADIENT_TOLERANCE * sizes[0]  # row 0 is the one with labels
                 has_gradient |= bool(are_larger.any())
         return any(self.probe.gather(changes_loss or has_gradient))
+
+    def _best_labelled_row(self, unlabelled_rows: Sequence[int]) -> int:
+        """Returns the row with labels that is computed together with the given rows without their labels."""
+        num_media = self._facts.media
+
+        def fitness(row: int) -> tuple[bool, bool]:
+            # In some models (Mllama) a row without media has another loss if rows with media are in its batch.
+            has_media = num_media[row] > 0
+            # Else the row would be in the microbatch twice, with and without its labels.
+            is_other_row = row not in unlabelled_rows
+            return has_media, is_other_row
+
+        return max(self._rows_with_tokens, key=fitness)
 
     def check_media(self, media: Mapping[int, Batch]) -> None:
         """Raises RuntimeError if the gradient of a row depends on the padding of its media.

@@ -136,6 +136,13 @@ class LossFacts:
     """False if the model returns hidden states, because its loss contains the output embedding."""
 
 
+class CheckedCut(NamedTuple):
+    """What a check of some rows has shown about cuts."""
+
+    rules: CutRules | None  # of the exact cut; None: rows are not cut
+    has_shown_trimming: bool  # whether a row was trimmed; if not, nothing was learnt about padding
+
+
 @dataclass(eq=False)
 class FirstBatchCheck:
     """Checks the model with a few rows of a batch, which are the same on all ranks.
@@ -227,7 +234,7 @@ class FirstBatchCheck:
             self.is_due = False
             ranges = shared.ranges
             if not has_shown_trimming:
-                ranges = ranges.without_padding()  # no row was trimmed
+                ranges = ranges.without_padding()
             if rules is not None and new_rules is not None and not new_rules.cuts_like(rules):
                 # The earlier rows were compared under another cut, so nothing is proven about them any more, and the
                 # next passes check them again. The loop ends nevertheless, because rules change only a few times:
@@ -342,17 +349,13 @@ class FirstBatchCheck:
         rules: CutRules | None,
         *,
         are_new: bool,
-    ) -> tuple[CutRules | None, bool]:
+    ) -> CheckedCut:
         """Finds the loss rule if it is not known yet, checks the rows, and updates the facts about the loss.
 
         Args:
             shared: The rows.
             rules: The current rules; None: rows are not cut.
             are_new: Whether some rows of the step lie outside of the proven ranges.
-
-        Returns:
-            The rules of the exact cut; None without a cutter. And whether a row was trimmed. If not, nothing was learnt
-            about padding.
         """
         if self.is_due:
             self.probe.forget_judgements()  # of states that a forward writes: a harmless one may have become harmful
@@ -362,7 +365,7 @@ class FirstBatchCheck:
         loss_facts = self._loss_facts
         if self.layout is None:
             self._check_unknown_rows(shared.rows, loss_facts)
-            return rules, False
+            return CheckedCut(rules, has_shown_trimming=False)
         self._check_number_of_keys(shared.rows)
         compare = partial(self._compare_rows, self.layout, shared, rules, loss_facts, are_new=are_new)
         try:
@@ -381,7 +384,7 @@ class FirstBatchCheck:
         loss_facts: LossFacts,
         *,
         are_new: bool,
-    ) -> tuple[CutRules | None, bool]:
+    ) -> CheckedCut:
         """Compares cuts of the rows, and updates the facts about the loss. For the rest see :meth:`_check_rows`."""
         rows = with_unequal_row(layout, shared.rows, loss_facts.rule)
         comparison = RowComparison(
@@ -408,7 +411,7 @@ class FirstBatchCheck:
         comparison.check_media(shared.media)
         self._learn_loss(loss_facts, comparison)
         log.info('After the first-batch check: %s', rules)
-        return rules, comparison.has_shown_trimming
+        return CheckedCut(rules, comparison.has_shown_trimming)
 
     def _find_rule(self, rows: Batch) -> LossRule:
         """Returns the loss rule of the model. Raises RuntimeError if the rows cannot show it."""

@@ -339,9 +339,10 @@ def _layers_that_mix(model: nn.Module, tokens_name: str) -> Iterator[nn.Module]:
     def takes_mask(module: nn.Module) -> bool:
         """Returns whether a module that is no model takes a mask and the tokens."""
         parameters = inspect.signature(type(module).forward).parameters
-        takes_both = tokens_name in parameters and 'attention_mask' in parameters
+        if tokens_name not in parameters or 'attention_mask' not in parameters:
+            return False
         contains_model = any(isinstance(part, PreTrainedModel) for part in module.modules())
-        return takes_both and not contains_model
+        return not contains_model
 
     for module in model.modules():
         is_attention = hasattr(module, 'is_causal')

@@ -62,10 +62,10 @@ def pack_rows(
     """
     rule = row_counts_of(batch)[0].rule
     if rule is LossRule.CAUSAL_ATTENDED:
-        # This rule does not count labels on padding, but real_positions() counts a pad that has a label as a token. So
-        # these labels are masked.
-        labels = batch['labels'].masked_fill(~attended_positions(batch), IGNORE_INDEX)
-        batch = {**batch, 'labels': labels}
+        # This rule does not count labels on padding. They are masked, or real_positions() would count a pad that has a
+        # label as a token.
+        is_padding = ~attended_positions(batch)
+        batch = {**batch, 'labels': batch['labels'].masked_fill(is_padding, IGNORE_INDEX)}
     is_shifted = rule is None or rule.shifts_labels
     real = real_positions(batch)
     _check_rows(layout, batch, real, attention, is_shifted=is_shifted)
