@@ -549,7 +549,6 @@ class RowComparison:
         """
         losses: list[_MicrobatchLosses] = []
         for rows in groups:
-            has_tokens = any(self._counts[row] for row in rows)
             try:
                 batch = assemble(rows)
                 result = self.probe.run(self.on_device(batch), varies_weights=self.varies_weights)
@@ -562,6 +561,7 @@ class RowComparison:
             self._check_gradients(result, rows, cut_kind)
             losses.append(_MicrobatchLosses(rows, result.losses))
             # A row without a loss token, such as a row of one token, shows nothing.
+            has_tokens = any(self._counts[row] for row in rows)
             if has_tokens and self.layout.width(batch) < self._facts.width:
                 self.has_shown_trimming = True
         if self.check_loss:

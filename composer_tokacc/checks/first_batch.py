@@ -890,22 +890,26 @@ def with_unequal_row(
     lengths = real_positions(rows).sum(dim=1)
     copied_row = int((lengths * has_labels).argmax())
     extended = layout.select(rows, [*range(len(counts)), copied_row])
-    labels = extended['labels'].clone()
-    extended['labels'] = labels
-    has_loss = rule.mask(extended)[-1]
+    return {**extended, 'labels': _with_unequal_last_row(layout, extended, rule)}
+
+
+def _with_unequal_last_row(layout: BatchLayout, rows: Batch, rule: LossRule) -> Tensor:
+    """Returns the labels of some rows, with fewer labels in the last row if it has several, else with more."""
+    labels = rows['labels'].clone()
+    has_loss = rule.mask(rows)[-1]
     counted_columns = has_loss.nonzero().flatten().tolist()
     if len(counted_columns) > 1:
-        # The copy keeps only the last of its labels.
+        # The row keeps only the last of its labels.
         labels[-1, counted_columns[:-1]] = IGNORE_INDEX
-    elif _ids_at_labels(extended) is not None:
-        # The copy gets more labels, but not on its first token, which padding may predict. They repeat its only label,
+    elif _ids_at_labels(rows) is not None:
+        # The row gets more labels, but not on its first token, which padding may predict. They repeat its only label,
         # because its ids may be placeholders. Without a config it is not known which tokens are placeholders, but most
         # rows have them before their text. So only the last tokens get a label.
-        is_real = real_positions(extended)[-1]
+        is_real = real_positions(rows)[-1]
         columns = is_real.nonzero().flatten()[1:]
-        columns = _text_columns_of_last_row(layout, extended, columns)
+        columns = _text_columns_of_last_row(layout, rows, columns)
         labels[-1, columns[-MAX_NEW_LABELS:]] = int(labels[-1, counted_columns[0]])
-    return extended
+    return labels
 
 
 # Hooks on parameters.

@@ -567,14 +567,30 @@ def _attend_at_once(
     half_kernel = None
     if dtype in HALF_PRECISION and fits_kernel and not dropout:
         half_kernel = _half_kernel()
-    if half_kernel is not None:
-        # From (1, heads, tokens, size) to (tokens, heads, size).
-        token_states = [states[0].transpose(0, 1).to(dtype) for states in (query, key, value)]
-        ends = documents.ends(query.device)
-        longest = max(documents.lengths)
-        attended = half_kernel(*token_states, ends, longest, causal=is_causal, scale=scaling)
-        return attended[None]
-    # Everything else goes through torch's SDPA, as nested tensors. They are copies of the states.
+    if half_kernel is None:
+        return _attend_nested(documents, query, key, value, dropout=dropout, scaling=scaling, is_causal=is_causal)
+    # From (1, heads, tokens, size) to (tokens, heads, size).
+    token_states = [states[0].transpose(0, 1).to(dtype) for states in (query, key, value)]
+    ends = documents.ends(query.device)
+    longest = max(documents.lengths)
+    attended = half_kernel(*token_states, ends, longest, causal=is_causal, scale=scaling)
+    return attended[None]
+
+
+def _attend_nested(
+    documents: _Documents,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    dropout: float,
+    scaling: float | None,
+    is_causal: bool,
+) -> Tensor:
+    """Attends in all documents with one call of torch's SDPA, for which they are nested tensors.
+
+    It works with every dtype and head size, and with dropout, but the nested tensors are copies of the states.
+    """
     num_heads = query.shape[1]
     attended = F.scaled_dot_product_attention(
         _nested(query, num_heads, documents),

@@ -75,11 +75,13 @@ def pack_rows(
         real[0, 0] = True
     packed: BatchDict = {}
     for key, value in batch.items():
+        if key in ('attention_mask', 'position_ids'):
+            continue  # both are written below
         if key == ROWS_KEY:
-            packed[key] = [packed_counts(_counts_that_stay(value, real))]
+            counts = _counts_that_stay(value, real)
+            packed[key] = [packed_counts(counts)]
         elif isinstance(value, Tensor):
-            if key not in ('attention_mask', 'position_ids'):  # both are written below
-                packed[key] = _pack_tensor(layout, batch, key, real)
+            packed[key] = _pack_tensor(layout, batch, key, real)
         else:
             packed[key] = _pack_value(key, value, num_rows=len(real))
     # The first real token of each row starts a document. For example, rows of 2 and 3 tokens give 1 0 1 0 0.
@@ -118,11 +120,7 @@ def _check_rows(
     *,
     is_shifted: bool,
 ) -> None:
-    """Raises ValueError for entries that packing cannot handle, and for rows whose text or positions it would change.
-
-    Packing keeps only the ``real`` positions, which have attention or a label. So a hole would disappear, and padding
-    with a label would become a token.
-    """
+    """Raises ValueError for entries that packing cannot handle, and for rows that it would change."""
     if batch.get('input_ids') is None:
         raise InvalidInputError('`input_ids` must be in the batch for packing, got: no ids.')
     if labels_along_text(layout, batch) is None:
@@ -143,6 +141,15 @@ def _check_rows(
                 '`position_ids` must be absent for packing, or count the tokens of each row from its first one, got: '
                 'others.'
             )
+    _check_runs(batch, real, is_shifted=is_shifted)
+
+
+def _check_runs(batch: Batch, real: Tensor, *, is_shifted: bool) -> None:
+    """Raises ValueError unless the text of each row is one run of tokens.
+
+    Packing keeps only the ``real`` positions, which have attention or a label. So a hole would disappear, and padding
+    with a label would become a token.
+    """
     attended = attended_positions(batch)
     is_labelled_pad = real & ~attended
     if is_shifted:

@@ -444,8 +444,10 @@ class MicrobatchSplit:
         """
         if not self.options.regroup:
             return True  # rows are cut in order, as in any other batch, and not as the loader has planned
-        if self.packs_rows or _width_matters(facts_of_batches):
-            return True
+        if self.packs_rows:
+            return True  # without padding other rows fit into a microbatch than the loader has planned
+        if _width_matters(facts_of_batches):
+            return True  # the rotary embedding must see the width that one batch would have
         padded_sides = {facts.side for facts in facts_of_batches if facts.is_padded}
         if len(padded_sides) == 2:
             return True  # the sides have no common rule
