@@ -60,20 +60,23 @@ LARGEST_REMAINDER = 0.1
 """A changed gradient of a row is ``factor * (expected + remainder)``. If the remainder is less than this part of the
 change, the row has a wrong weight. Otherwise something leaks into the row."""
 
-# Parts of messages. The first two begin a message, and NAME_TERMS ends one. NOT_A_NUMBER is a whole message, with
-# places for the loss and for the rows or the difference.
+# The first two begin a message, and the third ends one.
 
-MEAN = "The model's own loss must be the mean over its loss-generating tokens, got: "
-SAMPLES = "The terms that `loss_units` calls 'samples' must be means over samples, got: "
-NOT_A_NUMBER = (
-    "The model's loss must be a number, got: {} ({}). Look for NaN in its weights and in its batch, such as "
-    '`pixel_values`, and for an overflow of its precision. It is inf if the logit of a label is -inf '
-    '(docs/errors.md#model-loss).'
-)
+MUST_BE_MEAN = "The model's own loss must be the mean over its loss-generating tokens, got: "
+MUST_BE_SAMPLE_MEANS = "The terms that `loss_units` calls 'samples' must be means over samples, got: "
 NAME_TERMS = (
     "Return its terms as a dict and name the unit of each in `loss_units`, or a router's factor in "
     '`router_aux_loss_coef` of the config (docs/errors.md#model-loss).'
 )
+
+
+def not_a_number(loss: float, details: str) -> str:
+    """Returns a message about a loss that is NaN or infinite. ``details`` says where it was found."""
+    return (
+        f"The model's loss must be a number, got: {loss} ({details}). Look for NaN in its weights and in its batch, "
+        'such as `pixel_values`, and for an overflow of its precision. It is inf if the logit of a label is -inf '
+        '(docs/errors.md#model-loss).'
+    )
 
 
 class Point(NamedTuple):
@@ -395,7 +398,7 @@ class RowComparison:
         if self._has_loss_in(unlabelled_rows):
             name = sample_name(self.rows, unlabelled_rows[0])
             raise NotExactError(
-                f'{MEAN}a term in rows without labels, such as {name}. A microbatch of such rows has no '
+                f'{MUST_BE_MEAN}a term in rows without labels, such as {name}. A microbatch of such rows has no '
                 f'loss-generating token, so the term would be left out. {NAME_TERMS}'
             )
 
@@ -670,16 +673,17 @@ class RowComparison:
         difference = f'{name}: the gradient at its logits {size} (round-off is {allowed:.0e})'
         invalid_loss = self._invalid_loss_of_ranks()
         if invalid_loss is not None:
-            return NOT_A_NUMBER.format(invalid_loss, difference)
+            return not_a_number(invalid_loss, difference)
         if change.point.unit == 'samples':
             return (
-                f'{SAMPLES}a gradient of {name} that {size}. Take means over the tokens of each row, not over its '
-                'columns, and divide their sum by all rows, or name another unit (docs/errors.md#model-loss).'
+                f'{MUST_BE_SAMPLE_MEANS}a gradient of {name} that {size}. Take means over the tokens of each row, '
+                'not over its columns, and divide their sum by all rows, or name another unit '
+                '(docs/errors.md#model-loss).'
             )
         # If the change almost vanishes without the factor, the row only has another weight.
         if change.error_without_factor < LARGEST_REMAINDER * change.error:
             return (
-                f'{MEAN}{name}, whose tokens weigh {change.factor:.6f} times as much {cut_kind.value} as with '
+                f'{MUST_BE_MEAN}{name}, whose tokens weigh {change.factor:.6f} times as much {cut_kind.value} as with '
                 f'{len(self._counts) - 1} others. Divide by the number of tokens. {NAME_TERMS}'
             )
         return self._explained(difference, cut_kind)
@@ -760,13 +764,15 @@ class RowComparison:
         difference = f'{loss_of_all}, and {mean:.6f} as their mean by row'
         invalid_loss = self._invalid_loss_of_ranks()
         if invalid_loss is not None:
-            return NOT_A_NUMBER.format(invalid_loss, difference)
+            return not_a_number(invalid_loss, difference)
         if unit == 'samples':
             return (
-                f'{SAMPLES}{difference}. Divide by all rows, also by those without labels, set `packing=False` if only '
-                "packed rows differ, or name another unit, such as 'coupled_samples' (docs/errors.md#model-loss)."
+                f'{MUST_BE_SAMPLE_MEANS}{difference}. Divide by all rows, also by those without labels, set '
+                "`packing=False` if only packed rows differ, or name another unit, such as 'coupled_samples' "
+                '(docs/errors.md#model-loss).'
             )
-        return f'{MEAN}{difference}. It holds a term that depends on which rows share a microbatch. {NAME_TERMS}'
+        cause = 'It holds a term that depends on which rows share a microbatch.'
+        return f'{MUST_BE_MEAN}{difference}. {cause} {NAME_TERMS}'
 
     def _invalid_loss_of_ranks(self) -> float | None:
         """Returns a loss of all rows that is NaN or infinite on any rank; None: there is no such loss; a collective."""

@@ -37,7 +37,13 @@ from composer_tokacc.batch import (
     text_of,
     with_copied_tensors,
 )
-from composer_tokacc.checks.comparison import MEAN, NAME_TERMS, NOT_A_NUMBER, PrecisionChangedError, RowComparison
+from composer_tokacc.checks.comparison import (
+    MUST_BE_MEAN,
+    NAME_TERMS,
+    PrecisionChangedError,
+    RowComparison,
+    not_a_number,
+)
 from composer_tokacc.checks.cut_rules import CutRules, Cutter
 from composer_tokacc.checks.logits import TINY
 from composer_tokacc.checks.probe import Probe, ProbeResult
@@ -622,7 +628,7 @@ def find_loss_rule(
     """
     result = probe.examine(row)
     if result.invalid_loss is not None:
-        raise NotExactError(NOT_A_NUMBER.format(result.invalid_loss, sample_name(row, 0)))
+        raise NotExactError(not_a_number(result.invalid_loss, sample_name(row, 0)))
     norms = _gradient_norms(result, row)
     fits = _fitting_rules(norms, row)
     fitting_rules = [fit.rule for fit in fits]
@@ -633,15 +639,16 @@ def find_loss_rule(
     positions = _columns(norms)
     if not positions:
         raise NotExactError(
-            f'{MEAN}no gradient at any position of {sample_name(row, 0)}. The loss is detached, or the sample has a '
-            'factor of 0 (an advantage), or no layer returns a vector for every position, because the model removes '
-            "padding inside forward. In the last case set `attn_implementation='sdpa'` (docs/errors.md#model-loss)."
+            f'{MUST_BE_MEAN}no gradient at any position of {sample_name(row, 0)}. The loss is detached, or the sample '
+            'has a factor of 0 (an advantage), or no layer returns a vector for every position, because the model '
+            "removes padding inside forward. In the last case set `attn_implementation='sdpa'` "
+            '(docs/errors.md#model-loss).'
         )
     if not complete_fits:
         label_positions = _columns(row['labels'] != IGNORE_INDEX)
         raise NotExactError(
-            f'{MEAN}a gradient at the positions {positions} for labels at {label_positions}, which no rule explains. '
-            'The model changes labels inside forward, or its loss holds a term over other positions. '
+            f'{MUST_BE_MEAN}a gradient at the positions {positions} for labels at {label_positions}, which no rule '
+            'explains. The model changes labels inside forward, or its loss holds a term over other positions. '
             f'{NAME_TERMS}'
         )
     # Without an attention mask several rules may fit. They count the same labels, so any of them is right.

@@ -126,7 +126,7 @@ class MicrobatchSplit:
         self.step: Step | None = None
         """The step whose batch is split next. The algorithm sets it; None: there is no algorithm."""
         self._loader_budget: _LoaderBudget | None = None
-        """None: the loader has not planned any batch. It is kept for later fits, see :meth:`_note_plan`."""
+        """None: no batch of a loader that plans microbatches was seen yet. See :meth:`_note_loader_budget`."""
         self._microbatch_transforms = microbatch_transforms
         self._model: torch.nn.Module | None = None
         self._attention: DocumentAttention | None = None
@@ -158,17 +158,20 @@ class MicrobatchSplit:
         layout = self.fixed_layout or layout_on_ranks(model, batch)
         self.layout = layout
         self.rules = CutRules()  # the first-batch check begins with rules that trim nothing
-        self._note_plan(batch, microbatch_size)
+        self._note_loader_budget(batch, microbatch_size)
         self._tries_packing = self.options.packing is True
         if self.options.packing == 'auto':
             facts_of_batches = describe_all(layout, batch)
             self._tries_packing = self._packing_costs_less(facts_of_batches, microbatch_size)
 
     def start_evaluation(self, model: torch.nn.Module, rule: LossRule | None) -> None:
-        """Takes the layout of a model that is evaluated, and its loss rule; None: the rule is not known."""
+        """Takes the loss rule of a model that is evaluated, and its layout. ``rule`` is None if it is not known.
+
+        The layout stays as it is if the loader also serves the training that goes on, which has checked it.
+        """
         self.eval_rule = rule
         if self.checked:
-            return  # the split also serves the training that goes on, and keeps its layout
+            return
         self.layout = self.fixed_layout or layout_of_model(model)
 
     def stop(self) -> None:
@@ -241,7 +244,7 @@ class MicrobatchSplit:
         largest_group = min(budget, sum(lengths))
         return max(largest_group, longest_row)
 
-    def _note_plan(self, batch: Batch, microbatch_size: float) -> None:
+    def _note_loader_budget(self, batch: Batch, microbatch_size: float) -> None:
         """Notes the token budget of a loader that plans microbatches, and the microbatch size that it belongs to.
 
         This is the size of the first batch. If memory runs out, Composer halves the size, and :meth:`_budget` halves
@@ -378,7 +381,7 @@ class MicrobatchSplit:
         if is_evaluation:
             num_rows = max(int(microbatch_size), 1)  # the size may be less than 1
             return self._split_in_order(layout, batch, num_rows)
-        self._note_plan(batch, microbatch_size)
+        self._note_loader_budget(batch, microbatch_size)
         # From here on facts and pieces stand for the batch, until build() makes the microbatches.
         facts_of_batches = self._describe(layout, batch)
         _check_decoder_padding(facts_of_batches)
@@ -729,8 +732,8 @@ def _check_decoder_padding(facts_of_batches: Sequence[RowFacts]) -> None:
     if len(widths) < 2:
         return
     # Labels that begin after the first column look padded on the left, and labels that end before the last column look
-    # padded on the right. But these columns may only be masked. If both occur, the text of the encoder decides, because
-    # a tokenizer pads both texts on the same side.
+    # padded on the right. But the columns without labels may only be masked. If both occur, the text of the encoder
+    # decides, because a tokenizer pads both texts on the same side.
     is_text_padded_on_left = any(facts.side == 'left' for facts in facts_of_batches)
     padded_on_left = None
     for facts in facts_of_batches:
