@@ -454,6 +454,22 @@ def test_facts_of_earlier_checks_stay(monkeypatch):
     assert loss_facts.trains_unlabelled_rows
 
 
+def test_refused_check_stays_due():
+    """If a caller goes on after the refusal of a check, the next step is checked, too."""
+    loss = causal
+    batch = ragged_batch()
+    probe = probe_of(lambda logits, batch: loss(logits, batch))
+    check = first_batch_check(probe, BatchLayout.infer(batch))
+    check.prove(batch, 1)
+
+    loss = with_squares(1)
+    check.note_step(LOOK_AGAIN)
+
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match='must'):
+            check.prove(batch, 1)
+
+
 def test_half_precision_only_in_unknown_rows():
     """A later batch has the first image, and no layout tells its rows apart."""
     batch = text_row(12, 6)
