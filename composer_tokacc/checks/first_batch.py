@@ -271,12 +271,13 @@ class FirstBatchCheck:
             refusal = refusal_of_batch
         # With Composer's own flag, `accumulate_train_batch_on_tokens`, this method is called in each step. In most
         # steps these two numbers are all that ranks exchange.
-        is_missing = offer is not None and bool(offer.missing)
-        is_any_missing, is_any_refused = max_over_ranks([is_missing, refusal is not None])
-        if is_any_refused:
+        has_new_rows = offer is not None and bool(offer.missing)
+        is_refused = refusal is not None
+        any_rank_has_new_rows, any_rank_is_refused = max_over_ranks([has_new_rows, is_refused])
+        if any_rank_is_refused:
             raise_on_all_ranks(refusal)
         assert offer is not None  # else the line above has raised
-        if not self.is_due and not is_any_missing:
+        if not self.is_due and not any_rank_has_new_rows:
             return None
         return all_gather_object(offer)
 
@@ -315,8 +316,8 @@ class FirstBatchCheck:
         """
         if self._has_progress(offer):
             return
-        # Takes the ranges of the checked rows, with their padding. Some properties of the batch may still be missing,
-        # but fewer than before. Then the next pass checks rows with these properties, in place of the padded ones.
+        # At first only the ranges of the checked rows, with their padding. If fewer properties are missing then, the
+        # next pass checks rows with these properties, in place of the padded ones.
         self._proven = self._proven.joined(shared.ranges)
         if not self._has_progress(offer):
             self._proven = self._proven.joined(offer.ranges)
@@ -396,10 +397,10 @@ class FirstBatchCheck:
         comparison = RowComparison(
             self.probe,
             layout,
-            self._on_device,
-            loss_facts.rule,
-            rows,
-            self.check_loss,
+            on_device=self._on_device,
+            rule=loss_facts.rule,
+            rows=rows,
+            check_loss=self.check_loss,
         )
         self._check_media_reach_model(layout, shared.rows, comparison.batch)
         self.probe.judge_written_state(comparison.batch)

@@ -389,15 +389,16 @@ def _forward_by_document(
     if not is_packed:
         return plain_forward(*args, **kwargs)
     lengths = _lengths_of(mask)
-    parts_by_name = {}
+    # The arguments that are split, each with its part for each document.
+    parts_of_arguments = {}
     for name in SPLIT_ARGUMENTS[tokens_name]:
         value = call.arguments.get(name)
         if isinstance(value, Tensor):
-            parts_by_name[name] = value.split(lengths, dim=1)
+            parts_of_arguments[name] = value.split(lengths, dim=1)
     call.arguments['attention_mask'] = None
     outputs = []
     for document_number in range(len(lengths)):
-        for name, parts in parts_by_name.items():
+        for name, parts in parts_of_arguments.items():
             call.arguments[name] = parts[document_number]
         output = plain_forward(*call.args, **call.kwargs)
         outputs.append(output)
