@@ -60,27 +60,33 @@ LARGEST_REMAINDER = 0.1
 """A changed gradient of a row is ``factor * (expected + remainder)``. If the remainder is less than this part of the
 change, the row has a wrong weight. Otherwise something leaks into the row."""
 
-MEAN = "The model's own loss must be the mean over its loss-generating tokens, got: "
-SAMPLES = "The terms that `loss_units` calls 'samples' must be means over samples, got: "
-NOT_A_NUMBER = (
-    "The model's loss must be a number, got: {} ({}). Look for NaN in its weights and in its batch, such as "
-    '`pixel_values`, and for an overflow of its precision. It is inf if the logit of a label is -inf '
-    '(docs/errors.md#model-loss).'
-)
+# The first two begin a message, and the third ends one.
+
+MUST_BE_MEAN = "The model's own loss must be the mean over its loss-generating tokens, got: "
+MUST_BE_SAMPLE_MEANS = "The terms that `loss_units` calls 'samples' must be means over samples, got: "
 NAME_TERMS = (
     "Return its terms as a dict and name the unit of each in `loss_units`, or a router's factor in "
     '`router_aux_loss_coef` of the config (docs/errors.md#model-loss).'
 )
 
 
+def not_a_number(loss: float, details: str) -> str:
+    """Returns a message about a loss that is NaN or infinite. ``details`` says where it was found."""
+    return (
+        f"The model's loss must be a number, got: {loss} ({details}). Look for NaN in its weights and in its batch, "
+        'such as `pixel_values`, and for an overflow of its precision. It is inf if the logit of a label is -inf '
+        '(docs/errors.md#model-loss).'
+    )
+
+
 class Point(NamedTuple):
     """Names a gradient in a :class:`.ProbeResult`."""
 
     unit: str
-    """The unit of the loss terms: ``'tokens'`` or ``'samples'``."""
+    """The unit of the loss terms that the gradient belongs to: ``'tokens'`` or ``'samples'``."""
     index: int
-    """Place of the gradient in the unit's list of :attr:`.ProbeResult.gradients`, which has one for each of the last
-    layers."""
+    """Which of the model's last layers the gradient is taken at: its place in the unit's list of
+    :attr:`.ProbeResult.gradients`."""
 
 
 RowGradients: TypeAlias = dict[Point, Tensor]
@@ -119,8 +125,8 @@ class _Change:
 
     point: Point
     row: int  # number of the row
-    # Size of the change, relative to the expected gradient. If rows may have any weight (`check_loss` is False, see
-    # _largest_changes()), it is error_without_factor.
+    # Size of the change that counts, relative to the expected gradient. If rows may have any weight, it is
+    # error_without_factor, see _largest_changes().
     error: float
     factor: float  # how many times as large as expected the whole gradient is; 1 also if that cannot be measured
     error_without_factor: float  # size of the change that is left after division by the factor, relative as ``error``
@@ -138,8 +144,9 @@ class _MicrobatchLosses:
 class RowComparison:
     """Compares cuts of some rows with all rows together, as the loader padded them.
 
-    A new comparison, also one from ``replace()``, runs the probe on all its rows. All ranks compare the same rows, so
-    they make the same forwards and collectives, and give rows the same numbers.
+    To make a comparison takes a forward: it runs the probe on all its rows. So does ``replace()``, which makes a new
+    one. All ranks compare the same rows, so they make the same forwards and collectives, and give rows the same
+    numbers.
     """
 
     probe: Probe
@@ -166,6 +173,7 @@ class RowComparison:
         self._facts = describe(self.layout, self.rows)
         has_loss = self.rule.mask(self.rows)
         self._counts: list[int] = has_loss.sum(dim=1).tolist()
+        """Number of loss-generating tokens of each row."""
         self._all_rows = list(range(len(self._counts)))
         self._rows_with_tokens = [row for row in self._all_rows if self._counts[row]]
         self._single_rows = [[row] for row in self._all_rows]
@@ -203,7 +211,8 @@ class RowComparison:
     def _at_unvaried_weights(self) -> RowComparison | None:
         """The same comparison without varied weights, because these may hide other faults; a collective.
 
-        None: no rank has varied a weight, or this comparison is the one without varied weights.
+        None: no rank has varied a weight, or this comparison is the one without varied weights. Made when it is first
+        used, which takes a forward.
         """
         if not self.varies_weights or not any(self.probe.gather(self.probe.has_varied_weights)):
             return None
@@ -223,7 +232,8 @@ class RowComparison:
             changes = _relative_errors(rounded[point], expected, _sizes(expected))
             # The row that round-off moves the most counts for all, because every cut rounds a row differently.
             noise[point] = NOISE_FACTOR * float(changes.max())
-        return self.probe.gather(noise)[0]  # of the first rank, so that all ranks decide alike
+        noise_of_ranks = self.probe.gather(noise)
+        return noise_of_ranks[0]  # of the first rank, so that all ranks decide alike
 
     def _denominator(self, unit: str, rows: Sequence[int]) -> int:
         """Returns the number of tokens or samples by which the terms of a unit are divided.
@@ -288,17 +298,11 @@ class RowComparison:
         failures: list[CutFailure] = []
         for candidate in cutter.candidates(self._facts, rules):
             self.has_shown_trimming = False
-            assemble = partial(cutter.assemble, self._facts, rules=candidate)
             try:
                 if candidate.packing:
-                    self._check_packed_rows(assemble, largest_packed_row)
-                    # Some means over samples leave out rows without labels only if rows are packed. Then packing
-                    # has failed. check_unlabelled_row() makes the same check without packing.
-                    unlabelled = self._with_unlabelled
-                    if unlabelled is not None:
-                        assemble = partial(cutter.assemble, unlabelled._facts, rules=candidate)
-                        unlabelled._check_microbatches(assemble, BESIDE_UNLABELLED, CutKind.PACKED)
+                    self._check_packing(cutter, candidate, largest_packed_row)
                 else:
+                    assemble = partial(cutter.assemble, self._facts, rules=candidate)
                     self._check_microbatches(assemble, self._single_rows, CutKind.SINGLE_ROW)
             except CutFailure as failure:
                 log.info('%s: %s', candidate, failure)
@@ -318,6 +322,17 @@ class RowComparison:
             raise NotExactError(_why_not_packed(failures))
         raise failures[-1]  # the last cut changes the rows the least, so its failure tells the most
 
+    def _check_packing(self, cutter: Cutter, rules: CutRules, largest_packed_row: int) -> None:
+        """Raises CutFailure unless rows that are packed by the rules have the expected gradients and losses."""
+        assemble = partial(cutter.assemble, self._facts, rules=rules)
+        self._check_packed_rows(assemble, largest_packed_row)
+        # Some means over samples leave out rows without labels only if rows are packed. Then packing has failed.
+        # check_unlabelled_row() makes the same check without packing.
+        with_unlabelled = self._with_unlabelled
+        if with_unlabelled is not None:
+            assemble = partial(cutter.assemble, with_unlabelled._facts, rules=rules)
+            with_unlabelled._check_microbatches(assemble, BESIDE_UNLABELLED, CutKind.PACKED)
+
     def check_single_rows(self) -> None:
         """Raises RuntimeError if a row by itself, not trimmed, has another gradient or loss, or cannot be computed."""
         select = partial(self.layout.select, self.rows)
@@ -333,9 +348,9 @@ class RowComparison:
         labels = batch['labels'].clone()
         labels[len(rows) :] = IGNORE_INDEX
         batch['labels'] = labels
-        uses_float32 = self.probe.uses_float32
+        used_float32 = self.probe.uses_float32
         comparison = replace(self, rows=batch)
-        if self.probe.uses_float32 != uses_float32:
+        if self.probe.uses_float32 != used_float32:
             raise PrecisionChangedError
         return comparison
 
@@ -352,25 +367,29 @@ class RowComparison:
         comparison = self._followed_by_unlabelled([labelled[0], labelled[-1]], labelled[:1])
         return None if comparison.reference.invalid_loss is not None else comparison
 
-    def check_unlabelled_row(self) -> bool:
-        """Returns whether terms over samples have a gradient in rows without labels.
+    def check_unlabelled_row(self) -> None:
+        """Raises RuntimeError if a mean over samples leaves out rows without labels.
 
         A step counts these rows. They come from the data, or fill up a rank. Most samples may have labels, so a copy of
         a row without its labels stands for them.
-
-        Raises:
-            RuntimeError: If a mean over samples leaves out rows without labels.
         """
+        comparison = self._with_unlabelled
+        if comparison is not None:
+            select = partial(self.layout.select, comparison.rows)
+            comparison._check_microbatches(select, BESIDE_UNLABELLED, CutKind.WITH_UNLABELLED)
+
+    def trains_unlabelled_row(self) -> bool:
+        """Returns whether terms over samples have a gradient in rows without labels."""
         comparison = self._with_unlabelled
         if comparison is None:
             return False
-        select = partial(self.layout.select, comparison.rows)
-        comparison._check_microbatches(select, BESIDE_UNLABELLED, CutKind.WITH_UNLABELLED)
-        # Row 2 has no labels, see BESIDE_UNLABELLED. If none of the three rows has such a term, there are no gradients.
-        gradients = comparison.reference.gradients.get('samples', ())
-        return any(gradient is not None and bool(gradient[2].any()) for gradient in gradients)
+        # If none of the three rows has such a term, there are no gradients.
+        for gradient in comparison.reference.gradients.get('samples', ()):
+            if gradient is not None and gradient[2].any():  # row 2 has no labels
+                return True
+        return False
 
-    def check_no_tokens_in(self, unlabelled_rows: Sequence[int]) -> None:
+    def check_no_loss_in(self, unlabelled_rows: Sequence[int]) -> None:
         """Raises RuntimeError if means over tokens have a gradient or a value in rows without labels.
 
         ``unlabelled_rows`` came without labels. The check may have given them some, which are taken away again here. A
@@ -379,7 +398,7 @@ class RowComparison:
         if self._has_loss_in(unlabelled_rows):
             name = sample_name(self.rows, unlabelled_rows[0])
             raise NotExactError(
-                f'{MEAN}a term in rows without labels, such as {name}. A microbatch of such rows has no '
+                f'{MUST_BE_MEAN}a term in rows without labels, such as {name}. A microbatch of such rows has no '
                 f'loss-generating token, so the term would be left out. {NAME_TERMS}'
             )
 
@@ -400,25 +419,38 @@ class RowComparison:
         has_tokens = self.check_loss and 'tokens' in self.reference.losses
         if not (has_tokens and unlabelled_rows and self._rows_with_tokens):
             return False
-        # First, a row with media is better. In some models (Mllama) a row without media has another loss if rows with
-        # media are in its batch. Then, a row outside of `unlabelled_rows` is better. Others would be in the microbatch
-        # twice, with and without their labels.
-        num_media = self._facts.media
-        labelled = max(self._rows_with_tokens, key=lambda row: (num_media[row] > 0, row not in unlabelled_rows))
+        labelled = self._best_labelled_row(unlabelled_rows)
         comparison = self._followed_by_unlabelled([labelled], unlabelled_rows)
         if 'tokens' not in comparison.reference.losses:
             return False  # these rows have no such term, only other rows do
-        has_term = False
-        # A labelled row without media is not compared with itself beside media, see above.
-        if num_media[labelled] or not any(num_media[row] for row in unlabelled_rows):
+        changes_loss = False
+        # A labelled row without media is not compared with itself together with media, see _best_labelled_row().
+        num_media = self._facts.media
+        meets_media = any(num_media[row] for row in unlabelled_rows)
+        if num_media[labelled] or not meets_media:
             labelled_row = self.layout.select(comparison.rows, [0])
             loss = self.probe.run(self.on_device(labelled_row)).losses.get('tokens', 0.0)
-            has_term = not comparison._is_same_loss('tokens', loss)
+            changes_loss = not comparison._is_same_loss('tokens', loss)
+        has_gradient = False
         for gradient in comparison.reference.gradients['tokens']:
             if gradient is not None:
                 sizes = gradient.flatten(1).norm(dim=1)
-                has_term |= bool((sizes[1:] > GRADIENT_TOLERANCE * sizes[0]).any())
-        return any(self.probe.gather(has_term))
+                are_larger = sizes[1:] > GRADIENT_TOLERANCE * sizes[0]  # row 0 is the one with labels
+                has_gradient |= bool(are_larger.any())
+        return any(self.probe.gather(changes_loss or has_gradient))
+
+    def _best_labelled_row(self, unlabelled_rows: Sequence[int]) -> int:
+        """Returns the row with labels that is computed together with the given rows without their labels."""
+        num_media = self._facts.media
+
+        def fitness(row: int) -> tuple[bool, bool]:
+            # In some models (Mllama) a row without media has another loss if rows with media are in its batch.
+            has_media = num_media[row] > 0
+            # Else the row would be in the microbatch twice, with and without its labels.
+            is_other_row = row not in unlabelled_rows
+            return has_media, is_other_row
+
+        return max(self._rows_with_tokens, key=fitness)
 
     def check_media(self, media: Mapping[int, Batch]) -> None:
         """Raises RuntimeError if the gradient of a row depends on the padding of its media.
@@ -458,21 +490,25 @@ class RowComparison:
             return f'{type(error).__name__}: {error}'
         finally:
             selector.disarm()  # Probe.run() has armed it
-        height, width = self.batch['labels'].shape
-        gradients = []
-        # 'tokens' is the only unit, because a run with `loss_units` computes all logits and does not come here.
-        for gradient in result.gradients['tokens']:
-            # Gradients by selected positions are put back at their places in the batch.
-            if gradient is not None and tuple(gradient.shape[:2]) == positions.shape:
-                gradient = positions.put_back(gradient, height, width)
-            gradients.append(gradient)
-        result = replace(result, gradients={'tokens': gradients})
+        result = self._put_back(result, positions)
         try:
             self._check_gradients(result, self._all_rows, CutKind.AT_LABELS)
             self._check_losses([_MicrobatchLosses(self._all_rows, result.losses)])
         except CutFailure:
             return 'the loss or its gradient by the logits changes'
         return None
+
+    def _put_back(self, result: ProbeResult, positions: LabelledPositions) -> ProbeResult:
+        """Returns a result with the gradients by the logits at labels put back at their places in the batch."""
+        height, width = self.batch['labels'].shape
+        gradients = []
+        # 'tokens' is the only unit, because a run with `loss_units` computes all logits and does not come here.
+        for gradient in result.gradients['tokens']:
+            # Gradients by the states of other layers are at all positions already.
+            if gradient is not None and tuple(gradient.shape[:2]) == positions.shape:
+                gradient = positions.put_back(gradient, height, width)
+            gradients.append(gradient)
+        return replace(result, gradients={'tokens': gradients})
 
     def _check_packed_rows(self, assemble: Callable[[list[int]], Batch], largest_packed_row: int) -> None:
         """Raises CutFailure unless packed rows have the expected gradients.
@@ -488,19 +524,20 @@ class RowComparison:
         Each row is also packed by itself, because a loss may depend on which rows are together: on their number, on the
         longest or the shortest one, or on the share of tokens with labels.
         """
-        in_order = self._all_rows
-        opposite = in_order[::-1]
-        # Within the long row the opposite order begins with the first row, too. Otherwise two copies would end the long
-        # row with the document that it begins with, and a fault that compares the two would not show.
+        in_order = self._all_rows  # such as 0, 1, 2
+        opposite = in_order[::-1]  # 2, 1, 0
+        # Within the long row the opposite order begins with the first row, too: 0, 2, 1. Otherwise two copies would end
+        # the long row with the document that it begins with, and a fault that compares the two would not show.
         opposite_from_first = [*in_order[:1], *opposite[:-1]]
         num_copies = max(math.ceil(largest_packed_row / sum(self._facts.lengths)), 1)
         long_row: list[int] = []
         for copy in range(num_copies):
-            long_row += opposite_from_first if copy % 2 else in_order
-        groups = [long_row, opposite]
+            is_opposite = copy % 2 == 1
+            long_row += opposite_from_first if is_opposite else in_order
+        packed_rows = [long_row, opposite]
         if len(self._all_rows) > 1:
-            groups += self._single_rows
-        self._check_microbatches(assemble, groups, CutKind.PACKED)
+            packed_rows += self._single_rows
+        self._check_microbatches(assemble, packed_rows, CutKind.PACKED)
 
     def _check_microbatches(
         self,
@@ -528,11 +565,14 @@ class RowComparison:
             losses.append(_MicrobatchLosses(rows, result.losses))
             # A row without a loss token, such as a row of one token, shows nothing.
             has_tokens = any(self._counts[row] for row in rows)
-            self.has_shown_trimming |= has_tokens and self.layout.width(batch) < self._facts.width
+            if has_tokens and self.layout.width(batch) < self._facts.width:
+                self.has_shown_trimming = True
         if self.check_loss:
             self._check_losses(losses)
-        if self._at_unvaried_weights is not None:
-            self._at_unvaried_weights._check_microbatches(assemble, groups, cut_kind)
+        # The same again without varied weights. That comparison has no further one, so this ends.
+        at_unvaried_weights = self._at_unvaried_weights
+        if at_unvaried_weights is not None:
+            at_unvaried_weights._check_microbatches(assemble, groups, cut_kind)
 
     def _not_accepted(
         self,
@@ -599,10 +639,10 @@ class RowComparison:
         gradient = gradient[:num_rows]
         # Negative if `microbatch_transforms` has made the rows wider than the batch. Then columns are left out.
         num_added = self._width - gradient.shape[1]
-        added_columns = (0, num_added)
-        if self._facts.side == 'left':
-            added_columns = (num_added, 0)
-        return torch.nn.functional.pad(gradient, (0, 0, *added_columns))
+        added_entries = (0, 0)
+        added_columns = (num_added, 0) if self._facts.side == 'left' else (0, num_added)
+        # pad() takes what to add before and after, the last dimension first.
+        return torch.nn.functional.pad(gradient, (*added_entries, *added_columns))
 
     # The differences.
 
@@ -618,10 +658,10 @@ class RowComparison:
         """
         gradients = self._aligned(result, rows, is_packed=cut_kind is CutKind.PACKED)
         changes_of_ranks = self.probe.gather(self._largest_changes(gradients, rows, cut_kind))
-        # For each point, the changes on all ranks. All ranks decide by the largest of them, because a change above the
-        # tolerance takes one more forward, which all must make.
-        for changes in zip(*changes_of_ranks, strict=True):
-            change = max(changes, key=lambda change: change.error)
+        # All ranks have the same points, in the same order. They decide by the largest change of all ranks, because a
+        # change above the tolerance takes one more forward, which all must make.
+        for changes_at_point in zip(*changes_of_ranks, strict=True):
+            change = max(changes_at_point, key=lambda change: change.error)
             allowed = self._allowed(change.point, change.error)
             if change.error > allowed:
                 raise CutFailure(self._explained_change(change, allowed, cut_kind))
@@ -633,16 +673,17 @@ class RowComparison:
         difference = f'{name}: the gradient at its logits {size} (round-off is {allowed:.0e})'
         invalid_loss = self._invalid_loss_of_ranks()
         if invalid_loss is not None:
-            return NOT_A_NUMBER.format(invalid_loss, difference)
+            return not_a_number(invalid_loss, difference)
         if change.point.unit == 'samples':
             return (
-                f'{SAMPLES}a gradient of {name} that {size}. Take means over the tokens of each row, not over its '
-                'columns, and divide their sum by all rows, or name another unit (docs/errors.md#model-loss).'
+                f'{MUST_BE_SAMPLE_MEANS}a gradient of {name} that {size}. Take means over the tokens of each row, '
+                'not over its columns, and divide their sum by all rows, or name another unit '
+                '(docs/errors.md#model-loss).'
             )
         # If the change almost vanishes without the factor, the row only has another weight.
         if change.error_without_factor < LARGEST_REMAINDER * change.error:
             return (
-                f'{MEAN}{name}, whose tokens weigh {change.factor:.6f} times as much {cut_kind.value} as with '
+                f'{MUST_BE_MEAN}{name}, whose tokens weigh {change.factor:.6f} times as much {cut_kind.value} as with '
                 f'{len(self._counts) - 1} others. Divide by the number of tokens. {NAME_TERMS}'
             )
         return self._explained(difference, cut_kind)
@@ -665,11 +706,12 @@ class RowComparison:
             # The change of a row's gradient consists of a factor on all of it, and a remainder.
             factors = _factors(row_gradients, expected)
             remainders = _relative_errors(row_gradients / factors[:, None, None], expected, sizes)
-            errors = _relative_errors(row_gradients, expected, sizes)
             # If the loss is not checked, rows may have any weight, so only the remainder counts. But packing must not
             # turn a mean over samples into a mean over packed rows of several samples. So there the factor counts, too.
             is_mean_of_packed = point.unit == 'samples' and cut_kind is CutKind.PACKED
-            if not self.check_loss and not is_mean_of_packed:
+            if self.check_loss or is_mean_of_packed:
+                errors = _relative_errors(row_gradients, expected, sizes)
+            else:
                 errors = remainders
             worst = int(errors.argmax())
             change = _Change(
@@ -696,9 +738,10 @@ class RowComparison:
         return max(GRADIENT_TOLERANCE, eps, noise)
 
     def _check_losses(self, microbatches: Sequence[_MicrobatchLosses]) -> None:
-        """Raises CutFailure if the loss of all rows is not the mean of the losses of the microbatches.
+        """Raises CutFailure if the loss of all rows is not the weighted mean of the losses of the microbatches.
 
-        Each row must be in them equally often.
+        As in a step, the weight of a microbatch is its number of tokens or samples. Each row must be in the
+        microbatches equally often.
         """
         for unit in self.reference.losses:
             weighted_sum = 0.0
@@ -707,11 +750,10 @@ class RowComparison:
                 denominator = self._denominator(unit, microbatch.rows)
                 total_denominator += denominator
                 if denominator:  # the loss of a microbatch without tokens may be NaN
-                    # A term that a microbatch leaves out is 0, as in a step.
+                    # A microbatch may lack the term. Then it is 0, as in a step.
                     weighted_sum += microbatch.by_unit.get(unit, 0.0) * denominator
             if total_denominator == 0:
                 continue
-            # A step weights its microbatches by the same formula.
             mean = weighted_sum / total_denominator
             if not self._is_same_loss(unit, mean):
                 raise CutFailure(self._explained_loss(unit, mean))
@@ -722,13 +764,15 @@ class RowComparison:
         difference = f'{loss_of_all}, and {mean:.6f} as their mean by row'
         invalid_loss = self._invalid_loss_of_ranks()
         if invalid_loss is not None:
-            return NOT_A_NUMBER.format(invalid_loss, difference)
+            return not_a_number(invalid_loss, difference)
         if unit == 'samples':
             return (
-                f'{SAMPLES}{difference}. Divide by all rows, also by those without labels, set `packing=False` if only '
-                "packed rows differ, or name another unit, such as 'coupled_samples' (docs/errors.md#model-loss)."
+                f'{MUST_BE_SAMPLE_MEANS}{difference}. Divide by all rows, also by those without labels, set '
+                "`packing=False` if only packed rows differ, or name another unit, such as 'coupled_samples' "
+                '(docs/errors.md#model-loss).'
             )
-        return f'{MEAN}{difference}. It holds a term that depends on which rows share a microbatch. {NAME_TERMS}'
+        cause = 'It holds a term that depends on which rows share a microbatch.'
+        return f'{MUST_BE_MEAN}{difference}. {cause} {NAME_TERMS}'
 
     def _invalid_loss_of_ranks(self) -> float | None:
         """Returns a loss of all rows that is NaN or infinite on any rank; None: there is no such loss; a collective."""

@@ -37,7 +37,13 @@ from composer_tokacc.batch import (
     text_of,
     with_copied_tensors,
 )
-from composer_tokacc.checks.comparison import MEAN, NAME_TERMS, NOT_A_NUMBER, PrecisionChangedError, RowComparison
+from composer_tokacc.checks.comparison import (
+    MUST_BE_MEAN,
+    NAME_TERMS,
+    PrecisionChangedError,
+    RowComparison,
+    not_a_number,
+)
 from composer_tokacc.checks.cut_rules import CutRules, Cutter
 from composer_tokacc.checks.logits import TINY
 from composer_tokacc.checks.probe import Probe, ProbeResult
@@ -75,11 +81,12 @@ change in a way that the measurements of steps do not show: rows begin to see ea
 inner states."""
 MAX_ROWS = 6
 """Most rows of a check. There are more if several modalities are new, or if :func:`with_unequal_row` adds one."""
-NUM_LABELS = 4
+MAX_NEW_LABELS = 4
 """Most labels that :func:`rule_batch` puts after the first token, and that :func:`with_unequal_row` puts on a row."""
 LARGEST_ELSEWHERE = 0.1
-"""A rule fits if less than this part of the gradient is at positions that it does not name. A small part may be
-round-off, or another loss term, which the comparison of rows refuses later."""
+"""A loss rule names the positions that have a gradient. It fits if the gradient at all other positions is smaller than
+this part of the gradient at the named ones. A small part may be round-off, or another loss term, which the comparison
+of rows refuses later."""
 MEDIA_INPUTS = ('pixel_values', 'input_features', 'input_values')
 """The names of images, videos and audios in batches of processors begin with these words."""
 GRADIENT_SIZES = (1e-4, 1.0, 1e4)
@@ -92,8 +99,8 @@ GradientHook: TypeAlias = Callable[[Tensor], Tensor | None]
 class SharedRows(NamedTuple):
     """The rows of one rank that all ranks probe."""
 
-    rows: BatchDict
-    media: dict[int, BatchDict]  # media of some of the rows, see :func:`media_as_collated`
+    rows: BatchDict  # every row that has two tokens has a label, see :func:`_with_labels`
+    media: dict[int, BatchDict]  # media of some of the rows as the loader padded them, see :func:`media_as_collated`
     largest_packed_row: int  # most tokens of a packed row in training; 0: rows are not packed
     unlabelled_rows: Sequence[int]  # places of the rows that had no label before the check gave them one
     ranges: RowRanges  # of the rows before the check gave them labels, because labels hide that a row had none
@@ -103,15 +110,15 @@ class SharedRows(NamedTuple):
 class RowOffer:
     """Message of a rank to the others. It tells how much a check of its rows would show."""
 
-    can_show_rule: bool  # see _can_show_rule(). True if the loss rule is known already
+    can_be_checked: bool  # whether the loss rule is known already, or its rows can show it, see _can_show_rule()
     missing: Sequence[RowProperty]  # the properties in which its rows are new
     num_rows: int
     ranges: RowRanges  # of all its rows
 
     @property
     def priority(self) -> tuple[bool, int, int]:
-        """A sort key: the rows of the largest offer are checked. Rows that cannot show the rule come last."""
-        return self.can_show_rule, len(self.missing), self.num_rows
+        """A sort key: the rows of the largest offer are checked. Rows that cannot show the loss rule come last."""
+        return self.can_be_checked, len(self.missing), self.num_rows
 
 
 @dataclass(kw_only=True)
@@ -133,6 +140,13 @@ class LossFacts:
     """Whether means over tokens have a gradient or a value in dummy rows, which several ranks may need."""
     has_logits: bool = True
     """False if the model returns hidden states, because its loss contains the output embedding."""
+
+
+class CheckedCut(NamedTuple):
+    """What a check of some rows has shown about cuts."""
+
+    rules: CutRules | None  # of the exact cut; None: rows are not cut
+    has_shown_trimming: bool  # whether a row was trimmed; if not, nothing was learnt about padding
 
 
 @dataclass(eq=False)
@@ -158,11 +172,11 @@ class FirstBatchCheck:
     forward_arguments: Collection[str] | None = None
     """The entries of a batch that reach the model. None: all of them may."""
     _loss_facts: LossFacts | None = field(default=None, init=False)
-    """None: the loss rule is not known yet."""
+    """None: the loss rule is not known yet. The first check of rows finds it, unless the user's rule is believed."""
     _proven: RowRanges = field(default_factory=RowRanges, init=False)
     """The proven ranges, see the module. They are the same on all ranks."""
     is_due: bool = field(default=True, init=False)
-    """Whether :meth:`prove` must check rows even if none are new."""
+    """Whether :meth:`prove` must check rows even if none are new: at first, and if :meth:`note_step` says so."""
 
     def __post_init__(self) -> None:
         # If the loss is not checked, the user's rule is believed.
@@ -212,9 +226,7 @@ class FirstBatchCheck:
             RuntimeError: On all ranks, if no loss rule fits, if a forward changes the next one, or if no cut keeps the
                 gradients of the rows.
         """
-        rules = None
-        if self.cutter is not None:
-            rules = self.cutter.rules
+        rules = None if self.cutter is None else self.cutter.rules
         # Each pass checks rows of one rank.
         while (offers := self._offers_of_ranks(batch, microbatch_size)) is not None:
             offer = max(offers, key=lambda offer: offer.priority)  # of equal offers, the one of the first rank
@@ -225,19 +237,19 @@ class FirstBatchCheck:
             are_new = not self._proven.limits or any(other.missing for other in offers)
             with _explained_index_errors(shared.rows):
                 new_rules, has_shown_trimming = self._check_rows(shared, rules, are_new=are_new)
-            is_new_cut = rules is not None and new_rules is not None and not new_rules.cuts_like(rules)
-            rules = new_rules
-            if is_new_cut:
+            self.is_due = False
+            ranges = shared.ranges
+            if not has_shown_trimming:
+                ranges = ranges.without_padding()
+            if rules is not None and new_rules is not None and not new_rules.cuts_like(rules):
                 # The earlier rows were compared under another cut, so nothing is proven about them any more, and the
                 # next passes check them again. The loop ends nevertheless, because rules change only a few times:
                 # packing or trimming that has failed is not tried again.
-                self._proven = RowRanges(readings=self._proven.readings)
-            proven_ranges = shared.ranges
-            if not has_shown_trimming:
-                proven_ranges = shared.ranges.without_padding()  # no row was trimmed
-            self._proven = self._proven.joined(proven_ranges)
-            if not is_new_cut:
-                self._accept_unshown(shared, offer)
+                self._proven = RowRanges(readings=self._proven.readings).joined(ranges)
+            else:
+                self._proven = self._proven.joined(ranges)
+                self._ensure_progress(shared, offer)
+            rules = new_rules
         assert self._loss_facts is not None  # the first call has checked rows
         if self.cutter is not None and rules is not None:
             self.cutter.adopt(rules, self.layout, has_loss_in_dummies=self._loss_facts.has_loss_in_dummies)
@@ -259,12 +271,13 @@ class FirstBatchCheck:
             refusal = refusal_of_batch
         # With Composer's own flag, `accumulate_train_batch_on_tokens`, this method is called in each step. In most
         # steps these two numbers are all that ranks exchange.
-        is_missing = offer is not None and bool(offer.missing)
-        is_any_missing, is_any_refused = max_over_ranks([is_missing, refusal is not None])
-        if is_any_refused:
+        has_new_rows = offer is not None and bool(offer.missing)
+        is_refused = refusal is not None
+        any_rank_has_new_rows, any_rank_is_refused = max_over_ranks([has_new_rows, is_refused])
+        if any_rank_is_refused:
             raise_on_all_ranks(refusal)
         assert offer is not None  # else the line above has raised
-        if not self.is_due and not is_any_missing:
+        if not self.is_due and not any_rank_has_new_rows:
             return None
         return all_gather_object(offer)
 
@@ -293,24 +306,31 @@ class FirstBatchCheck:
         assert shared is not None  # one rank has rows
         return shared
 
-    def _accept_unshown(self, shared: SharedRows, offer: RowOffer) -> None:
-        """Counts missing properties of the offer as proven if a check of its rows has shown none of them.
+    def _ensure_progress(self, shared: SharedRows, offer: RowOffer) -> None:
+        """Takes ranges as proven that the check of ``shared`` rows has not shown, if it has shown nothing new at all.
 
-        It shows none if the layout cannot tell media from each other, or if no row can be trimmed. Then the loop of
-        :meth:`prove` would not end.
+        Otherwise the next pass of :meth:`prove` would check the same rows again, and its loop would not end. A check
+        shows nothing new if the layout cannot tell media from each other, or if no row can be trimmed.
+
+        ``offer`` is the offer of the rank whose rows were checked, from before the check.
         """
-        # The ranges of the checked rows count first. Only if the same properties are still missing, those of all rows
-        # count, because the next pass may check rows that were left out for padded ones.
-        for ranges in (shared.ranges, offer.ranges):
-            has_progress = len(self._proven.missing(offer.ranges)) < len(offer.missing)
-            if not has_progress:
-                self._proven = self._proven.joined(ranges)
+        if self._has_progress(offer):
+            return
+        # At first only the ranges of the checked rows, with their padding. If fewer properties are missing then, the
+        # next pass checks rows with these properties, in place of the padded ones.
+        self._proven = self._proven.joined(shared.ranges)
+        if not self._has_progress(offer):
+            self._proven = self._proven.joined(offer.ranges)
+
+    def _has_progress(self, offer: RowOffer) -> bool:
+        """Returns whether the rows of an offer have fewer new properties now than when it was made."""
+        return len(self._proven.missing(offer.ranges)) < len(offer.missing)
 
     def _offer(self, batch: Batch, microbatch_size: float) -> RowOffer:
         """Returns the offer of this rank. ``batch`` is its batch."""
         ranges = self._ranges_of(describe_all(self.layout, batch), microbatch_size)
         return RowOffer(
-            can_show_rule=self._loss_facts is not None or _can_show_rule(batch),
+            can_be_checked=self._loss_facts is not None or _can_show_rule(batch),
             missing=self._proven.missing(ranges),
             num_rows=num_rows(batch),
             ranges=ranges,
@@ -319,9 +339,9 @@ class FirstBatchCheck:
     def _learn_readings(self, offers: Sequence[RowOffer]) -> None:
         """Learns the readings of new keys, and drops readings that the batch of any rank rules out.
 
-        All ranks learn the same, so they divide tensors among rows in the same way. A batch may have a tensor that is
-        registered for no model family. A reading is one possible way in which such a tensor belongs to rows: with one
-        entry for each row, or one for each image, see :mod:`.layout.readings`.
+        A batch may have a tensor that is registered for no model family. A reading is one possible way in which such a
+        tensor belongs to rows: with one entry for each row, or one for each image, see :mod:`.layout.readings`. All ranks
+        learn the same readings, so they divide tensors among rows in the same way.
         """
         readings = self._proven.readings
         for offer in offers:
@@ -336,17 +356,13 @@ class FirstBatchCheck:
         rules: CutRules | None,
         *,
         are_new: bool,
-    ) -> tuple[CutRules | None, bool]:
+    ) -> CheckedCut:
         """Finds the loss rule if it is not known yet, checks the rows, and updates the facts about the loss.
 
         Args:
             shared: The rows.
             rules: The current rules; None: rows are not cut.
             are_new: Whether some rows of the step lie outside of the proven ranges.
-
-        Returns:
-            The rules of the exact cut; None without a cutter. And whether a row was trimmed. If not, nothing was learnt
-            about padding.
         """
         if self.is_due:
             self.probe.forget_judgements()  # of states that a forward writes: a harmless one may have become harmful
@@ -354,11 +370,10 @@ class FirstBatchCheck:
             self._loss_facts = LossFacts(rule=self._find_rule(shared.rows))
             self._warn_of_leaks(shared.rows)
         loss_facts = self._loss_facts
-        self.is_due = False
         if self.layout is None:
             self._check_unknown_rows(shared.rows, loss_facts)
-            return rules, False
-        self._check_window(shared.rows)
+            return CheckedCut(rules, has_shown_trimming=False)
+        self._check_number_of_keys(shared.rows)
         compare = partial(self._compare_rows, self.layout, shared, rules, loss_facts, are_new=are_new)
         try:
             return compare()
@@ -376,16 +391,16 @@ class FirstBatchCheck:
         loss_facts: LossFacts,
         *,
         are_new: bool,
-    ) -> tuple[CutRules | None, bool]:
+    ) -> CheckedCut:
         """Compares cuts of the rows, and updates the facts about the loss. For the rest see :meth:`_check_rows`."""
         rows = with_unequal_row(layout, shared.rows, loss_facts.rule)
         comparison = RowComparison(
             self.probe,
             layout,
-            self._on_device,
-            loss_facts.rule,
-            rows,
-            self.check_loss,
+            on_device=self._on_device,
+            rule=loss_facts.rule,
+            rows=rows,
+            check_loss=self.check_loss,
         )
         self._check_media_reach_model(layout, shared.rows, comparison.batch)
         self.probe.judge_written_state(comparison.batch)
@@ -394,37 +409,36 @@ class FirstBatchCheck:
             comparison.check_single_rows()
         else:
             rules = comparison.first_exact(self.cutter, rules, shared.largest_packed_row, are_new=are_new)
-        loss_facts.trains_unlabelled_rows |= comparison.check_unlabelled_row()
-        comparison.check_no_tokens_in(shared.unlabelled_rows)
+        comparison.check_unlabelled_row()
+        loss_facts.trains_unlabelled_rows |= comparison.trains_unlabelled_row()
+        comparison.check_no_loss_in(shared.unlabelled_rows)
         if self.cutter is not None and get_world_size() > 1:
             loss_facts.has_loss_in_dummies |= comparison.has_loss_in_dummies()
         # Microbatches that the loader has collated may pad media to other sizes than the batch.
         comparison.check_media(shared.media)
         self._learn_loss(loss_facts, comparison)
         log.info('After the first-batch check: %s', rules)
-        return rules, comparison.has_shown_trimming
+        return CheckedCut(rules, comparison.has_shown_trimming)
 
     def _find_rule(self, rows: Batch) -> LossRule:
         """Returns the loss rule of the model. Raises RuntimeError if the rows cannot show it."""
-        can_show_rule = _can_show_rule(rows)
-        rule = None
+        row = self._on_device(rule_batch(self.layout, rows))
+        if _can_show_rule(rows):
+            return find_loss_rule(self.probe, row, named_rule=self.named_rule)
+        # From here on all rows have at most one token.
         failure = None
         try:
-            rule = find_loss_rule(
-                self.probe, self._on_device(rule_batch(self.layout, rows)), named_rule=self.named_rule
-            )
+            rule = find_loss_rule(self.probe, row, named_rule=self.named_rule)
+            # Such a row may show that labels are not shifted. It cannot tell the other rules apart.
+            if not rule.shifts_labels or self.named_rule is not None:
+                return rule
         except Exception as error:
-            if can_show_rule:
-                raise
-            # A model that shifts labels has no loss in rows of one token. It may return NaN, or raise an error.
+            # A model that shifts labels has no loss in such a row. It may return NaN, or raise an error.
             failure = error
-        # A row of one token may show that labels are not shifted. It cannot tell the other rules apart.
-        if rule is None or (rule.shifts_labels and not can_show_rule and self.named_rule is None):
-            raise NotExactError(
-                'The first batch must have a row with two tokens, which shows the loss rule of the model, got: '
-                f'rows of at most one token, such as {sample_name(rows, 0)}. Begin with other samples.'
-            ) from failure
-        return rule
+        raise NotExactError(
+            'The first batch must have a row with two tokens, which shows the loss rule of the model, got: '
+            f'rows of at most one token, such as {sample_name(rows, 0)}. Begin with other samples.'
+        ) from failure
 
     def _check_unknown_rows(self, rows: Batch, loss_facts: LossFacts) -> None:
         """Warns that rows are not compared, because they could not be told apart.
@@ -449,20 +463,21 @@ class FirstBatchCheck:
         if self.selector is not None and loss_facts.selection_failure is None:
             failure = comparison.selection_failure(self.selector)
         # All ranks must measure steps in the same way, and compute the same logits. So all of them share their results.
-        result = (comparison.token_scale(), failure)
-        results = all_gather_object(result)
-        scales, failures = zip(*results, strict=True)
+        scale_and_failure = (comparison.token_scale(), failure)
+        results_of_ranks = all_gather_object(scale_and_failure)
+        scales = [scale for scale, _ in results_of_ranks]
+        failures = [failure for _, failure in results_of_ranks if failure is not None]
         # A known scale stays. If the loss is not a plain mean any more, check_step() refuses the step.
         if loss_facts.token_scale is None and None not in scales:
             loss_facts.token_scale = scales[0]
         # A failure stays. The next pass of prove() may check other rows, which do not show it.
-        if loss_facts.selection_failure is None:
-            loss_facts.selection_failure = next((failure for failure in failures if failure is not None), None)
+        if loss_facts.selection_failure is None and failures:
+            loss_facts.selection_failure = failures[0]
         reference = comparison.reference
         loss_facts.has_logits = reference.has_logits
         loss_facts.vocabulary = reference.output_size if reference.has_logits else None
 
-    def _check_window(self, rows: BatchDict) -> None:
+    def _check_number_of_keys(self, rows: BatchDict) -> None:
         """Raises RuntimeError if the model attends to a limited number of keys (Doge), and a row is longer than that.
 
         Doge attends to the best keys. Its keys have no positions, so repeated tokens have equal keys. Then round-off
@@ -492,11 +507,12 @@ class FirstBatchCheck:
             return
         text_config = get_text_config()
         mask = rows.get('attention_mask')
-        # Transformers switches the cache off for its gradient checkpointing.
-        has_cache = getattr(text_config, 'use_cache', False) and not getattr(model, 'is_gradient_checkpointing', False)
-        are_mixed = has_cache
         if mask is not None:
             are_mixed = mask.dim() == 2  # a mask of four dimensions tells documents apart itself
+        else:
+            # Transformers switches the cache off for its gradient checkpointing.
+            has_checkpoints = getattr(model, 'is_gradient_checkpointing', False)
+            are_mixed = getattr(text_config, 'use_cache', False) and not has_checkpoints
         if are_mixed and attention_of(text_config) in ('sdpa', 'eager'):
             log.warning(
                 'Rows are packed (`position_ids` restart at 0), and their documents attend to each other, because the '
@@ -533,21 +549,30 @@ class FirstBatchCheck:
     def _rows_to_share(self, batch: Batch, missing: Sequence[RowProperty], microbatch_size: float) -> SharedRows:
         """Returns the rows of this rank that all ranks probe."""
         if self.layout is None:
-            return SharedRows(dict(batch), {}, 0, [], RowRanges())
+            # Its rows cannot be told apart, so the whole batch is shared.
+            return SharedRows(
+                rows=dict(batch),
+                media={},
+                largest_packed_row=0,
+                unlabelled_rows=[],
+                ranges=RowRanges(),
+            )
         # A row in a probe takes about half the memory that it takes in training, so twice as many rows fit.
         max_rows = min(max(int(2 * microbatch_size), MIN_ROWS), MAX_ROWS)
         chosen = chosen_rows(self.layout, batch, missing, max_rows)
-        loader_batch = without_row_counts(batch)
-        rows = self.layout.select(loader_batch, chosen)
-        is_unlabelled = lacks_labels(rows)
+        rows = self.layout.select(without_row_counts(batch), chosen)
+        unlabelled_rows = []
+        for place, lacks_label in enumerate(lacks_labels(rows)):
+            if lacks_label:
+                unlabelled_rows.append(place)
         # This length counts as proven even if packing fails in this check. That does no harm, because then no row of
         # the fit is packed any more.
         largest_packed_row = self._largest_packed_row(describe_all(self.layout, batch), microbatch_size)
         return SharedRows(
             rows=_with_labels(self.layout, rows),
-            unlabelled_rows=[place for place, lacks_label in enumerate(is_unlabelled) if lacks_label],
             media=media_as_collated(self.layout, batch, chosen),
             largest_packed_row=largest_packed_row,
+            unlabelled_rows=unlabelled_rows,
             ranges=ranges_of([describe(self.layout, rows)], largest_packed_row),
         )
 
@@ -574,6 +599,14 @@ def _explained_index_errors(rows: Batch) -> Iterator[None]:
 # The loss rule.
 
 
+class _RuleFit(NamedTuple):
+    """How well a loss rule explains where a row has a gradient."""
+
+    rule: LossRule
+    elsewhere: float  # gradient at the positions that the rule does not name, relative to that at the named ones
+    is_complete: bool  # whether there is a gradient at each of the named positions
+
+
 def find_loss_rule(
     probe: Probe,
     row: Batch,
@@ -596,45 +629,34 @@ def find_loss_rule(
     """
     result = probe.examine(row)
     if result.invalid_loss is not None:
-        raise NotExactError(NOT_A_NUMBER.format(result.invalid_loss, sample_name(row, 0)))
+        raise NotExactError(not_a_number(result.invalid_loss, sample_name(row, 0)))
     norms = _gradient_norms(result, row)
-    # A rule fits if there is a gradient at each of the positions that it names, and nowhere else.
-    matching: dict[LossRule, float] = {}  # for each rule that fits, the part of the gradient at other positions
-    incomplete: list[LossRule] = []  # rules that would fit, but some of their positions have no gradient
-    for rule in LossRule:
-        predicts = rule.targets(row).cpu() != IGNORE_INDEX
-        predicting_norms = norms[predicts]
-        other_norms = norms[~predicts]
-        elsewhere = float(other_norms.norm() / predicting_norms.norm().clamp(min=TINY))
-        if not elsewhere < LARGEST_ELSEWHERE:  # also if it is NaN
-            continue
-        has_gradient = predicting_norms > 0
-        if has_gradient.all():
-            matching[rule] = elsewhere
-        elif has_gradient.any():
-            incomplete.append(rule)
+    fits = _fitting_rules(norms, row)
+    fitting_rules = [fit.rule for fit in fits]
+    complete_fits = [fit for fit in fits if fit.is_complete]
     # A loss may have no gradient at some labels, such as a clipped policy gradient. Then the user must name the rule.
-    if not matching and named_rule is not None and named_rule in incomplete:
+    if not complete_fits and named_rule is not None and named_rule in fitting_rules:
         return named_rule
     positions = _columns(norms)
     if not positions:
         raise NotExactError(
-            f'{MEAN}no gradient at any position of {sample_name(row, 0)}. The loss is detached, or the sample has a '
-            'factor of 0 (an advantage), or no layer returns a vector for every position, because the model removes '
-            "padding inside forward. In the last case set `attn_implementation='sdpa'` (docs/errors.md#model-loss)."
+            f'{MUST_BE_MEAN}no gradient at any position of {sample_name(row, 0)}. The loss is detached, or the sample '
+            'has a factor of 0 (an advantage), or no layer returns a vector for every position, because the model '
+            "removes padding inside forward. In the last case set `attn_implementation='sdpa'` "
+            '(docs/errors.md#model-loss).'
         )
-    if not matching:
+    if not complete_fits:
         label_positions = _columns(row['labels'] != IGNORE_INDEX)
         raise NotExactError(
-            f'{MEAN}a gradient at the positions {positions} for labels at {label_positions}, which no rule explains. '
-            'The model changes labels inside forward, or its loss holds a term over other positions. '
+            f'{MUST_BE_MEAN}a gradient at the positions {positions} for labels at {label_positions}, which no rule '
+            'explains. The model changes labels inside forward, or its loss holds a term over other positions. '
             f'{NAME_TERMS}'
         )
     # Without an attention mask several rules may fit. They count the same labels, so any of them is right.
-    best_rule = min(matching, key=lambda rule: matching[rule])
+    best_rule = min(complete_fits, key=lambda fit: fit.elsewhere).rule
     if named_rule is None:
         return best_rule
-    if named_rule not in matching:
+    if named_rule not in [fit.rule for fit in complete_fits]:
         raise NotExactError(
             f'`loss_tokens` must be the rule by which the model averages its loss, got: {named_rule!r}, but the model '
             f'averages by {best_rule!r} (the gradient of its loss is at the positions {positions}). Set '
@@ -643,14 +665,32 @@ def find_loss_rule(
     return named_rule
 
 
+def _fitting_rules(norms: Tensor, row: Batch) -> list[_RuleFit]:
+    """Returns the rules that fit: there is a gradient at positions that the rule names, and hardly any elsewhere.
+
+    ``norms`` are the norms of the gradient at each position of the row.
+    """
+    fits = []
+    for rule in LossRule:
+        is_named = rule.targets(row).cpu() != IGNORE_INDEX
+        named_norms = norms[is_named]
+        other_norms = norms[~is_named]
+        elsewhere = float(other_norms.norm() / named_norms.norm().clamp(min=TINY))
+        has_gradient = named_norms > 0
+        if elsewhere < LARGEST_ELSEWHERE and has_gradient.any():  # NaN is not less
+            fits.append(_RuleFit(rule, elsewhere, is_complete=bool(has_gradient.all())))
+    return fits
+
+
 def _gradient_norms(result: ProbeResult, row: Batch) -> Tensor:
     """Returns the norm of the gradient by the logits at each position, or by the states before them, ``(rows, width)``.
 
     It is the gradient of the terms over tokens if the loss has any, otherwise of those over samples. If it has neither,
     it is the gradient of all terms: see :attr:`.ProbeResult.losses`.
     """
-    gradients = next(iter(result.gradients.values()))  # of the first unit: 'tokens', if there is such a term
-    for gradient in reversed(gradients):  # if there is one by the logits, it is the last
+    first_unit = next(iter(result.gradients))  # 'tokens', if there is such a term
+    # If there is a gradient by the logits, it is the last one.
+    for gradient in reversed(result.gradients[first_unit]):
         if gradient is not None:
             return gradient.norm(dim=-1)
     return torch.zeros(labels_of(row).shape)
@@ -661,8 +701,8 @@ def rule_batch(layout: BatchLayout | None, rows: Batch) -> BatchDict:
 
     One label is on the first position, and one on a position that loses its attention, because only some rules count
     these. All labels are the same token. If the model were sure of all labels, there would be no gradient. It may be
-    sure of the row's own labels, but hardly of one token at several positions. If the layout is unknown, the other rows
-    stay in the batch, without labels.
+    sure of the row's own labels, but hardly of one token at several positions. If the layout is unknown, the first row
+    gets the labels, and the other rows stay in the batch, without labels.
     """
     if layout is not None:
         rows = layout.select(rows, [_row_for_rule(layout, rows)])
@@ -670,26 +710,37 @@ def rule_batch(layout: BatchLayout | None, rows: Batch) -> BatchDict:
     mask = rows.get('attention_mask')
     if not isinstance(mask, Tensor) or mask.shape != labels.shape:
         mask = None
-    # Labels on padding cannot show the rule: in a model that counts only attended labels, the loss would be NaN.
-    positions = LossRule.CAUSAL_ATTENDED.mask(rows)[0].nonzero().flatten()
-    if len(positions) < 2:
-        # There are too few labels, so any attended positions of text are taken.
-        attended = torch.ones_like(labels)
-        if mask is not None:
-            attended = mask
-        is_attended = attended[0, 1:] != 0
-        positions = is_attended.nonzero().flatten() + 1
-        positions = _without_placeholders(layout, rows, positions)
-    # Without any such position (a row of one token) the last column gets a label.
-    label_positions = positions[-NUM_LABELS:].tolist() or [labels.shape[1] - 1]
-    changed = {**rows, 'labels': torch.full_like(labels, IGNORE_INDEX)}
+    label_columns = _columns_for_labels(layout, rows, mask)
+    new_labels = torch.full_like(labels, IGNORE_INDEX)
     # Only the unshifted rule counts the label of the first position.
-    changed['labels'][0, [0, *label_positions]] = _any_token(rows)
-    if mask is not None and len(label_positions) > 1:
-        changed['attention_mask'] = mask.clone()
+    new_labels[0, [0, *label_columns]] = _any_token(rows)
+    changed = {**rows, 'labels': new_labels}
+    if mask is not None and len(label_columns) > 1:
         # Some rules do not count the last label if its position is not attended.
-        changed['attention_mask'][0, label_positions[-1]] = 0
+        new_mask = mask.clone()
+        new_mask[0, label_columns[-1]] = 0
+        changed['attention_mask'] = new_mask
     return changed
+
+
+def _columns_for_labels(layout: BatchLayout | None, rows: Batch, mask: Tensor | None) -> list[int]:
+    """Returns the columns after the first one on which :func:`rule_batch` puts labels, at least one.
+
+    They are the last columns at which the first row has labels. If it has fewer than two, they are its last attended
+    columns with text. ``mask`` is the attention mask; None: every column is attended.
+    """
+    # Labels on padding cannot show the rule: in a model that counts only attended labels, the loss would be NaN.
+    has_label = LossRule.CAUSAL_ATTENDED.mask(rows)[0]
+    columns = has_label.nonzero().flatten()
+    if len(columns) < 2:
+        first_row = labels_of(rows)[0]
+        is_attended = torch.ones_like(first_row, dtype=torch.bool) if mask is None else mask[0] != 0
+        is_attended[0] = False  # the first column gets a label in any case
+        columns = is_attended.nonzero().flatten()
+        columns = _text_columns_of_last_row(layout, rows, columns)
+        if not len(columns):  # a row of one token
+            return [len(first_row) - 1]
+    return columns[-MAX_NEW_LABELS:].tolist()
 
 
 def _row_for_rule(layout: BatchLayout, rows: Batch) -> int:
@@ -698,7 +749,7 @@ def _row_for_rule(layout: BatchLayout, rows: Batch) -> int:
     num_media = layout.media_per_row(rows)
 
     def fitness(row: int) -> tuple[int, bool]:
-        return min(num_labels[row], NUM_LABELS), num_media[row] > 0
+        return min(num_labels[row], MAX_NEW_LABELS), num_media[row] > 0
 
     return max(range(len(num_labels)), key=fitness)
 
@@ -736,22 +787,25 @@ def media_as_collated(
     # For each row of the batch, the microbatch that holds it, and its number there.
     sources: list[tuple[Batch, int]] = []
     for microbatch in microbatches:
-        sources += [(microbatch, number) for number in range(num_rows(microbatch))]
+        for number in range(num_rows(microbatch)):
+            sources.append((microbatch, number))
     collated: dict[int, BatchDict] = {}
     for place, row in enumerate(rows):
         microbatch, number = sources[row]
         row_batch = layout.select(without_row_counts(microbatch), [number])
-        media = {}
-        has_other_size = False
-        for key, entry in media_entries(layout, row_batch).items():
-            media[key] = row_batch[key]
-            # An entry with `seq_dims` is a mask with a value for each token. Its width is the one of the text, so it
-            # does not tell the size of the media.
-            if not entry.seq_dims:
-                has_other_size |= row_batch[key].shape[1:] != batch[key].shape[1:]
-        if has_other_size:
-            collated[place] = media
+        if _has_media_of_other_size(layout, row_batch, batch):
+            collated[place] = {key: row_batch[key] for key in media_entries(layout, row_batch)}
     return collated
+
+
+def _has_media_of_other_size(layout: BatchLayout, row_batch: Batch, batch: Batch) -> bool:
+    """Returns whether media of a row, as the loader padded them in its microbatch, have another size in the batch."""
+    for key, entry in media_entries(layout, row_batch).items():
+        # An entry with `seq_dims` is a mask with a value for each token. Its width is the one of the text, so it does
+        # not tell the size of the media.
+        if not entry.seq_dims and row_batch[key].shape[1:] != batch[key].shape[1:]:
+            return True
+    return False
 
 
 def _ids_at_labels(batch: Batch) -> Tensor | None:
@@ -786,23 +840,26 @@ def _with_labels(layout: BatchLayout, batch: BatchDict) -> BatchDict:
     num_media = layout.media_per_row(batch)
     num_unlabelled = (real & (labels == IGNORE_INDEX)).sum(dim=1)
     longest_prompt = int(num_unlabelled.argmax())
-    labels_of_rows = labels[labels != IGNORE_INDEX]
+    given_labels = labels[labels != IGNORE_INDEX]  # of all rows
     for row in range(len(labels)):
-        columns = real[row].nonzero().flatten()[1:]
-        row_labels = labels[row, 1:]
-        # New labels repeat labels of the row. Its ids may be placeholders, for which the head has no logit.
-        tokens = row_labels[row_labels != IGNORE_INDEX]
-        if not len(tokens):
+        columns = real[row].nonzero().flatten()[1:]  # of all tokens but the first
+        labels_after_first = labels[row, 1:]
+        given_in_row = labels_after_first[labels_after_first != IGNORE_INDEX]
+        if not len(given_in_row):
             last_column = columns[-1:]  # empty if the row has one token
-            labels[row, last_column] = labels_of_rows[-1] if len(labels_of_rows) else ids[row, last_column]
+            if len(given_labels):
+                labels[row, last_column] = given_labels[-1]
+            else:
+                labels[row, last_column] = ids[row, last_column]
         elif not num_media[row] and row != longest_prompt:
-            unlabelled_columns = columns[labels[row, columns] == IGNORE_INDEX]
-            labels[row, unlabelled_columns] = tokens[-1]
+            is_unlabelled = labels[row, columns] == IGNORE_INDEX
+            # New labels repeat a label of the row. Its ids may be placeholders, for which the head has no logit.
+            labels[row, columns[is_unlabelled]] = given_in_row[-1]
     return {**batch, 'labels': labels}
 
 
-def _without_placeholders(layout: BatchLayout | None, rows: Batch, columns: Tensor) -> Tensor:
-    """Returns those of the columns at which the last row has no placeholder.
+def _text_columns_of_last_row(layout: BatchLayout | None, rows: Batch, columns: Tensor) -> Tensor:
+    """Returns those of the columns at which the last row has text, and no placeholder.
 
     The last row gets the new labels: it is the one that :func:`rule_batch` selects or :func:`with_unequal_row` adds. A
     model may not count labels at placeholders. If fewer than two columns are left, returns all columns, because one
@@ -832,27 +889,35 @@ def with_unequal_row(
     counts = rule.mask(rows).sum(dim=1)
     has_labels = counts > 0
     counts_of_labelled = counts[has_labels].tolist()
-    if not counts_of_labelled or max(counts_of_labelled) >= 2 * min(counts_of_labelled):
+    if not counts_of_labelled:
+        return rows
+    are_unequal = max(counts_of_labelled) >= 2 * min(counts_of_labelled)
+    if are_unequal:
         return rows
     # Of the rows with labels the longest one is copied, because it has the most room for more labels.
     lengths = real_positions(rows).sum(dim=1)
     copied_row = int((lengths * has_labels).argmax())
     extended = layout.select(rows, [*range(len(counts)), copied_row])
-    labels = extended['labels'].clone()
-    extended['labels'] = labels
-    has_loss = rule.mask(extended)[-1]
+    return {**extended, 'labels': _with_unequal_last_row(layout, extended, rule)}
+
+
+def _with_unequal_last_row(layout: BatchLayout, rows: Batch, rule: LossRule) -> Tensor:
+    """Returns the labels of some rows, with fewer labels in the last row if it has several, else with more."""
+    labels = rows['labels'].clone()
+    has_loss = rule.mask(rows)[-1]
     counted_columns = has_loss.nonzero().flatten().tolist()
     if len(counted_columns) > 1:
+        # The row keeps only the last of its labels.
         labels[-1, counted_columns[:-1]] = IGNORE_INDEX
-    elif _ids_at_labels(extended) is not None:
-        # The first token gets no label, because padding may predict it. The new labels repeat the row's only label,
+    elif _ids_at_labels(rows) is not None:
+        # The row gets more labels, but not on its first token, which padding may predict. They repeat its only label,
         # because its ids may be placeholders. Without a config it is not known which tokens are placeholders, but most
         # rows have them before their text. So only the last tokens get a label.
-        is_real = real_positions(extended)[-1]
+        is_real = real_positions(rows)[-1]
         columns = is_real.nonzero().flatten()[1:]
-        columns = _without_placeholders(layout, extended, columns)
-        labels[-1, columns[-NUM_LABELS:]] = int(labels[-1, counted_columns[0]])
-    return extended
+        columns = _text_columns_of_last_row(layout, rows, columns)
+        labels[-1, columns[-MAX_NEW_LABELS:]] = int(labels[-1, counted_columns[0]])
+    return labels
 
 
 # Hooks on parameters.

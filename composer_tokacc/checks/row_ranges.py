@@ -93,7 +93,8 @@ Limit: TypeAlias = tuple[float, ...]
 """The largest values of a property that were seen. For example, a limit of images ``(3, True, -16, 64, False)`` begins
 with: up to 3 images in a row, several rows with images, 16 to 64 placeholders. A smallest value, such as 16, is kept as
 its negative, and a bool says whether rows had something. So rows lie within a limit if none of their values is larger.
-A property without values has the limit ``()``: it is enough to have seen it once."""
+For example, 20 to 30 placeholders lie within 16 to 64, because -20 <= -16 and 30 <= 64. A property without values has
+the limit ``()``: it is enough to have seen it once."""
 Limits: TypeAlias = Iterator[tuple[RowProperty, Limit]]
 """The properties that rows have, each with its limit."""
 
@@ -105,16 +106,17 @@ Limits: TypeAlias = Iterator[tuple[RowProperty, Limit]]
 class RowRanges:
     """Ranges of the properties of some rows, for example of those that the first-batch check has looked at.
 
-    The check shows on a few rows that no cut changes their gradient. This holds for other rows only if the model treats
-    them in the same way. But models change at some size. DeepSeek-V3.2 attends to the best k keys as soon as there are
-    more than k columns, Llama 4 scales attention from some column on, HunYuan-VL numbers the images of a batch,
-    Qwen3-Omni pads short audios to the longest one, and in GLM-ASR the padding changes the output. Nobody knows these
-    thresholds beforehand.
+    A row outside of the ranges that were checked is looked at before the step is cut, and the ranges grow to include
+    it. A range ends at the smallest and the largest value that was seen, never at a rounded one.
 
-    So the ranges are exact: a row outside of them is looked at before the step is cut, and the ranges grow to include
-    it. A range ends at the smallest and the largest value that was seen, never at a rounded one, because a threshold
-    could lie in between. Random lengths set a new maximum about log(n) times in n steps. With the lengths of AI2D,
-    ChartQA and DocVQA, rows lie outside of a range in 5 to 15 of the first 200 steps (`tests/checks/test_ranges.py`).
+    The reason is that a check of a few rows holds for other rows only if the model treats them in the same way. But
+    models change at some size, and nobody knows these thresholds beforehand. DeepSeek-V3.2 attends to the best k keys
+    as soon as there are more than k columns, Llama 4 scales attention from some column on, HunYuan-VL numbers the
+    images of a batch, Qwen3-Omni pads short audios to the longest one, and in GLM-ASR the padding changes the output.
+    A threshold could lie between the largest value that was seen and a rounded one.
+
+    Random lengths set a new maximum about log(n) times in n steps. With the lengths of AI2D, ChartQA and DocVQA, rows
+    lie outside of a range in 5 to 15 of the first 200 steps (`tests/checks/test_ranges.py`).
 
     Args:
         limits: Limits of the properties that the rows had.
@@ -129,10 +131,10 @@ class RowRanges:
         missing: list[RowProperty] = []
         for row_property, other_limit in other.limits.items():
             limit = self.limits.get(row_property)
-            if limit is None or _covering_limit(limit, other_limit) != limit:
+            if limit is None or not _lies_within(other_limit, limit):
                 missing.append(row_property)
         for key, possible in other.readings.items():
-            # The key is missing if it is new, or if its most likely reading would change.
+            # The key is missing if it is new, or if its most likely reading, which is the first one, would change.
             earlier = self.readings.get(key)
             if earlier is None or agreed_readings(earlier, possible)[:1] != earlier[:1]:
                 missing.append(KeyMeaning(key))
@@ -160,13 +162,21 @@ def _covering_limit(first: Limit, second: Limit) -> Limit:
     return tuple(map(max, first, second))
 
 
-class Criterion(NamedTuple):
-    """Chooses one row of a batch: among the rows that have a certain property, the one with the lowest cost."""
+def _lies_within(inner: Limit, outer: Limit) -> bool:
+    """Returns whether no value of a limit is larger than that of another one."""
+    return all(value <= largest for value, largest in zip(inner, outer, strict=True))
 
-    costs: Sequence[float]
-    # Which rows have the property. None: it does not matter. If no row has it, any row may be chosen.
-    has_property: Sequence[bool] | None = None
-    needs_new_row: bool = False  # whether to choose a row that no earlier criterion has chosen, if there is one
+
+class Criterion(NamedTuple):
+    """Chooses one row of a batch: among the rows that have a certain property, the one with the lowest cost.
+
+    A few rows are chosen by one criterion after the other. All of these are wishes: if no row fulfils one, another row
+    is chosen. The order of their importance is in :func:`_best_row`.
+    """
+
+    costs: Sequence[float]  # of each row
+    has_property: Sequence[bool] | None = None  # which rows have the property; None: it does not matter
+    needs_new_row: bool = False  # whether to choose a row that no earlier criterion has chosen
     needs_label: bool = True  # whether a row with labels comes before one without, whatever their costs are
 
 
@@ -204,8 +214,9 @@ def _size_criteria(facts: RowFacts, missing: Collection[RowProperty]) -> Iterato
 
 def _sizes(facts: RowFacts, missing: Collection[RowProperty]) -> list[int]:
     """Returns the length of each row. If positions beyond the rotary limit are new, returns its largest position."""
+    # Without `position_ids` the largest position follows from the length. With them it may be less, because positions
+    # restart in a row of several documents.
     if BeyondRotaryLimit(has_positions=True) in missing:
-        # In a row of several documents it is less than the length.
         return largest_positions(facts)
     return facts.lengths
 
@@ -270,16 +281,14 @@ def _limit_of_items(modality: str, facts_of_batches: Sequence[RowFacts]) -> Limi
     smallest = min(sizes)
     largest = max(sizes)
     if smallest == largest:
-        # No row pads the items of another, so their size does not matter. An empty range lies within any other.
+        # No row pads the items of another, so their size does not matter. The range from inf to -inf is empty: it lies
+        # within any other.
         smallest = math.inf
         largest = -math.inf
-    return (
-        max(counts),
-        len(counts) > 1,
-        -smallest,
-        largest,
-        is_ragged(modality, facts_of_batches),
-    )
+    most_items = max(counts)
+    have_several_rows_items = len(counts) > 1
+    has_unequal_padding = is_ragged(modality, facts_of_batches)
+    return (most_items, have_several_rows_items, -smallest, largest, has_unequal_padding)
 
 
 def _media_criteria(facts: RowFacts, missing: Collection[RowProperty]) -> Iterator[Criterion]:
@@ -333,17 +342,18 @@ def _padding_limits(facts_of_batches: Iterable[RowFacts]) -> Limits:
     """Yields the limit of padded rows, as if all batches were one padded batch, if a row is padded.
 
     Its values are the length of the shortest row, as its negative, the length of the longest row with padding, and the
-    width.
+    width. For example, rows of 20, 50 and 90 tokens in a batch of 90 columns have the limit ``(-20, 50, 90)``.
     """
-    lengths: list[int] = []
+    lengths: list[int] = []  # of the rows that may be trimmed
     width = 0
     side = 'right'
     has_positions = False
     for facts in facts_of_batches:
         if not facts.has_ids:  # without ids or vectors (Whisper) no row is trimmed
             continue
-        for length, needs_padding in zip(facts.lengths, facts.has_label_behind_padding, strict=True):
-            if not needs_padding:  # a row that cannot be trimmed shows nothing about trimming
+        for length, has_label_behind_padding in zip(facts.lengths, facts.has_label_behind_padding, strict=True):
+            # A row whose padding predicts a label keeps its padding.
+            if not has_label_behind_padding:
                 lengths.append(length)
         width = max(width, facts.width)
         # Rows without padding have the side 'right', so one 'left' decides.
@@ -358,7 +368,7 @@ def _padding_limits(facts_of_batches: Iterable[RowFacts]) -> Limits:
 
 def _padding_criteria(facts: RowFacts, missing: Collection[RowProperty]) -> Iterator[Criterion]:
     """Always yields a criterion for a label behind padding. If padded rows are new, also yields those for widths."""
-    # A row whose first label is predicted by the padding before it. Such a row is not trimmed. But packing drops the
+    # The first label of the row is predicted by the padding before it. Such a row is not trimmed. But packing drops the
     # padding, and the check must see that. Without such a row this criterion chooses the shortest row again.
     yield Criterion(facts.lengths, facts.has_label_behind_padding)
     if any(isinstance(row_property, PaddedRows) for row_property in missing):
@@ -377,11 +387,12 @@ def _width_criteria(facts: RowFacts, missing: Collection[RowProperty]) -> Iterat
     yield Criterion([abs(length - about_half) for length in facts.lengths])
 
 
-# Codes: values of a flag, a mask or a category, by which a loss may leave out rows or tokens.
+# Codes: small values of a further tensor of integers or bools, see `RowFacts.codes`. They may be a flag, a mask or a
+# category, by which a loss may leave out rows or tokens.
 
 
 def _code_limits(facts_of_batches: Sequence[RowFacts]) -> Limits:
-    """Yields limits without values for the codes of the rows, except for small positive ids and counts."""
+    """Yields limits without values for the codes of the rows. Small positive ids and counts do not count as codes."""
     keys_of_numbers = _keys_of_numbers(facts_of_batches)
     for facts in facts_of_batches:
         for key, codes_of_rows in facts.codes.items():
@@ -461,26 +472,6 @@ def chosen_rows(
         max_rows: The most rows, unless new modalities and rows without labels, or :data:`MIN_ROWS`, need more.
     """
     facts = describe(layout, batch)
-    has_no_label = lacks_labels(batch)
-    rows: list[int] = []
-
-    def add_row(criterion: Criterion) -> None:
-        """Adds the row that the criterion chooses, unless an earlier one has chosen it."""
-        keys = []
-        for row, length in enumerate(facts.lengths):
-            lacks_property = criterion.has_property is not None and not criterion.has_property[row]
-            is_repeated = criterion.needs_new_row and row in rows
-            lacks_label = criterion.needs_label and has_no_label[row]
-            cost = criterion.costs[row]
-            # The row with the smallest key is chosen. False is smaller than True, and an earlier entry counts more, so
-            # to have the property is most important. A row with labels is better than one that gets them for the check.
-            # If the criterion needs no label, labels count only between rows of equal cost.
-            key = (lacks_property, is_repeated, lacks_label, cost, has_no_label[row], length)
-            keys.append(key)
-        cheapest = keys.index(min(keys))
-        if cheapest not in rows:
-            rows.append(cheapest)
-
     # The most important criteria come first.
     first_criteria = [
         *_size_criteria(facts, missing),
@@ -493,14 +484,47 @@ def chosen_rows(
         *_code_criteria(facts, missing),
         *_last_criteria(facts, missing),
     ]
+    rows: list[int] = []
     for criterion in first_criteria + other_criteria:
-        add_row(criterion)
-    # All rows with new media or without labels are kept, because this check runs for them.
-    del rows[max(max_rows, len(first_criteria)) :]
+        _add_best_row(rows, facts, criterion)
+    # All rows that the first criteria have chosen are kept, because this check runs for them. Each has chosen at most
+    # one row.
+    num_kept = max(max_rows, len(first_criteria))
+    rows = rows[:num_kept]
     # Fill up with short rows, which cost little.
     for _ in range(MIN_ROWS - len(rows)):
-        add_row(Criterion(facts.lengths, needs_new_row=True))
+        _add_best_row(rows, facts, Criterion(facts.lengths, needs_new_row=True))
     return rows
+
+
+def _add_best_row(rows: list[int], facts: RowFacts, criterion: Criterion) -> None:
+    """Adds the row that a criterion chooses to the rows, unless an earlier criterion has chosen it."""
+    row = _best_row(facts, criterion, rows)
+    if row not in rows:
+        rows.append(row)
+
+
+def _best_row(facts: RowFacts, criterion: Criterion, earlier_rows: Collection[int]) -> int:
+    """Returns the row that a criterion chooses. ``earlier_rows`` are those that earlier criteria have chosen."""
+    has_no_label = lacks_labels(facts.batch)
+
+    def key(row: int) -> tuple[bool, bool, bool, float, bool, int]:
+        lacks_property = criterion.has_property is not None and not criterion.has_property[row]
+        is_repeated = criterion.needs_new_row and row in earlier_rows
+        lacks_label = criterion.needs_label and has_no_label[row]
+        # False is smaller than True, and an earlier entry counts more, so to have the property is most important. A row
+        # with labels is better than one that gets them for the check. If the criterion needs no label, labels count
+        # only between rows of equal cost.
+        return (
+            lacks_property,
+            is_repeated,
+            lacks_label,
+            criterion.costs[row],
+            has_no_label[row],
+            facts.lengths[row],
+        )
+
+    return min(range(len(facts.lengths)), key=key)
 
 
 def _last_criteria(facts: RowFacts, missing: Collection[RowProperty]) -> Iterator[Criterion]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,6 +34,13 @@ from composer_tokacc.row_counts import (
     without_row_counts,
 )
 from composer_tokacc.weights import check_weights_are_used
+
+
+class _RemovedCounts(NamedTuple):
+    """The counts of the rows of a microbatch that :meth:`CountingDataSpec._transform_microbatch` has removed."""
+
+    labels: torch.Tensor  # a batch with this same tensor is this microbatch
+    counts: Sequence[RowCounts]
 
 
 class CountingDataSpec(DataSpec):
@@ -66,10 +73,8 @@ class CountingDataSpec(DataSpec):
         self._rule = rule
         self._batch_transforms = batch_transforms
         self._first_batch: FirstBatchCheck | None = None
-        # Composer asks for samples and tokens of the current microbatch after _transform_microbatch() has removed its
-        # counts. So they are kept here. A batch with the same tensor of labels is this microbatch.
-        self._current_labels: torch.Tensor | None = None
-        self._current_counts: Sequence[RowCounts] = ()
+        # Composer asks for samples and tokens of the current microbatch after its counts were removed.
+        self._removed: _RemovedCounts | None = None
         super().__init__(
             dataloader,
             batch_transforms=self._transform,
@@ -91,19 +96,13 @@ class CountingDataSpec(DataSpec):
         counts = self._counts_of(batch)
         were_counted = all(row.rule for row in counts)  # rows that were not counted have none
         if token_type == 'total':
-            if were_counted:
-                return sum(row.real_tokens for row in counts)
-            # Composer asks before the algorithm counts the batch. To count the labels here too would be wasted time.
-            num_real = 0
-            for microbatch in microbatches_of(batch):
-                # The algorithm has not marked repeated samples yet. Only a loader that plans microbatches may have
-                # marked them, and then the repeated sample is alone in its microbatch.
-                if num_samples(microbatch) > 0:
-                    num_real += sum(real_tokens(microbatch))
-            return num_real
+            if not were_counted:
+                # Composer asks before the algorithm counts the batch.
+                return _num_real_tokens(batch)
+            return sum(row.real_tokens for row in counts)
         if not were_counted:
             # Only a user's own code asks so early. The rule need not be proven, because this number weights no loss.
-            counts = row_counts_of(with_counts(batch, self._known_rule))
+            counts = row_counts_of(with_counts(batch, self._counting_rule))
         elif not self._split.checked:
             # Composer asks, and would weight the loss of a microbatch by this number.
             raise NotExactError(
@@ -152,12 +151,12 @@ class CountingDataSpec(DataSpec):
             if self._model is not None and torch.is_grad_enabled() and not wants_packing:
                 self._check_rows(self._model, batch, microbatch_size)
             if 'labels' in batch:
-                batch = with_counts(batch, self._known_rule)
+                batch = with_counts(batch, self._counting_rule)
         return self._split(batch, microbatch_size)
 
     @property
-    def _known_rule(self) -> LossRule:
-        """The loss rule to count by: of the model if known, else of the last model trained, else of most models."""
+    def _counting_rule(self) -> LossRule:
+        """The loss rule to count by: of the model if known, else of the one that is evaluated, else of most models."""
         return self._rule or self._split.eval_rule or LossRule.CAUSAL
 
     def _check_rows(
@@ -168,8 +167,8 @@ class CountingDataSpec(DataSpec):
     ) -> None:
         """Runs the first-batch check and compares the widths of the ranks, because no algorithm does; a collective.
 
-        It is called with every batch. The first call sets up the split, which infers a layout if it has none. The check
-        gives the split its rules, and computes only rows unlike those that it has seen before.
+        It is called with every batch. The first call starts the split, which infers a layout if it has none, and makes
+        the check. The check gives the split its rules, and computes only rows unlike those that it has seen before.
         """
         split = self._split
         if self._first_batch is None:
@@ -221,17 +220,30 @@ class CountingDataSpec(DataSpec):
         has_algorithm = self._split.step is not None
         if has_algorithm or self._model is None or not is_counted(batch):
             return batch
-        self._current_labels = batch['labels']
-        self._current_counts = row_counts_of(batch)
+        self._removed = _RemovedCounts(batch['labels'], row_counts_of(batch))
         return without_row_counts(batch)
 
     # The counts behind the numbers that Composer asks for.
 
     def _counts_of(self, batch: Any) -> Sequence[RowCounts]:
         """Returns the counts of each row, even if :meth:`_transform_microbatch` has removed them from the batch."""
-        if self._current_labels is not None and self._current_labels is batch.get('labels'):
-            return self._current_counts
+        if self._removed is not None and self._removed.labels is batch.get('labels'):
+            return self._removed.counts
         return row_counts_of(batch)
 
     def _num_samples(self, batch: Any) -> int:
         return sum(row.samples for row in self._counts_of(batch))
+
+
+def _num_real_tokens(batch: Batch) -> int:
+    """Returns the number of real tokens of a batch whose rows were not counted.
+
+    It does not count the labels, to save time.
+    """
+    num_real = 0
+    for microbatch in microbatches_of(batch):
+        # The algorithm has not marked repeated samples yet. Only a loader that plans microbatches may have marked them,
+        # and then the repeated sample is alone in its microbatch.
+        if num_samples(microbatch) > 0:
+            num_real += sum(real_tokens(microbatch))
+    return num_real

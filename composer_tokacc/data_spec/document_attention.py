@@ -106,13 +106,13 @@ class DocumentAttention:
         self._plain_name = attention_of(config).removeprefix(PREFIX)
         self.packing = packing
         """How rows are packed for this attention: see ``CutRules.packing``."""
-        self.has_masks = self._plain_name in ('sdpa', 'eager') and packing == 'documents'
+        self.uses_packed_masks = self._plain_name in ('sdpa', 'eager') and packing == 'documents'
         """Whether packed rows have a packed mask, because our attention replaces the plain one."""
         self._rope_index = _rope_index_of(model)
         self._padding_position = _padding_position_of(model)
         self._cached_configs: list[Any] = []
         try:
-            if self.has_masks:
+            if self.uses_packed_masks:
                 # Comes first, so that no class has changed yet if it refuses a model without AttentionInterface.
                 self._register()
                 # undo() does not undo these two. They act only on packed masks, and copies of the model share them.
@@ -144,7 +144,7 @@ class DocumentAttention:
         check may miss this: in a model with fresh weights, a convolution may change the logits by less than round-off.
         """
         for text_model in self._text_models:
-            for layer in _convolved_layers(text_model, by_document=self.has_masks):
+            for layer in _convolved_layers(text_model, by_document=self.uses_packed_masks):
                 raise NotExactError(
                     f'Convolutions must tell packed documents apart, but the one in {type(layer).__name__} does not.'
                 )
@@ -153,7 +153,7 @@ class DocumentAttention:
         """Restores the attention and the cache that the model had before."""
         for config in self._cached_configs:
             config.use_cache = True
-        if self.has_masks:
+        if self.uses_packed_masks:
             self._set_attention(self._plain_name)
 
     def positions(self, batch: Batch, real: Tensor) -> Tensor:
@@ -165,7 +165,8 @@ class DocumentAttention:
         if padding_position is None:
             return real.cumsum(dim=1) - 1
         # In these models the id of padding and the position of padding are the same number. RoBERTa and ESM do not
-        # count a token with this id, even within the text, and give it the position of padding.
+        # count a token with this id, even within the text, and give it the position of padding. For example, with
+        # padding 1 the ids 5 1 7 get the positions 2 1 3.
         is_counted = real & (batch['input_ids'] != padding_position)
         return is_counted.cumsum(dim=1) * is_counted + padding_position
 
@@ -253,7 +254,7 @@ class _Documents:
 
 def _lengths_of(packed_mask: Tensor) -> list[int]:
     """Returns the length of each document of a packed mask. Waits for the GPU only once, not once for each layer."""
-    # The tensor keeps its lengths as an attribute, because all layers receive the same tensor.
+    # All layers receive the same tensor. It keeps its lengths as an attribute, which the first call sets.
     attributes = vars(packed_mask)
     if 'lengths_of_documents' not in attributes:
         attributes['lengths_of_documents'] = packed_mask.sum(dim=1).tolist()
@@ -271,7 +272,8 @@ def _masks(plain_name: str, **arguments: Any) -> HostMask:
     plain_masks = AttentionMaskInterface()[plain_name]
     attention_mask = arguments['attention_mask']
     # A packed row is a batch of one row, and its mask has a row for each document. So a packed mask has more rows than
-    # the batch. If there is only one document, the packed mask is the mask of a row that is not packed.
+    # the batch. With only one document it has one row, as the mask of a row that is not packed. Then the plain function
+    # makes the right mask, too.
     if attention_mask is None or len(attention_mask) == arguments['batch_size']:
         return plain_masks(**arguments)
     # Each document gets the mask that the model would make for it alone.
@@ -335,10 +337,12 @@ def _layers_that_mix(model: nn.Module, tokens_name: str) -> Iterator[nn.Module]:
     from transformers import PreTrainedModel
 
     def takes_mask(module: nn.Module) -> bool:
-        signature = inspect.signature(type(module).forward)
-        if tokens_name not in signature.parameters or 'attention_mask' not in signature.parameters:
+        """Returns whether a module that is no model takes a mask and the tokens."""
+        parameters = inspect.signature(type(module).forward).parameters
+        if tokens_name not in parameters or 'attention_mask' not in parameters:
             return False
-        return not any(isinstance(part, PreTrainedModel) for part in module.modules())
+        contains_model = any(isinstance(part, PreTrainedModel) for part in module.modules())
+        return not contains_model
 
     for module in model.modules():
         is_attention = hasattr(module, 'is_causal')
@@ -346,7 +350,8 @@ def _layers_that_mix(model: nn.Module, tokens_name: str) -> Iterator[nn.Module]:
             continue
         _, *inner_modules = module.modules()  # the first one is the module itself
         # Attention modules count as inner modules that take a mask, so that a decoder layer is not yielded.
-        if not any(takes_mask(inner) for inner in inner_modules):
+        is_innermost = not any(takes_mask(inner) for inner in inner_modules)
+        if is_innermost:
             yield module
 
 
@@ -384,18 +389,24 @@ def _forward_by_document(
     if not is_packed:
         return plain_forward(*args, **kwargs)
     lengths = _lengths_of(mask)
-    parts_by_name = {}
+    # The arguments that are split, each with its part for each document.
+    parts_of_arguments = {}
     for name in SPLIT_ARGUMENTS[tokens_name]:
         value = call.arguments.get(name)
         if isinstance(value, Tensor):
-            parts_by_name[name] = value.split(lengths, dim=1)
+            parts_of_arguments[name] = value.split(lengths, dim=1)
     call.arguments['attention_mask'] = None
     outputs = []
     for document_number in range(len(lengths)):
-        for name, parts in parts_by_name.items():
+        for name, parts in parts_of_arguments.items():
             call.arguments[name] = parts[document_number]
         output = plain_forward(*call.args, **call.kwargs)
         outputs.append(output)
+    return _joined_outputs(outputs)
+
+
+def _joined_outputs(outputs: list[Any]) -> Any:
+    """Returns the output of a layer for a packed row, from its outputs for each document."""
     if not isinstance(outputs[0], tuple):
         return torch.cat(outputs, dim=1)
     # Some layers return more than their states. MiniMax also returns the state at the end of its linear attention, for
@@ -457,8 +468,8 @@ def _attend(
     For packed rows, query, key and value are ``(1, heads, tokens, size)``, and the result is
     ``(1, tokens, heads, size)``, with None for the attention weights, which no one needs.
 
-    There are three ways. On a GPU one call of a kernel computes all documents, if it can. Otherwise documents of equal
-    length are one batch for the plain attention function, and other documents are given to it one after the other.
+    There are three ways: :func:`_attend_at_once` on a GPU, if a kernel can do it; :func:`_attend_as_batch`, if the
+    documents are equally long; else :func:`_attend_one_by_one`.
     """
     plain_attention = _plain_attention(plain_name, module)
     if not isinstance(attention_mask, _Documents):
@@ -470,26 +481,54 @@ def _attend(
     if fits_kernels and _on_gpu(query):
         attended = _attend_at_once(documents, module, query, key, value, **kwargs)
         return attended, None
-    # From here on, the plain function raises if it reads an argument as wide as the row, such as `position_bias`.
+    # In these two ways the plain function raises if it reads an argument as wide as the row, such as `position_bias`.
+    attend_in_document = partial(plain_attention, module, **kwargs)
     are_equally_long = len(set(documents.lengths)) == 1
     if are_equally_long and not have_masks:
-        # The states of a batch of documents are views, so neither they nor the result are copied.
-        states_by_document = []
-        for states in (query, key, value):
-            # From (1, heads, tokens, size) to (documents, heads, length, size).
-            with_documents = states[0].unflatten(1, (len(documents.lengths), -1))
-            states_by_document.append(with_documents.transpose(0, 1))
-        attended, _ = plain_attention(module, *states_by_document, None, **kwargs)
-        return attended.flatten(0, 1)[None], None
+        attended = _attend_as_batch(attend_in_document, documents, query, key, value)
+    else:
+        attended = _attend_one_by_one(attend_in_document, documents, query, key, value)
+    return attended, None
+
+
+def _attend_as_batch(
+    attend_in_document: HostFunction,
+    documents: _Documents,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+) -> Tensor:
+    """Attends in documents of equal length, which are one batch for the plain attention function.
+
+    The states of this batch are views, so neither they nor the result are copied.
+    """
+    num_documents = len(documents.lengths)
+    states_by_document = []
+    for states in (query, key, value):
+        # From (1, heads, tokens, size) to (documents, heads, length, size).
+        with_documents = states[0].unflatten(1, (num_documents, -1))
+        states_by_document.append(with_documents.transpose(0, 1))
+    attended, _ = attend_in_document(*states_by_document, None)
+    return attended.flatten(0, 1)[None]
+
+
+def _attend_one_by_one(
+    attend_in_document: HostFunction,
+    documents: _Documents,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+) -> Tensor:
+    """Attends in one document after the other, each with its own mask."""
     # split() instead of narrow(): in the backward each narrow() would fill a gradient as large as the whole row.
     queries = query.split(documents.lengths, dim=2)
     keys = key.split(documents.lengths, dim=2)
     values = value.split(documents.lengths, dim=2)
     outputs = []
     for query_part, key_part, value_part, mask in zip(queries, keys, values, documents.masks, strict=True):
-        attended, _ = plain_attention(module, query_part, key_part, value_part, mask, **kwargs)
+        attended, _ = attend_in_document(query_part, key_part, value_part, mask)
         outputs.append(attended)
-    return torch.cat(outputs, dim=1), None
+    return torch.cat(outputs, dim=1)
 
 
 def _on_gpu(states: Tensor) -> bool:
@@ -516,29 +555,43 @@ def _attend_at_once(
     if is_causal is None:
         # As in the SDPA attention of Transformers.
         is_causal = bool(getattr(module, 'is_causal', True))
-    head_size = query.shape[-1]
     # Queries and keys may be float32 even under autocast, if rotary embeddings are. Autocast casts them for SDPA, but
-    # not for other kernels, so they are cast here.
+    # not for other kernels, so they are cast below.
     device_type = query.device.type
     dtype = query.dtype
     if torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)
-    is_half = dtype in HALF_PRECISION
     # In multi-head latent attention (DeepSeek-V3) values have smaller heads than queries and keys.
+    head_size = query.shape[-1]
     has_one_head_size = value.shape[-1] == head_size
     fits_kernel = has_one_head_size and head_size <= LARGEST_HEAD and head_size % 8 == 0
     half_kernel = None
-    if is_half and fits_kernel and not dropout:
+    if dtype in HALF_PRECISION and fits_kernel and not dropout:
         half_kernel = _half_kernel()
-    if half_kernel is not None:
-        # From (1, heads, tokens, size) to (tokens, heads, size).
-        token_states = [states[0].transpose(0, 1).to(dtype) for states in (query, key, value)]
-        ends = documents.ends(query.device)
-        longest = max(documents.lengths)
-        # The kernel takes ends and the longest length twice, of queries and of keys. Here they are the same.
-        attended = half_kernel(*token_states, ends, ends, longest, longest, causal=is_causal, scale=scaling)
-        return attended[None]
-    # Everything else goes through torch's SDPA, as nested tensors. They are copies of the states.
+    if half_kernel is None:
+        return _attend_nested(documents, query, key, value, dropout=dropout, scaling=scaling, is_causal=is_causal)
+    # From (1, heads, tokens, size) to (tokens, heads, size).
+    token_states = [states[0].transpose(0, 1).to(dtype) for states in (query, key, value)]
+    ends = documents.ends(query.device)
+    longest = max(documents.lengths)
+    attended = half_kernel(*token_states, ends, longest, causal=is_causal, scale=scaling)
+    return attended[None]
+
+
+def _attend_nested(
+    documents: _Documents,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    dropout: float,
+    scaling: float | None,
+    is_causal: bool,
+) -> Tensor:
+    """Attends in all documents with one call of torch's SDPA, for which they are nested tensors.
+
+    It works with every dtype and head size, and with dropout, but the nested tensors are copies of the states.
+    """
     num_heads = query.shape[1]
     attended = F.scaled_dot_product_attention(
         _nested(query, num_heads, documents),
@@ -577,11 +630,10 @@ def _with_repeated_heads(states: Tensor, num_heads: int) -> Tensor:
 
 @cache
 def _half_kernel() -> Callable[..., Tensor] | None:
-    """Returns torch's kernel for documents of any length in half precision; None if torch's is missing or too old.
+    """Returns a kernel for documents of any length in half precision; None if torch's kernel is missing or too old.
 
-    The kernel takes query, key and value, ``(tokens, heads, size)``; the ends of documents in the queries, and in the
-    keys; and the longest length of a document in the queries, and in the keys. It returns ``(tokens, heads, size)``. It
-    has no dropout.
+    The kernel takes query, key and value, ``(tokens, heads, size)``; the ends of the documents, see
+    :meth:`_Documents.ends`; and the length of the longest one. It returns ``(tokens, heads, size)``. It has no dropout.
     """
     try:
         from torch.nn.attention.varlen import varlen_attn  # type: ignore[import-not-found]
@@ -597,7 +649,9 @@ def _half_kernel() -> Callable[..., Tensor] | None:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        *ends_and_lengths: Any,
+        ends: Tensor,
+        longest: int,
+        *,
         causal: bool,
         scale: float | None,
     ) -> Tensor:
@@ -610,7 +664,8 @@ def _half_kernel() -> Callable[..., Tensor] | None:
             num_heads = query.shape[1]
             key = _with_repeated_heads(key, num_heads)
             value = _with_repeated_heads(value, num_heads)
-        return varlen_attn(query, key, value, *ends_and_lengths, **options)
+        # It takes the ends and the longest length twice, of queries and of keys. Here they are the same.
+        return varlen_attn(query, key, value, ends, ends, longest, longest, **options)
 
     return attend
 

@@ -62,10 +62,10 @@ def pack_rows(
     """
     rule = row_counts_of(batch)[0].rule
     if rule is LossRule.CAUSAL_ATTENDED:
-        # This rule does not count labels on padding, but real_positions() counts a pad that has a label as a token. So
-        # these labels are masked.
-        labels = batch['labels'].masked_fill(~attended_positions(batch), IGNORE_INDEX)
-        batch = {**batch, 'labels': labels}
+        # This rule does not count labels on padding. They are masked, or real_positions() would count a pad that has a
+        # label as a token.
+        is_padding = ~attended_positions(batch)
+        batch = {**batch, 'labels': batch['labels'].masked_fill(is_padding, IGNORE_INDEX)}
     is_shifted = rule is None or rule.shifts_labels
     real = real_positions(batch)
     _check_rows(layout, batch, real, attention, is_shifted=is_shifted)
@@ -75,20 +75,22 @@ def pack_rows(
         real[0, 0] = True
     packed: BatchDict = {}
     for key, value in batch.items():
+        if key in ('attention_mask', 'position_ids'):
+            continue  # both are written below
         if key == ROWS_KEY:
-            packed[key] = [packed_counts(_documents_among(value, real))]
+            counts = _counts_that_stay(value, real)
+            packed[key] = [packed_counts(counts)]
         elif isinstance(value, Tensor):
-            if key not in ('attention_mask', 'position_ids'):  # both are written below
-                packed[key] = _pack_tensor(layout, batch, key, real)
+            packed[key] = _pack_tensor(layout, batch, key, real)
         else:
             packed[key] = _pack_value(key, value, num_rows=len(real))
-    # The first real token of each row starts a document.
+    # The first real token of each row starts a document. For example, rows of 2 and 3 tokens give 1 0 1 0 0.
     is_first_token = real & (real.cumsum(dim=1) == 1)
     starts_document = is_first_token[real][None]  # `[real]` takes the real tokens, row after row
     if is_shifted:
         packed['labels'] = packed['labels'].masked_fill(starts_document, IGNORE_INDEX)
-    if attention.has_masks:
-        document_of_token = starts_document.cumsum(dim=1) - 1
+    if attention.uses_packed_masks:
+        document_of_token = starts_document.cumsum(dim=1) - 1  # such as 0 0 1 1 1
         num_documents = int(document_of_token[0, -1]) + 1
         documents = torch.arange(num_documents, device=real.device)
         packed['attention_mask'] = document_of_token == documents[:, None]
@@ -96,17 +98,18 @@ def pack_rows(
     return packed
 
 
-def _documents_among(rows: Sequence[RowCounts], real: Tensor) -> list[RowCounts]:
+def _counts_that_stay(counts: Sequence[RowCounts], real: Tensor) -> list[RowCounts]:
     """Returns the counts of the rows that the packed row counts.
 
     A dummy row or a repeated sample without real positions leaves nothing in it. An empty sample is no document either,
     but counts as a sample.
     """
-    documents = []
-    for row, has_positions in zip(rows, real.any(dim=1).tolist(), strict=True):
-        if row.samples > 0 or has_positions:
-            documents.append(row)
-    return documents
+    has_tokens = real.any(dim=1).tolist()
+    counts_that_stay = []
+    for row_counts, row_has_tokens in zip(counts, has_tokens, strict=True):
+        if row_counts.samples > 0 or row_has_tokens:
+            counts_that_stay.append(row_counts)
+    return counts_that_stay
 
 
 def _check_rows(
@@ -117,11 +120,7 @@ def _check_rows(
     *,
     is_shifted: bool,
 ) -> None:
-    """Raises ValueError for entries that packing cannot handle, and for rows whose text or positions it would change.
-
-    Packing keeps only the ``real`` positions, which have attention or a label. So a hole would disappear, and padding
-    with a label would become a token.
-    """
+    """Raises ValueError for entries that packing cannot handle, and for rows that it would change."""
     if batch.get('input_ids') is None:
         raise InvalidInputError('`input_ids` must be in the batch for packing, got: no ids.')
     if labels_along_text(layout, batch) is None:
@@ -135,20 +134,32 @@ def _check_rows(
         raise InvalidInputError(f'`attention_mask` must be 2-D for packing, got: {mask.dim()}-D.')
     positions = batch.get('position_ids')
     if positions is not None:
-        positions_in_row = attention.positions(batch, real)
-        if positions.shape != real.shape or not torch.equal(positions[real], positions_in_row[real]):
+        expected = attention.positions(batch, real)
+        are_as_expected = positions.shape == real.shape and torch.equal(positions[real], expected[real])
+        if not are_as_expected:
             raise InvalidInputError(
                 '`position_ids` must be absent for packing, or count the tokens of each row from its first one, got: '
                 'others.'
             )
+    _check_runs(batch, real, is_shifted=is_shifted)
+
+
+def _check_runs(batch: Batch, real: Tensor, *, is_shifted: bool) -> None:
+    """Raises ValueError unless the text of each row is one run of tokens.
+
+    Packing keeps only the ``real`` positions, which have attention or a label. So a hole would disappear, and padding
+    with a label would become a token.
+    """
     attended = attended_positions(batch)
-    labelled_padding = real & ~attended
+    is_labelled_pad = real & ~attended
     if is_shifted:
         # A label on the first pad after an attended position is allowed, because the last token predicts it. This pad
         # becomes the last token of the document, and predicts nothing itself.
-        labelled_padding[:, 1:] &= ~attended[:, :-1]
+        follows_attended = torch.zeros_like(attended)
+        follows_attended[:, 1:] = attended[:, :-1]
+        is_labelled_pad &= ~follows_attended
     has_hole = num_runs(attended) > 1
-    is_wrong = has_hole | labelled_padding.any(dim=1)
+    is_wrong = has_hole | is_labelled_pad.any(dim=1)
     if bool(is_wrong.any()):
         first_wrong_row = int(is_wrong.int().argmax())
         name = sample_name(batch, first_wrong_row)
@@ -175,7 +186,8 @@ def _pack_tensor(
         # The packed row has the images, videos and audios of all rows.
         return value.sum(dim=0, keepdim=True)
     if entry.slot_dim == 1 and not entry.seq_dims:
-        # Each row has slots for its images (Idefics3). From (rows, slots, ...) to (1, rows * slots, ...).
+        # Each row has slots for its images, and no columns (Idefics3). From (rows, slots, ...) to
+        # (1, rows * slots, ...).
         return value.flatten(0, 1)[None]
     if entry.unit != 'row' or entry.is_media:
         # All rows share the tensor, or it holds media. The packed row has the media of all rows, in the same order.
@@ -219,7 +231,7 @@ def _pack_positions(
         return positions
     # From (3, rows, width) to (3, 1, total).
     packed_rotary = rotary[:, real][:, None]
-    if attention.has_masks:
+    if attention.uses_packed_masks:
         return packed_rotary
     # Attention without packed masks finds the documents by positions in the text. Transformers expects these first.
     return torch.cat([positions[None], packed_rotary])

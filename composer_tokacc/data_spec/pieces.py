@@ -114,7 +114,7 @@ def add_rows(
     for dummy in dummies:
         batches.append(_with_lists_of(microbatch, dummy))
     if any(batch.get('attention_mask') is not None for batch in batches):
-        # If a loader gives no masks, only batches that were padded since have one. concat() refuses a mask that only
+        # A loader may give no masks. Then a batch has one only if it was padded here. concat() refuses a mask that only
         # some batches have, so the others get a mask of ones.
         batches = [with_mask(batch) for batch in batches]
     pad_token_id = id_for_padding(layout, [microbatch])
@@ -210,20 +210,21 @@ class Piece:
         """Whether the rows and their dummy rows together are within the caps. Even a single row may not be."""
         if self._num_tokens > self.options.max_tokens:
             return False
-        for size, cap in self.options.caps.items():
-            total = sum(self.sizes[size])
-            # Dummy rows have image tokens, but no loss tokens. Theirs only count if the rows have image tokens
-            # themselves. Otherwise cutting the piece would not help, because each part would need the same dummy rows.
-            if size == 'image_tokens' and total > 0:
-                for dummy in self.dummies:
-                    total += sum(dummy.image_tokens)
-            if total > cap:
-                return False
-        return True
+        return all(self._total(size) <= cap for size, cap in self.options.caps.items())
+
+    def _total(self, size: str) -> int:
+        """Returns the sum of a capped size over the rows, and over their dummy rows as far as these count."""
+        total = sum(self.sizes[size])
+        # Dummy rows have image tokens, but no loss tokens. If the rows have no image tokens, those of their dummy rows
+        # do not count either: to cut the piece would not help, because each part would need the same dummy rows.
+        if size == 'image_tokens' and total > 0:
+            for dummy in self.dummies:
+                total += sum(dummy.image_tokens)
+        return total
 
     @property
     def _num_tokens(self) -> int:
-        """Tokens of the rows and their dummy rows together, with padding."""
+        """Tokens of the rows and their dummy rows together, with their padding if the rows are not packed."""
         dummy_widths = [dummy.width for dummy in self.dummies]
         if self.rules.packing:
             return sum(self.widths) + sum(dummy_widths)
@@ -245,18 +246,17 @@ class Piece:
             options = replace(self.options, packing=True)
         else:
             widths = self._padded_widths() + self.facts.decoder_width
-            # Only the encoder's text is rounded up. The cut must not round its sum with the decoder's text again.
+            # These widths are rounded already. With a multiple of 1 the cut does not round them again.
             options = replace(self.options, packing=False, width_multiple=1)
-        # `max_width` limits how far the cut rounds widths up, and here it rounds none.
+        # `max_width` limits how far the cut rounds widths up. Packed rows are not rounded at all.
         groups = cut_rows(widths, options, max_width=None, **self.sizes)
         return [self.take(group) for group in groups]
 
     def check_caps(self, indices: Sequence[int] | None) -> None:
         """Raises ValueError if a row by itself is over a cap. With ``on_oversize='warn'`` it logs a warning.
 
-        Call it on the piece of all rows of a batch. There the place of a row is its number in the batch. The message
-        names a row by its entry in ``sample_ids``, else by its index in the dataset, which ``indices`` holds for each
-        row, else by its number in the batch.
+        Call it on the piece of all rows of a batch, in which the place of a row is its number in the batch.
+        ``indices`` holds the index of each row in the dataset, for the message; None: it is not known.
         """
         sizes = {'tokens': [width + self.facts.decoder_width for width in self.widths], **self.sizes}
         caps = {'tokens': self.options.max_tokens, **self.options.caps}
@@ -265,15 +265,17 @@ class Piece:
             if largest <= cap:
                 continue
             row = sizes[size].index(largest)
-            name = sample_name(self.facts.batch, row)
-            if indices is not None and 'sample_ids' not in self.facts.batch:
+            if indices is None or 'sample_ids' in self.facts.batch:
+                name = sample_name(self.facts.batch, row)
+            else:
                 name = f'sample number {indices[row]} of the dataset'
-            unit = size.replace('_', ' ')
-            setting = '`device_train_microbatch_size` x `slot_tokens`'
-            if size in CAPPED_SIZES:
+            if size == 'tokens':
+                setting = '`device_train_microbatch_size` x `slot_tokens`'
+            else:
                 setting = f'`{CAPPED_SIZES[size]}`'
+            words = size.replace('_', ' ')  # such as 'image tokens'
             message = (
-                f'A row must fit into a microbatch, got: {name} of {largest} {unit}, over the cap of {cap} '
+                f'A row must fit into a microbatch, got: {name} of {largest} {words}, over the cap of {cap} '
                 f'({setting}). Raise it, shorten the sample, or measure the lengths again if a table of '
                 'lengths promised less'
             )
@@ -298,23 +300,28 @@ def build(pieces: Sequence[Piece], attention: DocumentAttention | None = None) -
     microbatches = []
     for _, group in groupby(pieces, key=lambda piece: id(piece.facts)):
         pieces_of_batch = list(group)
-        facts = pieces_of_batch[0].facts
-        rows_of_pieces = [list(piece.rows) for piece in pieces_of_batch]
-        columns = [piece.columns for piece in pieces_of_batch]
-        all_rows = list(range(len(facts.lengths)))
-        if rows_of_pieces == [all_rows]:
-            # The only piece is the batch itself. It may have entries that split() refuses, because it cannot tell their
-            # rows apart.
-            (kept_columns,) = columns
-            selected = [facts.layout.narrow(facts.batch, kept_columns.start, len(kept_columns))]
-        else:
-            selected = facts.layout.split(facts.batch, rows_of_pieces, columns)
-        for piece, microbatch in zip(pieces_of_batch, selected, strict=True):
+        rows_of_pieces = _trimmed_rows(pieces_of_batch)
+        for piece, microbatch in zip(pieces_of_batch, rows_of_pieces, strict=True):
+            layout = piece.facts.layout_of_rows
             if piece.dummies:
                 dummies = [dummy.batch for dummy in piece.dummies]
-                microbatch = add_rows(facts.layout_of_rows, microbatch, dummies, facts.side)
+                microbatch = add_rows(layout, microbatch, dummies, piece.facts.side)
             if piece.rules.packing:
                 assert attention is not None  # the split changes the attention before it packs
-                microbatch = pack_rows(facts.layout_of_rows, microbatch, attention)
+                microbatch = pack_rows(layout, microbatch, attention)
             microbatches.append(microbatch)
     return microbatches
+
+
+def _trimmed_rows(pieces: Sequence[Piece]) -> list[BatchDict]:
+    """Returns the rows of each piece, with only the columns that they keep. All pieces are of the same batch."""
+    facts = pieces[0].facts
+    rows_of_pieces = [list(piece.rows) for piece in pieces]
+    columns_of_pieces = [piece.columns for piece in pieces]
+    all_rows = list(range(len(facts.lengths)))
+    if rows_of_pieces == [all_rows]:
+        # The only piece is the batch itself. It may have entries that split() refuses, because it cannot tell their
+        # rows apart.
+        (columns,) = columns_of_pieces
+        return [facts.layout.narrow(facts.batch, columns.start, len(columns))]
+    return facts.layout.split(facts.batch, rows_of_pieces, columns_of_pieces)

@@ -48,37 +48,26 @@ class RankWidth:
     has no such limit."""
 
     @classmethod
-    def of(cls, facts_of_parts: Sequence[RowFacts], rules: CutRules | None, rule: LossRule | None) -> RankWidth:
+    def of(cls, facts_of_batches: Sequence[RowFacts], rules: CutRules | None, rule: LossRule | None) -> RankWidth:
         """Returns the width of the rows of this rank, and finds out whether another width would change them.
 
         Args:
-            facts_of_parts: The facts of the batch, or of each microbatch that the loader has made. Empty if rows cannot
-                be told apart, or if there is only one rank. Then nothing is compared, and the width is 0.
+            facts_of_batches: The facts of the batch, or of each microbatch that the loader has made. Empty if rows
+                cannot be told apart, or if there is only one rank. Then nothing is compared, and the width is 0.
             rules: How rows may be cut. None: the run does not trim rows, so no check has shown the effect of padding.
             rule: The loss rule of the model. None: it is not known.
         """
         width = 0
         pads_left = False
-        reason = ''
-        is_beyond = None
-        may_shift_labels = rule is None or rule.shifts_labels
-        for facts in facts_of_parts:
-            has_rotary_limit = facts.layout.width_limit is not None
-            if has_rotary_limit and bool((labels_of(facts.batch) != IGNORE_INDEX).any()):
-                is_beyond = is_beyond is True or is_beyond_rotary_limit(facts)
+        for facts in facts_of_batches:
             width = max(width, facts.width)
             pads_left |= facts.is_padded and facts.side == 'left'
-            is_padded_right = facts.is_padded and facts.side == 'right'
-            if is_padded_right:
-                continue
-            # These rows are padded on the left, or not at all. A wider batch may pad all of them on the left.
-            # A label on a first token is the reason to name, because the user can mask it. It may even cause the other
-            # reason: rows with such a label are never trimmed, so the check cannot see how the model counts positions.
-            if may_shift_labels and any(facts.has_first_label):
-                reason = 'the first token of a row has a label, which the pad before it would predict'
-            elif not reason and _may_depend_on_padding(facts, rules):
-                reason = 'more padding changes its losses (the model may count positions from the first column)'
-        return cls(width, pads_left, reason, is_beyond)
+        return cls(
+            width=width,
+            pads_left=pads_left,
+            reason=_reason_against_padding(facts_of_batches, rules, rule),
+            is_beyond_rotary_limit=_are_beyond_rotary_limit(facts_of_batches),
+        )
 
 
 class WidthSums(NamedTuple):
@@ -103,6 +92,40 @@ class WidthSums(NamedTuple):
             widths=rank_width.width,
             squared_widths=rank_width.width**2,
         )
+
+
+def _are_beyond_rotary_limit(facts_of_batches: Sequence[RowFacts]) -> bool | None:
+    """Returns whether some rows are beyond the limit of the rotary embedding; None: no row has a label, or no limit."""
+    are_beyond = None
+    for facts in facts_of_batches:
+        if facts.layout.width_limit is None:
+            continue
+        has_label = labels_of(facts.batch) != IGNORE_INDEX
+        if not has_label.any():
+            continue
+        if is_beyond_rotary_limit(facts):
+            return True
+        are_beyond = False
+    return are_beyond
+
+
+def _reason_against_padding(
+    facts_of_batches: Sequence[RowFacts],
+    rules: CutRules | None,
+    rule: LossRule | None,
+) -> str:
+    """Returns why more padding on the left may change the losses of some rows; empty: no reason is known."""
+    # Rows that are padded on the right get no padding on the left. All others may, if the batch is wider: those that
+    # are padded on the left, and those that are not padded.
+    may_get_padding = [facts for facts in facts_of_batches if not (facts.is_padded and facts.side == 'right')]
+    # A label on a first token is named first, because the user can mask it. It may even cause the other reason: rows
+    # with such a label are never trimmed, so the check cannot see how the model counts positions.
+    may_shift_labels = rule is None or rule.shifts_labels
+    if may_shift_labels and any(any(facts.has_first_label) for facts in may_get_padding):
+        return 'the first token of a row has a label, which the pad before it would predict'
+    if any(_may_depend_on_padding(facts, rules) for facts in may_get_padding):
+        return 'more padding changes its losses (the model may count positions from the first column)'
+    return ''
 
 
 def _may_depend_on_padding(facts: RowFacts, rules: CutRules | None) -> bool:

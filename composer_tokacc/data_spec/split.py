@@ -32,7 +32,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -76,6 +76,21 @@ RULES_WITHOUT_CHECK = CutRules(right=sys.maxsize)
 the left may change positions."""
 
 
+class _LoaderBudget(NamedTuple):
+    """The token budget of a loader that plans microbatches, and the microbatch size that it belongs to."""
+
+    max_tokens: int
+    microbatch_size: float
+
+    def at(self, microbatch_size: float) -> int:
+        """Returns the share of the budget that a microbatch gets at another microbatch size.
+
+        At half the size it is half of the budget. At the size of the budget, planned microbatches just fit.
+        """
+        share = microbatch_size / self.microbatch_size
+        return int(self.max_tokens * share)
+
+
 class MicrobatchSplit:
     """Composer's ``split_batch``.
 
@@ -110,10 +125,8 @@ class MicrobatchSplit:
         """The loss rule of a model that is evaluated. The DataSpec counts batches by it, see :func:`.with_counts`."""
         self.step: Step | None = None
         """The step whose batch is split next. The algorithm sets it; None: there is no algorithm."""
-        self._planned_tokens = 0
-        """Token budget of a loader that plans microbatches, see :meth:`_note_plan`. 0: no batch was planned."""
-        self._planned_size: float = 1
-        """The microbatch size at which a microbatch gets all of this budget."""
+        self._loader_budget: _LoaderBudget | None = None
+        """None: no batch of a loader that plans microbatches was seen yet. See :meth:`_note_loader_budget`."""
         self._microbatch_transforms = microbatch_transforms
         self._model: torch.nn.Module | None = None
         self._attention: DocumentAttention | None = None
@@ -145,17 +158,20 @@ class MicrobatchSplit:
         layout = self.fixed_layout or layout_on_ranks(model, batch)
         self.layout = layout
         self.rules = CutRules()  # the first-batch check begins with rules that trim nothing
-        self._note_plan(batch, microbatch_size)
+        self._note_loader_budget(batch, microbatch_size)
         self._tries_packing = self.options.packing is True
         if self.options.packing == 'auto':
             facts_of_batches = describe_all(layout, batch)
             self._tries_packing = self._packing_costs_less(facts_of_batches, microbatch_size)
 
     def start_evaluation(self, model: torch.nn.Module, rule: LossRule | None) -> None:
-        """Takes the layout of a model that is evaluated, and its loss rule; None: the rule is not known."""
+        """Takes the loss rule of a model that is evaluated, and its layout. ``rule`` is None if it is not known.
+
+        The layout stays as it is if the loader also serves the training that goes on, which has checked it.
+        """
         self.eval_rule = rule
         if self.checked:
-            return  # the split also serves the training that goes on, and keeps its layout
+            return
         self.layout = self.fixed_layout or layout_of_model(model)
 
     def stop(self) -> None:
@@ -171,17 +187,17 @@ class MicrobatchSplit:
         """Returns whether packing the batches of all ranks costs less than padding them; a collective."""
         lengths = np.array(_lengths_of(facts_of_batches))
         budget = self._budget(facts_of_batches, microbatch_size, widest_row=int(lengths.max()))
-        # The token budget is the only cap here: loss tokens cannot be counted until the first-batch check has found the
-        # loss rule. The widths below are already rounded up to `width_multiple`, so the cut must not round them.
-        options = replace(self.options.without_caps(), max_tokens=budget, packing=False, width_multiple=1)
         cost = self.options.cost
         packed_cost = 0.0
         for rows in pack_lengths(lengths, budget):
-            packed_lengths = lengths[rows].tolist()
-            packed_cost += cost.packed(packed_lengths)  # this includes the launch
+            lengths_of_documents = lengths[rows].tolist()
+            packed_cost += cost.packed(lengths_of_documents)  # this includes the launch
+        batch_width = max(facts.width for facts in facts_of_batches)
+        widths = padded_widths(lengths, self.options.width_multiple, min(budget, batch_width))
+        # The token budget is the only cap here: loss tokens cannot be counted until the first-batch check has found the
+        # loss rule. The widths are rounded up to `width_multiple` already, so the cut must not round them.
+        options = replace(self.options.without_caps(), max_tokens=budget, packing=False, width_multiple=1)
         padded_cost = 0.0
-        rounding_limit = min(budget, max(facts.width for facts in facts_of_batches))
-        widths = padded_widths(lengths, self.options.width_multiple, rounding_limit)
         for rows in cut_rows(widths, options):
             # Padding makes each row of a microbatch as expensive as the widest.
             row_costs = cost.rows(widths[rows])
@@ -228,15 +244,14 @@ class MicrobatchSplit:
         largest_group = min(budget, sum(lengths))
         return max(largest_group, longest_row)
 
-    def _note_plan(self, batch: Batch, microbatch_size: float) -> None:
+    def _note_loader_budget(self, batch: Batch, microbatch_size: float) -> None:
         """Notes the token budget of a loader that plans microbatches, and the microbatch size that it belongs to.
 
         This is the size of the first batch. If memory runs out, Composer halves the size, and :meth:`_budget` halves
         the budget with it. Both numbers are kept for later fits, which may begin with the smaller size.
         """
-        if isinstance(batch, PreSplitBatch) and not self._planned_tokens and microbatch_size > 0:
-            self._planned_tokens = batch.max_tokens
-            self._planned_size = microbatch_size
+        if self._loader_budget is None and isinstance(batch, PreSplitBatch) and microbatch_size > 0:
+            self._loader_budget = _LoaderBudget(batch.max_tokens, microbatch_size)
 
     def _budget(self, facts_of_batches: Sequence[RowFacts], microbatch_size: float, *, widest_row: int) -> int:
         """Returns the most tokens of a microbatch: microbatch size times slot, or a share of the loader's budget.
@@ -250,12 +265,9 @@ class MicrobatchSplit:
                 The width of the batch may be far greater, if the collator pads all rows to one width.
         """
         decoder_width = max(facts.decoder_width for facts in facts_of_batches)
-        if self.options.slot_tokens is None and self._planned_tokens:
-            # At the first microbatch size the share is 1, and planned microbatches just fit.
-            share = microbatch_size / self._planned_size
-            planned_budget = int(self._planned_tokens * share)
+        if self.options.slot_tokens is None and self._loader_budget is not None:
             # The loader's budget leaves out the text of a decoder, but a microbatch counts it.
-            budget = planned_budget + token_budget(microbatch_size, decoder_width)
+            budget = self._loader_budget.at(microbatch_size) + token_budget(microbatch_size, decoder_width)
             largest_row = widest_row + decoder_width
             budget = max(budget, largest_row)  # so that a single row always fits
             # The loader's budget may be the largest integer already, and the planner takes no larger one.
@@ -276,15 +288,16 @@ class MicrobatchSplit:
         rules without packing, which :func:`.padded_candidates` makes of the earlier ones.
 
         The check stops at the first rules that are exact. So the code after a ``yield`` only runs if these rules have
-        failed.
+        failed. In this way the split learns that packing has failed, and does not try it again.
         """
         if earlier.packing or self._tries_packing:
             yield replace(earlier, packing=earlier.packing or 'documents')
             if self.must_pack and not earlier.packing:
                 yield replace(earlier, packing='positions')
+            # All packing has failed on these rows.
             if self.must_pack:
                 return
-            self._tries_packing = False  # it has failed on these rows
+            self._tries_packing = False
         # Some models number tokens behind a hole (Qwen2-VL), or labelled padding (Qwen3-VL), in another way if any row
         # of the batch has media. If none of these rows has media, the check cannot see this, but rows of another rank
         # may have media. So if one of these rows has a hole or labelled padding, the rules add a dummy row with media
@@ -358,29 +371,32 @@ class MicrobatchSplit:
             raise InvalidInputError(f'`device_train_microbatch_size` must be positive, got: {microbatch_size}.')
         if not self.checked:
             self.rules = RULES_WITHOUT_CHECK  # forgets the rules of an earlier fit
+        is_evaluation = not torch.is_grad_enabled()
         layout = self.layout
         if layout is None:
             layout = inferred_layout(microbatches_of(batch))
-        if not torch.is_grad_enabled():
+            # Not a collective in evaluation, where ranks may have unequal numbers of batches.
+            if not is_evaluation:
+                layout = largest_of_ranks(layout)
+        if is_evaluation:
             num_rows = max(int(microbatch_size), 1)  # the size may be less than 1
             return self._split_in_order(layout, batch, num_rows)
-        if self.layout is None:
-            layout = largest_of_ranks(layout)  # not in evaluation, where ranks may have unequal numbers of batches
-        self._note_plan(batch, microbatch_size)
+        self._note_loader_budget(batch, microbatch_size)
         # From here on facts and pieces stand for the batch, until build() makes the microbatches.
         facts_of_batches = self._describe(layout, batch)
-        pre_split = batch if isinstance(batch, PreSplitBatch) else None
         _check_decoder_padding(facts_of_batches)
-        if pre_split is not None:
+        kept_plan: PreSplitBatch | None = None  # the batch, if its microbatches are used as far as they fit
+        if isinstance(batch, PreSplitBatch):
             if self._must_join(facts_of_batches):
-                facts_of_batches = [self._joined(layout, pre_split, facts_of_batches)]
-                pre_split = None
+                facts_of_batches = [self._joined(layout, batch, facts_of_batches)]
+            else:
+                kept_plan = batch
             _check_all_first_labels(facts_of_batches, COLLATED_BY_LOADER)
         self._check_packing(facts_of_batches)
         widest_row = max(max(self.rules.widths(facts)) for facts in facts_of_batches)
         budget = self._budget(facts_of_batches, microbatch_size, widest_row=widest_row)
         options = replace(self.options, max_tokens=budget)
-        pieces = self._cut(facts_of_batches, options, pre_split)
+        pieces = self._cut(facts_of_batches, options, kept_plan)
         dummies = self._dummy_rows(facts_of_batches)
         pieces = with_dummies(pieces, dummies)
         self._check_dummies(pieces)
@@ -431,8 +447,10 @@ class MicrobatchSplit:
         """
         if not self.options.regroup:
             return True  # rows are cut in order, as in any other batch, and not as the loader has planned
-        if self.packs_rows or _width_matters(facts_of_batches):
-            return True
+        if self.packs_rows:
+            return True  # without padding other rows fit into a microbatch than the loader has planned
+        if _width_matters(facts_of_batches):
+            return True  # the rotary embedding must see the width that one batch would have
         padded_sides = {facts.side for facts in facts_of_batches if facts.is_padded}
         if len(padded_sides) == 2:
             return True  # the sides have no common rule
@@ -489,20 +507,20 @@ class MicrobatchSplit:
         self,
         facts_of_batches: Sequence[RowFacts],
         options: CutOptions,
-        pre_split: PreSplitBatch | None,
+        kept_plan: PreSplitBatch | None,
     ) -> list[Piece]:
         """Returns pieces under the caps. For a row that is over a cap by itself see :meth:`.Piece.check_caps`.
 
-        A microbatch of a pre-split batch stays as it is if it fits. On several ranks repeated samples are left out. The
+        Each microbatch of ``kept_plan`` stays as it is if it fits. On several ranks repeated samples are left out. The
         list may then be empty.
         """
         pieces: list[Piece] = []
         has_ranks = get_world_size() > 1
         for number, facts in enumerate(facts_of_batches):
             piece = Piece.from_facts(facts, self.rules, options)
-            indices = None  # of the rows in the dataset, for a message
-            if pre_split is not None and pre_split.indices is not None:
-                indices = pre_split.indices[number]
+            indices = None
+            if kept_plan is not None and kept_plan.indices is not None:
+                indices = kept_plan.indices[number]
             piece.check_caps(indices)
             if has_ranks:
                 # A sampler may repeat samples of other ranks, so that every rank has some, or equally many. Repeated
@@ -512,7 +530,7 @@ class MicrobatchSplit:
                 piece = piece.take(samples)  # the piece has all rows, so the place of a row is its number
             if not piece.rows:
                 continue
-            if pre_split is not None and piece.fits:
+            if kept_plan is not None and piece.fits:
                 pieces.append(piece)
             else:
                 pieces += piece.cut()
@@ -570,22 +588,25 @@ class MicrobatchSplit:
         """
         if not self._has_loss_in_dummies:
             return
+        pieces_with_dummies = [piece for piece in pieces if piece.dummies]
         refusal = None
-        for piece in pieces:
-            if piece.dummies:
-                refusal = NotExactError(
-                    "The model's own loss must be the mean over its loss-generating tokens, got: a term in rows "
-                    f'without labels. {sample_name(piece.facts.batch, piece.rows[0])} must be computed together with '
-                    'such a row, which has media because other rows or ranks of the step have some. Multiply what a '
-                    'row adds to the term by `(labels != -100).any(dim=1)` (docs/errors.md#model-loss).'
-                )
+        if pieces_with_dummies:
+            piece = pieces_with_dummies[0]
+            refusal = NotExactError(
+                "The model's own loss must be the mean over its loss-generating tokens, got: a term in rows "
+                f'without labels. {sample_name(piece.facts.batch, piece.rows[0])} must be computed together with '
+                'such a row, which has media because other rows or ranks of the step have some. Multiply what a '
+                'row adds to the term by `(labels != -100).any(dim=1)` (docs/errors.md#model-loss).'
+            )
         raise_on_all_ranks(refusal)
 
     def _warn_of_dummies(self, pieces: Sequence[Piece]) -> None:
         """Warns of a row that does not fit under the caps together with its dummy rows; only once for this split."""
+        if self._has_warned_of_dummies:
+            return
         for piece in pieces:
             # A piece that does not fit has one row, because with_dummies() halves others.
-            if piece.dummies and not piece.fits and not self._has_warned_of_dummies:
+            if piece.dummies and not piece.fits:
                 self._has_warned_of_dummies = True
                 log.warning(
                     '%s must fit into a microbatch together with its dummy rows, which have media because other rows '
@@ -597,6 +618,7 @@ class MicrobatchSplit:
                     piece.options.max_tokens,
                     piece.options.max_image_tokens,
                 )
+                return
 
 
 def _width_matters(facts_of_batches: Sequence[RowFacts]) -> bool:
@@ -619,17 +641,18 @@ def _dummies_of_ranks(facts_of_batches: Sequence[RowFacts]) -> DummyRows:
     copy of this rank's smallest row with the modality. If this rank has none, another rank sends one.
     """
     layout = facts_of_batches[0].layout
-    own_rows = [smallest_row(facts_of_batches, modality) for modality in MODALITIES]
-    is_present = [row is not None for row in own_rows]
-    is_absent = [row is None for row in own_rows]
-    flags = max_over_ranks([*is_present, *is_absent])  # one collective for both
+    rows_of_rank: dict[str, Batch | None] = {}
+    for modality in MODALITIES:
+        rows_of_rank[modality] = smallest_row(facts_of_batches, modality)
+    has_modality = [row is not None for row in rows_of_rank.values()]
+    lacks_modality = [row is None for row in rows_of_rank.values()]
+    flags = max_over_ranks([*has_modality, *lacks_modality])  # one collective for both
     some_rank_has = flags[: len(MODALITIES)]
     some_rank_lacks = flags[len(MODALITIES) :]
     dummies: dict[str, RowFacts] = {}
-    for number, modality in enumerate(MODALITIES):
+    for number, (modality, row) in enumerate(rows_of_rank.items()):
         if not some_rank_has[number]:
             continue
-        row: Batch | None = own_rows[number]
         if some_rank_lacks[number]:
             shared_row = from_any_rank(row)  # a collective, so ranks that have the modality call it, too
             if row is None:
@@ -709,15 +732,15 @@ def _check_decoder_padding(facts_of_batches: Sequence[RowFacts]) -> None:
     if len(widths) < 2:
         return
     # Labels that begin after the first column look padded on the left, and labels that end before the last column look
-    # padded on the right. But these columns may only be masked. If both occur, the text of the encoder decides, because
-    # a tokenizer pads both texts on the same side.
+    # padded on the right. But the columns without labels may only be masked. If both occur, the text of the encoder
+    # decides, because a tokenizer pads both texts on the same side.
     is_text_padded_on_left = any(facts.side == 'left' for facts in facts_of_batches)
     padded_on_left = None
     for facts in facts_of_batches:
         reach = Reach.of(labels_of(facts.batch) != IGNORE_INDEX)
-        full_or_empty = (reach.width, 0)  # a row with a label in the outermost column, or with no label, shows nothing
-        ends_early = any(num_columns not in full_or_empty for num_columns in reach.from_first)
-        begins_late = any(num_columns not in full_or_empty for num_columns in reach.from_last)
+        # A row with a label in the outermost column (`reach.width`), or without labels (0), shows nothing.
+        ends_early = any(0 < num_columns < reach.width for num_columns in reach.from_first)
+        begins_late = any(0 < num_columns < reach.width for num_columns in reach.from_last)
         if ends_early and not is_text_padded_on_left:
             return  # padded on the right
         if begins_late:

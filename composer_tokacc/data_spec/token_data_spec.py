@@ -122,8 +122,8 @@ def token_data_spec(
         check_kind('layout', layout, BatchLayout)
     if model is not None:
         check_kind('model', model, Module)
-        # Without a config of Transformers the layout is inferred from the first batch.
-        layout = layout or layout_of_model(model)
+        if layout is None:
+            layout = layout_of_model(model)  # None without a config of Transformers
     microbatch_transforms = data_spec_kwargs.pop('microbatch_transforms', None)
     split = MicrobatchSplit(dataloader, layout, options, microbatch_transforms)
     register_split(dataloader, split)

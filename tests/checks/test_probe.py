@@ -437,12 +437,12 @@ def test_facts_of_earlier_checks_stay(monkeypatch):
     """The rows of a later check may not show that terms over samples have a gradient in rows without labels."""
     num_checks = 0
 
-    def check_unlabelled_row(comparison):
+    def trains_unlabelled_row(comparison):
         nonlocal num_checks
         num_checks += 1
         return num_checks == 1
 
-    monkeypatch.setattr(RowComparison, 'check_unlabelled_row', check_unlabelled_row)
+    monkeypatch.setattr(RowComparison, 'trains_unlabelled_row', trains_unlabelled_row)
     batch = ragged_batch()
     check = first_batch_check(probe_of(causal), BatchLayout.infer(batch))
 
@@ -452,6 +452,22 @@ def test_facts_of_earlier_checks_stay(monkeypatch):
 
     assert num_checks > 1
     assert loss_facts.trains_unlabelled_rows
+
+
+def test_refused_check_stays_due():
+    """If a caller goes on after the refusal of a check, the next step is checked, too."""
+    loss = causal
+    batch = ragged_batch()
+    probe = probe_of(lambda logits, batch: loss(logits, batch))
+    check = first_batch_check(probe, BatchLayout.infer(batch))
+    check.prove(batch, 1)
+
+    loss = with_squares(1)
+    check.note_step(LOOK_AGAIN)
+
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match='must'):
+            check.prove(batch, 1)
 
 
 def test_half_precision_only_in_unknown_rows():

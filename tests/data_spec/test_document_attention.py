@@ -354,7 +354,7 @@ def test_kernel_for_gpus_gives_the_same():
         check_attention_at_once(torch.float32, is_causal=False)
 
 
-def attend_by_document(query, key, value, ends, _, longest, __, *, causal, scale):
+def attend_by_document(query, key, value, ends, longest, *, causal, scale):
     """Attends in one document after the other. A kernel for documents of any length must return the same.
 
     The states are ``(tokens, heads, size)``, as kernels for GPUs take them. SDPA takes ``(1, heads, tokens, size)``.
@@ -430,7 +430,10 @@ def test_torchs_kernel_is_called_as_declared(takes_groups, monkeypatch):
         call = signature.bind(*args, **kwargs).arguments
         heads_of_calls.append({name: call[name].shape[1] for name in ('query', 'key', 'value')})
         is_causal = call['window_size'] == (-1, 0)
-        return attend_by_document(*args, causal=is_causal, scale=call['scale'])
+        query, key, value, ends, ends_of_keys, longest, longest_of_keys = args
+        assert ends_of_keys is ends
+        assert longest_of_keys == longest
+        return attend_by_document(query, key, value, ends, longest, causal=is_causal, scale=call['scale'])
 
     stand_in.__signature__ = signature
     monkeypatch.setattr(varlen, 'varlen_attn', stand_in)
@@ -566,7 +569,7 @@ def test_flex_attention_gets_one_block_mask(monkeypatch):
     with torch.compiler.set_stance('force_eager'):
         packed_logits = logits_of(model, packed)
 
-    assert not attention.has_masks
+    assert not attention.uses_packed_masks
     assert_same_logits(packed_logits, expected)
     create_block_mask.assert_called_once()
 
