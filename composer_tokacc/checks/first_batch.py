@@ -340,8 +340,8 @@ class FirstBatchCheck:
         """Learns the readings of new keys, and drops readings that the batch of any rank rules out.
 
         A batch may have a tensor that is registered for no model family. A reading is one possible way in which such a
-        tensor belongs to rows: with one entry for each row, or one for each image, see :mod:`.layout.readings`. All ranks
-        learn the same readings, so they divide tensors among rows in the same way.
+        tensor belongs to rows: with one entry for each row, or one for each image, see :mod:`.layout.readings`. All
+        ranks learn the same readings, so they divide tensors among rows in the same way.
         """
         readings = self._proven.readings
         for offer in offers:
