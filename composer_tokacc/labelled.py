@@ -163,7 +163,7 @@ class RunningForward:
     positions: LabelledPositions | None = None
     """The positions whose hidden states are selected. None: it computes all logits."""
     labels_shape: tuple[int, ...] = ()
-    """The shape of its labels, before some were selected."""
+    """The shape of its labels before some were selected. Empty: it computes all logits."""
     num_head_calls: int = 0
     """Calls of the output embedding so far."""
     has_graph: bool = False

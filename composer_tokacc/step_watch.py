@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -54,7 +54,7 @@ class SeenBackward:
 
     number: int
     """Its number in the step, from 1."""
-    parameters_at_start: Mapping[str, tuple[Checksum, bool]]
+    parameters_at_start: dict[str, tuple[Checksum, bool]] = field(default_factory=dict)
     """The checksum of each parameter, and whether the parameter requires a gradient."""
     gradients_at_end: Mapping[str, Checksum] | None = None
     """Checksums of the gradients. None: it has not ended. It runs now, or it has raised."""
@@ -143,17 +143,18 @@ class StepWatch:
         # A backward reaches several nodes with this hook. Only the first one counts.
         if previous is not None and previous.is_open:
             return
-        parameters = {}
-        for name, checksum in _checksums(self._parameters).items():
-            parameters[name] = checksum, self._parameters[name].requires_grad
         number = 1 if previous is None else previous.number + 1
-        self._backward = SeenBackward(number, parameters)
+        backward = SeenBackward(number)
+        # Kept before the checksums, because memory may run out there. Then the backward raises, and stays open.
+        self._backward = backward
         when_backward_ends(self._on_backward_end)
-        gradients = self._gradient_checksums()
+        for name, checksum in _checksums(self._parameters).items():
+            backward.parameters_at_start[name] = checksum, self._parameters[name].requires_grad
+        gradients_at_start = self._gradient_checksums()
         if previous is not None:
-            self._list_changes(previous, parameters, gradients)
+            self._list_changes(previous, backward.parameters_at_start, gradients_at_start)
             return
-        names = [name for name, checksum in gradients.items() if checksum != ZERO]
+        names = [name for name, checksum in gradients_at_start.items() if checksum != ZERO]
         if names:
             self.faults.append(
                 f'Gradients were not 0 before the first backward, or after one that raised: {listed(names)}. Call '

@@ -12,6 +12,7 @@ import sys
 from configparser import ConfigParser
 from functools import partial
 from importlib import import_module
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -166,6 +167,14 @@ class Loop:
             next(losses(self.model)).backward()
         hook.remove()
 
+    def backward_without_memory_for_checksums(self):
+        """Fails before it adds to the gradient, because a checksum needs a copy of a parameter."""
+        with (
+            patch('composer_tokacc.step_watch._checksums', side_effect=torch.OutOfMemoryError),
+            pytest.raises(torch.OutOfMemoryError),
+        ):
+            next(losses(self.model)).backward()
+
     def start_again(self):
         self.zero_grad()
         self.losses = losses(self.model)
@@ -210,6 +219,7 @@ RIGHT_LOOPS = [
     'step_with_closure',
     'backward failing_backward start_again backward backward step',
     'backward late_failing_backward start_again backward backward step',
+    'backward backward_without_memory_for_checksums start_again backward backward step',
     'update_average backward update_average backward update_average step',
     'backward_in_halves backward step',
 ]

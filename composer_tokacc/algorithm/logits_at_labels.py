@@ -187,7 +187,8 @@ class LogitsAtLabels:
                 raise
         # The model has no memory for one more row, or computes only one (some kernels for packed rows). Tried again
         # here and not in the handler, because the error would keep the memory of the forward that failed.
-        return batch, RowComparison(self._new_probe(), layout, _unchanged, rule, batch, check_loss=True)
+        rows = batch  # frees the rows with the added one
+        return rows, RowComparison(self._new_probe(), layout, _unchanged, rule, rows, check_loss=True)
 
     def _rule_of(self, probe: Probe, rows: Batch) -> LossRule:
         """Returns the loss rule that the user has named, or finds it by the probe."""

@@ -187,7 +187,7 @@ class CurrentMicrobatch:
             )
 
     def _zero_empty_terms(self, loss: Any, batch: Batch) -> Any:
-        """Sets the terms of a microbatch without tokens to 0 if they would be NaN.
+        """Sets the means over tokens of a microbatch without tokens to 0, and other terms that would be NaN.
 
         The means over tokens are NaN, or the loss of the label that was added for the model.
         """

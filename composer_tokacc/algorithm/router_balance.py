@@ -112,7 +112,7 @@ class StepBalance:
         self._forget_step()
 
     def _forget_step(self) -> None:
-        """Sets what is known of a step to its state before :meth:`count`, for each attempt to compute a step."""
+        """Forgets an earlier step, or an earlier attempt to compute this step. :meth:`count` calls it first."""
         self._counted: deque[CountedMicrobatch] = deque()
         """The microbatches of this rank that are not trained yet."""
         # Sums over the step and all ranks. They stay on the device, because the host would have to wait to read them.

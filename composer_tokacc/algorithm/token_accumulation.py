@@ -182,7 +182,7 @@ class TokenAccumulation(Algorithm):
 
     @property
     def _run(self) -> RunContext:
-        """The context of this fit, for events after BATCH_START: there it is not None."""
+        """The context of this fit. It is not None after the first batch was set up, see :meth:`_set_up`."""
         assert self._context is not None, 'BATCH_START comes first'
         return self._context
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import weakref
 from functools import partial
 
 import pytest
@@ -21,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from composer_tokacc import BatchLayout, LogitsAtLabels, TokenMonitor, weighted_microbatches
+from composer_tokacc.algorithm import logits_at_labels
 from composer_tokacc.compat import TorchDispatchMode
 from composer_tokacc.counting import LossRule
 from composer_tokacc.labelled import LabelledPositions, batch_at_logits
@@ -722,6 +724,32 @@ def test_model_of_one_row_keeps_its_check():
     """It cannot compute the row that the check adds, so the check has one row."""
     model = OneRow(one_layer_model().config)
     assert_one_forward_is_exact(model, model, shape=ONE_ROW)
+
+
+def test_rows_that_failed_are_freed(monkeypatch):
+    """The check tries again with fewer rows. Perhaps there was no memory for more, so it must not keep them."""
+    model = OneRow(one_layer_model().config)
+    labels_with_added_row = []
+    are_freed = []
+    with_unequal_row = logits_at_labels._with_unequal_row
+
+    def watched_rows(*arguments):
+        rows = with_unequal_row(*arguments)
+        labels_with_added_row.append(weakref.ref(rows['labels']))
+        return rows
+
+    def note_whether_freed(module, inputs):
+        for labels in labels_with_added_row:
+            are_freed.append(labels() is None)
+
+    monkeypatch.setattr(logits_at_labels, '_with_unequal_row', watched_rows)
+    with LogitsAtLabels(model):
+        model.lm_head.register_forward_pre_hook(note_whether_freed)
+        model(**without_sample_ids(batch_of(shape=ONE_ROW)))
+
+    assert len(labels_with_added_row) == 1
+    assert are_freed
+    assert all(are_freed)
 
 
 def test_embeddings_with_a_graph():
