@@ -13,11 +13,13 @@ from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Annotated
 
 import pytest
 import torch
 from composer.core import Callback
 from composer.loggers import LoggerDestination
+from pydantic import Field
 
 from composer_tokacc import TokenAccumulation
 from composer_tokacc import train as program
@@ -616,6 +618,9 @@ def test_values_are_converted_to_their_annotation(hint, value, expected):
             "`key` must be a valid integer, got: '2'",
         ),
         (tuple[float, float], [0.5], '`key` must have more entries, got: [0.5]'),
+        (tuple[float, float], [1, 2, 3], '`key` must have at most 2 items, not 3, got: [1, 2, 3]'),
+        (Annotated[set[int], Field(min_length=2)], [1], '`key` must have at least 2 items, not 1, got: [1]'),
+        (Annotated[str, Field(min_length=1)], '', "`key` must have at least 1 character, got: ''"),
         (set[str], 'a', "`key` must be a valid list, got: 'a'"),
         (dict[str, int], {1: 2}, '`key.1` as a key must be a valid string, got: 1'),
         (bool | Path, 3, '`key` must be a valid boolean, or must be a valid string, got: 3'),
