@@ -572,6 +572,15 @@ def test_note_on_key_that_all_parts_replace():
     assert notes_on(config) == []
 
 
+def test_note_on_share_that_all_parts_replace():
+    """A key such as `epochs` is not for the eval set, so the eval set takes none from next to `parts`."""
+    dataset = {'epochs': 3, 'parts': {'a': {'epochs': 2}, 'b': {}}, 'eval': {'path': 'd.json'}}
+    config = TrainConfig(algorithms={'token_accumulation': None}, dataset=dataset)
+    assert notes_on(config) == []
+    dataset['parts']['b'] = {'epochs': 1}
+    assert notes_on(config) == ['`dataset.epochs` has no effect, because each dataset has its own']
+
+
 def test_note_on_weights_of_composer():
     (note,) = notes_on(TrainConfig())
     assert 'no `token_accumulation`' in note
