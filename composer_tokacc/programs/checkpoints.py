@@ -187,7 +187,8 @@ def newest_checkpoint(link: Path, run_name: str | None) -> Path | None:
         link: Composer's link to the latest checkpoint. A copy of a folder may hold a file in its place.
         run_name: The name of the run. Other runs may save into the same folder, with links of their own.
     """
-    if link.is_dir() and not link.is_symlink():
+    # A link is not followed here. The system may refuse to, and then find_damage() says why.
+    if not link.is_symlink() and link.is_dir():
         raise ConfigError(
             'trainer.save_folder',
             f'must have a link to its latest checkpoint, got: {link}, a folder, which Composer cannot replace by the '
@@ -223,8 +224,10 @@ def _other_checkpoints(latest: Path, run_name: str | None) -> list[Path]:
     """
     saved_runs = []
     for path in latest.parent.glob('*'):  # finds nothing if this folder is gone
+        if path == latest or path.is_symlink():
+            continue
         is_file_or_folder = path.is_file() or path.is_dir()  # a pipe would be waited for
-        if path == latest or path.is_symlink() or not is_file_or_folder:
+        if not is_file_or_folder:
             continue
         with suppress(ConfigError):  # a damaged checkpoint, or a file of another program
             saved = SavedRun.read(path)

@@ -42,7 +42,7 @@ from composer_tokacc.programs.schema import (
     check_value,
     without,
 )
-from composer_tokacc.programs.sources import source_of, token_data_spec_of
+from composer_tokacc.programs.sources import SHARE_KEYS, source_of, token_data_spec_of
 from composer_tokacc.sampling.global_batches import BatchSchedule
 
 FROM_OTHER_SECTIONS = (
@@ -293,17 +293,17 @@ def _notes_on_keys_without_effect(config: TrainConfig) -> list[str]:
 def _notes_on_datasets(section: Values) -> list[str]:
     """Returns a line for each setting of the section ``dataset`` that is never used, and for trained eval samples.
 
-    A key next to ``parts`` is the default for all parts and the eval set. If each of them has the key, the default is
-    never used.
+    A key next to ``parts`` is the default for all parts and, except for ``SHARE_KEYS``, for the eval set. If each of
+    them has the key, the default is never used.
     """
     notes = []
     parts = list((section.get('parts') or {}).values())
     eval_section = section.get('eval')
     if parts:
-        datasets = list(parts)
-        if eval_section:
-            datasets.append(eval_section)
         for key, value in section.items():
+            datasets = list(parts)
+            if eval_section and key not in SHARE_KEYS:
+                datasets.append(eval_section)
             if value is not None and all(key in dataset for dataset in datasets):
                 notes.append(f'`dataset.{key}` has no effect, because each dataset has its own')
     if eval_section:

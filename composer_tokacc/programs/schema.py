@@ -533,10 +533,13 @@ def _requirement_of(error: ValidationError) -> str:
     for detail in details:
         # A YAML file cannot hold an object of a class, so a branch that asks for one is not named.
         asks_for_object = detail['type'] in ('is_instance_of', 'needs_python_object')
-        if not asks_for_object and detail['msg'] not in messages:
-            messages.append(detail['msg'])
+        if asks_for_object:
+            continue
+        # The first word is "Input" or the type that pydantic would make of it: "Tuple should have at most 2 items".
+        message = re.sub('^[A-Z][a-z]+ should ', 'must ', detail['msg'])
+        if message not in messages:
+            messages.append(message)
     requirement = ', or '.join(messages) or 'must be left out'
-    requirement = re.sub('(?:Input|Dictionary|List) should ', 'must ', requirement)
     requirement = requirement.replace(' after validation', '')  # "... have at least 1 item after validation, not 0"
     requirement = requirement.replace('Value error, ', '')  # pydantic puts it before our own messages
     requirement = requirement.replace('an object', 'a mapping').replace('array', 'list')  # the words for JSON

@@ -159,6 +159,13 @@ def test_latest_checkpoint_whose_folder_is_gone(tmp_path):
         resume_from(tmp_path)
 
 
+def test_latest_checkpoint_that_the_system_refuses(tmp_path):
+    """As with a lost network folder, no status of the file behind the link can be read. Here its name is too long."""
+    older = save_run(tmp_path / 'ep0-ba2-rank0.pt', steps=2)
+    (tmp_path / 'latest-rank0.pt').symlink_to('x' * 300)
+    assert resume_from(tmp_path) == str(older)
+
+
 @pytest.mark.parametrize('options', [{'autoresume': False}, {'save_folder': 's3://bucket/run'}])
 def test_runs_that_search_no_checkpoint(options, only_damaged):
     assert resume_from(only_damaged.parent, **options) is None

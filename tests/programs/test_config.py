@@ -13,11 +13,13 @@ from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Annotated
 
 import pytest
 import torch
 from composer.core import Callback
 from composer.loggers import LoggerDestination
+from pydantic import Field
 
 from composer_tokacc import TokenAccumulation
 from composer_tokacc import train as program
@@ -570,6 +572,15 @@ def test_note_on_key_that_all_parts_replace():
     assert notes_on(config) == []
 
 
+def test_note_on_share_that_all_parts_replace():
+    """A key such as `epochs` is not for the eval set, so the eval set takes none from next to `parts`."""
+    dataset = {'epochs': 3, 'parts': {'a': {'epochs': 2}, 'b': {}}, 'eval': {'path': 'd.json'}}
+    config = TrainConfig(algorithms={'token_accumulation': None}, dataset=dataset)
+    assert notes_on(config) == []
+    dataset['parts']['b'] = {'epochs': 1}
+    assert notes_on(config) == ['`dataset.epochs` has no effect, because each dataset has its own']
+
+
 def test_note_on_weights_of_composer():
     (note,) = notes_on(TrainConfig())
     assert 'no `token_accumulation`' in note
@@ -616,6 +627,9 @@ def test_values_are_converted_to_their_annotation(hint, value, expected):
             "`key` must be a valid integer, got: '2'",
         ),
         (tuple[float, float], [0.5], '`key` must have more entries, got: [0.5]'),
+        (tuple[float, float], [1, 2, 3], '`key` must have at most 2 items, not 3, got: [1, 2, 3]'),
+        (Annotated[set[int], Field(min_length=2)], [1], '`key` must have at least 2 items, not 1, got: [1]'),
+        (Annotated[str, Field(min_length=1)], '', "`key` must have at least 1 character, got: ''"),
         (set[str], 'a', "`key` must be a valid list, got: 'a'"),
         (dict[str, int], {1: 2}, '`key.1` as a key must be a valid string, got: 1'),
         (bool | Path, 3, '`key` must be a valid boolean, or must be a valid string, got: 3'),
