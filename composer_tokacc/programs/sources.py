@@ -400,16 +400,15 @@ class FileSource(Source):
 
     def _check_without_plan(self) -> None:
         """Refuses settings that only a RegroupingBatchSampler can follow, because it plans batches ahead."""
-        keys_needing_plan = []
-        if self.config.loader.key_needing_plan is not None:
-            keys_needing_plan.append(self.config.loader.key_needing_plan)
-        if self.has_parts:
+        key_needing_plan = self.config.loader.key_needing_plan
+        if key_needing_plan is None and self.has_parts:
             for path, part in self._settings_by_path().items():
                 if part.keys() & SHARE_KEYS.keys():
-                    keys_needing_plan.append(path)
-        if keys_needing_plan:
+                    key_needing_plan = path
+                    break
+        if key_needing_plan is not None:
             # The error begins with the key `loader.regroup_ranks`, so the message goes on with "and".
-            message = f'and `microbatching.regroup` must be on for `{keys_needing_plan[0]}` as it is set, got: off'
+            message = f'and `microbatching.regroup` must be on for `{key_needing_plan}` as it is set, got: off'
             raise ConfigError('loader.regroup_ranks', message)
 
     def _check_shares(self) -> None:
@@ -417,7 +416,7 @@ class FileSource(Source):
         share_keys_by_part = {}
         total_share = 0.0
         for path, part in self._settings_by_path().items():
-            share_keys_by_part[path] = part.keys() & SHARE_KEYS.keys()
+            share_keys_by_part[path] = sorted(part.keys() & SHARE_KEYS.keys())
             total_share += part.get('loss_share', 0)
         used_keys = set().union(*share_keys_by_part.values())
         has_shares = 'loss_share' in used_keys
@@ -433,7 +432,7 @@ class FileSource(Source):
         are_two_allowed = self.shares_by_weights and used_keys == {'loss_share', 'epochs'}
         is_mixed = len(used_keys) > 1 and not are_two_allowed
         required_keys = used_keys - {'epochs'}  # a part without `epochs` is read once
-        is_complete = all(keys >= required_keys for keys in share_keys_by_part.values())
+        is_complete = all(required_keys.issubset(keys) for keys in share_keys_by_part.values())
         if is_mixed or not is_complete:
             raise ConfigError(
                 'dataset.parts',
