@@ -210,13 +210,7 @@ class MicrobatchRecord:
         on_gradient(output, self._note_added_rows)
 
     def _note_added_rows(self, gradient: Tensor) -> None:
-        gradient = whole_vocabulary(gradient)
-        other_rows = [row for row in range(len(gradient)) if row not in self.added_rows]
-        # If other rows have a NaN or inf, too, the loss has diverged, or its scale is too large for float16. Then the
-        # gradient in added rows says nothing, and callbacks of the trainer handle it. Sums take less memory than a flag
-        # for each entry.
-        sums_of_rows = gradient.flatten(1).sum(dim=1, dtype=torch.float32)
-        has_gradient = gradient[self.added_rows].any() & sums_of_rows[other_rows].isfinite().all()
+        has_gradient = whole_vocabulary(gradient)[self.added_rows].any()
         if self.trains_added_rows is not None:
             has_gradient = has_gradient | self.trains_added_rows.to(has_gradient.device)
         self.trains_added_rows = has_gradient
