@@ -192,7 +192,7 @@ def _leaks_of_gradient(
         total = products[reader.positions].sum()
         (gradient,) = torch.autograd.grad(total, embedded[0], retain_graph=True)
         for source in _others(reader, documents):
-            size = float(gradient[source.positions].double().norm())  # squares of small numbers are 0 in float32
+            size = float(gradient[source.positions].cpu().double().norm())  # squares of small numbers are 0 in float32
             if size != 0.0:
                 leaks[reader.row, reader.number, source.number] = size
     return leaks

@@ -135,36 +135,43 @@ class ProbeResult:
     def distance(self, other: ProbeResult) -> float:
         """Returns the largest relative difference from another result of the same rows.
 
-        It is inf if a value is NaN, if one of the results lacks a loss, or if another number of the last layers ran.
+        It is inf if a value is NaN, or if only one of the results has some loss or gradient.
         """
-        if other.losses.keys() != self.losses.keys():
+        if not self._has_same_parts(other):
             return math.inf
-        distances = []
+        return self.round_off_distance(other)
+
+    def _has_same_parts(self, other: ProbeResult) -> bool:
+        """Returns whether another result has losses of the same units, and the same gradients that are not 0."""
+        if other.losses.keys() != self.losses.keys():
+            return False
+        for unit, gradients in self.gradients.items():
+            is_trained = [gradient is not None and bool(gradient.any()) for gradient in gradients]
+            is_trained_in_other = [gradient is not None and bool(gradient.any()) for gradient in other.gradients[unit]]
+            if is_trained != is_trained_in_other:
+                return False
+        return True
+
+    def round_off_distance(self, other: ProbeResult) -> float:
+        """Returns the same, but compares only what both results have.
+
+        What only one of them has is no round-off. If it counted as such, the tolerance would allow any change.
+        """
+        distances = [0.0]
         for unit, loss in self.losses.items():
+            if unit not in other.losses:
+                continue
             # Losses near 0 are compared absolutely.
             distances.append(abs(other.losses[unit] - loss) / (1 + abs(loss)))
-            gradients = self.gradients[unit]
-            other_gradients = other.gradients[unit]
-            if len(gradients) != len(other_gradients):
-                return math.inf
-            for gradient, other_gradient in zip(gradients, other_gradients, strict=True):
-                distances.append(_distance_of_gradients(gradient, other_gradient))
+            for gradient, other_gradient in zip(self.gradients[unit], other.gradients[unit], strict=False):
+                if gradient is None or other_gradient is None:
+                    continue
+                # The difference of two sketches has the right size up to 18 %.
+                difference = float((other_gradient - gradient).norm())
+                distances.append(difference / max(float(gradient.norm()), TINY))
         if any(math.isnan(distance) for distance in distances):
             return math.inf
         return max(distances)
-
-
-def _distance_of_gradients(gradient: Tensor | None, other: Tensor | None) -> float:
-    """Returns the relative difference between two sketches of a gradient. None stands for a gradient of 0."""
-    if gradient is None and other is None:
-        return 0.0
-    if gradient is None:
-        gradient = torch.zeros(())
-    if other is None:
-        other = torch.zeros(())
-    # The difference of two sketches has the right size up to 18 %.
-    difference = float((other - gradient).norm())
-    return difference / max(float(gradient.norm()), TINY)
 
 
 class _LayerOutput(NamedTuple):
@@ -639,7 +646,7 @@ def _last_layers_of(outputs: Sequence[_LayerOutput], result: ProbeResult) -> lis
 
 def _tolerance_of_same(result: ProbeResult, again: ProbeResult) -> float:
     """Returns the distance from which on results differ, from two results of the same rows and the same state."""
-    return max(NOISE_FACTOR * result.distance(again), STATE_TOLERANCE)
+    return max(NOISE_FACTOR * result.round_off_distance(again), STATE_TOLERANCE)
 
 
 def _decisive_state(names: str, writer: str) -> NotExactError:

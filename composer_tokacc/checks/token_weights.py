@@ -233,7 +233,8 @@ class TokenWeightsReport:
                 continue
             num_unclear += int(forward.is_unclear.sum())
             lines.append(f'{number:>8}{forward.columns()}')
-        if any(len(weights) for weights in self.weights):
+        smallest = self._extremes()[1]
+        if smallest != torch.inf:  # no token has a weight, or all weights are inf
             lines.append(self._verdict())
         if num_unclear:
             lines.append(

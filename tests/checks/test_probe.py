@@ -816,6 +816,24 @@ def test_loss_is_detached_in_every_other_forward():
         probe_of(loss, model=model).examine(row_for_rule())
 
 
+def test_counter_beside_a_loss_that_is_detached_by_turns():
+    """A gradient that comes and goes is no round-off. So the change by the counter is not taken for round-off, either.
+
+    Nothing shows what decides about the gradient, but the counter is found.
+    """
+    model = one_layer_model().train()
+    model.turn = Turn()
+    hidden_turn = HiddenTurn()
+
+    def loss(logits, batch):
+        if hidden_turn.next():
+            logits = logits.detach()
+        return causal(logits, batch) * (1 + 1e-3 * model.turn.next())
+
+    with pytest.raises(RuntimeError, match=r"the next one, got: 'turn\.value'"):
+        probe_of(loss, model=model).examine(row_for_rule())
+
+
 class AlternatingNorm(torch.nn.Module):
     """Has two norms, which take turns. Only one of them is found among the last layers."""
 

@@ -386,13 +386,13 @@ MISTAKES = [
     ),
     (
         ['dataset.parts={a: {weight: 1}, b: {}}'],
-        r"must all have a `weight`.*\.a': {'weight'}, .*\.b': set\(\)}",
+        r"must all have a `weight`.*\.a': \['weight'\], .*\.b': \[\]}",
     ),
     (
         ['dataset.parts={a: {weight: 1}, b: {weight: 2, epochs: 1}}'],
-        r"\.b': {'epochs', 'weight'}|\.b': {'weight', 'epochs'}",
+        r"\.b': \['epochs', 'weight'\]",
     ),
-    (['dataset.parts={a: {loss_share: 0.3}, b: {weight: 1}}'], r"\.a': {'loss_share'}, .*\.b': {'weight'}"),
+    (['dataset.parts={a: {loss_share: 0.3}, b: {weight: 1}}'], r"\.a': \['loss_share'\], .*\.b': \['weight'\]"),
     (['dataset.parts={a: {loss_share: 0.3}, b: {loss_share: 0.6}}'], '`loss_share` .* add up to 1, got: 0.9'),
     (['dataset.parts={a: {loss_share: 1}}', 'dataset.loss_shares_by=weights'], 'needs a `loss_share`.*column'),
     (['dataset.parts={a: {loss_share: 1}}', 'dataset.loss_shares_by=luck'], '`dataset.loss_shares_by` must be .*luck'),
