@@ -224,8 +224,8 @@ def check_plans(sums: PlanSums, record: PlanRecord) -> None:
     # never, which changes the sum of squares: of 3 ranks it must be 0 + 1 + 4, and not 0 + 1 + 1. If two processes have
     # swapped their samplers, the sum stays. That does no harm, because each part is computed once.
     has_all_ranks = sums.squared_ranks == sum(rank**2 for rank in range(world_size))
-    # This is the only condition that is not a sum. It still holds on all ranks or on none: if they differed in it, so
-    # would the checksums, because they cover the number of ranks. So all ranks call compare_plans(), or none.
+    # This is the only condition that is not a sum. If it holds on some ranks only, the checksums differ, because they
+    # cover the number of ranks. So all ranks call compare_plans(), or none.
     is_for_all_ranks = record.num_ranks == world_size
     if not (are_equal and has_all_ranks and is_for_all_ranks):
         compare_plans(record)

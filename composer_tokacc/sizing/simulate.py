@@ -106,6 +106,7 @@ def simulate_steps(
             ``options.cost``.)
     """
     check_choice('method', method, tuple(METHOD_NAMES))
+    check_choice('packing', options.packing, (True, False))  # with 'auto' padded steps would be simulated
     vision_costs = price.vision(table.image_tokens, table.vision_patches)
     step_costs = []
     imbalances = []

@@ -300,9 +300,12 @@ def _fitting_size(capacity: Capacity, slot_tokens: int | None) -> tuple[int, int
 
 
 def _largest_useful_size(capacity: Capacity, slot: int, rows_per_rank: int) -> int:
-    """Returns the size at which all rows of a rank fit into one microbatch. A larger size makes no difference.
+    """Returns the size at which the token budget has room for all rows of a rank, however long they are.
 
-    For example, 16 rows of up to 2,048 tokens need size 16 if a slot has 2,048 tokens, and size 64 if it has 512.
+    To the split a larger size makes no difference. (A plan may give more than ``rows_per_rank`` rows to a rank, if they
+    cost less than those of the others. This is not counted here.) For example, 16 rows of up to 2,048 tokens need size
+    16 if a slot has 2,048 tokens, and size 64 if it has 512. If slots are wider than all rows, it is still the number
+    of rows.
     """
     width = max(_widest_row(capacity), slot)
     return math.ceil(rows_per_rank * width / slot)
@@ -333,7 +336,7 @@ def _rounded_up(length: int, multiple: int) -> int:
 def _compared_sizes(size: int, largest_useful_size: int) -> list[int]:
     """Returns the sizes of the report: the suggested one, and powers of two up to twice this size.
 
-    Sizes above ``largest_useful_size`` make no difference, so they are left out.
+    Sizes above :func:`_largest_useful_size` are left out.
     """
     largest = int(min(2 * size, largest_useful_size))  # an integer of numpy has no bit_length()
     powers = [1 << exponent for exponent in range(largest.bit_length())]

@@ -410,6 +410,12 @@ def test_unknown_method_is_refused():
         padding_of_a_step('plan', [40, 10], [0, 0], max_tokens=100)
 
 
+def test_undecided_packing_is_refused():
+    """Whether ``'auto'`` packs depends on the model, which is not known here."""
+    with pytest.raises(ValueError, match=r"`packing` must be .*, got: 'auto'"):
+        padding_of_a_step('split', [40, 10], [0, 0], max_tokens=100, packing='auto')
+
+
 def test_dummies_of_plans_are_not_packed():
     """Under FSDP the plan gives the second rank a copy of the only image. The run does not read it for packing."""
     options = {'max_tokens': 100, 'packing': True, 'objective': 'fsdp'}
