@@ -246,7 +246,7 @@ class ChatTemplate:
         elif role == 'tool':  # a tool answers a request of the assistant
             conversation = [self._for_template(question), self._for_template(answer), *conversation]
         try:
-            return self._owner.apply_chat_template(conversation, tokenize=False)
+            return self._owner.apply_chat_template(conversation, tokenize=False, add_generation_prompt=False)
         except Exception:  # the template's code may raise anything
             return ''
 

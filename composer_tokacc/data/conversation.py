@@ -160,7 +160,8 @@ class ConversationEncoder:
         Args:
             messages: ``{'role': 'system' | 'user' | 'assistant' | 'tool', 'content': ...}``. The content is a text, or
                 a list of ``{'type': 'image'}`` and ``{'type': 'text', 'text': ...}``. The text of an assistant turn
-                carries loss, unless the turn has ``'weight': 0``. Values under other keys are refused.
+                carries loss, unless the turn has ``'weight': 0``. ``id``, ``index`` and ``timestamp`` are ignored. A
+                value under any other key is refused.
             images: One per ``{'type': 'image'}``, in order: PIL images, or uint8 tensors ``(3, height, width)``.
             videos: One per ``{'type': 'video'}``, in order.
             audios: One per ``{'type': 'audio'}``, in order: float arrays ``(samples,)`` at the processor's own rate.

@@ -227,7 +227,7 @@ def _parse_entry(raw: RawRecord, record: Record) -> Record:
         record: The record, without turns, media and weight.
     """
     data = _check_object(raw.data)
-    record_format = _format_of(data)
+    record_format = _format_of(data, raw.unnamed_media)
     slots: list[Medium] = []  # of all turns, in the order of their placeholders. `_parse_turn` adds those of a turn
     turns = [_parse_turn(turn, slots) for turn in _raw_turns(data, record_format)]
     listed = {modality: _listed_media(data, modality) for modality in MODALITIES}
@@ -419,12 +419,17 @@ without a ``completion`` it is only a note in many data sets: it repeats the fir
 sample with the tags of a template (tables of Alpaca), or a model wrote the conversation from it."""
 
 
-def _format_of(data: JsonObject) -> RecordFormat:
-    """Returns the format of a record. Raises ValueError unless exactly one matches."""
+def _format_of(data: JsonObject, unnamed_media: JsonObject) -> RecordFormat:
+    """Returns the format of a record. Raises ValueError unless exactly one matches.
+
+    Args:
+        data: The record.
+        unnamed_media: As in :class:`.RawRecord`. Only the message shows its keys.
+    """
     matching = [record_format for record_format in FORMATS if record_format.matches(data)]
     if len(matching) == 1:
         return matching[0]
-    keys = sorted(str(key) for key in data if is_given(data[key]))
+    keys = sorted(str(key) for key, value in {**unnamed_media, **data}.items() if is_given(value))
     expected = ', or '.join(record_format.quoted_keys for record_format in FORMATS)
     raise InvalidInputError(f'must hold one conversation: {expected}, got the keys: {short_repr(keys, 200)}')
 

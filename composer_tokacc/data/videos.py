@@ -3,7 +3,7 @@
 
 """Chooses the frames of videos, and reads them with PyAV.
 
-The first part of this file chooses frames, the second reads them. What a timestamp is: :mod:`.containers`.
+The first part of this file chooses frames, the second reads them. :mod:`.containers` says what a timestamp is.
 """
 
 from __future__ import annotations

@@ -423,3 +423,21 @@ def test_roles_that_take_only_strings(role, string):
     text = processor.tokenizer.decode(sample['input_ids'][0]).replace('<image>', '')
     assert text == "<|system|>It's 'brief'.<|end|><|user|>What?<|end|><|assistant|>It's\nred.<|end|>"
     assert learned_text(sample, processor.tokenizer) == "It's\nred.<|end|>"
+
+
+def test_trial_asks_for_no_prompt(monkeypatch):
+    """A processor of a user may write a prompt by default, and its template may refuse one after an answer."""
+    processor = small()
+    processor.chat_template = (
+        "{% if add_generation_prompt and messages[-1]['role'] == 'assistant' %}{{ raise_exception('open') }}{% endif %}"
+        "{% for message in messages %}<|{{ message['role'] }}|>" + PARTS_OF_USER + '<|end|>{% endfor %}'
+    )
+    apply = processor.apply_chat_template
+
+    def apply_with_prompt(messages, *, add_generation_prompt=True, **options):
+        return apply(messages, add_generation_prompt=add_generation_prompt, **options)
+
+    monkeypatch.setattr(processor, 'apply_chat_template', apply_with_prompt)
+    answer = {'role': 'assistant', 'content': [{'type': 'text', 'text': text} for text in ('It is ', 'red.')]}
+    encoder = ConversationEncoder(processor)
+    assert learned_text(encoder([user('What?'), answer]), processor.tokenizer) == 'It is red.<|end|>'

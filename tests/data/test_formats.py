@@ -807,6 +807,13 @@ def test_media_and_refused_keys_that_are_no_columns(folder, entry, key, value, r
         LlavaDataset(path, small())
 
 
+def test_unnamed_media_are_among_the_keys(folder):
+    """The entry names no columns, and the record has other keys than LLaMA-Factory reads by default."""
+    path = describe(folder, {'file_name': 'own.json'}, [{'question': 'Which colour?', 'image': 'red.png'}])
+    with pytest.raises(BadSampleError, match=r"must hold one conversation.*got the keys: \['image'\]"):
+        LlavaDataset(path, small())
+
+
 @pytest.mark.parametrize('columns', [PAIR_COLUMNS['columns'], {}])
 def test_notes_in_a_text_file_of_llama_factory(folder, columns):
     """Keys without a column are accepted, unless their name and their value say that they hold media.
