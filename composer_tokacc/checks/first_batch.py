@@ -99,7 +99,7 @@ GradientHook: TypeAlias = Callable[[Tensor], Tensor | None]
 class SharedRows(NamedTuple):
     """The rows of one rank that all ranks probe."""
 
-    rows: BatchDict  # every row that has two tokens has a label, see :func:`_with_labels`
+    rows: BatchDict  # rows without labels got some if possible, see :func:`_with_labels`
     media: dict[int, BatchDict]  # media of some of the rows as the loader padded them, see :func:`media_as_collated`
     largest_packed_row: int  # most tokens of a packed row in training; 0: rows are not packed
     unlabelled_rows: Sequence[int]  # places of the rows that had no label before the check gave them one
@@ -613,7 +613,7 @@ def find_loss_rule(
     *,
     named_rule: LossRule | None = None,
 ) -> LossRule:
-    """Finds the rule by which the model counts labels, or confirms the rule that the user has named.
+    """Finds the rule by which the model counts labels, or confirms the one that the user has named; a collective.
 
     The gradient by the logits shows the rule: it is not zero at the positions that predict the counted labels. The rule
     is measured, because it depends on the model class and the version of transformers, and a run with a wrong rule
@@ -628,8 +628,9 @@ def find_loss_rule(
         RuntimeError: If no rule fits the model, or ``named_rule`` does not.
     """
     result = probe.examine(row)
-    if result.invalid_loss is not None:
-        raise NotExactError(not_a_number(result.invalid_loss, sample_name(row, 0)))
+    invalid_loss = probe.invalid_loss_of_ranks(result)
+    if invalid_loss is not None:
+        raise NotExactError(not_a_number(invalid_loss, sample_name(row, 0)))
     norms = _gradient_norms(result, row)
     fits = _fitting_rules(norms, row)
     fitting_rules = [fit.rule for fit in fits]

@@ -186,6 +186,15 @@ def test_loss_without_a_rule(loss, message):
         find_loss_rule(probe_of(loss), row)
 
 
+def test_invalid_loss_of_another_rank_has_no_rule():
+    """All ranks raise in the same place, so none of them waits for another one."""
+    probe = probe_of(causal)
+    probe.gather = lambda value: [value, math.nan if value is None else value]
+
+    with pytest.raises(RuntimeError, match='loss must be a number, got: nan'):
+        find_loss_rule(probe, row_for_rule())
+
+
 def test_rule_with_a_label_without_gradient():
     """The gradient does not tell the rules apart. If the user names one, it must only have no gradient elsewhere."""
     probe = probe_of(clipped)
