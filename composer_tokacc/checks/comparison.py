@@ -356,16 +356,17 @@ class RowComparison:
 
     @cached_property
     def _with_unlabelled(self) -> RowComparison | None:
-        """A comparison of two rows and a copy of the first one without its labels.
+        """A comparison of two rows and a copy of the first one without its labels; a collective.
 
-        None if there is no term over samples, or if no row has labels. Also None if the loss is NaN in this comparison.
-        That is not refused here, because the data may have no such row.
+        None if there is no term over samples, or if no row has labels. Also None if the loss is NaN in this comparison,
+        on any rank. That is not refused here, because the data may have no such row.
         """
         labelled = self._rows_with_tokens
         if 'samples' not in self.reference.losses or not labelled:
             return None
         comparison = self._followed_by_unlabelled([labelled[0], labelled[-1]], labelled[:1])
-        return None if comparison.reference.invalid_loss is not None else comparison
+        is_invalid = self.probe.invalid_loss_of_ranks(comparison.reference) is not None
+        return None if is_invalid else comparison
 
     def check_unlabelled_row(self) -> None:
         """Raises RuntimeError if a mean over samples leaves out rows without labels.

@@ -902,3 +902,22 @@ def test_loss_of_another_rank_is_no_number(changes_gradient):
     probe.gather = gather
     with pytest.raises(RuntimeError, match='loss must be a number, got: nan'):
         comparison.check_single_rows()
+
+
+def test_unlabelled_row_without_a_number_on_another_rank():
+    """No rank compares such rows then, because each comparison is a collective."""
+    model = one_layer_model()
+
+    def forward(batch):
+        logits = model(input_ids=batch['input_ids'], attention_mask=batch['attention_mask']).logits
+        return {'loss': causal(logits, batch), 'logits': logits}
+
+    def terms(loss, outputs):
+        return {'tokens': loss, 'samples': outputs['logits'].square().mean()}
+
+    probe = Probe(forward, loss_in, model, terms=terms)
+    probe.examine(text_row(12, 6))
+    comparison = compare_rows(probe, ragged_batch())
+    probe.gather = lambda value: [value, math.nan if value is None else value]
+
+    assert not comparison.trains_unlabelled_row()
