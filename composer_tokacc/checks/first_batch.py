@@ -422,13 +422,12 @@ class FirstBatchCheck:
 
     def _find_rule(self, rows: Batch) -> LossRule:
         """Returns the loss rule of the model. Raises RuntimeError if the rows cannot show it."""
-        row = self._on_device(rule_batch(self.layout, rows))
         if _can_show_rule(rows):
-            return find_loss_rule(self.probe, row, named_rule=self.named_rule)
+            return self._rule_shown_by(rows)
         # From here on all rows have at most one token.
         failure = None
         try:
-            rule = find_loss_rule(self.probe, row, named_rule=self.named_rule)
+            rule = self._rule_shown_by(rows)
             # Such a row may show that labels are not shifted. It cannot tell the other rules apart.
             if not rule.shifts_labels or self.named_rule is not None:
                 return rule
@@ -439,6 +438,11 @@ class FirstBatchCheck:
             'The first batch must have a row with two tokens, which shows the loss rule of the model, got: '
             f'rows of at most one token, such as {sample_name(rows, 0)}. Begin with other samples.'
         ) from failure
+
+    def _rule_shown_by(self, rows: Batch) -> LossRule:
+        """Returns the loss rule that one of the rows shows."""
+        row = self._on_device(rule_batch(self.layout, rows))
+        return find_loss_rule(self.probe, row, named_rule=self.named_rule)
 
     def _check_unknown_rows(self, rows: Batch, loss_facts: LossFacts) -> None:
         """Warns that rows are not compared, because they could not be told apart.

@@ -479,6 +479,15 @@ def test_refused_check_stays_due():
             check.prove(batch, 1)
 
 
+def test_rows_without_tokens_show_no_rule():
+    """They have no column for a label."""
+    no_tokens = torch.zeros(2, 0, dtype=torch.long)
+    batch = {'input_ids': no_tokens, 'attention_mask': no_tokens, 'labels': no_tokens}
+
+    with pytest.raises(RuntimeError, match='must have a row with two tokens'):
+        first_batch_check(probe_of(causal), layout=None).prove(batch, 1)
+
+
 def test_half_precision_only_in_unknown_rows():
     """A later batch has the first image, and no layout tells its rows apart."""
     batch = text_row(12, 6)
