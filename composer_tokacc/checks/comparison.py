@@ -356,16 +356,17 @@ class RowComparison:
 
     @cached_property
     def _with_unlabelled(self) -> RowComparison | None:
-        """A comparison of two rows and a copy of the first one without its labels.
+        """A comparison of two rows and a copy of the first one without its labels; a collective.
 
-        None if there is no term over samples, or if no row has labels. Also None if the loss is NaN in this comparison.
-        That is not refused here, because the data may have no such row.
+        None if there is no term over samples, or if no row has labels. Also None if the loss is NaN in this comparison,
+        on any rank. That is not refused here, because the data may have no such row.
         """
         labelled = self._rows_with_tokens
         if 'samples' not in self.reference.losses or not labelled:
             return None
         comparison = self._followed_by_unlabelled([labelled[0], labelled[-1]], labelled[:1])
-        return None if comparison.reference.invalid_loss is not None else comparison
+        is_invalid = self.probe.invalid_loss_of_ranks(comparison.reference) is not None
+        return None if is_invalid else comparison
 
     def check_unlabelled_row(self) -> None:
         """Raises RuntimeError if a mean over samples leaves out rows without labels.
@@ -671,7 +672,7 @@ class RowComparison:
         name = sample_name(self.rows, change.row)
         size = f'changes by {change.error:.1e} {cut_kind.value}'
         difference = f'{name}: the gradient at its logits {size} (round-off is {allowed:.0e})'
-        invalid_loss = self._invalid_loss_of_ranks()
+        invalid_loss = self.probe.invalid_loss_of_ranks(self.reference)
         if invalid_loss is not None:
             return not_a_number(invalid_loss, difference)
         if change.point.unit == 'samples':
@@ -762,7 +763,7 @@ class RowComparison:
         """Returns a message about a loss that is not the ``mean`` of the losses of the microbatches; a collective."""
         loss_of_all = f'{self.reference.losses[unit]:.6f} for {len(self._counts)} rows together'
         difference = f'{loss_of_all}, and {mean:.6f} as their mean by row'
-        invalid_loss = self._invalid_loss_of_ranks()
+        invalid_loss = self.probe.invalid_loss_of_ranks(self.reference)
         if invalid_loss is not None:
             return not_a_number(invalid_loss, difference)
         if unit == 'samples':
@@ -773,11 +774,6 @@ class RowComparison:
             )
         cause = 'It holds a term that depends on which rows share a microbatch.'
         return f'{MUST_BE_MEAN}{difference}. {cause} {NAME_TERMS}'
-
-    def _invalid_loss_of_ranks(self) -> float | None:
-        """Returns a loss of all rows that is NaN or infinite on any rank; None: there is no such loss; a collective."""
-        losses = self.probe.gather(self.reference.invalid_loss)
-        return next((loss for loss in losses if loss is not None), None)
 
     def _is_same_loss(self, unit: str, compared_loss: float) -> bool:
         """Returns whether the loss of all rows equals another loss up to round-off, on all ranks; a collective."""

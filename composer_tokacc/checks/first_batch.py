@@ -99,7 +99,7 @@ GradientHook: TypeAlias = Callable[[Tensor], Tensor | None]
 class SharedRows(NamedTuple):
     """The rows of one rank that all ranks probe."""
 
-    rows: BatchDict  # every row that has two tokens has a label, see :func:`_with_labels`
+    rows: BatchDict  # rows without labels got some if possible, see :func:`_with_labels`
     media: dict[int, BatchDict]  # media of some of the rows as the loader padded them, see :func:`media_as_collated`
     largest_packed_row: int  # most tokens of a packed row in training; 0: rows are not packed
     unlabelled_rows: Sequence[int]  # places of the rows that had no label before the check gave them one
@@ -422,13 +422,12 @@ class FirstBatchCheck:
 
     def _find_rule(self, rows: Batch) -> LossRule:
         """Returns the loss rule of the model. Raises RuntimeError if the rows cannot show it."""
-        row = self._on_device(rule_batch(self.layout, rows))
         if _can_show_rule(rows):
-            return find_loss_rule(self.probe, row, named_rule=self.named_rule)
+            return self._rule_shown_by(rows)
         # From here on all rows have at most one token.
         failure = None
         try:
-            rule = find_loss_rule(self.probe, row, named_rule=self.named_rule)
+            rule = self._rule_shown_by(rows)
             # Such a row may show that labels are not shifted. It cannot tell the other rules apart.
             if not rule.shifts_labels or self.named_rule is not None:
                 return rule
@@ -439,6 +438,11 @@ class FirstBatchCheck:
             'The first batch must have a row with two tokens, which shows the loss rule of the model, got: '
             f'rows of at most one token, such as {sample_name(rows, 0)}. Begin with other samples.'
         ) from failure
+
+    def _rule_shown_by(self, rows: Batch) -> LossRule:
+        """Returns the loss rule that one of the rows shows."""
+        row = self._on_device(rule_batch(self.layout, rows))
+        return find_loss_rule(self.probe, row, named_rule=self.named_rule)
 
     def _check_unknown_rows(self, rows: Batch, loss_facts: LossFacts) -> None:
         """Warns that rows are not compared, because they could not be told apart.
@@ -613,7 +617,7 @@ def find_loss_rule(
     *,
     named_rule: LossRule | None = None,
 ) -> LossRule:
-    """Finds the rule by which the model counts labels, or confirms the rule that the user has named.
+    """Finds the rule by which the model counts labels, or confirms the one that the user has named; a collective.
 
     The gradient by the logits shows the rule: it is not zero at the positions that predict the counted labels. The rule
     is measured, because it depends on the model class and the version of transformers, and a run with a wrong rule
@@ -628,8 +632,9 @@ def find_loss_rule(
         RuntimeError: If no rule fits the model, or ``named_rule`` does not.
     """
     result = probe.examine(row)
-    if result.invalid_loss is not None:
-        raise NotExactError(not_a_number(result.invalid_loss, sample_name(row, 0)))
+    invalid_loss = probe.invalid_loss_of_ranks(result)
+    if invalid_loss is not None:
+        raise NotExactError(not_a_number(invalid_loss, sample_name(row, 0)))
     norms = _gradient_norms(result, row)
     fits = _fitting_rules(norms, row)
     fitting_rules = [fit.rule for fit in fits]

@@ -410,6 +410,14 @@ class Probe:
             self._check_random_numbers_decide(batch, with_other_numbers, seed=1)
         return result
 
+    def invalid_loss_of_ranks(self, result: ProbeResult) -> float | None:
+        """Returns the loss of a result that is NaN or infinite on any rank; None: there is no such loss; a collective.
+
+        If only the rank with this loss raised an error, the others would wait for it in their next collective.
+        """
+        losses = self.gather(result.invalid_loss)
+        return next((loss for loss in losses if loss is not None), None)
+
     def _check_random_numbers_decide(self, batch: Batch, first: ProbeResult, seed: int) -> None:
         """Raises RuntimeError, on all ranks, if a loss changes from forward to forward with the same random numbers.
 

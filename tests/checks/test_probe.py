@@ -186,6 +186,15 @@ def test_loss_without_a_rule(loss, message):
         find_loss_rule(probe_of(loss), row)
 
 
+def test_invalid_loss_of_another_rank_has_no_rule():
+    """All ranks raise in the same place, so none of them waits for another one."""
+    probe = probe_of(causal)
+    probe.gather = lambda value: [value, math.nan if value is None else value]
+
+    with pytest.raises(RuntimeError, match='loss must be a number, got: nan'):
+        find_loss_rule(probe, row_for_rule())
+
+
 def test_rule_with_a_label_without_gradient():
     """The gradient does not tell the rules apart. If the user names one, it must only have no gradient elsewhere."""
     probe = probe_of(clipped)
@@ -468,6 +477,15 @@ def test_refused_check_stays_due():
     for _ in range(2):
         with pytest.raises(RuntimeError, match='must'):
             check.prove(batch, 1)
+
+
+def test_rows_without_tokens_show_no_rule():
+    """They have no column for a label."""
+    no_tokens = torch.zeros(2, 0, dtype=torch.long)
+    batch = {'input_ids': no_tokens, 'attention_mask': no_tokens, 'labels': no_tokens}
+
+    with pytest.raises(RuntimeError, match='must have a row with two tokens'):
+        first_batch_check(probe_of(causal), layout=None).prove(batch, 1)
 
 
 def test_half_precision_only_in_unknown_rows():
@@ -1010,3 +1028,22 @@ def test_loss_of_another_rank_is_no_number(changes_gradient):
     probe.gather = gather
     with pytest.raises(RuntimeError, match='loss must be a number, got: nan'):
         comparison.check_single_rows()
+
+
+def test_unlabelled_row_without_a_number_on_another_rank():
+    """No rank compares such rows then, because each comparison is a collective."""
+    model = one_layer_model()
+
+    def forward(batch):
+        logits = model(input_ids=batch['input_ids'], attention_mask=batch['attention_mask']).logits
+        return {'loss': causal(logits, batch), 'logits': logits}
+
+    def terms(loss, outputs):
+        return {'tokens': loss, 'samples': outputs['logits'].square().mean()}
+
+    probe = Probe(forward, loss_in, model, terms=terms)
+    probe.examine(text_row(12, 6))
+    comparison = compare_rows(probe, ragged_batch())
+    probe.gather = lambda value: [value, math.nan if value is None else value]
+
+    assert not comparison.trains_unlabelled_row()
