@@ -153,9 +153,9 @@ class ProbeResult:
         return True
 
     def round_off_distance(self, other: ProbeResult) -> float:
-        """Returns the same, but compares only what both results have.
+        """Returns the same, but compares only the losses and gradients that both results have.
 
-        What only one of them has is no round-off. If it counted as such, the tolerance would allow any change.
+        A gradient that comes and goes is no round-off. If it counted as such, the tolerance would allow any change.
         """
         distances = [0.0]
         for unit, loss in self.losses.items():

@@ -110,7 +110,7 @@ class RowFacts:
 
     @property
     def has_ids(self) -> bool:
-        """Whether the input of the model is text, see :func:`.has_input_text`.
+        """Whether the input of the model is text, see ``has_input_text``.
 
         If it is not (Whisper), the rows are those of ``labels``.
         """
