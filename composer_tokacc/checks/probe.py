@@ -153,7 +153,7 @@ class ProbeResult:
         return True
 
     def round_off_distance(self, other: ProbeResult) -> float:
-        """Returns the same, but compares only the losses and gradients that both results have.
+        """Returns the :meth:`distance` in the losses and gradients that both results have.
 
         A gradient that comes and goes is no round-off. If it counted as such, the tolerance would allow any change.
         """
