@@ -3,7 +3,7 @@
 
 """Collectives, which every rank must call, and functions about ranks, which a rank may call by itself.
 
-A single rank needs no process group, and makes no collective in one.
+A single rank needs no process group. If it has one, it makes no collective nevertheless.
 """
 
 from __future__ import annotations
@@ -161,9 +161,9 @@ def are_equal_on_ranks(total: float, total_of_squares: float, num_ranks: int) ->
     Numbers are all equal if and only if the mean of their squares is the square of their mean (Cauchy-Schwarz). For
     example 3 and 3 have the sums 6 and 18, and 2 * 18 = 6 * 6. But 2 and 4 have the sums 6 and 20.
 
-    That holds only without rounding. So the numbers must be integers. Floats hold integers exactly only below 2**53. So
-    if the ranks added floats, both sums must be below it. If the sums are floats here, ``num_ranks * total_of_squares``
-    must be, too.
+    That holds only without rounding, so the numbers must be integers. If they were added as int64, and
+    the sums are ints, nothing else is needed. If they were added as floats, or the sums are floats,
+    ``num_ranks * total_of_squares`` must be below 2**53, because larger floats do not hold every integer.
 
     Args:
         total: Sum over the ranks of the number.

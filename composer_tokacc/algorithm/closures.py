@@ -6,7 +6,8 @@
 Such an optimizer calls a closure, which computes loss and gradient of the step, and decides by the loss: LBFGS how far
 to go, SAM whether to go at all. Composer's closure is replaced for three reasons:
 
-- It returns only this rank's part of the loss. So ranks would decide differently, and their weights would differ.
+- It returns only the loss of this rank. The loss of the step is the mean over the ranks. So ranks would decide
+  differently, and their weights would differ.
 - If it is called several times in a step, Composer logs the sum of the losses.
 - SAM asks it for a first gradient that is not reduced over the ranks.
 """
@@ -44,12 +45,14 @@ def give_loss_of_step(state: State) -> list[RemovableHandle]:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if callable(options.get('closure')):  # as Composer passes it
             return arguments, {**options, 'closure': _over_all_ranks(options['closure'], to_device)}
-        # A subclass may pass the closure on to its base class by position, behind the optimizer itself. torch then runs
-        # this hook again, which does no harm, because the mean over the ranks of equal losses is the same loss.
+        # A subclass may pass the closure on to its base class by position, behind the optimizer itself. torch runs this
+        # hook for the `step` of both classes, so it wraps the closure twice. That does no harm, because the mean over
+        # the ranks of equal losses is the same loss.
         if len(arguments) > 1 and callable(arguments[1]):
             same_optimizer, closure, *further_arguments = arguments
             return (same_optimizer, _over_all_ranks(closure, to_device), *further_arguments), options
-        return None  # a subclass has called the closure itself, or torch's checkpoints initialize the optimizer's state
+        # No closure: a subclass has called it itself, or torch calls `step()` to create the state for a checkpoint.
+        return None
 
     return [optimizer.register_step_pre_hook(replace_closure) for optimizer in _optimizers_with_closure(state)]
 
@@ -90,15 +93,16 @@ def _over_all_ranks(
         nonlocal num_calls
         num_calls += 1
         if num_calls > 1:
-            # Composer adds the loss to the values of this dict. Only those of the first call are logged.
+            # Composer adds the loss to the values of a dict that it logs later. Further calls get a dict that nobody
+            # reads, so that only the loss of the first call is logged.
             options['loss_dict'] = {}
         loss = closure(**options)
-        if loss is None:  # on all ranks
+        if loss is None:  # on all ranks, because Composer's scaler asks all of them whether a gradient has overflowed
             return None
         if get_world_size() == 1:
             return float(loss)
-        part_of_rank = torch.tensor([float(loss)], dtype=torch.float64)
-        (sum_of_parts,) = sum_over_ranks(to_device(part_of_rank))
-        return sum_of_parts / get_world_size()  # because gradients are averaged over the ranks, too
+        loss_of_rank = torch.tensor([float(loss)], dtype=torch.float64)
+        (sum_of_losses,) = sum_over_ranks(to_device(loss_of_rank))
+        return sum_of_losses / get_world_size()  # because gradients are averaged over the ranks, too
 
     return evaluate

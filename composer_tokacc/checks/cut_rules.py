@@ -16,18 +16,20 @@ from composer_tokacc.batch import Batch
 from composer_tokacc.layout import BatchLayout, RowFacts
 
 NOT_TRIED = 0
-"""Width in :class:`CutRules` of padding that the first-batch check has not tried to trim."""
+"""Stands in :class:`CutRules` in the place of a batch width, for padding that the first-batch check has not tried to
+trim."""
 FAILED = -1
-"""Width in :class:`CutRules` of padding that cannot be trimmed."""
+"""Stands in the same place for padding that cannot be trimmed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CutRules:
     """How rows may be cut so that their losses stay the same as in the device batch.
 
-    Each kind of padding has a width. Padding is trimmed in batches up to this width, because the first-batch check has
-    shown on a batch of this width that trimming is exact. Wider batches keep their padding until the check has looked
-    at one of them. If the width is :data:`NOT_TRIED` or :data:`FAILED`, all batches keep padding of this kind.
+    Each kind of padding has the width of a batch. Padding is trimmed in batches up to this width, because the
+    first-batch check has shown on a batch of this width that trimming is exact. Wider batches keep their padding until
+    the check has looked at one of them. If the width is :data:`NOT_TRIED` or :data:`FAILED`, all batches keep padding
+    of this kind.
 
     Args:
         left: Width for rows padded on the left.
@@ -86,8 +88,9 @@ class CutRules:
 
     def widths(self, facts: RowFacts) -> list[int]:
         """Returns the number of columns that each row keeps."""
-        # A row that is packed keeps only its own tokens. In a batch that has neither ids nor vectors of its text
-        # (Whisper), each length is the full width, because every position counts as a token.
+        # A row that is packed keeps only its own tokens. (The split refuses to pack a row with a label behind padding,
+        # see check_first_labels().) In a batch without input text (Whisper), each length is the full width, because
+        # every position counts as a token.
         if self.packing or not facts.has_ids:
             return facts.lengths
         if not self.trims(facts):
@@ -112,9 +115,9 @@ class CutRules:
     def with_earlier_width(self, earlier: CutRules, side: str) -> CutRules:
         """Returns these rules, but trims padding on ``side`` only up to the widths of the ``earlier`` rules.
 
-        The check calls it if these rules were exact, but no row was trimmed. Then nothing shows that trimming is exact
-        up to a new width. A kind of padding that these rules keep is still kept, because trimming it has failed or was
-        not tried.
+        The check calls it if these rules were exact, but the rows that it has compared had nothing to trim. Then
+        nothing shows that trimming is exact up to a new width. A kind of padding that these rules keep is still kept,
+        because trimming it has failed or was not tried.
         """
         if side == 'right':
             return replace(self, right=_earlier_if_trimmed(self.right, earlier.right))
@@ -140,8 +143,8 @@ def padded_candidates(facts: RowFacts, earlier: CutRules) -> Iterator[CutRules]:
     ``earlier`` are the current rules, which the check has found on other rows.
     """
     # `coupling` says how rows of this model family depend on the media of others. It is empty if that is not known.
-    # Then the check finds it out: rules without dummy rows come first, and rules with them only if some rows have media
-    # and others have none.
+    # Then the check finds it out, if some rows have media and others have none: each rule is tried without dummy rows
+    # first, and then with them.
     needs_media = earlier.needs_media or bool(facts.layout.family.coupling)
     has_media = [count > 0 for count in facts.media]
     is_mixed = any(has_media) and not all(has_media)
@@ -166,6 +169,7 @@ def _padding_rules(facts: RowFacts, earlier: CutRules) -> Iterator[CutRules]:
     if earlier_width != FAILED:
         new_width = max(facts.width, earlier_width)
         yield earlier.with_trimmed_width(facts, new_width)
+    # The check comes here only if the rules above have failed.
     yield earlier.with_trimmed_width(facts, FAILED)
 
 

@@ -42,13 +42,14 @@ def ask_hub(name: str, kind: Literal['model', 'dataset']) -> None:
     file = FILE_OF_KIND[kind]
     try:
         cached_path = try_to_load_from_cache(name, file, repo_type=kind)
-        # None, or the note that the repository has no such file. If it is cached, libraries can load without an answer.
+        # A path if the file is in the cache, so that libraries can load without an answer. Otherwise it is None, or a
+        # mark that the repository has no such file, and the hub is asked.
         if not isinstance(cached_path, str):
             get_hf_file_metadata(hf_hub_url(name, file, repo_type=kind), timeout=TIMEOUT)
     except HfHubHTTPError:
         return  # the hub has answered. If the repository is missing, loading it says so
     except HFValidationError as error:
-        raise OSError('there is no such folder, and the hub has no such names') from error
+        raise OSError('there is no such folder, and names on the hub have the form owner/name') from error
     except Exception as error:  # no answer. The HTTP client of huggingface_hub (requests or httpx) raises its own types
         reason = ' '.join(str(error).split()) or type(error).__name__
         raise OSError(

@@ -137,10 +137,10 @@ def build_small_processor(
 
     Args:
         texts: The texts to train the tokenizer on, e.g. ``LlavaDataset.texts(path)``.
-        vocab_size: Most tokens of the vocabulary.
+        vocab_size: Largest number of tokens in the vocabulary.
         image_size: Side of the square that every image is resized to, in pixels.
         patch_size: Side of the patch that becomes one token, in pixels.
-        model_max_length: Most tokens of an input. The tokenizer warns of longer inputs.
+        model_max_length: Largest number of tokens in an input. The tokenizer warns of longer inputs.
     """
     check_count('image_size', image_size)
     check_count('patch_size', patch_size)

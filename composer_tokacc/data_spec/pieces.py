@@ -37,11 +37,12 @@ from composer_tokacc.row_counts import RowCounts, attach_row_counts, row_counts_
 
 log = logging.getLogger(__name__)
 
-# Dummy rows. A microbatch gets one if it lacks a modality that all ranks must compute, or that its own rows depend on.
-# They change neither the gradient nor the number of samples.
+# Dummy rows. A microbatch gets one if it lacks a modality that all ranks must compute, or that the results of its own
+# rows depend on (Mllama, see CutRules.needs_media). They change neither the gradient nor the number of samples.
 
 DummyRows: TypeAlias = Mapping[str, RowFacts]
-"""A dummy row for each modality that every microbatch must have: the facts of a batch that holds only this row."""
+"""A dummy row for each modality that every microbatch must have: the facts of a batch that holds only this row. It may
+come from another rank."""
 
 
 def missing_dummies(dummies: DummyRows, facts: RowFacts, rows: Sequence[int]) -> list[RowFacts]:
@@ -89,7 +90,8 @@ def smallest_row(facts_of_batches: Sequence[RowFacts], modality: str) -> BatchDi
 def trimmed_dummy(facts: RowFacts, row: int) -> BatchDict:
     """Returns a row of the batch without its padding and without weight.
 
-    If the row is the whole batch, the result shares tensors with it. If audio lies along the text, the padding stays.
+    If the row is the whole batch, the result shares tensors with it. The padding stays if each token has audio frames
+    of its own (Voxtral Realtime).
     """
     (trimmed,) = split_trimmed(facts.layout, facts.batch, [[row]])
     return zero_weight(trimmed)
@@ -105,7 +107,7 @@ def add_rows(
 
     Args:
         layout: Layout of the microbatch.
-        microbatch: The rows that come first, usually those with weight.
+        microbatch: The rows that come first: those with weight, or a first dummy row.
         dummies: The dummy rows, each a batch of one row.
         side: Padding side of the device batch. The microbatch cannot show it, because after trimming it may have no
             padding.
@@ -114,8 +116,8 @@ def add_rows(
     for dummy in dummies:
         batches.append(_with_lists_of(microbatch, dummy))
     if any(batch.get('attention_mask') is not None for batch in batches):
-        # A loader may give no masks. Then a batch has one only if it was padded here. concat() refuses a mask that only
-        # some batches have, so the others get a mask of ones.
+        # A loader may give no masks. Then a batch has one only if the split has padded it. concat() refuses a mask that
+        # only some batches have, so the others get a mask of ones.
         batches = [with_mask(batch) for batch in batches]
     pad_token_id = id_for_padding(layout, [microbatch])
     return layout.concat(batches, padding_side=side, pad_token_id=pad_token_id)
@@ -149,8 +151,8 @@ class Piece:
         options: The caps of a microbatch, and how to cut under them.
         rows: The rows of this piece, by their numbers in the batch.
         widths: Number of columns that each of these rows keeps.
-        sizes: For each size that has a cap in ``options`` (:data:`.CAPPED_SIZES`), its value in each of these rows, for
-            example their image tokens.
+        sizes: The value of each row, for each kind of size that has a cap in ``options``. For example, ``image_tokens``
+            has the image tokens of each row, see :data:`.CAPPED_SIZES`.
         dummies: Facts of the dummy rows that are computed together with these rows, each of a batch of one row.
     """
 
@@ -199,15 +201,18 @@ class Piece:
         return range(first_column, first_column + width)
 
     def _padded_widths(self) -> np.ndarray:
-        """Returns the widths of the rows, each rounded up to ``width_multiple``, but at most to the batch's width."""
-        # Rounding must not put a row that fits by itself over the cap. A row over the cap is not rounded.
+        """Returns the widths of the rows, each rounded up to ``width_multiple``.
+
+        Rounding ends at the batch's width, and at the cap, so that it puts no row over the cap. A row that is over the
+        cap already keeps its width.
+        """
         widest_under_cap = self.options.max_tokens - self.facts.decoder_width
         limit = min(self.facts.width, widest_under_cap)
         return padded_widths(np.array(self.widths), self.options.width_multiple, limit)
 
     @property
     def fits(self) -> bool:
-        """Whether the rows and their dummy rows together are within the caps. Even a single row may not be."""
+        """Whether the rows and their dummy rows together are within the caps. A single row may be over a cap, too."""
         if self._num_tokens > self.options.max_tokens:
             return False
         return all(self._total(size) <= cap for size, cap in self.options.caps.items())
@@ -248,12 +253,13 @@ class Piece:
             widths = self._padded_widths() + self.facts.decoder_width
             # These widths are rounded already. With a multiple of 1 the cut does not round them again.
             options = replace(self.options, packing=False, width_multiple=1)
-        # `max_width` limits how far the cut rounds widths up. Packed rows are not rounded at all.
+        # `max_width` limits how far the cut rounds widths up. Here it rounds none: padded ones are rounded already, and
+        # packed ones are never rounded.
         groups = cut_rows(widths, options, max_width=None, **self.sizes)
         return [self.take(group) for group in groups]
 
     def check_caps(self, indices: Sequence[int] | None) -> None:
-        """Raises ValueError if a row by itself is over a cap. With ``on_oversize='warn'`` it logs a warning.
+        """Raises InvalidInputError if a row by itself is over a cap. With ``on_oversize='warn'`` it logs a warning.
 
         Call it on the piece of all rows of a batch, in which the place of a row is its number in the batch.
         ``indices`` holds the index of each row in the dataset, for the message; None: it is not known.
@@ -290,7 +296,7 @@ class Piece:
 def build(pieces: Sequence[Piece], attention: DocumentAttention | None = None) -> list[BatchDict]:
     """Returns the microbatch of each piece.
 
-    The pieces may belong to several batches, because each microbatch of a pre-split batch counts as one. Consecutive
+    The pieces may belong to several batches, because each microbatch of a pre-split batch is a batch here. Consecutive
     pieces of the same batch are selected together, so that the layout assigns media to rows only once for each batch.
 
     Args:

@@ -91,17 +91,18 @@ class TokenMonitor(Callback):
                                                  ranks; 1 is even
     ``token_monitor/microbatches``               Number of microbatches
     ``token_monitor/empty_microbatches``         Number of microbatches without loss-generating tokens
-    ``token_monitor/sample_weighting_error``     Total variation distance between sample and token weights of the
-                                                 *previous* step's microbatches (0: sample weighting is exact)
+    ``token_monitor/sample_weighting_error``     Total variation distance between the shares of samples and of loss
+                                                 tokens of the *previous* step's microbatches (0: to weight them by
+                                                 samples is exact)
     ``token_monitor/source/NAME/loss``           Mean cross-entropy of the tokens of a source of data (``sources``)
     ``token_monitor/source/NAME/tokens``         Loss-generating tokens of the source
-    ``token_monitor/source/NAME/weight``         Share of the source in the weight of the step
+    ``token_monitor/source/NAME/weight``         Share of the source in the sum of the token weights of the step
     ``token_monitor/source/NAME/positions``      Share of the source in the computed positions
     ============================================ ====================================================================
 
     Args:
-        loss_tokens (str): The counting rule if no :class:`.TokenAccumulation` has counted the tokens.
-            Default: ``'causal'``.
+        loss_tokens (str): The counting rule if no :class:`.TokenAccumulation` has counted the tokens: ``'causal'``,
+            ``'causal_attended'`` or ``'unshifted'``. Default: ``'causal'``.
         sources (str | bool): ``'auto'``: logs each source by itself if batches have ``source``, a list with a name for
             each row, and if :class:`.TokenAccumulation` has counted their tokens. ``False``: never. Default:
             ``'auto'``.
@@ -113,7 +114,7 @@ class TokenMonitor(Callback):
             table.
 
     Raises:
-        ValueError: If an argument is not one of the above.
+        ValueError: If an argument has another value or type.
     """
 
     def __init__(
@@ -154,7 +155,8 @@ class TokenMonitor(Callback):
     def fit_start(self, state: State, logger: Logger) -> None:
         """Looks up the peak rate of the device, and adds the algorithm that measures the gradient."""
         if self._gradient_norm not in state.algorithms:
-            state.algorithms.append(self._gradient_norm)  # the last one, so that it runs before the gradient is clipped
+            # The last one. At AFTER_TRAIN_BATCH algorithms run from the last to the first, so it runs before clipping.
+            state.algorithms.append(self._gradient_norm)
         if self.device_tflops is not None:
             self._device_flops_per_second = 1e12 * self.device_tflops
         elif self.flops is not None:
@@ -202,7 +204,8 @@ class TokenMonitor(Callback):
         total = StepCounts.total(counts_by_rank)
         metrics = _token_metrics(total)
         metrics |= _rank_metrics(counts_by_rank)
-        if not math.isnan(total.gradient_square):  # an infinite one, after an overflow, is logged
+        # A norm of NaN is not logged. An infinite one is, because it tells of an overflow.
+        if not math.isnan(total.gradient_square):
             metrics['gradient_norm'] = math.sqrt(total.gradient_square)
         assert state.timestamp.batch_wct is not None, 'Composer sets the wall-clock time of the step before BATCH_END'
         seconds = state.timestamp.batch_wct.total_seconds()
@@ -340,12 +343,13 @@ def _speed_metrics(total: StepCounts, seconds: float) -> dict[str, float]:
 def _source_metrics(sources: Mapping[str, SourceSums], total: StepCounts) -> dict[str, float]:
     """Returns the metrics of each source. The shares do not add up to 1 if some rows have no source.
 
-    A source has no loss if it has no tokens in the step, or if the model returns no logits.
+    A source has no loss if it has no tokens in the step, if the model returns no logits, or if the loss is infinite.
     """
     metrics = {}
     for name, sums in sources.items():
         metrics[f'source/{name}/tokens'] = sums.tokens
-        metrics[f'source/{name}/weight'] = sums.weight / (total.loss_weight or 1.0)  # if all weights are 0, so is this
+        # If all weights of the step are 0, the share is 0.
+        metrics[f'source/{name}/weight'] = sums.weight / (total.loss_weight or 1.0)
         metrics[f'source/{name}/positions'] = sums.positions / max(total.positions, 1)
         if sums.tokens and math.isfinite(sums.loss):
             metrics[f'source/{name}/loss'] = sums.loss / sums.tokens
@@ -389,7 +393,7 @@ class GradientNorm(Algorithm):
 
     def __init__(self) -> None:
         self._norms: dict[int, torch.Tensor] = {}
-        """Norms of the parts of the gradient that this rank holds, by the number of ranks that hold the same part."""
+        """For each number of ranks, the norm of those parts of the gradient that so many ranks hold."""
 
     def match(self, event: Event, state: State) -> bool:
         """Returns True at the event before the optimizer's step. Composer has unscaled the gradients by then."""

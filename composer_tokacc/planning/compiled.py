@@ -32,8 +32,9 @@ def compiled(function: Function) -> Function:
         dispatcher: Any = njit(function, cache=True)
     except RuntimeError:  # neither the folder of the package nor the user's cache folder can be written
         dispatcher = njit(function)
-    # If the folder is damaged or full, functions are compiled again. `_cache` is a private name of numba. It is missing
-    # if NUMBA_DISABLE_JIT is set. It is used here and not in `compat`, because the planner must not load torch.
+    # If the cache folder is damaged or full, functions are compiled again. `_cache` is a private name of numba. It is
+    # missing if NUMBA_DISABLE_JIT is set. Other private names are used only in `compat.py`, but that file imports
+    # torch, and the planner must not.
     cache = getattr(dispatcher, '_cache', None)
     if cache is not None:
         cache.load_overload = _none_on_error(cache.load_overload)

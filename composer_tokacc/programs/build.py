@@ -46,7 +46,7 @@ class RunParts:
     """Data and model of a run."""
 
     source: Source
-    """Has the processor, the datasets and the length table of the run."""
+    """All data of the run: the processor, the datasets and the length table."""
     model: HuggingFaceModel
     train_loader: DataSpec
     eval_loader: DataSpec | None
@@ -68,7 +68,7 @@ def build_trainer_parts(config: TrainConfig) -> TrainerParts:
 
 
 def build_parts(config: TrainConfig) -> RunParts:
-    """Seeds this rank, joins the process group, builds data and model, and finds the microbatch size for ``suggest``.
+    """Seeds this rank, joins the process group, and builds data and model. Finds the microbatch size for ``suggest``.
 
     Raises ConfigError if a rank would get no batch.
     """
@@ -115,7 +115,8 @@ def build_optimizer(model: torch.nn.Module, section: Section) -> torch.optim.Opt
     else:
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = build_section('optimizer', section, parameters)
-    # When torch loads a checkpoint, it looks up a state for every parameter, also for those that have none yet.
+    # When torch loads a checkpoint, it looks up a state for every parameter. So an empty state is saved for those that
+    # have none yet.
     save_empty_states(optimizer)
     return optimizer
 
@@ -136,6 +137,7 @@ def build_trainer(
     """
     trainer_parts = trainer_parts or build_trainer_parts(config)
     arguments = without(config.trainer, 'loggers')  # they are in `trainer_parts`
+    # Of the source's config, because build_parts() has put the size there if `config` says `suggest`.
     size = parts.source.config.microbatching.device_train_microbatch_size
     if size is not None:
         arguments['device_train_microbatch_size'] = size
@@ -144,6 +146,7 @@ def build_trainer(
         arguments.setdefault('save_overwrite', True)
         arguments |= arguments_to_resume(config.trainer, trainer_parts.loggers)
     optimizer = build_optimizer(parts.model.model, config.optimizer)
+    # A callback that refuses to resume with other data, model or settings.
     same_data = SameData(
         parts.source.train_dataset,
         parts.source.processor,

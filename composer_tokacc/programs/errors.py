@@ -24,8 +24,9 @@ from composer_tokacc.refusals import InvalidInputError, RefusalError
 log = logging.getLogger(__name__)
 
 LONGEST_LINE = 1000
-"""Most characters of a message on the screen. Messages show the wrong value, which may be as long as a file."""
-HOSTS = frozenset({'composer', 'torch', 'transformers', 'peft', 'streaming', 'bitsandbytes', 'accelerate'})
+"""Largest number of characters of a message on the screen. Messages show the wrong value, which may be as long as a
+file."""
+HOST_PACKAGES = frozenset({'composer', 'torch', 'transformers', 'peft', 'streaming', 'bitsandbytes', 'accelerate'})
 """Packages whose errors in a run are reported in one line. An error of the user's own code keeps its traceback."""
 _CLASS_BEFORE_MESSAGE = re.compile(r'\b(?:BadSample|Config|InvalidInput|NotExact)Error: ')
 """Matches the class of a refusal (:mod:`composer_tokacc.refusals`) before its message. If a loader process raises a
@@ -72,15 +73,15 @@ def building(path: str) -> Iterator[None]:
 
 
 def is_of_host(error: BaseException) -> bool:
-    """Returns whether code of one of the ``HOSTS`` raised an error in this process."""
+    """Returns whether code of one of the ``HOST_PACKAGES`` raised an error in this process."""
     raising_module = ''
     for frame, _ in traceback.walk_tb(error.__traceback__):  # the frame that raised it is the last one
-        # This package watches functions of torch by methods such as `__torch_function__`, which call them. If such a
-        # function raises in C++, the method is the last frame, but the error is torch's. So these frames do not count.
+        # Our `__torch_function__` calls a function of torch. If that function raises in C++, it has no frame of Python,
+        # so ours is the last one. The error is torch's nevertheless, so such frames do not count.
         if not frame.f_code.co_name.startswith('__torch_'):
             raising_module = str(frame.f_globals.get('__name__'))
     # `torch._utils` raises the errors of loader processes again. They may come from the user's dataset.
-    return raising_module != 'torch._utils' and raising_module.partition('.')[0] in HOSTS
+    return raising_module != 'torch._utils' and raising_module.partition('.')[0] in HOST_PACKAGES
 
 
 def local_folder(path: str, folder: str) -> Path:
