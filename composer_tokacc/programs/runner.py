@@ -34,8 +34,8 @@ def run_program(
     """Runs a program on a YAML file and returns its exit status.
 
     After a mistake of the user, a fault of the machine or an error of a host (Composer, torch, see
-    ``errors.HOST_PACKAGES``), it prints one line and returns 2. A mistake that is found before the program begins counts
-    as one of all ranks. Then only the first rank of each node prints the line, and the others return 0, see
+    ``errors.HOST_PACKAGES``), it prints one line and returns 2. A mistake that is found before the program begins
+    counts as one of all ranks. Then only the first rank of each node prints the line, and the others return 0, see
     :func:`.refuse`. A bug of this package and an error of the user's own code are raised. At the log level debug the
     traceback of every error is printed.
 
