@@ -419,7 +419,7 @@ class Reach:
         distances_from_last = distances_from_first.flip(0)
         # Both at once, so that a GPU is waited for only once.
         distances = torch.stack([distances_from_first, distances_from_last])
-        distances_of_marks = positions * distances[:, None]  # (2, rows, width). It is 0 where there is no mark
+        distances_of_marks = positions * distances[:, None]  # (2, rows, width), 0 at positions without a mark
         from_first, from_last = distances_of_marks.amax(dim=2).tolist()
         return cls(width, from_first, from_last)
 

@@ -295,7 +295,7 @@ def _replacements(
 
 
 def _separators(texts: Sequence[Sequence[int]]) -> set[int]:
-    """Returns the id with which all documents begin, and the one with which all end, if there are such ids.
+    """Returns the first id of the documents if it is the same in all of them, and likewise their last id.
 
     They may separate documents, even if the config does not name them.
     """

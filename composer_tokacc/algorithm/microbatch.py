@@ -400,7 +400,7 @@ class CurrentMicrobatch:
         if self._step.is_weighted:
             return True
         place = len(self._step.microbatches) - 1
-        return self._run.token_choice.is_measured(place, self._record.rows, len(self._step.planned))
+        return self._run.token_choice.chooses(place, self._record.rows, len(self._step.planned))
 
     def _relative_weights(self, batch: Batch) -> torch.Tensor:
         """Returns how much more a token weighs than in the plain mean, at the position that predicts it.

@@ -484,29 +484,34 @@ def chosen_rows(
         *_code_criteria(facts, missing),
         *_last_criteria(facts, missing),
     ]
+    has_no_label = lacks_labels(batch)
     rows: list[int] = []
     for criterion in first_criteria + other_criteria:
-        _add_best_row(rows, facts, criterion)
+        _add_best_row(rows, facts, has_no_label, criterion)
     # All rows that the first criteria have chosen are kept, because this check runs for them. Each has chosen at most
     # one row.
     num_kept = max(max_rows, len(first_criteria))
     rows = rows[:num_kept]
     # Fill up with short rows, which cost little.
     for _ in range(MIN_ROWS - len(rows)):
-        _add_best_row(rows, facts, Criterion(facts.lengths, needs_new_row=True))
+        _add_best_row(rows, facts, has_no_label, Criterion(facts.lengths, needs_new_row=True))
     return rows
 
 
-def _add_best_row(rows: list[int], facts: RowFacts, criterion: Criterion) -> None:
+def _add_best_row(rows: list[int], facts: RowFacts, has_no_label: Sequence[bool], criterion: Criterion) -> None:
     """Adds the row that a criterion chooses to the rows, unless an earlier criterion has chosen it."""
-    row = _best_row(facts, criterion, rows)
+    row = _best_row(facts, has_no_label, criterion, rows)
     if row not in rows:
         rows.append(row)
 
 
-def _best_row(facts: RowFacts, criterion: Criterion, earlier_rows: Collection[int]) -> int:
+def _best_row(
+    facts: RowFacts,
+    has_no_label: Sequence[bool],
+    criterion: Criterion,
+    earlier_rows: Collection[int],
+) -> int:
     """Returns the row that a criterion chooses. ``earlier_rows`` are those that earlier criteria have chosen."""
-    has_no_label = lacks_labels(facts.batch)
 
     def key(row: int) -> tuple[bool, bool, bool, float, bool, int]:
         lacks_property = criterion.has_property is not None and not criterion.has_property[row]

@@ -108,7 +108,7 @@ class TokenChoice:
                 self._is_unknown[labels[is_new]] = False
         return has_new_label
 
-    def is_measured(self, place: int, rows: Sequence[RowCounts], num_planned: int = 0) -> bool:
+    def chooses(self, place: int, rows: Sequence[RowCounts], num_planned: int = 0) -> bool:
         """Returns whether tokens of a microbatch are measured.
 
         Args:

@@ -119,7 +119,7 @@ def test_each_size_is_measured_once():
     numbers_measured = []
     for microbatch_size in (2, 2, 1, 1, 2):
         choice.begin_step(microbatch_size)
-        measured = [place for place in range(4) if choice.is_measured(place, [RowCounts()], 4)]
+        measured = [place for place in range(4) if choice.chooses(place, [RowCounts()], 4)]
         numbers_measured.append(len(measured))
         choice.end_step(4)
     assert numbers_measured == [4, 1, 4, 1, 1]
@@ -137,7 +137,7 @@ def test_turn_reaches_every_microbatch(numbers, is_planned):
         choice.begin_step(1)
         num_planned = num_microbatches if is_planned else 0
         for place in range(num_microbatches):
-            if choice.is_measured(place, [RowCounts()], num_planned):
+            if choice.chooses(place, [RowCounts()], num_planned):
                 measured.add((num_microbatches, place))
         choice.end_step(num_microbatches)
     assert len(measured) == sum(numbers)
