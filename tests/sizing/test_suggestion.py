@@ -621,9 +621,10 @@ def test_memory_of_a_sample_alone(image_tokens, loss_tokens, width, options):
 
     assert enough.too_large == []
     assert needed_gib - 1e-6 <= enough.peak_gib <= needed_gib + 0.1
-    smallest = enough.sizes[0]
-    assert smallest.size == 1
-    assert smallest.peak_gib == pytest.approx(needed_gib), 'a microbatch within the caps takes less'
+    sizes_within_caps = [size for size in enough.sizes if size.size <= 8]  # a slot for each row
+    assert sizes_within_caps
+    for size in sizes_within_caps:
+        assert size.peak_gib == pytest.approx(needed_gib), 'a microbatch within the caps takes less'
     assert too_little.too_large == ['sample 7: 5000 tokens']
     assert too_little.peak_gib < needed_gib - 0.1
 
