@@ -16,6 +16,7 @@ import os
 import resource
 import signal
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Iterator
@@ -23,6 +24,8 @@ from contextlib import contextmanager
 
 DIST_TIMEOUT = 300.0
 """Seconds that a rank waits for the others, if ``trainer.dist_timeout`` is not given. This is Composer's default."""
+SECONDS_BEFORE_REPEAT = 0.1
+"""When a signal is sent once more. Destructors and callbacks of weak references have ended by then."""
 _IMPORTED_AT = time.monotonic()
 """When the program started: it imports this module first."""
 HARMLESS_WARNINGS = (
@@ -39,7 +42,7 @@ def prepare(description: str | None, *, announces: bool = False) -> None:
 
     Answers ``--help`` and usage errors at once. Switches garbage collection off until :func:`keep_what_is_loaded`,
     because it would take a fifth of the time of the imports and find nothing. Makes stdout escape characters that the
-    terminal lacks. Silences the hosts' harmless warnings.
+    terminal lacks. Silences the hosts' harmless warnings. Repeats signals that Python loses.
 
     Args:
         description: The program's docstring.
@@ -53,6 +56,7 @@ def prepare(description: str | None, *, announces: bool = False) -> None:
     if announces:
         say('loading torch, Composer and Transformers ...')
     silence_harmless_warnings()
+    repeat_lost_exits()
 
 
 def command_line(description: str | None) -> argparse.ArgumentParser:
@@ -98,6 +102,26 @@ def keep_what_is_loaded() -> None:
         gc.freeze()  # collections skip all present objects from now on
         gc.enable()
     atexit.register(gc.freeze)
+
+
+def repeat_lost_exits() -> None:
+    """Sends this process a signal once more if Python has lost the exit that Composer's handler raises at the signal.
+
+    At SIGTERM and SIGINT Composer's handler calls ``sys.exit``. If the signal arrives while a destructor or the
+    callback of a weak reference runs, Python only prints this SystemExit, and the process would go on.
+    """
+
+    def handle(lost: sys.UnraisableHookArgs) -> None:
+        exit_status = lost.exc_value.code if isinstance(lost.exc_value, SystemExit) else None
+        if exit_status not in (128 + signal.SIGTERM, 128 + signal.SIGINT):
+            sys.__unraisablehook__(lost)
+            return
+        # Later, because an exit that is raised in this function would be lost, too.
+        repeat = threading.Timer(SECONDS_BEFORE_REPEAT, os.kill, (os.getpid(), exit_status - 128))
+        repeat.daemon = True  # a process that ends by itself does not wait for it
+        repeat.start()
+
+    sys.unraisablehook = handle
 
 
 def ignore_dead_children() -> None:
