@@ -35,8 +35,8 @@ MIN_LOSS_WEIGHT, MAX_LOSS_WEIGHT = 1e-30, 1e30
 def with_weights_of_positions(batch: Batch) -> Batch:
     """Returns the batch with a weight for each position of its labels. The loader may have given one weight per row.
 
-    The first-batch check needs this, also before it has found the loss rule. So every label other than -100 keeps its
-    weight, as under :attr:`.LossRule.UNSHIFTED`. Bad weights are refused, see :func:`token_weights_of`.
+    The first-batch check needs this. Its first use is before the loss rule is known, so every label other than -100
+    keeps its weight, as under :attr:`.LossRule.UNSHIFTED`. Bad weights are refused, see :func:`token_weights_of`.
     """
     if isinstance(batch, PreSplitBatch):
         return batch.map(with_weights_of_positions)
@@ -46,8 +46,8 @@ def with_weights_of_positions(batch: Batch) -> Batch:
 def token_weights_of(batch: Batch, token_weights: str, rule: LossRule = LossRule.CAUSAL) -> Tensor:
     """Returns the weights of the tokens, float32 ``(rows, width)``.
 
-    They are 0 at labels that do not count, also at the first label of each further document, see
-    :meth:`.LossRule.counted`.
+    They are 0 at labels that do not count. If the rule shifts labels, the first label of each further document of a
+    packed row does not count either, see :meth:`.LossRule.counted`.
 
     Args:
         batch: A batch with ``labels``, and with ``loss_weights`` for ``'column'``.
@@ -97,19 +97,19 @@ def _weights_by_sample(batch: Batch, counted: Tensor, power: float) -> Tensor:
 
 def _documents(batch: Batch, counted: Tensor) -> Tensor:
     """Numbers the documents of all rows, and returns the number at each position, int ``(rows, width)``."""
-    begins = torch.zeros_like(counted)
-    # document_starts() does not read `position_ids` of shape (3, rows, width), which Qwen-VL has. Without `sequence_id`
-    # such a row counts as one document.
-    starts = document_starts(batch)
-    if starts is not None:
-        begins |= starts
+    is_start = torch.zeros_like(counted)
+    # Limit: document_starts() does not read `position_ids` of shape (3, rows, width), which Qwen-VL has. Without
+    # `sequence_id` such a row counts as one document, even if it is packed.
+    further_starts = document_starts(batch)
+    if further_starts is not None:
+        is_start |= further_starts
     sequences = batch.get('sequence_id')  # llm-foundry's number of the document at each position of packed rows
     if isinstance(sequences, Tensor) and sequences.shape == counted.shape:
         is_another_sequence = sequences[:, 1:] != sequences[:, :-1]
-        begins[:, 1:] |= is_another_sequence
-    begins[:, :1] = True
-    num_begun = begins.flatten().cumsum(dim=0)
-    return num_begun.view_as(counted) - 1
+        is_start[:, 1:] |= is_another_sequence
+    is_start[:, :1] = True
+    num_started = is_start.flatten().cumsum(dim=0)
+    return num_started.view_as(counted) - 1
 
 
 def _weights_in_batch(batch: Batch, counted: Tensor) -> Tensor:
@@ -159,7 +159,8 @@ def _tensor_of(weights_of_rows: Sequence[Any], batch: Batch) -> Tensor:
             weight = math.nan
         if not isinstance(weight, (int, float)):
             raise InvalidInputError(
-                f'`{LOSS_WEIGHTS}` must be a number for every sample, got: {weight!r} for {sample_name(batch, row)}.'
+                f'`{LOSS_WEIGHTS}` must be a number for every sample, or a tensor with one for every position, got: '
+                f'{weight!r} for {sample_name(batch, row)}.'
             )
         numbers.append(weight)
     return torch.tensor(numbers, dtype=torch.float64)
@@ -168,9 +169,11 @@ def _tensor_of(weights_of_rows: Sequence[Any], batch: Batch) -> Tensor:
 def check_weights_are_used(dataloader: Any, batch: Batch, token_weights: str) -> None:
     """Warns if weights of the batch are not used. Raises ValueError if ``loss_shares`` of the sampler are not used.
 
+    With ``loss_shares`` a sampler gives each dataset its share of the loss. For this its loader writes
+    ``loss_weights`` into each batch.
+
     Args:
-        dataloader: The loader of the batch. The ``loss_shares`` of its sampler, if any, give each dataset its share of
-            the loss.
+        dataloader: The loader of the batch.
         batch: A batch of the loader.
         token_weights: The scheme of the run.
     """

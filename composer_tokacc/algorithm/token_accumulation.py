@@ -398,7 +398,7 @@ class TokenAccumulation(Algorithm):
         check_widths(
             sums.widths,
             lambda: run.width_of(step),  # not `width`, because prove() may have changed the rules
-            was_checked=needs_check,
+            are_sums_outdated=needs_check,
             is_trimmed=run.split is not None,
         )
         run.begin_step(step)

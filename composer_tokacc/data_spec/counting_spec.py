@@ -39,7 +39,7 @@ from composer_tokacc.weights import check_weights_are_used
 class _RemovedCounts(NamedTuple):
     """The counts of the rows of a microbatch that :meth:`CountingDataSpec._transform_microbatch` has removed."""
 
-    labels: torch.Tensor  # a batch with this same tensor is this microbatch
+    labels: torch.Tensor  # of the microbatch. Composer asks about a batch that holds this very tensor
     counts: Sequence[RowCounts]
 
 
@@ -69,8 +69,9 @@ class CountingDataSpec(DataSpec):
     ) -> None:
         self._split = split
         self._model = model
-        # At first the argument. After _check_rows() it is the model's own rule.
-        self._rule = rule
+        self._named_rule = rule
+        # Set by the first-batch check of _check_rows(), which finds the rule of the model.
+        self._proven_rule: LossRule | None = None
         self._batch_transforms = batch_transforms
         self._first_batch: FirstBatchCheck | None = None
         # Composer asks for samples and tokens of the current microbatch after its counts were removed.
@@ -96,19 +97,21 @@ class CountingDataSpec(DataSpec):
         counts = self._counts_of(batch)
         were_counted = all(row.rule for row in counts)  # rows that were not counted have none
         if token_type == 'total':
+            # Composer also asks for a batch that the algorithm has not counted yet.
             if not were_counted:
-                # Composer asks before the algorithm counts the batch.
                 return _num_real_tokens(batch)
             return sum(row.real_tokens for row in counts)
         if not were_counted:
-            # Only a user's own code asks so early. The rule need not be proven, because this number weights no loss.
+            # A user's own code asks. Composer asks for loss tokens only after the split, which has counted them. The
+            # rule need not be proven, because this number weights no loss.
             counts = row_counts_of(with_counts(batch, self._counting_rule))
         elif not self._split.checked:
-            # Composer asks, and would weight the loss of a microbatch by this number.
+            # The tokens were counted by a rule that no check has proven, and Composer may ask, which would weight the
+            # loss of a microbatch by this number.
             raise NotExactError(
                 '`token_data_spec` must know the model to count for `accumulate_train_batch_on_tokens`, got: no '
-                "`model=`. A loss rule that is not the model's own would weight tokens wrongly, and nobody would "
-                'notice. Pass `model=`, or use TokenAccumulation with the flag off.'
+                "`model=`, or an evaluation before any training. A loss rule that is not the model's own would weight "
+                'tokens wrongly, and nobody would notice. Pass `model=`, or use TokenAccumulation with the flag off.'
             )
         return sum(row.loss_tokens for row in counts)
 
@@ -145,10 +148,11 @@ class CountingDataSpec(DataSpec):
         if microbatch_size is None:  # in evaluation, if the loader has no `batch_size` but a batch sampler
             microbatch_size = sys.maxsize
         if not is_counted(batch):
+            is_training = torch.is_grad_enabled()
             # Packing changes the model's attention, and only an algorithm can restore it at the end of a fit. So a run
             # that wants packing is not checked here, and without a check the split refuses to pack.
             wants_packing = bool(self._split.options.packing)
-            if self._model is not None and torch.is_grad_enabled() and not wants_packing:
+            if self._model is not None and is_training and not wants_packing:
                 self._check_rows(self._model, batch, microbatch_size)
             if 'labels' in batch:
                 batch = with_counts(batch, self._counting_rule)
@@ -156,8 +160,12 @@ class CountingDataSpec(DataSpec):
 
     @property
     def _counting_rule(self) -> LossRule:
-        """The loss rule to count by: of the model if known, else of the one that is evaluated, else of most models."""
-        return self._rule or self._split.eval_rule or LossRule.CAUSAL
+        """The loss rule to count by.
+
+        This is the first one that is known: the rule that the check has found, the one that the user has named, or the
+        one of a model that is evaluated. If none is known, it is the rule of most models.
+        """
+        return self._proven_rule or self._named_rule or self._split.eval_rule or LossRule.CAUSAL
 
     def _check_rows(
         self,
@@ -179,11 +187,11 @@ class CountingDataSpec(DataSpec):
                 split.layout,
                 self._on_models_device,
                 cutter=split,
-                named_rule=self._rule,
+                named_rule=self._named_rule,
                 check_loss=True,
             )
         loss_facts = self._first_batch.prove(batch, microbatch_size)
-        self._rule = loss_facts.rule
+        self._proven_rule = loss_facts.rule
         self._check_widths(batch, loss_facts.rule)
 
     def _check_widths(self, batch: Batch, rule: LossRule) -> None:
@@ -191,14 +199,14 @@ class CountingDataSpec(DataSpec):
         if get_world_size() == 1:
             return
         width = RankWidth.of(describe_all(self._split.layout, batch), self._split.rules, rule)
-        # In most runs nothing depends on the width, and these two numbers are all that ranks exchange.
+        # In most runs nothing depends on the width, and these two numbers are all that ranks exchange. Ranks lie on
+        # different sides of the rotary limit only if one of them is beyond it.
         may_matter = max_over_ranks([width.pads_left, width.is_beyond_rotary_limit is True])
         if not any(may_matter):
             return
         sums_of_ranks = np.array(all_gather_object(WidthSums.of(width)))
         sums = WidthSums._make(sums_of_ranks.sum(axis=0).tolist())
-        # `was_checked` asks whether a check has changed the rules after the sums were made. Here it ran before.
-        check_widths(sums, lambda: width, was_checked=False, is_trimmed=True)
+        check_widths(sums, lambda: width, are_sums_outdated=False, is_trimmed=True)  # prove() ran before
 
     def _on_models_device(self, batch: Batch) -> Any:
         """Returns a microbatch on the device of the model, transformed there as by the trainer."""

@@ -42,7 +42,9 @@ class RankWidth:
     pads_left: bool
     """Whether some row has padding on the left."""
     reason: str
-    """Why more padding on the left may change the losses of these rows; empty: no reason is known."""
+    """Why more padding on the left may change the losses of these rows; empty: no reason is known.
+
+    Rows without padding may have a reason, too, because they get some if another rank pads on the left."""
     is_beyond_rotary_limit: bool | None = None
     """Whether rows are so wide that the rotary embedding depends on the width. None: no row has a label, or the model
     has no such limit."""
@@ -103,6 +105,7 @@ def _are_beyond_rotary_limit(facts_of_batches: Sequence[RowFacts]) -> bool | Non
         has_label = labels_of(facts.batch) != IGNORE_INDEX
         if not has_label.any():
             continue
+        # One microbatch of a pre-split batch is enough. The split then joins all, so that they get the widest width.
         if is_beyond_rotary_limit(facts):
             return True
         are_beyond = False
@@ -129,30 +132,34 @@ def _reason_against_padding(
 
 
 def _may_depend_on_padding(facts: RowFacts, rules: CutRules | None) -> bool:
-    """Returns whether more padding on the left may change the losses of these rows, apart from their first labels."""
-    # Without rules nothing is known, and check_widths() warns of that. Packed rows have no padding.
-    if rules is None or rules.packing:
-        return False
+    """Returns whether more padding on the left may change the losses of these rows, apart from their first labels.
+
+    Rows without padding may change as well, because they would get some in one forward over all rows.
+    """
+    if rules is None:
+        return False  # nothing is known, and check_widths() warns of that
+    if rules.packing:
+        return False  # packed rows have no padding
     if rules.depends_on_left_padding(facts):
-        return True
+        return True  # the check has trimmed such rows, and their losses have changed
     if rules.has_trimmed_left(facts):
-        return False
-    # The check has trimmed nothing on the left. Padded rows that may not be trimmed at all (RowFacts.may_be_trimmed)
-    # are beyond a rotary limit, or have audio along the text (Voxtral). Both kinds of models have rotary embeddings,
-    # which see only distances.
-    sees_only_distances = facts.is_padded and not facts.may_be_trimmed
-    # It is not known whether any other model counts positions from the first column. The check trims neither rows
-    # without padding, nor rows with a label on the first token, which the pad before it predicts. `position_ids` in the
-    # batch prove nothing, because the model may ignore them. Rows without padding may change as well, because they
-    # would get some in one forward over all rows.
-    return not sees_only_distances
+        return False  # the check has trimmed such rows, and their losses stayed the same
+    # The check has not trimmed such rows, for one of three reasons:
+    # 1. They may not be trimmed: they are beyond a rotary limit, or have audio along the text (Voxtral). Both kinds of
+    #    models have rotary embeddings, which see only distances. (check_widths() compares the limit itself.)
+    # 2. They have no padding.
+    # 3. Their first token has a label, which the pad before it predicts.
+    # In cases 2 and 3 the model may count positions from the first column. `position_ids` in the batch would prove
+    # nothing, because the model may ignore them.
+    is_first_case = facts.is_padded and not facts.may_be_trimmed
+    return not is_first_case
 
 
 def check_widths(
     sums: WidthSums,
     width_of_rank: Callable[[], RankWidth],
     *,
-    was_checked: bool,
+    are_sums_outdated: bool,
     is_trimmed: bool,
 ) -> None:
     """Raises RuntimeError on all ranks if padding on the left, up to the width of the widest rank, would change rows.
@@ -164,8 +171,8 @@ def check_widths(
     Args:
         sums: The sums over the ranks.
         width_of_rank: Returns the width of this rank by the rules that hold now. Called only for this exchange.
-        was_checked: Whether the first-batch check ran after the sums were made. It may have found that padding matters,
-            which the sums do not show.
+        are_sums_outdated: Whether the first-batch check ran after the sums were made. It may have found that padding
+            matters, which the sums do not show. So the ranks exchange their widths.
         is_trimmed: Whether the run trims rows. If not, :meth:`RankWidth.of` gets no rules, and no check shows whether
             the model counts positions from the first column. Then unequal widths give a warning.
     """
@@ -180,11 +187,12 @@ def check_widths(
         return
     if not is_trimmed:
         _warn_of_unknown_positions()
-    may_matter = sums.num_with_reason > 0 or was_checked
+    may_matter = sums.num_with_reason > 0 or are_sums_outdated
     if not may_matter:
         return
     widths = all_gather_object(width_of_rank())
     widest = max(rank_width.width for rank_width in widths)
+    # The reason of a rank that is as wide as the widest does not matter, because its rows get no more padding.
     for rank, rank_width in enumerate(widths):
         if rank_width.reason and rank_width.width < widest:
             raise NotExactError(

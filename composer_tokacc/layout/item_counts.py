@@ -1,23 +1,28 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Finds out how many images, videos or audios (items) each row has.
+"""Finds out how many images, videos or audios each row has.
 
-A batch may carry the numbers itself (:func:`carried_counts`). Otherwise the placeholders in the text of a row tell
-them. There are two cases:
+An image, a video or an audio is an item. A row of the batch has items. In its text, each item has placeholders, tokens
+that stand for it. In a tensor of media, each item has entries, which are neighbours along one dimension: one entry, or
+several, such as one per patch, tile or frame. Items and entries are in the order of the rows.
+
+A batch may carry the numbers of items itself (:func:`carried_counts`). Otherwise the placeholders tell them. There are
+two cases:
 
 - The number of placeholders of each item is known. Then a row has as many items as its placeholders fill
   (:func:`items_by_placeholders`).
-- It is not known. A tensor of media has one entry per item, or several: one per patch, tile or frame. How many entries
-  each row has is inferred from its placeholders in several ways (:func:`entries_per_row`). Not all of them fit every
-  batch. A batch is refused if no way fits, or if two ways give different numbers. Before training, the first-batch
-  check shows that the numbers of the first batch are right: it compares the gradients of its rows.
+- It is not known. How many entries each row has is inferred from its placeholders in several ways
+  (:func:`entries_per_row`). Not all of them fit every batch. A batch is refused if no way fits, or if two ways give
+  different numbers. Before training, the first-batch check shows that the numbers of the first batch are right: it
+  compares the gradients of its rows.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,17 +39,23 @@ def carried_counts(batch: Batch, modality: str) -> list[int] | None:
     carried = batch.get(f'num_{modality}s')
     if carried is None:
         return None
-    counts = carried
+    values = carried
     if isinstance(carried, torch.Tensor):
-        counts = carried.flatten().tolist()
-    is_list = isinstance(counts, Sequence)
-    # Integers of numpy have `__index__`, too.
-    if not is_list or not all(hasattr(count, '__index__') and count >= 0 for count in counts):
-        raise InvalidInputError(
-            f'`num_{modality}s` must be a list of ints from 0, one per row, got: {carried}. Count the {modality}s of '
-            'each row again.'
-        )
-    return [int(count) for count in counts]
+        values = carried.flatten().tolist()  # (rows,) or (rows, 1)
+    if isinstance(values, Sequence) and all(_is_count(value) for value in values):
+        return [int(value) for value in values]
+    raise InvalidInputError(
+        f'`num_{modality}s` must be a list of ints from 0, one per row, got: {carried}. Count the {modality}s of each '
+        'row again.'
+    )
+
+
+def _is_count(value: Any) -> bool:
+    """Returns whether a value is an integer from 0, of Python or numpy, or a tensor with one such integer."""
+    try:
+        return operator.index(value) >= 0
+    except TypeError:
+        return False
 
 
 # If the number of placeholders of each item is known.
@@ -62,9 +73,10 @@ def items_by_placeholders(
     items = items_of_rows(tokens_per_row, tokens_per_item)
     if items is None:
         raise InvalidInputError(
-            f'`input_ids` must hold the placeholders of {len(tokens_per_item)} whole {unit}s, got: {tokens_per_row} by '
-            f'row, where the {unit}s fill {tokens_per_item}. Do not cut rows inside their {unit}s, and write no {unit} '
-            'into the text. If the model has query tokens, give it and its processor the same `num_query_tokens`.'
+            f'`input_ids` must hold the placeholders of {len(tokens_per_item)} whole {unit}s, got: rows with '
+            f'{tokens_per_row} placeholders, and {unit}s that need {tokens_per_item}. Do not cut rows inside their '
+            f'{unit}s, and write no {unit} into the text. If the model has query tokens, give it and its processor the '
+            'same `num_query_tokens`.'
         )
     return items
 
@@ -203,7 +215,7 @@ def _entries_by_counts(
     entries. A processor that got all images in one list writes a 1 for each image, not a number for each row. Then the
     numbers fit only if each row has one image.
     """
-    entries: list[int] = counts_of_rows.tolist()
+    entries: list[int] = counts_of_rows.flatten().tolist()  # (rows,) or (rows, 1)
     if sum(entries) != num_entries or len(entries) != len(placeholders.tokens):
         return None
     for num_entries_of_row, num_tokens in zip(entries, placeholders.tokens, strict=True):
@@ -224,8 +236,8 @@ def _entries_by_sizes(
     if sizes.dim() not in (1, 2) or not sizes.numel():
         return None
     is_grid = sizes.dim() == 2
-    # No side of a grid is 0, so a grid with a 0 is a mask. A number of tiles may be 0. Neither may be less: the product
-    # of two negative numbers would look like a grid.
+    # No side of a grid is 0, so a grid with a 0 is a mask. A number of tiles may be 0. Neither may be negative: the
+    # product of two negative numbers would look like a grid.
     least_size = 1 if is_grid else 0
     if int(sizes.min()) < least_size:
         return None
@@ -237,7 +249,8 @@ def _entries_by_sizes(
     items_per_row = _items_by_sizes(patches, placeholders)
     if items_per_row is None:
         return None
-    # Either an entry is a patch, or one of equally many parts of it: if sizes are numbers of tiles, a patch of a tile.
+    # Either an entry is a patch, or a part of one, and all patches have equally many parts. (If the sizes are numbers
+    # of tiles, these tiles are called patches here, and an entry may be a patch of a tile.)
     if num_entries % num_patches == 0:
         entries_per_patch = num_entries // num_patches
         patches_per_row = sums_of_groups(patches, items_per_row)
@@ -256,13 +269,14 @@ def _items_by_sizes(patches: Sequence[int], placeholders: _PlaceholderCounts) ->
     """
     num_tokens = sum(placeholders.tokens)
     num_patches = sum(patches)
-    # Each placeholder may stand for a fixed number of patches, which the model merges.
+    # Each placeholder may stand for a fixed number of patches, which the model merges. An item of 0 patches has no
+    # placeholder, and items_of_rows() returns None, because nothing tells its row.
     if num_tokens and num_patches % num_tokens == 0:
         patches_per_token = num_patches // num_tokens
         if all(count % patches_per_token == 0 for count in patches):
             tokens_per_item = [count // patches_per_token for count in patches]
             return items_of_rows(placeholders.tokens, tokens_per_item)
-    # Or each item has one run of placeholders, of any length.
+    # Or each item has one run of placeholders, of any length. For example, a tile of InternVL has 256 placeholders.
     if sum(placeholders.runs) == len(patches):
         return list(placeholders.runs)
     # Or each frame of a video has one run, and `patches` are frames.

@@ -182,7 +182,7 @@ def test_ranks_on_both_sides_of_a_rotary_limit():
     beyond = RankWidth(12, pads_left=False, reason='', is_beyond_rotary_limit=True)
     sums = np.sum([WidthSums.of(within), WidthSums.of(beyond)], axis=0)
     with pytest.raises(RuntimeError, match=r'rotary.* 1 ranks beyond it and 1 within'):
-        check_widths(WidthSums._make(sums), lambda: within, was_checked=False, is_trimmed=True)
+        check_widths(WidthSums._make(sums), lambda: within, are_sums_outdated=False, is_trimmed=True)
 
 
 def check_two_ranks(monkeypatch, reason_after_check='', **options):
@@ -202,15 +202,15 @@ def check_two_ranks(monkeypatch, reason_after_check='', **options):
 
 def test_check_of_this_step_counts(monkeypatch):
     options = {'reason_after_check': 'positions', 'is_trimmed': True}
-    check_two_ranks(monkeypatch, was_checked=False, **options)
+    check_two_ranks(monkeypatch, are_sums_outdated=False, **options)
     with pytest.raises(RuntimeError, match='9 on rank 0'):
-        check_two_ranks(monkeypatch, was_checked=True, **options)
+        check_two_ranks(monkeypatch, are_sums_outdated=True, **options)
 
 
 @pytest.mark.parametrize('is_trimmed', [True, False])
 def test_unknown_padding_is_warned_of(is_trimmed, monkeypatch, caplog):
     """Without `token_data_spec` rows are not trimmed, so no check shows how the model counts positions."""
     rank_widths._warn_of_unknown_positions.cache_clear()
-    check_two_ranks(monkeypatch, was_checked=False, is_trimmed=is_trimmed)
+    check_two_ranks(monkeypatch, are_sums_outdated=False, is_trimmed=is_trimmed)
     is_warned = 'padded on the left' in caplog.text
     assert is_warned != is_trimmed

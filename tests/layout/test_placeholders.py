@@ -51,9 +51,9 @@ def test_query_tokens_are_never_guessed():
     cut_in_only_row = drawn_batch('1i11', pixel_values=pixels[:1])
 
     assert layout.images_per_row(batch) == [1, 2, 0]
-    with pytest.raises(ValueError, match=r'got: \[1, 4, 0\] by row, where the images fill \[2, 2, 2\]'):
+    with pytest.raises(ValueError, match=r'got: rows with \[1, 4, 0\] placeholders, and images that need \[2, 2, 2\]'):
         layout.images_per_row(cut_in_first_row)
-    with pytest.raises(ValueError, match=r'got: \[1\] by row, where the images fill \[2\]'):
+    with pytest.raises(ValueError, match=r'got: rows with \[1\] placeholders, and images that need \[2\]'):
         layout.images_per_row(cut_in_only_row)
 
 
@@ -81,7 +81,7 @@ def test_instruction_goes_with_its_media(model_type, modality, shape, placeholde
     assert numbers_of(last_and_middle['pixel_values']) == [1]
     assert last_and_middle['qformer_input_ids'].tolist() == [[2, 3]]
     assert 'pixel_values' not in middle
-    with pytest.raises(ValueError, match=r'got: \[0, 0, \d\] by row.*same `num_query_tokens`'):
+    with pytest.raises(ValueError, match=r'got: rows with \[0, 0, \d\].*same `num_query_tokens`'):
         layout.units_per_row(one_item_without_placeholders, modality)
 
 
@@ -133,5 +133,7 @@ def test_row_cut_inside_an_audio():
     cut_audio = drawn_batch('iii1', 'ii12', 'ii12', **audios)
 
     assert layout.units_per_row(whole_audios, 'audio') == [2, 1]
-    with pytest.raises(ValueError, match=r'3 whole audios, got: \[3, 2, 2\] by row, where the audios fill \[4, 2, 2\]'):
+    with pytest.raises(
+        ValueError, match=r'3 whole audios, got: rows with \[3, 2, 2\] placeholders, .* need \[4, 2, 2\]'
+    ):
         layout.units_per_row(cut_audio, 'audio')

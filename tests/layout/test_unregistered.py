@@ -253,6 +253,32 @@ def test_carried_counts_come_first(counts):
     assert ENCODER_LAYOUT.images_per_row(batch) == list(counts)
 
 
+def test_carried_counts_in_a_column():
+    batch = text_batch([3, 2, 4], pixel_values=numbered_images(3), num_images=torch.tensor([[2], [0], [1]]))
+
+    assert ENCODER_LAYOUT.images_per_row(batch) == [2, 0, 1]
+
+
+@pytest.mark.parametrize(
+    'counts',
+    [[torch.tensor(1.5), torch.tensor(1)], [torch.tensor([1, 2]), torch.tensor([1])], [1, -1], [1, '1']],
+    ids=['fraction', 'two in one', 'negative', 'text'],
+)
+def test_carried_counts_must_be_integers(counts):
+    batch = text_batch([3, 2], pixel_values=numbered_images(2), num_images=counts)
+
+    with pytest.raises(ValueError, match='`num_images` must be a list of ints'):
+        ENCODER_LAYOUT.images_per_row(batch)
+
+
+def test_numbers_of_entries_in_a_column():
+    """A `batch_num_images` of shape ``(rows, 1)`` may also be a tensor with one entry for each image."""
+    batch = drawn_batch('i1i', 'i11', pixel_values=numbered(3, 3, 4, 4), batch_num_images=torch.tensor([[2], [1]]))
+
+    with pytest.raises(ValueError, match='batch_num_images'):
+        LAYOUT.images_per_row(batch)
+
+
 def test_encoder_without_placeholders():
     batch = text_batch([3, 2], pixel_values=numbered_images(2))
 
