@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 
 MOST_SOURCES = 64
 """Most sources that are logged by name. There must be a limit, because ``source`` may differ in every row."""
+LONGEST_NAME = 200
+"""Most characters of a source in the name of a metric, which has about 30 other characters, and perhaps a checksum."""
 OTHERS = 'others'
 """Name under which all further sources are logged together."""
 
@@ -85,6 +87,7 @@ class SourceLedger:
         losses = None
         if has_logits:
             losses = _token_losses(batch, outputs, num_tokens)
+        # sums_of_rank() divides the losses among the rows by their numbers of tokens, so each token needs one.
         if losses is None:
             losses = torch.full((num_tokens,), math.nan)
         self._losses.append(losses)
@@ -119,8 +122,8 @@ class SourceLedger:
         for rank_sums in sums_of_ranks:
             all_sums += rank_sums.items()
         totals = dict.fromkeys(self._names.values(), SourceSums())
-        # Two new sources may get the same name. Then the first gets it, and the second gets a checksum in addition.
-        # They are sorted, because their order in the batch changes with the number of ranks.
+        # Two new sources may have the same name. Then _name_of() adds a checksum to the name of the second one. Which
+        # one comes second must not depend on the number of ranks, but the order of rows does. So they are sorted.
         for source, sums in sorted(all_sums, key=itemgetter(0)):
             name = self._name_of(source)
             earlier = totals.get(name, SourceSums())
@@ -185,5 +188,12 @@ def _token_losses(batch: Batch, outputs: Any, num_tokens: int) -> torch.Tensor |
 
 
 def _loggable(source: str) -> str:
-    """Replaces the characters that MLflow refuses in the name of a metric. All loggers accept the other characters."""
-    return re.sub(r'[^\w\-. ]', '_', source, flags=re.ASCII) or '_'
+    """Returns a source as a part of the name of a metric, which all loggers accept.
+
+    Other characters than ASCII letters, digits, ``_``, ``-``, ``.`` and spaces become ``_``: some logger refuses them,
+    and ``/`` would begin another group of metrics. MLflow takes names of at most 250 characters, and no part that is
+    ``.`` or ``..``.
+    """
+    name = re.sub(r'[^\w\-. ]', '_', source, flags=re.ASCII)
+    name = name[-LONGEST_NAME:]  # the end of the path of a file tells more than its beginning
+    return '_' if name in ('', '.', '..') else name

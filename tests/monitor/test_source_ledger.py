@@ -217,6 +217,21 @@ def test_source_may_be_named_others(caplog):
     assert caplog.text.count(f'logged together, as `{OTHERS}`') == 1
 
 
+def test_sources_that_are_paths():
+    """A logger refuses a part that is `..`, and names of more than 250 characters."""
+    sources = ['..', 'long/' * 50 + 'first.json', 'long/' * 50 + 'second.json']
+    batch = batch_of(sources, shape=[(4, 2), (5, 1), (9, 7)])
+
+    data = fit_unplanned(batch).memory.data
+
+    tokens = {}
+    for name, values in data.items():
+        assert len(name) <= 250
+        if '/source/' in name and name.endswith('/tokens'):
+            tokens[name.split('/')[2][-11:]] = values[0][1]
+    assert tokens == {'_': 2, '_first.json': 1, 'second.json': 7}
+
+
 def test_sources_whose_names_become_the_same():
     """Loggers refuse these characters. The names do not depend on the order of the rows."""
     names_by_order = []
