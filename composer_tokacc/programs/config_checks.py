@@ -72,6 +72,8 @@ KEYS_WITHOUT_EFFECT = {
 }
 """For each key, the keys that have no effect without it. :func:`notes_on` names them. `trainer.eval_interval` is not
 among them, because Composer itself warns if there is no eval set."""
+KEYS_OF_FILES = {'llava': ('path',), 'llava_streaming': ('local', 'remote', 'split', 'streams')}
+"""For each class of dataset, the keys that say which files it reads."""
 FSDP_KEY = 'trainer.parallelism_config.fsdp'
 
 
@@ -309,17 +311,24 @@ def _notes_on_datasets(section: Values) -> list[str]:
     if eval_section:
         training_sets = parts or [{}]  # without parts, the section itself is the training set
         for changes in training_sets:
-            if _same_file(section | changes, section | eval_section):
-                notes.append('`dataset.eval` has the `path` of training data, so it evaluates samples that are trained')
+            training = section | changes
+            keys = _keys_of_same_files(training, section | eval_section)
+            if keys:
+                names = ' and '.join(f'`{key}`' for key in keys)
+                notes.append(f'`dataset.eval` has the {names} of training data, so it evaluates trained samples')
     return notes
 
 
-def _same_file(training: Section, evaluation: Section) -> bool:
-    """Returns whether two datasets of the class ``llava`` read the same file. False for other classes, because they may
-    read only a part of their ``path``, such as a split.
+def _keys_of_same_files(training: Section, evaluation: Section) -> list[str]:
+    """Returns the keys that name the files of a dataset if two datasets read the same files; empty: they do not.
+
+    Also empty for a class that is not in ``KEYS_OF_FILES``, because it may read only a part of its files.
     """
-    names = {training.get('name'), evaluation.get('name')}
-    return names == {'llava'} and training.get('path') == evaluation.get('path')
+    name = training.get('name')
+    keys = KEYS_OF_FILES.get(str(name), ())
+    if name != evaluation.get('name') or any(training.get(key) != evaluation.get(key) for key in keys):
+        return []
+    return [key for key in keys if training.get(key) is not None]
 
 
 def check_folders(config: TrainConfig) -> None:

@@ -534,6 +534,16 @@ def test_note_on_evaluation_of_trained_samples():
     assert not any('`dataset.eval` has the `path`' in note for note in notes_on(config))
 
 
+def test_note_on_evaluation_of_trained_shards():
+    dataset = {'name': 'llava_streaming', 'local': 'cache', 'remote': 's3://shards', 'eval': {'shuffle': False}}
+    config = TrainConfig(algorithms={'token_accumulation': None}, dataset=dataset)
+    (note,) = notes_on(config)
+    assert 'has the `local` and `remote` of training data' in note
+    for other_shards in {'local': 'held_out'}, {'split': 'val'}, {'name': 'llava', 'path': 'eval.json'}:
+        dataset['eval'] = other_shards
+        assert notes_on(config) == []
+
+
 def test_note_on_freeze_with_an_adapter():
     config = TrainConfig(algorithms={'token_accumulation': None})
     config.model.freeze = ['vision_tower']
