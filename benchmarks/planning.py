@@ -91,14 +91,14 @@ def measure(num_rounds: int, num_plans: int = NUM_PLANS) -> dict[str, Seconds]:
 
 
 def main() -> None:
-    parser = parser_of(__doc__, results=RESULTS_FILE)
+    parser = parser_of(__doc__)
     parser.add_argument('--rounds', type=int, default=5)
     arguments = parser.parse_args()
     seconds = measure(arguments.rounds)
     from benchmarks.machine import machine  # here, because it loads torch, and the measured processes need none
 
     print(json.dumps(seconds, indent=1))
-    write(arguments.results, {'machine': machine(), **seconds})
+    write(arguments.results / RESULTS_FILE.name, {'machine': machine(), **seconds})
 
 
 if __name__ == '__main__':

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-# Named figures, or the tensors of a batch.
+# Figures by name.
 Row = dict[str, Any]
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -31,7 +31,7 @@ def parser_of(
 ) -> argparse.ArgumentParser:
     """Returns a parser whose help is the docstring of the benchmark.
 
-    `results` is the default of ``--results``. None: the benchmark has no such argument. `report` adds ``--report``.
+    `results` is the default of ``--results``, a folder. None: there is no such argument. `report` adds ``--report``.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     if results is not None:

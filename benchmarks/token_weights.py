@@ -24,12 +24,13 @@ import numpy as np
 import torch
 from composer.utils import dist
 
-from benchmarks.adapters import ADAPTERS, Batch
+from benchmarks.adapters import ADAPTERS
 from benchmarks.length_sets import read_tables
 from benchmarks.machine import machine, on_ranks
 from benchmarks.record import RESULTS, ROOT, Row, fill_page, new_figure, parser_of, ranks_text, read, table, write_rows
 from benchmarks.timed_steps import chunks, data_of, fit
 from composer_tokacc import BatchLayout, TokenAccumulation, measure_token_weights
+from composer_tokacc.batch import BatchDict
 from tests.support.text import text_model, text_rows
 
 RESULTS_FILE = RESULTS / 'token_weights.json'
@@ -59,7 +60,7 @@ def lengths_of(subject: str) -> tuple[list[int], list[int], str]:
     return samples.lengths.tolist(), samples.image_tokens.tolist(), source
 
 
-def rows_of(lengths: list[int], image_tokens: list[int]) -> list[Batch]:
+def rows_of(lengths: list[int], image_tokens: list[int]) -> list[BatchDict]:
     """Returns batches of one row with random tokens. Its image tokens come first and carry no loss."""
     shapes = []
     for length, num_image_tokens in zip(lengths, image_tokens, strict=True):
@@ -67,32 +68,28 @@ def rows_of(lengths: list[int], image_tokens: list[int]) -> list[Batch]:
     return text_rows(shapes)
 
 
-def train_three_lines(model: Any, microbatches: list[Batch]) -> None:
-    """Trains a step with the three lines of docs/trainer.md, so that `token_data_spec` cuts the batch.
-
-    The adapter of TokenAccumulation would train on these microbatches as they are. The device batch is padded as a
-    loader pads it.
-    """
+def train(host: str, model: Any, rows: list[BatchDict], size: int) -> None:
+    """Trains a step on the rows of this rank, in microbatches of this size."""
     layout = BatchLayout.for_model(model)
-    device_batch = dict(layout.concat(microbatches))
-    microbatch = len(microbatches[0]['input_ids'])
-    fit(model, data_of('ours', [device_batch], layout), microbatch, algorithms=[TokenAccumulation()])
+    if host == 'ours':
+        # The three lines of docs/trainer.md, so that `token_data_spec` cuts the batch. The adapter takes microbatches.
+        device_batch = dict(layout.concat(rows))
+        fit(model, data_of('ours', [device_batch], layout), size, algorithms=[TokenAccumulation()])
+    else:
+        microbatches = [dict(layout.concat(part)) for part in chunks(rows, size)]
+        train_step = ADAPTERS[host](model)
+        train_step(microbatches)
 
 
 def measure(subject: str, host: str) -> Row:
     """Measures the weights of one step on the ranks of this launch."""
     lengths, image_tokens, source = lengths_of(subject)
-    model = text_model(max_position_embeddings=4096).train()
-    layout = BatchLayout.for_model(model)
-    size = MICROBATCH[subject]
     rows = rows_of(lengths, image_tokens)
     rows_of_rank = rows[dist.get_global_rank() :: dist.get_world_size()]
-    microbatches = [dict(layout.concat(part)) for part in chunks(rows_of_rank, size)]
+    size = MICROBATCH[subject]
+    model = text_model(max_position_embeddings=4096).train()
     with measure_token_weights(model) as report:
-        if host == 'ours':
-            train_three_lines(model, microbatches)
-        else:
-            ADAPTERS[host](model)(microbatches)
+        train(host, model, rows_of_rank, size)
     weights_of_ranks = dist.all_gather_object(report.weights)
     weights = torch.cat(list(chain.from_iterable(weights_of_ranks)))
     # The first label of a row is not trained, because no token comes before it.
@@ -189,13 +186,14 @@ def draw_panel(axes: Any, row: Row, name: str, color: str) -> None:
 
 
 def main() -> None:
-    arguments = parser_of(__doc__, results=RESULTS_FILE, report=True).parse_args()
+    arguments = parser_of(__doc__, report=True).parse_args()
+    path = arguments.results / RESULTS_FILE.name
     if not arguments.report:
         measured = on_ranks((1, 2), 'benchmarks.token_weights')
-        write_rows(arguments.results, {'rows': measured})
-    rows = read(arguments.results)['rows']
+        write_rows(path, {'rows': measured})
+    rows = read(path)['rows']
     print(table_of(rows))
-    if arguments.results == RESULTS_FILE:
+    if path == RESULTS_FILE:
         draw(rows, PICTURE)
         fill_page(PAGE, {'weights': table_of(rows)})
 

@@ -28,7 +28,7 @@ class Trace:
 
     # Clock time and processor time at the end of the step.
     ends: list[float] = field(default_factory=list)
-    processor: list[float] = field(default_factory=list)
+    processor_ends: list[float] = field(default_factory=list)
     # Rows times width of all microbatches.
     positions: list[int] = field(default_factory=list)
     # Tokens of the samples, without padding.
@@ -37,7 +37,7 @@ class Trace:
     indices: list[list[int]] = field(default_factory=list)
     num_dummy_rows: int = 0
     # Positions of the largest microbatch.
-    largest: int = 0
+    largest_microbatch: int = 0
     # Gradient of the first step before the optimizer used it, if :func:`watched` is told to inspect.
     gradient: Gradients = field(default_factory=dict)
 
@@ -56,7 +56,7 @@ def watched(model: Any, samples: Samples, *, inspect: bool = False) -> Iterator[
 
     def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
         trace.ends.append(time.perf_counter())
-        trace.processor.append(time.process_time())
+        trace.processor_ends.append(time.process_time())
         if inspect and not trace.gradient:
             trace.gradient = gradients_of(model)
         steps.append([])
@@ -79,8 +79,11 @@ def recognize(trace: Trace, microbatches: list[Row], samples: Samples) -> None:
     """Finds out which samples were in the microbatches of a step, and adds them to the trace."""
     indices: list[int] = []
     num_tokens = 0
-    sizes = [microbatch['input_ids'].numel() for microbatch in microbatches]
+    num_positions = 0
     for microbatch in microbatches:
+        size = microbatch['input_ids'].numel()
+        num_positions += size
+        trace.largest_microbatch = max(trace.largest_microbatch, size)
         for row_ids, row_labels in split_rows(microbatch):
             if is_dummy_row(samples, row_ids, row_labels):
                 trace.num_dummy_rows += 1
@@ -89,8 +92,7 @@ def recognize(trace: Trace, microbatches: list[Row], samples: Samples) -> None:
                 num_tokens += len(row_ids)
     trace.indices.append(indices)
     trace.tokens.append(num_tokens)
-    trace.positions.append(sum(sizes))
-    trace.largest = max([trace.largest, *sizes])
+    trace.positions.append(num_positions)
 
 
 def split_rows(inputs: Row) -> list[tuple[list[int], list[int]]]:
@@ -99,28 +101,29 @@ def split_rows(inputs: Row) -> list[tuple[list[int], list[int]]]:
     mask = inputs['attention_mask']
     labels = inputs['labels']
     rows = []
-    if mask is not None and mask.shape == ids.shape:
+    is_padded = mask is not None and mask.shape == ids.shape
+    if is_padded:
         for row, is_real in enumerate(mask.bool()):
             rows.append((ids[row, is_real].tolist(), labels[row, is_real].tolist()))
-        return rows
-    # Packed: the positions of each document begin at 0.
-    width = ids.shape[-1]
-    positions = inputs['position_ids'].reshape(-1, width)[0]
-    starts = torch.nonzero(positions == 0).flatten().tolist()
-    for start, end in pairwise([*starts, width]):
-        rows.append((ids[0, start:end].tolist(), labels[0, start:end].tolist()))
+    else:
+        # One packed row. The positions of each document begin at 0.
+        starts = torch.nonzero(inputs['position_ids'][0] == 0).flatten()
+        for start, end in pairwise([*starts.tolist(), ids.shape[1]]):
+            rows.append((ids[0, start:end].tolist(), labels[0, start:end].tolist()))
     return rows
 
 
 def is_dummy_row(samples: Samples, ids: list[int], labels: list[int]) -> bool:
-    """Returns whether a row is a dummy row, which has no label of a sample.
+    """Returns whether a row is a dummy row. It has the tokens of a sample without its labels, or made-up tokens.
 
-    Either it has the tokens of a sample but other labels, or it has made-up tokens. Its only label, if it has one, is
-    the 0 that `with_one_label` writes into a batch without labels, because a mean over no labels is NaN.
+    A dummy row may have one label: the 0 that `with_one_label` writes into a batch without labels, because a mean over
+    no labels is NaN.
     """
     # The first label of a row is not trained, because no token comes before it.
     trained_labels = labels[1:]
     index = samples.index_of(ids)
     if index != UNKNOWN:
-        return trained_labels != samples[index]['labels'][1:].tolist()
-    return [label for label in trained_labels if label != -100] in ([], [0])
+        labels_of_sample = samples[index]['labels'].tolist()
+        return trained_labels != labels_of_sample[1:]
+    real_labels = [label for label in trained_labels if label != -100]
+    return real_labels in ([], [0])

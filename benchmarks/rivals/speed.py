@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -35,6 +35,15 @@ from composer_tokacc.invariance import relative_error
 from tests.support.text import next_token_loss
 
 HELD_OUT = 64
+
+
+class JoinedStep(NamedTuple):
+    """A step of all ranks."""
+
+    # Indices of the samples.
+    indices: list[int]
+    # Positions of the rank that has most, over their mean.
+    imbalance: float
 
 
 def train(
@@ -70,36 +79,29 @@ def inspected(
     trace, model, settings = train(name, sizes, samples, inspect=True)
     # Without the gradient: the ranks have the same one.
     traces: list[Trace] = dist.all_gather_object(replace(trace, gradient={}))
-    indices_of_steps = []
-    imbalances = []
-    for step in range(max(len(rank.indices) for rank in traces)):
-        # A rank may have fewer steps than others.
-        ranks_in_step = [rank for rank in traces if step < len(rank.indices)]
-        indices_of_steps.append(sorted(chain.from_iterable(rank.indices[step] for rank in ranks_in_step)))
-        positions = [rank.positions[step] for rank in ranks_in_step]
-        imbalances.append(max(positions) / statistics.mean(positions))
-    num_tokens = sum(sum(rank.tokens) for rank in traces)
-    num_positions = sum(sum(rank.positions) for rank in traces)
-    largest = max(rank.largest for rank in traces)
+    steps = joined_steps(traces)
+    num_tokens = sum(sum(trace_of_rank.tokens) for trace_of_rank in traces)
+    num_positions = sum(sum(trace_of_rank.positions) for trace_of_rank in traces)
+    largest = max(trace_of_rank.largest_microbatch for trace_of_rank in traces)
     cap = sizes.microbatch * int(samples.lengths.max())
-    all_indices = sorted(chain.from_iterable(indices_of_steps))
-    sizes_of_steps = [len(indices) for indices in indices_of_steps]
+    indices = sorted(chain.from_iterable(step.indices for step in steps))
+    sizes_of_steps = [len(step.indices) for step in steps]
     row: Row = {
         'settings': settings,
         'padded_share': 1 - num_tokens / num_positions,
         'largest_microbatch': largest,
         'cap': cap,
         'within_cap': largest <= cap,
-        'rank_imbalance': statistics.median(imbalances),
-        'steps': len(indices_of_steps),
+        'rank_imbalance': statistics.median(step.imbalance for step in steps),
+        'steps': len(steps),
         'samples_a_step': [min(sizes_of_steps), max(sizes_of_steps)],
-        'every_sample_once': all_indices == list(range(len(samples))),
-        'unknown_rows': all_indices.count(UNKNOWN),
-        'filler_rows': sum(rank.num_dummy_rows for rank in traces),
-        'global_batches': membership(indices_of_steps, len(samples), sizes.global_batch),
+        'every_sample_once': indices == list(range(len(samples))),
+        'unknown_rows': indices.count(UNKNOWN),
+        'filler_rows': sum(trace_of_rank.num_dummy_rows for trace_of_rank in traces),
+        'global_batches': membership([step.indices for step in steps], len(samples), sizes.global_batch),
         'held_out_loss': held_out_loss(model, held_out),
     }
-    first = tuple(indices_of_steps[0])
+    first = tuple(steps[0].indices)
     if UNKNOWN not in first:
         if first not in references:
             references[first] = whole_gradient(new_model(sizes), samples, first)
@@ -107,9 +109,24 @@ def inspected(
     return row
 
 
+def joined_steps(traces: Sequence[Trace]) -> list[JoinedStep]:
+    """Returns the steps of all ranks together. A rank may have fewer steps than others."""
+    joined = []
+    for step in range(max(len(trace.indices) for trace in traces)):
+        indices = []
+        positions = []
+        for trace in traces:
+            if step < len(trace.indices):
+                indices += trace.indices[step]
+                positions.append(trace.positions[step])
+        imbalance = max(positions) / statistics.mean(positions)
+        joined.append(JoinedStep(sorted(indices), imbalance))
+    return joined
+
+
 def membership(indices_of_steps: Sequence[Sequence[int]], num_samples: int, size: int) -> str:
-    """Says which samples the steps have: the global batches in order, those of a shuffle, or others."""
-    steps = [sorted(step) for step in indices_of_steps]
+    """Says which samples the steps have: the global batches in order, or of a known shuffle, or others."""
+    steps = [sorted(indices) for indices in indices_of_steps]
     # BatchRebalanceSampler of Transformers starts from this shuffle. No argument turns it off.
     generator = torch.Generator().manual_seed(42)
     shuffled = torch.randperm(num_samples, generator=generator).tolist()
@@ -155,7 +172,7 @@ def timed(name: str, sizes: Sizes, samples: Samples) -> Row:
     # In the bound all positions count as tokens, as if there were no padding at all.
     counts = trace.positions if name == BOUND else trace.tokens
     seconds = trace.ends[-1] - trace.ends[0]
-    processor_seconds = trace.processor[-1] - trace.processor[0]
+    processor_seconds = trace.processor_ends[-1] - trace.processor_ends[0]
     tokens = sum(dist.all_gather_object(sum(counts[1:])))
     processor_seconds_of_ranks = sum(dist.all_gather_object(processor_seconds))
     return {
@@ -220,7 +237,7 @@ def main() -> None:
     for package in ('transformers', 'composer', 'accelerate'):
         logging.getLogger(package).setLevel(logging.ERROR)
     sizes = Sizes(**plan['sizes'])
-    for cells in measure(sizes, plan['set'], plan['rivals'], plan['rounds']):
+    for cells in measure(sizes, plan['set_name'], plan['names'], plan['rounds']):
         if dist.get_global_rank() == 0:
             Path(path).write_text(json.dumps(cells))
     dist.barrier()

@@ -170,7 +170,7 @@ def test_hooks_record_the_samples():
         positions_of_3_and_1 + positions_of_4,
         positions_of_second_step,
     ]
-    assert trace.largest == max(positions_of_3_and_1, positions_of_4, positions_of_second_step)
+    assert trace.largest_microbatch == max(positions_of_3_and_1, positions_of_4, positions_of_second_step)
     assert len(trace.ends) == 2
     assert set(trace.gradient) == {name for name, _ in model.named_parameters()}
 
