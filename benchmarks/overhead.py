@@ -47,34 +47,35 @@ class StepTimes(Callback):
     """Measures the seconds of each step, and the seconds in functions that :meth:`timed` has wrapped."""
 
     def __init__(self) -> None:
-        self.spent = {'algorithm': 0.0, 'all_reduce': 0.0, 'ledger': 0.0, 'check': 0.0}
+        # Seconds in this step so far, by the parts that are timed.
+        self.seconds = {'algorithm': 0.0, 'all_reduce': 0.0, 'ledger': 0.0, 'check': 0.0}
         self.steps: list[dict[str, float]] = []
         self.started = 0.0
 
-    def timed(self, function: Callable[..., Any], kind: str) -> Callable[..., Any]:
-        """Returns the function in a wrapper that adds its seconds to `spent`."""
+    def timed(self, function: Callable[..., Any], part: str) -> Callable[..., Any]:
+        """Returns the function in a wrapper that adds its seconds to this part."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             start = time.perf_counter()
             try:
                 return function(*args, **kwargs)
             finally:
-                self.spent[kind] += time.perf_counter() - start
+                self.seconds[part] += time.perf_counter() - start
 
         return call
 
     def after_dataloader(self, state: State, logger: Logger) -> None:
-        self.spent = dict.fromkeys(self.spent, 0.0)
+        self.seconds = dict.fromkeys(self.seconds, 0.0)
         self.started = time.perf_counter()
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        self.steps.append({**self.spent, 'step': time.perf_counter() - self.started})
+        self.steps.append({**self.seconds, 'step': time.perf_counter() - self.started})
 
 
 def measure_demo(steps: int, overrides: list[str]) -> StepTimes:
     """Trains the demo run, and measures the time in functions of the algorithm and the ledger by wrapping them."""
-    length = [f'trainer.max_duration={steps}ba', 'trainer.progress_bar=false']
-    config = load_config(DEMO, [*length, TWO_SOURCES, *overrides])
+    settings = [f'trainer.max_duration={steps}ba', 'trainer.progress_bar=false', TWO_SOURCES]
+    config = load_config(DEMO, [*settings, *overrides])
     check_config(config)
     trainer = build_trainer(config, build_parts(config), InMemoryLogger())
     times = StepTimes()
@@ -94,6 +95,11 @@ def measure_demo(steps: int, overrides: list[str]) -> StepTimes:
     return times
 
 
+def median_share(steps: list[dict[str, float]], part: str) -> float:
+    """Returns the median share of a part in the time of a step."""
+    return statistics.median(step[part] / step['step'] for step in steps)
+
+
 def main() -> None:
     warnings.simplefilter('ignore')
     parser = parser_of(__doc__)
@@ -105,17 +111,21 @@ def main() -> None:
     if dist.get_global_rank() != 0:
         return
     steps = times.steps[UNMEASURED_STEPS:]
-    shares = {}
-    for title, kind in (('with_all_reduce', 'algorithm'), ('ledger_by_source', 'ledger')):
-        shares_of_steps = [step[kind] / step['step'] for step in steps]
-        shares[title] = statistics.median(shares_of_steps)
-    seconds_of_checks = {number: step['check'] for number, step in enumerate(times.steps) if step['check']}
+    # The algorithm's time includes its all-reduce.
+    shares = {
+        'with_all_reduce': median_share(steps, 'algorithm'),
+        'ledger_by_source': median_share(steps, 'ledger'),
+    }
+    seconds_of_checks = {}
+    for number, step in enumerate(times.steps):
+        if step['check']:
+            seconds_of_checks[number] = step['check']
     seconds = {
         'first_check': seconds_of_checks.pop(0),
         'later_check': statistics.median(seconds_of_checks.values()),
     }
-    for kind in ('step', 'algorithm', 'all_reduce'):
-        seconds[kind] = statistics.median(step[kind] for step in steps)
+    for part in ('step', 'algorithm', 'all_reduce'):
+        seconds[part] = statistics.median(step[part] for step in steps)
     print(f'medians on {dist.get_world_size()} ranks: shares of the step {shares}, seconds {seconds}')
     results = {
         'machine': machine(),
