@@ -18,11 +18,11 @@ from typing import Any
 from unittest import mock
 
 import torch
-from composer import Callback, DataSpec, Logger, State
+from composer import Callback, Logger, State
 from composer.utils import dist
 from torch.utils.data import DataLoader
 
-from benchmarks.timed_steps import Batches, fit
+from benchmarks.timed_steps import Batches, data_with_split, fit
 from composer_tokacc import BatchLayout, TokenAccumulation
 from composer_tokacc.batch import BatchDict
 from composer_tokacc.verify import UnusedParameters
@@ -108,15 +108,11 @@ def composer(model: Any, *, flag: bool = False, exact: bool = False) -> Step:
         def split(batch: BatchDict, size: int | float) -> list[BatchDict]:
             return [layout.select(batch, rows.tolist()) for rows in rows_of_microbatches]
 
-        data = DataSpec(
-            DataLoader(Batches([batch_with_image]), batch_size=None),
-            split_batch=split,
-            get_num_samples_in_batch=lambda batch: len(batch['input_ids']),
-        )
+        loader = DataLoader(Batches([batch_with_image]), batch_size=None)
         first_gradient = FirstGradient()
         fit(
             model,
-            data,
+            data_with_split(loader, split),
             max(sizes),
             algorithms=[TokenAccumulation() if exact else UnusedParameters()],
             accumulate_train_batch_on_tokens=flag,

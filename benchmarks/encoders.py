@@ -24,13 +24,13 @@ from transformers import ModernBertConfig, ModernBertForMaskedLM
 
 from benchmarks.length_sets import lognormal
 from benchmarks.machine import machine
-from benchmarks.record import RESULTS, ROOT, Row, fill_page, parser_of, table, write
+from benchmarks.record import DOCS, RESULTS, Row, fill_page, parser_of, table, write
 from benchmarks.rivals.data import collate
 from benchmarks.timed_steps import StepClock, time_steps
 from composer_tokacc import TokenAccumulation
 from composer_tokacc.batch import BatchDict
 
-PAGE = ROOT / 'docs' / 'encoders.md'
+PAGE = DOCS / 'encoders.md'
 RESULTS_FILE = RESULTS / 'encoders.json'
 METHODS = {'stock': 'stock Composer, padded', 'ours': 'three lines, padded', 'packing': 'three lines, packed'}
 VOCABULARY = 8448
@@ -86,14 +86,7 @@ def measure(method: str, model: ModernBertForMaskedLM, batches: list[BatchDict])
         # TokenAccumulation checks rows that are wider than any before. So all batches are trained on before.
         warmup = batches
         algorithms = [TokenAccumulation()]
-    return time_steps(
-        method,
-        model,
-        warmup + batches,
-        MICROBATCH,
-        algorithms=algorithms,
-        num_warmup=len(warmup),
-    )
+    return time_steps(method, model, warmup + batches, MICROBATCH, algorithms=algorithms, num_warmup=len(warmup))
 
 
 def figures_of(clocks: dict[str, list[StepClock]], real_tokens: int) -> list[Row]:

@@ -21,14 +21,14 @@ from composer.utils import dist
 
 from benchmarks.adapters import ADAPTERS, TITLES, Gradients, gradients_of, inputs_of
 from benchmarks.machine import machine, on_ranks
-from benchmarks.record import RESULTS, ROOT, Row, fill_page, parser_of, ranks_text, table, write_rows
+from benchmarks.record import DOCS, RESULTS, Row, fill_page, parser_of, ranks_text, table, write_rows
 from composer_tokacc import BatchLayout, verify_invariance
 from composer_tokacc.batch import BatchDict
 from tests.support.families import FAMILIES, ragged_samples
 from tests.support.text import next_token_loss, text_model, text_rows
 
 RESULTS_FILE = RESULTS / 'exactness.json'
-PAGE = ROOT / 'docs' / 'rivals.md'
+PAGE = DOCS / 'rivals.md'
 # Names of the multimodal models in tests/support/families.py, by the titles of the page.
 FAMILY_NAMES = {'LLaVA': 'llava', 'Qwen2.5-VL': 'qwen2_5_vl'}
 SUBJECTS = ('Llama', *FAMILY_NAMES)
@@ -42,7 +42,11 @@ def subject_of(name: str) -> tuple[Any, list[BatchDict]]:
     """Returns a tiny model, and rows for two ranks."""
     rng = np.random.default_rng(0)
     if name == 'Llama':
-        return text_model(), ragged_text_rows(rng)
+        shapes = []
+        for length in rng.integers(4, 40, 2 * ROWS).tolist():
+            num_labels = int(rng.integers(1, length))
+            shapes.append((length, num_labels))
+        return text_model(), text_rows(shapes)
     samples = []
     for seed in range(6):
         samples += ragged_samples(seed=seed)
@@ -51,17 +55,8 @@ def subject_of(name: str) -> tuple[Any, list[BatchDict]]:
     for index in rng.permutation(len(samples))[: 2 * ROWS]:
         sample = samples[index]
         row = case.encode(sample)
-        row['num_images'] = [len(sample.media('image'))]
-        rows.append(row)
+        rows.append({**row, 'num_images': [len(sample.media('image'))]})
     return case.model, rows
-
-
-def ragged_text_rows(rng: np.random.Generator) -> list[BatchDict]:
-    shapes = []
-    for length in rng.integers(4, 40, 2 * ROWS).tolist():
-        num_labels = int(rng.integers(1, length))
-        shapes.append((length, num_labels))
-    return text_rows(shapes)
 
 
 def gradients_of_token_mean(model: Any, batch: BatchDict) -> Gradients:
@@ -135,22 +130,17 @@ def cell_text(row: Row, accumulation: int) -> str:
 
 def measure_on_ranks() -> list[Row]:
     """Checks all trainers with all models on the ranks of this launch."""
-    rows = []
-    for subject in SUBJECTS:
-        for trainer in ADAPTERS:
-            row = check(subject, trainer)
-            rows.append(row)
-            # Composer's launcher shows only the output of rank 0.
-            print(subject, row['ranks'], trainer, cell_text(row, ACCUMULATIONS[-1]), flush=True)
-    return rows
+    return [check(subject, trainer) for subject, trainer in product(SUBJECTS, ADAPTERS)]
 
 
 def main() -> None:
     arguments = parser_of(__doc__).parse_args()
     rows = on_ranks((1, 2), 'benchmarks.exactness')
+    tables = tables_of(rows)
+    print(tables)
     write_rows(arguments.results / RESULTS_FILE.name, {'rows': rows})
     if arguments.results == RESULTS:
-        fill_page(PAGE, {'exactness': tables_of(rows)})
+        fill_page(PAGE, {'exactness': tables})
 
 
 if __name__ == '__main__':

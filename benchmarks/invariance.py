@@ -22,7 +22,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from composer.core import Algorithm
 from composer.loggers import InMemoryLogger
 from composer.utils import dist
 from torch.utils.data import DataLoader, DistributedSampler, Subset
@@ -87,23 +86,17 @@ def train(
         drop_last=True,
     )
     model = build_model(processor)
-    layout = BatchLayout.for_model(model)
-    algorithms: list[Algorithm] = []
-    if method == 'ours':
-        data = data_of('ours', loader, layout)
-        algorithms.append(TokenAccumulation())
-    else:
-        data = data_of('stock', loader, layout)
-        algorithms.append(UnusedParameters())
+    is_ours = method == 'ours'
+    split = 'ours' if is_ours else 'stock'
     first_gradient = FirstGradient()
     memory = InMemoryLogger()
     fit(
         model,
-        data,
+        data_of(split, loader, BatchLayout.for_model(model)),
         microbatch,
         f'{steps}ba',
         optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3),
-        algorithms=algorithms,
+        algorithms=[TokenAccumulation() if is_ours else UnusedParameters()],
         accumulate_train_batch_on_tokens=method == 'flag',
         callbacks=[first_gradient],
         loggers=[memory],

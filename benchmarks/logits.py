@@ -33,15 +33,15 @@ from benchmarks.logits_memory import IMAGE_TOKENS, ROW_TOKENS
 from benchmarks.logits_memory import RESULTS_FILE as MEMORY_FILE
 from benchmarks.machine import machine
 from benchmarks.models import qwen_config, smolvlm_config, text_batch
-from benchmarks.record import RESULTS, ROOT, Row, fill_page, new_figure, parser_of, read, table, write_rows
+from benchmarks.record import DOCS, RESULTS, Row, fill_page, new_figure, parser_of, read, table, write_rows
 from benchmarks.rivals.__main__ import keep, launch
 from benchmarks.rivals.data import Sizes, new_model
 from benchmarks.rivals.report import MODEL_TITLES, TITLES, by_rival, grouped, median_text, ratio_of_rounds, worst_error
 from composer_tokacc.counting import LossRule
 from composer_tokacc.labelled import LabelSelector
 
-PAGE = ROOT / 'docs' / 'logits.md'
-PICTURE = ROOT / 'docs' / 'figures' / 'logits.svg'
+PAGE = DOCS / 'logits.md'
+PICTURE = DOCS / 'figures' / 'logits.svg'
 RESULTS_FILE = RESULTS / 'logits.json'
 OURS = 'ours_sampler'
 CONTENDERS = ('composer', 'hf', 'hf_rebalance', 'odb', 'trl', 'ours_all_logits', OURS)
@@ -92,11 +92,7 @@ def time_microbatch(model: LlamaForCausalLM, rounds: int) -> dict[str, float]:
         selector.arm(LossRule.CAUSAL, MICROBATCH * labels_per_row)  # for the next forward
         return model(input_ids=ids, labels=labels).loss
 
-    forwards = {
-        'layers_seconds': layers,
-        'all_seconds': all_logits,
-        'labels_seconds': logits_at_labels,
-    }
+    forwards = {'layers_seconds': layers, 'all_seconds': all_logits, 'labels_seconds': logits_at_labels}
     seconds = defaultdict(list)
     for _ in range(rounds + 1):
         for name, forward in forwards.items():
@@ -249,7 +245,8 @@ def main() -> None:
     path = arguments.results / RESULTS_FILE.name
     if not arguments.report:
         for ranks, model in product(arguments.ranks, LAYERS):
-            cells = launch(ranks, sizes_of(model), 'tables', CONTENDERS, arguments.rounds)
+            sizes = sizes_of(model)
+            cells = launch(ranks, sizes, set_name='tables', names=CONTENDERS, rounds=arguments.rounds)
             keep(path, cells)
         torch.set_num_threads(1)
         results = read(path)

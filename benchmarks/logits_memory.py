@@ -9,7 +9,7 @@ an answer. 16 tokens of the answer have a label.
 
     python -m benchmarks.logits_memory
 
-Writes benchmarks/results/logits_memory.json.
+Writes results/logits_memory.json.
 """
 
 from __future__ import annotations
@@ -107,10 +107,10 @@ def figures(logits: str) -> Row:
 
 
 def main() -> None:
-    parser_of(__doc__, results=None).parse_args()
+    arguments = parser_of(__doc__).parse_args()
     results = {logits: figures(logits) for logits in ('all', 'labels')}
     print(json.dumps(results, indent=1))
-    write(RESULTS_FILE, {'machine': machine(), **results})
+    write(arguments.results / RESULTS_FILE.name, {'machine': machine(), **results})
 
 
 if __name__ == '__main__':

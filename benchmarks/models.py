@@ -56,7 +56,7 @@ def smolvlm_config() -> transformers.SmolVLMConfig:
 
 
 def qwen_config() -> transformers.Qwen2_5_VLConfig:
-    """Returns the config of Qwen2.5-VL-3B-Instruct."""
+    """Returns the config of Qwen2.5-VL-3B-Instruct. All other sizes are the defaults of Transformers."""
     text = {
         **QWEN_TEXT,
         'tie_word_embeddings': True,
@@ -65,13 +65,7 @@ def qwen_config() -> transformers.Qwen2_5_VLConfig:
     }
     return transformers.Qwen2_5_VLConfig(
         text_config=text,
-        vision_config={
-            'depth': 32,
-            'hidden_size': 1280,
-            'intermediate_size': 3420,
-            'num_heads': 16,
-            'out_hidden_size': 2048,
-        },
+        vision_config={'hidden_size': 1280, 'out_hidden_size': 2048},
         tie_word_embeddings=True,
         image_token_id=151_655,
         video_token_id=151_656,
@@ -161,11 +155,7 @@ def with_labels(ids: torch.Tensor, num_prompt_tokens: int = 0) -> BatchDict:
     """Returns rows of equal length. All their tokens have labels, except the first `num_prompt_tokens`."""
     labels = ids.clone()
     labels[..., :num_prompt_tokens] = -100
-    return {
-        'input_ids': ids,
-        'attention_mask': torch.ones_like(ids),
-        'labels': labels,
-    }
+    return {'input_ids': ids, 'attention_mask': torch.ones_like(ids), 'labels': labels}
 
 
 def text_batch(vocabulary: int, rows: int, width: int, num_labels: int) -> BatchDict:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import statistics
 import time
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 from composer.core import Callback, State
@@ -44,7 +43,7 @@ UNMEASURED_STEPS = 10
 
 
 class StepTimes(Callback):
-    """Measures the seconds of each step, and the seconds in functions that :meth:`timed` has wrapped."""
+    """Measures the seconds of each step, and the seconds in functions that :meth:`watch` was called for."""
 
     def __init__(self) -> None:
         # Seconds in this step so far, by the parts that are timed.
@@ -52,17 +51,18 @@ class StepTimes(Callback):
         self.steps: list[dict[str, float]] = []
         self.started = 0.0
 
-    def timed(self, function: Callable[..., Any], part: str) -> Callable[..., Any]:
-        """Returns the function in a wrapper that adds its seconds to this part."""
+    def watch(self, owner: Any, name: str, part: str) -> None:
+        """Replaces a function of a class, an object or a module by one that adds its seconds to this part."""
+        function = getattr(owner, name)
 
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def timed_function(*args: Any, **kwargs: Any) -> Any:
             start = time.perf_counter()
             try:
                 return function(*args, **kwargs)
             finally:
                 self.seconds[part] += time.perf_counter() - start
 
-        return call
+        setattr(owner, name, timed_function)
 
     def after_dataloader(self, state: State, logger: Logger) -> None:
         self.seconds = dict.fromkeys(self.seconds, 0.0)
@@ -73,7 +73,7 @@ class StepTimes(Callback):
 
 
 def measure_demo(steps: int, overrides: list[str]) -> StepTimes:
-    """Trains the demo run, and measures the time in functions of the algorithm and the ledger by wrapping them."""
+    """Trains the demo run, and measures the time in functions of the algorithm and the ledger."""
     settings = [f'trainer.max_duration={steps}ba', 'trainer.progress_bar=false', TWO_SOURCES]
     config = load_config(DEMO, [*settings, *overrides])
     check_config(config)
@@ -82,22 +82,17 @@ def measure_demo(steps: int, overrides: list[str]) -> StepTimes:
     trainer.state.callbacks.append(times)
     for algorithm in trainer.state.algorithms:
         if isinstance(algorithm, TokenAccumulation):
-            algorithm.apply = times.timed(algorithm.apply, 'algorithm')  # pyright: ignore[reportAttributeAccessIssue]
-    MicrobatchRecord.observe = times.timed(MicrobatchRecord.observe, 'algorithm')
-    MicrobatchRecord._measure = times.timed(MicrobatchRecord._measure, 'algorithm')  # pyright: ignore[reportPrivateUsage]
-    token_accumulation.summed_over_ranks = times.timed(token_accumulation.summed_over_ranks, 'all_reduce')
-    FirstBatchCheck.prove = times.timed(FirstBatchCheck.prove, 'check')
+            times.watch(algorithm, 'apply', 'algorithm')
+    times.watch(MicrobatchRecord, 'observe', 'algorithm')
+    times.watch(MicrobatchRecord, '_measure', 'algorithm')
+    times.watch(token_accumulation, 'summed_over_ranks', 'all_reduce')
+    times.watch(FirstBatchCheck, 'prove', 'check')
     # The ledger also needs an exchange, but the monitor makes that exchange in any case.
-    SourceLedger.note = times.timed(SourceLedger.note, 'ledger')
-    SourceLedger.sums_of_rank = times.timed(SourceLedger.sums_of_rank, 'ledger')
-    SourceLedger.add_up = times.timed(SourceLedger.add_up, 'ledger')
+    times.watch(SourceLedger, 'note', 'ledger')
+    times.watch(SourceLedger, 'sums_of_rank', 'ledger')
+    times.watch(SourceLedger, 'add_up', 'ledger')
     trainer.fit()
     return times
-
-
-def median_share(steps: list[dict[str, float]], part: str) -> float:
-    """Returns the median share of a part in the time of a step."""
-    return statistics.median(step[part] / step['step'] for step in steps)
 
 
 def main() -> None:
@@ -111,10 +106,10 @@ def main() -> None:
     if dist.get_global_rank() != 0:
         return
     steps = times.steps[UNMEASURED_STEPS:]
-    # The algorithm's time includes its all-reduce.
     shares = {
-        'with_all_reduce': median_share(steps, 'algorithm'),
-        'ledger_by_source': median_share(steps, 'ledger'),
+        # The algorithm's time includes its all-reduce.
+        'with_all_reduce': statistics.median(step['algorithm'] / step['step'] for step in steps),
+        'ledger_by_source': statistics.median(step['ledger'] / step['step'] for step in steps),
     }
     seconds_of_checks = {}
     for number, step in enumerate(times.steps):

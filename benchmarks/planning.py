@@ -41,8 +41,6 @@ DISABLE_NUMBA = {'compiling': False, 'from_cache': False, 'without_numba': True}
 # Number of samples of a global batch, and number of ranks.
 CASES = ((64, 2), (512, 8))
 MICROBATCH = 4
-# Plans of a case in each process, after the first one.
-NUM_PLANS = 20
 Seconds = dict[str, float]
 
 
@@ -55,7 +53,7 @@ def time_plan(lengths: np.ndarray, num_ranks: int) -> float:
 
 
 def time_cases(num_plans: int) -> Seconds:
-    """Returns the median seconds of a plan for each case, and the seconds of the first plan in this process."""
+    """Returns the median seconds of this many plans for each case, and the seconds of the first plan."""
     length_set = lognormal(0.92)
     seconds: Seconds = {}
     for num_samples, num_ranks in CASES:
@@ -74,7 +72,7 @@ def in_new_process(num_plans: int, cache: str, *, disable_numba: bool) -> Second
         return pool.submit(time_cases, num_plans).result()
 
 
-def measure(num_rounds: int, num_plans: int = NUM_PLANS) -> dict[str, Seconds]:
+def measure(num_rounds: int, num_plans: int = 20) -> dict[str, Seconds]:
     """Returns the seconds of each process, as medians over the rounds."""
     rounds = defaultdict(list)
     for _ in range(num_rounds):

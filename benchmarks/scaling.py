@@ -3,7 +3,7 @@
 
 """Models how evenly the ranks are loaded, and how fast a step is, with our sampler and with others.
 
-    python -m benchmarks.scaling [--quick]
+    python -m benchmarks.scaling
 
 The other samplers are written from their descriptions. All have the memory of stock Composer: `k` rows as wide as the
 longest sample of the global batch. One set of lengths is lognormal, the other comes from the tables in
@@ -56,7 +56,7 @@ def even_chunks(batch: LengthSet, num_ranks: int, cost: CostModel) -> np.ndarray
     num_rows = np.zeros(num_microbatches, dtype=int)
     widths = np.zeros(num_microbatches, dtype=int)
     image_tokens = np.zeros(num_microbatches, dtype=int)
-    for sample in longest_first(batch).tolist():
+    for sample in np.argsort(-batch.lengths, kind='stable').tolist():
         sum_of_lengths, number = heapq.heappop(not_full)
         length = int(batch.lengths[sample])
         num_rows[number] += 1
@@ -73,10 +73,10 @@ def stride(batch: LengthSet, num_ranks: int, cost: CostModel) -> np.ndarray:
 
     It sorts the samples, gives them to the ranks in turn, cuts all ranks at the same places, and trims.
     """
-    sorted_batch = batch.take(longest_first(batch))
-    lengths = by_rank(sorted_batch.lengths, num_ranks)
+    longest_first = batch.take(np.argsort(-batch.lengths, kind='stable'))
+    lengths = by_rank(longest_first.lengths, num_ranks)
     num_rows = lengths.shape[1]
-    loads = vision_cost(sorted_batch, num_ranks, cost).astype(float)
+    loads = vision_cost(longest_first, num_ranks, cost).astype(float)
     start = 0
     while start < num_rows:
         # Rank 0 has the longest row at this place, so its rows decide where all ranks cut.
@@ -127,11 +127,6 @@ def max_tokens_of(batch: LengthSet) -> int:
     return MICROBATCH * int(batch.lengths.max())
 
 
-def longest_first(batch: LengthSet) -> np.ndarray:
-    """Returns the indices of the samples, from the longest sample to the shortest."""
-    return np.argsort(-batch.lengths, kind='stable')
-
-
 def simulate(length_set: LengthSet, num_ranks: int, per_rank: int, steps: int) -> list[Row]:
     """Returns imbalance, share of the bound and speed-up of every method, over several global batches."""
     cost = CostModel()
@@ -166,15 +161,12 @@ def simulate(length_set: LengthSet, num_ranks: int, per_rank: int, steps: int) -
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument('--quick', action='store_true', help='fewer ranks')
-    arguments = parser.parse_args()
+    arguments = parser_of(__doc__).parse_args()
     tables, source = read_tables()
-    worlds = WORLDS[:2] if arguments.quick else WORLDS
     rows = []
     # Clipping lowers the coefficient of variation from 0.92 to 0.9.
     for length_set in (tables, lognormal(0.92)):
-        for world in worlds:
+        for world in WORLDS:
             modelled = simulate(length_set, *world)
             print(json.dumps(modelled, indent=1), flush=True)
             rows += modelled

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -67,7 +67,8 @@ class ComputeDevice:
         return torch.cuda.memory_allocated() if self.is_gpu else 0
 
     def total_bytes(self) -> int:
-        return torch.cuda.get_device_properties(0).total_memory if self.is_gpu else 0
+        """Returns the memory of the GPU. There must be one."""
+        return torch.cuda.get_device_properties(0).total_memory
 
     def report(self) -> Row:
         """Returns the machine and the GPU for a results file."""
@@ -171,11 +172,12 @@ def data_of(
     if method in ('ours', 'packing'):
         return token_data_spec(loader, layout=layout, packing=method == 'packing', slot_tokens=slot_tokens)
     split = stock_split if method == 'stock' else collate_split
-    return DataSpec(
-        loader,
-        split_batch=partial(split, layout),
-        get_num_samples_in_batch=lambda batch: len(batch['input_ids']),
-    )
+    return data_with_split(loader, partial(split, layout))
+
+
+def data_with_split(loader: DataLoader, split: Callable | None) -> DataSpec:
+    """Returns the data of a run of stock Composer with this function as its split, or with its own one."""
+    return DataSpec(loader, split_batch=split, get_num_samples_in_batch=lambda batch: len(batch['input_ids']))
 
 
 def fit(

@@ -27,21 +27,20 @@ from composer.utils import dist
 from benchmarks.adapters import ADAPTERS
 from benchmarks.length_sets import read_tables
 from benchmarks.machine import machine, on_ranks
-from benchmarks.record import RESULTS, ROOT, Row, fill_page, new_figure, parser_of, ranks_text, read, table, write_rows
+from benchmarks.record import DOCS, RESULTS, Row, fill_page, new_figure, parser_of, ranks_text, read, table, write_rows
 from benchmarks.timed_steps import chunks, data_of, fit
 from composer_tokacc import BatchLayout, TokenAccumulation, measure_token_weights
 from composer_tokacc.batch import BatchDict
 from tests.support.text import text_model, text_rows
 
 RESULTS_FILE = RESULTS / 'token_weights.json'
-PICTURE = ROOT / 'docs' / 'figures' / 'token_weights.svg'
-PAGE = ROOT / 'docs' / 'token_weights.md'
+PICTURE = DOCS / 'figures' / 'token_weights.svg'
+PAGE = DOCS / 'token_weights.md'
 SUBJECTS = {'eight rows': 'eight ragged rows', 'mixture': 'AI2D, ChartQA, DocVQA'}
 MICROBATCH = {'eight rows': 3, 'mixture': 4}
 CASES = (('eight rows', 1), ('mixture', 1), ('mixture', 2))
 EIGHT_LENGTHS = (5, 9, 14, 30, 7, 22, 11, 3)
 SAMPLES = 32
-SEED = 0
 # Title and package of each trainer, exact ones first.
 HOSTS = {
     'ours': ('**Composer with TokenAccumulation, `token_data_spec`**', 'mosaicml'),
@@ -56,7 +55,7 @@ def lengths_of(subject: str) -> tuple[list[int], list[int], str]:
     if subject == 'eight rows':
         return list(EIGHT_LENGTHS), [0] * len(EIGHT_LENGTHS), 'written down'
     tables, source = read_tables()
-    samples = tables.draw(SAMPLES, SEED)
+    samples = tables.draw(SAMPLES, seed=0)
     return samples.lengths.tolist(), samples.image_tokens.tolist(), source
 
 
@@ -93,7 +92,8 @@ def measure(subject: str, host: str) -> Row:
     weights_of_ranks = dist.all_gather_object(report.weights)
     weights = torch.cat(list(chain.from_iterable(weights_of_ranks)))
     # The first label of a row is not trained, because no token comes before it.
-    expected = sum(int((row['labels'][:, 1:] != -100).sum()) for row in rows)
+    labels = torch.cat([row['labels'][0, 1:] for row in rows])
+    expected = int((labels != -100).sum())
     if len(weights) != expected:
         raise SystemExit(f'{host} repeated or dropped samples: it trained {len(weights)} of {expected} tokens.')
     mean = weights.mean()
@@ -163,7 +163,8 @@ def draw(rows: list[Row], path: Path) -> None:
             on_one_rank[row['subject'], row['host']] = row
     figure = new_figure(8, 4.2, font_size=8)
     panels = figure.subplots(len(SUBJECTS), 2, sharey='row')
-    for (stock_axes, our_axes), (subject, samples) in zip(panels, SUBJECTS.items(), strict=True):
+    for (stock_axes, our_axes), subject in zip(panels, SUBJECTS, strict=True):
+        samples = SUBJECTS[subject]
         stock_row = on_one_rank[subject, 'composer']
         if 'SYNTHETIC' in stock_row['source']:
             samples = '32 samples of synthetic lengths'

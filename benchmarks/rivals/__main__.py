@@ -21,9 +21,9 @@ import os
 import signal
 import subprocess
 import tempfile
-from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from benchmarks.machine import COMPOSER, environment, machine, versions
 from benchmarks.record import ROOT, Row, parser_of, read, write_rows
@@ -38,18 +38,17 @@ USUAL = [name for name in CONTENDERS if name not in ('trl', 'ours_all_logits')]
 LIMIT = 3600
 
 
-def launch(ranks: int, sizes: Row, set_name: str, rivals: Sequence[str], rounds: int) -> list[Row]:
-    """Runs `benchmarks.rivals.speed` on several ranks. Returns the cells that it wrote before the end or the limit.
+def launch(ranks: int, sizes: Row, **plan: Any) -> list[Row]:
+    """Measures on several ranks. Returns the cells that were written before the end or the limit.
 
-    `sizes` are arguments of `Sizes` that differ from the defaults.
+    `sizes` are arguments of `Sizes`. `plan` are the other arguments of `benchmarks.rivals.speed.measure`.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / 'cells.json'
         launcher = [COMPOSER, '-n', str(ranks), '-m', 'benchmarks.rivals.speed']
         # ODB makes a gloo group for each loader. Without GLOO_SOCKET_IFNAME, ranks may not reach each other.
         variables = environment(TOKENIZERS_PARALLELISM='false', GLOO_SOCKET_IFNAME='lo')
-        plan = {'sizes': sizes, 'set_name': set_name, 'names': rivals, 'rounds': rounds}
-        command = [*launcher, str(path), json.dumps(plan)]
+        command = [*launcher, str(path), json.dumps(sizes), json.dumps(plan)]
         process = subprocess.Popen(command, cwd=ROOT, env=variables, start_new_session=True)
         try:
             process.wait(timeout=LIMIT)
@@ -94,7 +93,8 @@ def main() -> None:
     path = arguments.results / RESULTS_FILE.name
     if not arguments.report:
         for ranks, model, set_name in product(arguments.ranks, arguments.models, arguments.sets):
-            cells = launch(ranks, {'model': model}, set_name, arguments.rivals, arguments.rounds)
+            sizes = {'model': model}
+            cells = launch(ranks, sizes, set_name=set_name, names=arguments.rivals, rounds=arguments.rounds)
             keep(path, cells)
     if path == RESULTS_FILE:
         write_pages(read(path))

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 from torch.utils.data import Dataset
 from transformers import CLIPImageProcessor, LlamaForCausalLM
 
@@ -116,9 +115,7 @@ class Samples(Dataset):
     """Tokenized samples as a processor returns them: a prompt with images, and an answer.
 
     Tokens follow a random chain, so that there is something to learn. Long and short samples have different chains, so
-    that a trainer that gives short samples a wrong weight learns something else.
-
-    The lengths are drawn from `lengths`. Without `count` there are as many samples as an epoch of the run has.
+    that a trainer that gives short samples a wrong weight learns something else. The lengths are drawn from `lengths`.
     """
 
     def __init__(
@@ -126,11 +123,10 @@ class Samples(Dataset):
         sizes: Sizes,
         lengths: np.ndarray,
         seed: int = 0,
-        count: int | None = None,
         ranks: int = 1,
     ) -> None:
         rng = np.random.default_rng(seed)
-        drawn_lengths = rng.choice(lengths, count or sizes.samples)
+        drawn_lengths = rng.choice(lengths, sizes.samples)
         self.lengths = _extremes_first(rng, drawn_lengths, num_extremes=2 * ranks)
         # The same chains for samples of every seed.
         vocabulary = sizes.vocabulary
@@ -151,9 +147,9 @@ class Samples(Dataset):
     def __getitem__(self, index: int) -> BatchDict:
         return {key: value.clone() for key, value in self._samples[index].items()}
 
-    def index_of(self, ids: list[int]) -> int:
+    def index_of(self, ids: torch.Tensor) -> int:
         """Returns the index of the sample with these tokens, or UNKNOWN."""
-        return self._indices.get(tuple(ids), UNKNOWN)
+        return self._indices.get(tuple(ids.tolist()), UNKNOWN)
 
 
 def _extremes_first(rng: np.random.Generator, lengths: np.ndarray, num_extremes: int) -> np.ndarray:
@@ -164,8 +160,8 @@ def _extremes_first(rng: np.random.Generator, lengths: np.ndarray, num_extremes:
     much (`benchmarks.overhead` measures it).
     """
     by_length = np.sort(lengths)
-    others = rng.permutation(by_length[num_extremes:-num_extremes])
-    return np.concatenate([by_length[:num_extremes], by_length[-num_extremes:], others])
+    other_lengths = rng.permutation(by_length[num_extremes:-num_extremes])
+    return np.concatenate([by_length[:num_extremes], by_length[-num_extremes:], other_lengths])
 
 
 def _draw_sample(rng: np.random.Generator, length: int, chain: np.ndarray, sizes: Sizes) -> BatchDict:
@@ -190,15 +186,14 @@ def _draw_sample(rng: np.random.Generator, length: int, chain: np.ndarray, sizes
     sample = with_labels(torch.tensor(ids), num_prompt_tokens)
     if num_images:
         processor = CLIPImageProcessor(do_resize=False, do_center_crop=False)
-        images = [Image.fromarray(image) for image in pixels]
-        sample['pixel_values'] = processor(images, return_tensors='pt')['pixel_values']
+        sample['pixel_values'] = processor(list(pixels), return_tensors='pt')['pixel_values']
     return sample
 
 
 def collate(samples: Sequence[BatchDict]) -> BatchDict:
     """Pads to the longest on the right and joins the images, as collators of vision-language models do."""
     batch: BatchDict = {}
-    for key, fill in (('input_ids', 0), ('attention_mask', 0), ('labels', -100)):
+    for key, fill in {'input_ids': 0, 'attention_mask': 0, 'labels': -100}.items():
         values = [sample[key] for sample in samples]
         batch[key] = torch.nn.utils.rnn.pad_sequence(values, batch_first=True, padding_value=fill)
     images = [sample['pixel_values'] for sample in samples if 'pixel_values' in sample]

@@ -8,8 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -22,29 +20,29 @@ from benchmarks.rivals.data import UNKNOWN, Samples
 INPUTS = ('input_ids', 'attention_mask', 'labels', 'position_ids')
 
 
-@dataclass
 class Trace:
     """The record of a run on this rank. The lists have an entry for each optimizer step."""
 
-    # Clock time and processor time at the end of the step.
-    ends: list[float] = field(default_factory=list)
-    processor_ends: list[float] = field(default_factory=list)
-    # Rows times width of all microbatches.
-    positions: list[int] = field(default_factory=list)
-    # Tokens of the samples, without padding.
-    tokens: list[int] = field(default_factory=list)
-    # Indices of the samples. UNKNOWN stands for a row that is not a sample.
-    indices: list[list[int]] = field(default_factory=list)
-    num_dummy_rows: int = 0
-    # Positions of the largest microbatch.
-    largest_microbatch: int = 0
-    # Gradient of the first step before the optimizer used it, if :func:`watched` is told to inspect.
-    gradient: Gradients = field(default_factory=dict)
+    def __init__(self) -> None:
+        # Clock time and processor time at the end of the step.
+        self.ends: list[float] = []
+        self.processor_ends: list[float] = []
+        # Rows times width of all microbatches.
+        self.positions: list[int] = []
+        # Tokens of the samples, without padding.
+        self.tokens: list[int] = []
+        # Indices of the samples. UNKNOWN stands for a row that is not a sample.
+        self.indices: list[list[int]] = []
+        self.num_dummy_rows = 0
+        # Positions of the largest microbatch.
+        self.largest_microbatch = 0
+        # Gradient of the first step.
+        self.gradient: Gradients = {}
 
 
 @contextmanager
-def watched(model: Any, samples: Samples, *, inspect: bool = False) -> Iterator[Trace]:
-    """Watches a training run of a model, which the trainer may wrap. `inspect` also records the first gradient."""
+def watched(model: Any, samples: Samples) -> Iterator[Trace]:
+    """Watches a training run of a model, which the trainer may wrap."""
     trace = Trace()
     # The inputs of the microbatches of each step. The last step has not ended.
     steps: list[list[Row]] = [[]]
@@ -55,10 +53,10 @@ def watched(model: Any, samples: Samples, *, inspect: bool = False) -> Iterator[
             steps[-1].append({key: kwargs.get(key) for key in INPUTS})
 
     def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+        if not trace.gradient:
+            trace.gradient = gradients_of(model)
         trace.ends.append(time.perf_counter())
         trace.processor_ends.append(time.process_time())
-        if inspect and not trace.gradient:
-            trace.gradient = gradients_of(model)
         steps.append([])
 
     handles = [
@@ -95,25 +93,23 @@ def recognize(trace: Trace, microbatches: list[Row], samples: Samples) -> None:
     trace.positions.append(num_positions)
 
 
-def split_rows(inputs: Row) -> list[tuple[list[int], list[int]]]:
+def split_rows(inputs: Row) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Returns tokens and labels of each row, or of each document of a packed row, without padding."""
     ids = inputs['input_ids']
     mask = inputs['attention_mask']
     labels = inputs['labels']
-    rows = []
-    is_padded = mask is not None and mask.shape == ids.shape
-    if is_padded:
-        for row, is_real in enumerate(mask.bool()):
-            rows.append((ids[row, is_real].tolist(), labels[row, is_real].tolist()))
-    else:
+    if mask is None or mask.shape != ids.shape:
         # One packed row. The positions of each document begin at 0.
         starts = torch.nonzero(inputs['position_ids'][0] == 0).flatten()
-        for start, end in pairwise([*starts.tolist(), ids.shape[1]]):
-            rows.append((ids[0, start:end].tolist(), labels[0, start:end].tolist()))
+        documents = ids[0].tensor_split(starts[1:])
+        return list(zip(documents, labels[0].tensor_split(starts[1:]), strict=True))
+    rows = []
+    for row, is_real in enumerate(mask.bool()):
+        rows.append((ids[row, is_real], labels[row, is_real]))
     return rows
 
 
-def is_dummy_row(samples: Samples, ids: list[int], labels: list[int]) -> bool:
+def is_dummy_row(samples: Samples, ids: torch.Tensor, labels: torch.Tensor) -> bool:
     """Returns whether a row is a dummy row. It has the tokens of a sample without its labels, or made-up tokens.
 
     A dummy row may have one label: the 0 that `with_one_label` writes into a batch without labels, because a mean over
@@ -123,7 +119,6 @@ def is_dummy_row(samples: Samples, ids: list[int], labels: list[int]) -> bool:
     trained_labels = labels[1:]
     index = samples.index_of(ids)
     if index != UNKNOWN:
-        labels_of_sample = samples[index]['labels'].tolist()
-        return trained_labels != labels_of_sample[1:]
-    real_labels = [label for label in trained_labels if label != -100]
-    return real_labels in ([], [0])
+        return not torch.equal(trained_labels, samples[index]['labels'][1:])
+    real_labels = trained_labels[trained_labels != -100]
+    return real_labels.tolist() in ([], [0])

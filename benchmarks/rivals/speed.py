@@ -14,9 +14,9 @@ import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
-from itertools import chain
+from itertools import chain, zip_longest
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -37,29 +37,14 @@ from tests.support.text import next_token_loss
 HELD_OUT = 64
 
 
-class JoinedStep(NamedTuple):
-    """A step of all ranks."""
-
-    # Indices of the samples.
-    indices: list[int]
-    # Positions of the rank that has most, over their mean.
-    imbalance: float
-
-
-def train(
-    name: str,
-    sizes: Sizes,
-    samples: Samples,
-    *,
-    inspect: bool = False,
-) -> tuple[Trace, Any, Row]:
+def train(name: str, sizes: Sizes, samples: Samples) -> tuple[Trace, Any, Row]:
     """Trains one epoch from the first weights. Returns the trace, the trained model and the settings."""
     model = new_model(sizes)
     task = Task(model, samples, sizes)
     if dist.get_world_size() > 1:
         dist.barrier()
     # Restores the environment afterwards, because accelerate sets variables and leaves them.
-    with mock.patch.dict(os.environ), watched(model, samples, inspect=inspect) as trace:
+    with mock.patch.dict(os.environ), watched(model, samples) as trace:
         settings = CONTENDERS[name](task)
     gc.collect()
     return trace, model, settings
@@ -76,52 +61,54 @@ def inspected(
 
     `references` is a cache for all contenders: the right gradient of a first step, by the indices of its samples.
     """
-    trace, model, settings = train(name, sizes, samples, inspect=True)
-    # Without the gradient: the ranks have the same one.
-    traces: list[Trace] = dist.all_gather_object(replace(trace, gradient={}))
-    steps = joined_steps(traces)
+    trace, model, settings = train(name, sizes, samples)
+    gradient = trace.gradient
+    trace.gradient = {}  # not gathered, because the ranks have the same one
+    traces: list[Trace] = dist.all_gather_object(trace)
+    steps = samples_of_steps(traces)
     num_tokens = sum(sum(trace_of_rank.tokens) for trace_of_rank in traces)
     num_positions = sum(sum(trace_of_rank.positions) for trace_of_rank in traces)
     largest = max(trace_of_rank.largest_microbatch for trace_of_rank in traces)
-    cap = sizes.microbatch * int(samples.lengths.max())
-    indices = sorted(chain.from_iterable(step.indices for step in steps))
-    sizes_of_steps = [len(step.indices) for step in steps]
+    cap = Task(model, samples, sizes).cap
+    indices = sorted(chain.from_iterable(steps))
+    sizes_of_steps = [len(step) for step in steps]
     row: Row = {
         'settings': settings,
         'padded_share': 1 - num_tokens / num_positions,
         'largest_microbatch': largest,
         'cap': cap,
         'within_cap': largest <= cap,
-        'rank_imbalance': statistics.median(step.imbalance for step in steps),
+        'rank_imbalance': statistics.median(imbalances_of_steps(traces)),
         'steps': len(steps),
         'samples_a_step': [min(sizes_of_steps), max(sizes_of_steps)],
         'every_sample_once': indices == list(range(len(samples))),
         'unknown_rows': indices.count(UNKNOWN),
         'filler_rows': sum(trace_of_rank.num_dummy_rows for trace_of_rank in traces),
-        'global_batches': membership([step.indices for step in steps], len(samples), sizes.global_batch),
+        'global_batches': membership(steps, len(samples), sizes.global_batch),
         'held_out_loss': held_out_loss(model, held_out),
     }
-    first = tuple(steps[0].indices)
+    first = tuple(steps[0])
     if UNKNOWN not in first:
         if first not in references:
             references[first] = whole_gradient(new_model(sizes), samples, first)
-        row['gradient_error'], _ = relative_error(trace.gradient, references[first])
+        row['gradient_error'], _ = relative_error(gradient, references[first])
     return row
 
 
-def joined_steps(traces: Sequence[Trace]) -> list[JoinedStep]:
-    """Returns the steps of all ranks together. A rank may have fewer steps than others."""
-    joined = []
-    for step in range(max(len(trace.indices) for trace in traces)):
-        indices = []
-        positions = []
-        for trace in traces:
-            if step < len(trace.indices):
-                indices += trace.indices[step]
-                positions.append(trace.positions[step])
-        imbalance = max(positions) / statistics.mean(positions)
-        joined.append(JoinedStep(sorted(indices), imbalance))
-    return joined
+def samples_of_steps(traces: Sequence[Trace]) -> list[list[int]]:
+    """Returns the sorted indices of the samples that all ranks together have in each step."""
+    # A rank may have fewer steps than others.
+    steps = zip_longest(*[trace.indices for trace in traces], fillvalue=())
+    return [sorted(chain.from_iterable(step)) for step in steps]
+
+
+def imbalances_of_steps(traces: Sequence[Trace]) -> list[float]:
+    """Returns the positions of the rank with the most of them, divided by the mean of the ranks, for each step."""
+    imbalances = []
+    for step in zip_longest(*[trace.positions for trace in traces]):
+        positions = [number for number in step if number is not None]
+        imbalances.append(max(positions) / statistics.mean(positions))
+    return imbalances
 
 
 def membership(indices_of_steps: Sequence[Sequence[int]], num_samples: int, size: int) -> str:
@@ -191,7 +178,7 @@ def measure(sizes: Sizes, set_name: str, names: Sequence[str], rounds: int) -> I
     lengths, source = lengths_of(set_name, sizes.mean)
     samples = Samples(sizes, lengths, ranks=dist.get_world_size())
     num_held_out = min(HELD_OUT, sizes.samples // 4)
-    held_out = Samples(sizes, lengths, seed=1, count=num_held_out)
+    held_out = Samples(replace(sizes, samples=num_held_out), lengths, seed=1)
     references: dict[tuple[int, ...], Gradients] = {}
     cells: dict[str, Row] = {}
     for name in names:
@@ -230,14 +217,12 @@ def measure(sizes: Sizes, set_name: str, names: Sequence[str], rounds: int) -> I
 
 
 def main() -> None:
-    path, plan_text = sys.argv[1:]
-    plan = json.loads(plan_text)
+    path, sizes, plan = sys.argv[1:]
     torch.multiprocessing.set_sharing_strategy('file_system')
     join_ranks()
     for package in ('transformers', 'composer', 'accelerate'):
         logging.getLogger(package).setLevel(logging.ERROR)
-    sizes = Sizes(**plan['sizes'])
-    for cells in measure(sizes, plan['set_name'], plan['names'], plan['rounds']):
+    for cells in measure(Sizes(**json.loads(sizes)), **json.loads(plan)):
         if dist.get_global_rank() == 0:
             Path(path).write_text(json.dumps(cells))
     dist.barrier()
