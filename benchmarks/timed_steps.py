@@ -85,10 +85,7 @@ GPU = ComputeDevice('cuda')
 
 
 class Batches(IterableDataset):
-    """Batches that are made before the run.
-
-    The data set is iterable, because Composer wants a DistributedSampler for all others if there are several ranks.
-    """
+    """Batches made before the run. Iterable, because on several ranks Composer asks others for a DistributedSampler."""
 
     def __init__(self, batches: Sequence[BatchDict]) -> None:
         self.batches = batches

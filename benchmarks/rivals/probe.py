@@ -14,8 +14,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from benchmarks.adapters import Gradients, gradients_of
-from benchmarks.record import Row
 from benchmarks.rivals.data import UNKNOWN, Samples
+from composer_tokacc.batch import BatchDict
 
 INPUTS = ('input_ids', 'attention_mask', 'labels', 'position_ids')
 
@@ -45,9 +45,9 @@ def watched(model: Any, samples: Samples) -> Iterator[Trace]:
     """Watches a training run of a model, which the trainer may wrap."""
     trace = Trace()
     # The inputs of the microbatches of each step. The last step has not ended.
-    steps: list[list[Row]] = [[]]
+    steps: list[list[BatchDict]] = [[]]
 
-    def before_forward(module: Any, args: Any, kwargs: Row) -> None:
+    def before_forward(module: Any, args: Any, kwargs: BatchDict) -> None:
         # A forward without gradients is a check or an evaluation, and not part of a step.
         if torch.is_grad_enabled():
             steps[-1].append({key: kwargs.get(key) for key in INPUTS})
@@ -73,7 +73,7 @@ def watched(model: Any, samples: Samples) -> Iterator[Trace]:
         recognize(trace, microbatches, samples)
 
 
-def recognize(trace: Trace, microbatches: list[Row], samples: Samples) -> None:
+def recognize(trace: Trace, microbatches: list[BatchDict], samples: Samples) -> None:
     """Finds out which samples were in the microbatches of a step, and adds them to the trace."""
     indices: list[int] = []
     num_tokens = 0
@@ -93,7 +93,7 @@ def recognize(trace: Trace, microbatches: list[Row], samples: Samples) -> None:
     trace.positions.append(num_positions)
 
 
-def split_rows(inputs: Row) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def split_rows(inputs: BatchDict) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Returns tokens and labels of each row, or of each document of a packed row, without padding."""
     ids = inputs['input_ids']
     mask = inputs['attention_mask']

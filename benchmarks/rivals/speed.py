@@ -31,6 +31,7 @@ from benchmarks.rivals.data import UNKNOWN, Samples, Sizes, collate, lengths_of,
 from benchmarks.rivals.probe import Trace, watched
 from benchmarks.rivals.report import BOUND
 from benchmarks.timed_steps import chunks
+from composer_tokacc.batch import BatchDict
 from composer_tokacc.invariance import relative_error
 from tests.support.text import next_token_loss
 
@@ -96,14 +97,13 @@ def inspected(
 
 
 def samples_of_steps(traces: Sequence[Trace]) -> list[list[int]]:
-    """Returns the sorted indices of the samples that all ranks together have in each step."""
-    # A rank may have fewer steps than others.
+    """Returns the sorted indices of the samples of all ranks in each step. A rank may have fewer steps than others."""
     steps = zip_longest(*[trace.indices for trace in traces], fillvalue=())
     return [sorted(chain.from_iterable(step)) for step in steps]
 
 
 def imbalances_of_steps(traces: Sequence[Trace]) -> list[float]:
-    """Returns the positions of the rank with the most of them, divided by the mean of the ranks, for each step."""
+    """Returns for each step: the positions of the rank that has most of them, divided by the mean of the ranks."""
     imbalances = []
     for step in zip_longest(*[trace.positions for trace in traces]):
         positions = [number for number in step if number is not None]
@@ -146,7 +146,7 @@ def held_out_loss(model: Any, held_out: Samples) -> float:
     return torch.cat(losses).mean().item()
 
 
-def token_losses(model: Any, sample: Row) -> torch.Tensor:
+def token_losses(model: Any, sample: BatchDict) -> torch.Tensor:
     """Returns the loss of each label. The first token has none, because no token comes before it."""
     batch = collate([sample])
     losses = next_token_loss(model(**batch).logits, batch['labels'], reduction='none')
