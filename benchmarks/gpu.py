@@ -124,7 +124,7 @@ class Scale:
     lengths: Path | None = None
 
     def lengths_of(self, variation: float | None) -> tuple[np.ndarray, str]:
-        """Returns lognormal lengths with this coefficient of variation, or those of the tables, and their source."""
+        """Returns lengths and their source: those of the tables if `variation` is None, else lognormal ones."""
         if variation is None:
             tables, source = read_tables(self.lengths)
             return np.maximum(tables.lengths // self.shrink, 4), source

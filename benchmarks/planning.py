@@ -13,8 +13,8 @@ from_cache     numba loads the machine code that the first process saved
 without_numba  the planner runs as plain Python
 
 `first_plan` is the first plan of a process. The figure of a case is the median of its plans without the first one. Of
-all figures, the median over the rounds is written. They are seconds of processor time: with its one thread, the planner
-takes as long on an idle machine. Writes results/planning.json.
+all figures, the median over the rounds is written. They are seconds of processor time. The planner has one thread, so
+it takes as long on an idle machine. Writes results/planning.json.
 """
 
 from __future__ import annotations

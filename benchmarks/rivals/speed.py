@@ -38,7 +38,7 @@ from tests.support.text import next_token_loss
 HELD_OUT = 64
 
 
-def train(name: str, sizes: Sizes, samples: Samples) -> tuple[Trace, Any, Row]:
+def train_epoch(name: str, sizes: Sizes, samples: Samples) -> tuple[Trace, Any, Row]:
     """Trains one epoch from the first weights. Returns the trace, the trained model and the settings."""
     model = new_model(sizes)
     task = Task(model, samples, sizes)
@@ -51,7 +51,7 @@ def train(name: str, sizes: Sizes, samples: Samples) -> tuple[Trace, Any, Row]:
     return trace, model, settings
 
 
-def inspected(
+def inspect_epoch(
     name: str,
     sizes: Sizes,
     samples: Samples,
@@ -62,7 +62,7 @@ def inspected(
 
     `references` is a cache for all contenders: the right gradient of a first step, by the indices of its samples.
     """
-    trace, model, settings = train(name, sizes, samples)
+    trace, model, settings = train_epoch(name, sizes, samples)
     gradient = trace.gradient
     trace.gradient = {}  # not gathered, because the ranks have the same one
     traces: list[Trace] = dist.all_gather_object(trace)
@@ -153,9 +153,9 @@ def token_losses(model: Any, sample: BatchDict) -> torch.Tensor:
     return losses[batch['labels'][0, 1:] != -100]
 
 
-def timed(name: str, sizes: Sizes, samples: Samples) -> Row:
+def time_epoch(name: str, sizes: Sizes, samples: Samples) -> Row:
     """Times an epoch. Leaves out the first step, which pays for work that a run does once."""
-    trace, _, _ = train(name, sizes, samples)
+    trace, _, _ = train_epoch(name, sizes, samples)
     # In the bound all positions count as tokens, as if there were no padding at all.
     counts = trace.positions if name == BOUND else trace.tokens
     seconds = trace.ends[-1] - trace.ends[0]
@@ -192,9 +192,9 @@ def measure(sizes: Sizes, set_name: str, names: Sequence[str], rounds: int) -> I
         }
         try:
             if name == BOUND:
-                _, _, cell['settings'] = train(name, sizes, samples)
+                _, _, cell['settings'] = train_epoch(name, sizes, samples)
             else:
-                cell.update(inspected(name, sizes, samples, held_out, references))
+                cell.update(inspect_epoch(name, sizes, samples, held_out, references))
         except Exception:
             # The other ranks may have gone on or may wait for this one, so the launch ends.
             if dist.get_world_size() > 1:
@@ -208,7 +208,7 @@ def measure(sizes: Sizes, set_name: str, names: Sequence[str], rounds: int) -> I
         for name, cell in cells.items():
             if 'error' in cell:
                 continue
-            epoch = timed(name, sizes, samples)
+            epoch = time_epoch(name, sizes, samples)
             cell.setdefault('rounds', []).append(epoch)
             for figure in ('tokens_per_second', 'tokens_per_processor_second'):
                 cell[figure] = quartiles([each_round[figure] for each_round in cell['rounds']])

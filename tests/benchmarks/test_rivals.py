@@ -229,7 +229,7 @@ def test_reference_equals_one_forward():
 def inspected(name, **changes):
     sizes, samples = small_samples(model='llava', **changes)
     held_out = Samples(replace(sizes, samples=4), samples.lengths, seed=1)
-    return speed.inspected(name, sizes, samples, held_out, {})
+    return speed.inspect_epoch(name, sizes, samples, held_out, {})
 
 
 @pytest.mark.parametrize(
