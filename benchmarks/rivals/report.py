@@ -74,7 +74,8 @@ def overview(cells: Sequence[Row], names: Sequence[str]) -> str:
         membership = ''
         error = ''
         if name != BOUND:
-            membership = ', '.join(dict.fromkeys(cell['global_batches'] for cell in measured))
+            memberships = dict.fromkeys(cell['global_batches'] for cell in measured)  # each once, in order
+            membership = ', '.join(memberships)
             error = worst_error(measured)
         rows.append([TITLES[name], membership, error, *map(median_text, cells_of_groups)])
     return table(['', 'samples of a step', 'first gradient', *groups], rows)
