@@ -18,17 +18,17 @@ from typing import Any
 from unittest import mock
 
 import torch
-from composer import Callback, DataSpec, Logger, State
+from composer import Callback, Logger, State
 from composer.utils import dist
 from torch.utils.data import DataLoader
 
-from benchmarks.timed_steps import Batches, fit
+from benchmarks.timed_steps import Batches, data_with_split, fit
 from composer_tokacc import BatchLayout, TokenAccumulation
+from composer_tokacc.batch import BatchDict
 from composer_tokacc.verify import UnusedParameters
 
-Batch = dict[str, Any]
 Gradients = dict[str, torch.Tensor]
-Step = Callable[[list[Batch]], Gradients]
+Step = Callable[[list[BatchDict]], Gradients]
 
 
 def hugging_face(model: Any) -> Step:
@@ -39,13 +39,13 @@ def hugging_face(model: Any) -> Step:
         def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
             self.gradients = gradients_of(model)
 
-    def step(microbatches: list[Batch]) -> Gradients:
+    def step(microbatches: list[BatchDict]) -> Gradients:
         recorder = GradientRecorder()
         # The Trainer gives samples to the ranks in turn. So each microbatch is repeated once for each rank: then this
         # rank gets all of its own microbatches, in order.
         samples = []
-        for batch in microbatches:
-            samples += [batch] * dist.get_world_size()
+        for microbatch in microbatches:
+            samples += [microbatch] * dist.get_world_size()
         # Restores the environment afterwards, because accelerate sets variables and leaves them.
         with mock.patch.dict('os.environ'), tempfile.TemporaryDirectory() as folder:
             arguments = TrainingArguments(
@@ -64,56 +64,21 @@ def hugging_face(model: Any) -> Step:
                 disable_tqdm=True,
                 logging_strategy='no',
             )
-            Trainer(
+            trainer = Trainer(
                 model=model,
                 args=arguments,
-                data_collator=lambda batches: batches[0],
+                data_collator=lambda samples: samples[0],
                 train_dataset=samples,  # pyright: ignore[reportArgumentType]
                 callbacks=[recorder],
-            ).train()
-        return recorder.gradients
-
-    return step
-
-
-def composer(model: Any, *, flag: bool = False, exact: bool = False) -> Step:
-    """Returns a function that makes a step with Composer.
-
-    ``flag`` sets Composer's ``accumulate_train_batch_on_tokens``. ``exact`` adds TokenAccumulation. Without it,
-    UnusedParameters is added, because DDP must know that a microbatch of text leaves the vision encoder unused.
-    """
-    layout = BatchLayout.for_model(model)
-
-    def step(microbatches: list[Batch]) -> Gradients:
-        recorder = FirstGradient()
-        # The microbatches are joined, because Composer wants a whole batch. It splits the batch at the same rows again.
-        parts: list[range] = []
-        start = 0
-        for batch in microbatches:
-            end = start + len(batch['input_ids'])
-            parts.append(range(start, end))
-            start = end
-        whole_batch = dict(layout.with_media(layout.concat(microbatches)))  # a dummy image if the model needs one
-        data = DataSpec(
-            DataLoader(Batches([whole_batch]), batch_size=None),
-            split_batch=lambda batch, size: [layout.select(batch, part) for part in parts],
-            get_num_samples_in_batch=lambda batch: len(batch['input_ids']),
-        )
-        fit(
-            model,
-            data,
-            max(len(part) for part in parts),
-            algorithms=[TokenAccumulation() if exact else UnusedParameters()],
-            accumulate_train_batch_on_tokens=flag,
-            callbacks=[recorder],
-        )
+            )
+            trainer.train()
         return recorder.gradients
 
     return step
 
 
 class FirstGradient(Callback):
-    """Copies the gradients of the first step before the optimizer changes the weights."""
+    """Copies the gradients of the first step of Composer's Trainer before the optimizer changes the weights."""
 
     def __init__(self) -> None:
         self.gradients: Gradients = {}
@@ -125,6 +90,39 @@ class FirstGradient(Callback):
             self.gradients = gradients_of(model.model)
 
 
+def composer(model: Any, *, flag: bool = False, exact: bool = False) -> Step:
+    """Returns a function that makes a step with Composer.
+
+    ``flag`` sets Composer's ``accumulate_train_batch_on_tokens``. ``exact`` adds TokenAccumulation. Without it,
+    UnusedParameters is added, because DDP must know that a microbatch of text leaves the vision encoder unused.
+    """
+    layout = BatchLayout.for_model(model)
+
+    def step(microbatches: list[BatchDict]) -> Gradients:
+        # Composer wants a whole batch. So the microbatches are joined, and then split at the same rows again.
+        batch = layout.concat(microbatches)
+        batch_with_image = dict(layout.with_media(batch))  # a dummy image if the model needs one
+        sizes = [len(microbatch['input_ids']) for microbatch in microbatches]
+        rows_of_microbatches = torch.arange(sum(sizes)).split(sizes)
+
+        def split(batch: BatchDict, size: int | float) -> list[BatchDict]:
+            return [layout.select(batch, rows.tolist()) for rows in rows_of_microbatches]
+
+        loader = DataLoader(Batches([batch_with_image]), batch_size=None)
+        first_gradient = FirstGradient()
+        fit(
+            model,
+            data_with_split(loader, split),
+            max(sizes),
+            algorithms=[TokenAccumulation() if exact else UnusedParameters()],
+            accumulate_train_batch_on_tokens=flag,
+            callbacks=[first_gradient],
+        )
+        return first_gradient.gradients
+
+    return step
+
+
 def gradients_of(model: Any) -> Gradients:
     gradients = {}
     for name, parameter in model.named_parameters():
@@ -133,7 +131,7 @@ def gradients_of(model: Any) -> Gradients:
     return gradients
 
 
-def inputs_of(model: Any, batch: Batch) -> Batch:
+def inputs_of(model: Any, batch: BatchDict) -> BatchDict:
     """Returns the entries of the batch that the model's forward takes."""
     arguments = inspect.signature(model.forward).parameters
     return {key: value for key, value in batch.items() if key in arguments}

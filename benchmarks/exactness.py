@@ -12,30 +12,34 @@ results/exactness.json and the tables of docs/rivals.md.
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import partial
 from itertools import product
 from typing import Any
 
 import numpy as np
 from composer.utils import dist
 
-from benchmarks.adapters import ADAPTERS, TITLES, Batch, Gradients, gradients_of, inputs_of
+from benchmarks.adapters import ADAPTERS, TITLES, Gradients, gradients_of, inputs_of
 from benchmarks.machine import machine, on_ranks
-from benchmarks.record import RESULTS, ROOT, Row, fill_page, parser_of, ranks_text, table, write_rows
+from benchmarks.record import DOCS, RESULTS, Row, fill_page, parser_of, ranks_text, table, write_rows
 from composer_tokacc import BatchLayout, verify_invariance
+from composer_tokacc.batch import BatchDict
 from tests.support.families import FAMILIES, ragged_samples
 from tests.support.text import next_token_loss, text_model, text_rows
 
 RESULTS_FILE = RESULTS / 'exactness.json'
-PAGE = ROOT / 'docs' / 'rivals.md'
-SUBJECTS = ('Llama', 'LLaVA', 'Qwen2.5-VL')
+PAGE = DOCS / 'rivals.md'
+# Names of the multimodal models in tests/support/families.py, by the titles of the page.
+FAMILY_NAMES = {'LLaVA': 'llava', 'Qwen2.5-VL': 'qwen2_5_vl'}
+SUBJECTS = ('Llama', *FAMILY_NAMES)
 # On each rank. Microbatches of 16, 4 and 1 rows are accumulations of 1, 4 and 16.
 ROWS = 16
 ACCUMULATIONS = (1, 4, 16)
 TOLERANCE = 2e-6
 
 
-def subject_of(name: str) -> tuple[Any, list[Batch]]:
-    """Returns a tiny model of the family, and rows for two ranks."""
+def subject_of(name: str) -> tuple[Any, list[BatchDict]]:
+    """Returns a tiny model, and rows for two ranks."""
     rng = np.random.default_rng(0)
     if name == 'Llama':
         shapes = []
@@ -43,10 +47,10 @@ def subject_of(name: str) -> tuple[Any, list[Batch]]:
             num_labels = int(rng.integers(1, length))
             shapes.append((length, num_labels))
         return text_model(), text_rows(shapes)
-    case = FAMILIES['llava' if name == 'LLaVA' else 'qwen2_5_vl']()
     samples = []
     for seed in range(6):
         samples += ragged_samples(seed=seed)
+    case = FAMILIES[FAMILY_NAMES[name]]()
     rows = []
     for index in rng.permutation(len(samples))[: 2 * ROWS]:
         sample = samples[index]
@@ -55,7 +59,7 @@ def subject_of(name: str) -> tuple[Any, list[Batch]]:
     return case.model, rows
 
 
-def gradients_of_token_mean(model: Any, batch: Batch) -> Gradients:
+def gradients_of_token_mean(model: Any, batch: BatchDict) -> Gradients:
     """Returns the gradients of the mean over all tokens, by one plain forward."""
     model.train().zero_grad(set_to_none=True)
     outputs = model(**inputs_of(model, batch))
@@ -66,19 +70,18 @@ def gradients_of_token_mean(model: Any, batch: Batch) -> Gradients:
 def check(subject: str, trainer: str) -> Row:
     """Checks one trainer with one model on the ranks of this launch."""
     model, rows = subject_of(subject)
-    layout = BatchLayout.for_model(model)
-    start = ROWS * dist.get_global_rank()
     train_step = ADAPTERS[trainer](model)
 
-    def step(microbatches: list[Batch]) -> Gradients:
+    def step(microbatches: list[BatchDict]) -> Gradients:
         model.train().zero_grad(set_to_none=True)
         return train_step(microbatches)
 
+    first_row = ROWS * dist.get_global_rank()
     report = verify_invariance(
         step,
-        rows[start : start + ROWS],
-        layout=layout,
-        reference=lambda batch: gradients_of_token_mean(model, batch),
+        rows[first_row : first_row + ROWS],
+        layout=BatchLayout.for_model(model),
+        reference=partial(gradients_of_token_mean, model),
         microbatch_sizes=(1, 4, ROWS),
         padding_sides=('right',),
         tolerance=TOLERANCE,
@@ -93,10 +96,12 @@ def check(subject: str, trainer: str) -> Row:
 
 
 def tables_of(rows: list[Row]) -> str:
-    """Returns a table for each model: trainers by ranks and accumulation."""
+    """Returns a table for each model: a line for each trainer, a column for each number of ranks and accumulation."""
     cases = list(product((1, 2), ACCUMULATIONS))
     columns = [f'{ranks_text(ranks)}, x{accumulation}' for ranks, accumulation in cases]
-    rows_by_launch = {(row['subject'], row['trainer'], row['ranks']): row for row in rows}
+    rows_by_launch = {}
+    for row in rows:
+        rows_by_launch[row['subject'], row['trainer'], row['ranks']] = row
     parts = []
     for subject in SUBJECTS:
         lines = []
@@ -112,7 +117,7 @@ def tables_of(rows: list[Row]) -> str:
 
 def cell_text(row: Row, accumulation: int) -> str:
     """Returns the largest error of a trainer with this accumulation, and the factor of that `InvarianceCase`."""
-    # The other cuts belong to no accumulation: 'again' computes the rows of all ranks at once, 'uneven' 15 rows and 1.
+    # Other cuts are no accumulation: 'again' has the rows of all ranks in one microbatch, 'uneven' has 15 rows and one.
     cases = []
     for case in row['cases']:
         if case['microbatch_size'] == ROWS // accumulation and case['cut'] in ('in order', 'by length'):
@@ -125,22 +130,17 @@ def cell_text(row: Row, accumulation: int) -> str:
 
 def measure_on_ranks() -> list[Row]:
     """Checks all trainers with all models on the ranks of this launch."""
-    rows = []
-    for subject in SUBJECTS:
-        for trainer in ADAPTERS:
-            row = check(subject, trainer)
-            rows.append(row)
-            # Composer's launcher shows only the output of rank 0.
-            print(subject, row['ranks'], trainer, cell_text(row, ACCUMULATIONS[-1]), flush=True)
-    return rows
+    return [check(subject, trainer) for subject, trainer in product(SUBJECTS, ADAPTERS)]
 
 
 def main() -> None:
-    arguments = parser_of(__doc__, results=RESULTS_FILE).parse_args()
+    arguments = parser_of(__doc__).parse_args()
     rows = on_ranks((1, 2), 'benchmarks.exactness')
-    write_rows(arguments.results, {'rows': rows})
-    if arguments.results == RESULTS_FILE:
-        fill_page(PAGE, {'exactness': tables_of(rows)})
+    tables = tables_of(rows)
+    print(tables)
+    write_rows(arguments.results / RESULTS_FILE.name, {'rows': rows})
+    if arguments.results == RESULTS:
+        fill_page(PAGE, {'exactness': tables})
 
 
 if __name__ == '__main__':

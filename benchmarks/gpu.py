@@ -56,6 +56,7 @@ from benchmarks.models import (
 from benchmarks.record import RESULTS, Row, parser_of, write
 from benchmarks.timed_steps import CPU, GIB, GPU, ComputeDevice, chunks, data_of, fit, time_steps
 from composer_tokacc import BatchLayout, TokenAccumulation
+from composer_tokacc.batch import BatchDict
 from composer_tokacc.invariance import relative_error
 from composer_tokacc.layout import describe
 from composer_tokacc.sizing import BatchShape, calibrate_fake
@@ -123,7 +124,7 @@ class Scale:
     lengths: Path | None = None
 
     def lengths_of(self, variation: float | None) -> tuple[np.ndarray, str]:
-        """Returns lognormal lengths with this coefficient of variation, or those of the tables, and their source."""
+        """Returns lengths and their source: those of the tables if `variation` is None, else lognormal ones."""
         if variation is None:
             tables, source = read_tables(self.lengths)
             return np.maximum(tables.lengths // self.shrink, 4), source
@@ -184,7 +185,9 @@ def build_llava(config: LlavaConfig, device: ComputeDevice, *, checkpointing: bo
     return model
 
 
-def gradients_of_one_forward(config: LlavaConfig, batch: Row, device: ComputeDevice, dtype: torch.dtype) -> Gradients:
+def gradients_of_one_forward(
+    config: LlavaConfig, batch: BatchDict, device: ComputeDevice, dtype: torch.dtype
+) -> Gradients:
     """Returns the gradients of one plain forward over all rows."""
     model = build_llava(config, device)
     inputs = {}
@@ -198,7 +201,7 @@ def gradients_of_one_forward(config: LlavaConfig, batch: Row, device: ComputeDev
 
 def gradients_of_trainer(
     config: LlavaConfig,
-    rows: list[Row],
+    rows: list[BatchDict],
     method: str,
     microbatch: int | str,
     device: ComputeDevice,
@@ -316,7 +319,7 @@ def measure_out_of_memory(scale: Scale) -> Row:
     }
 
 
-def measure_method(method: str, model: Any, batches: list[Row], scale: Scale) -> Row:
+def measure_method(method: str, model: Any, batches: list[BatchDict], scale: Scale) -> Row:
     """Times one way to cut the batches. TokenAccumulation is on for all of them, so that only the cut differs.
 
     All batches are trained on once, then once more. In the first pass the allocator of a GPU asks the driver for memory
@@ -399,7 +402,7 @@ def measure_logits(scale: Scale) -> Row:
     return result
 
 
-def time_logits(logits: str, model: Any, batch: Row, device: ComputeDevice) -> dict[str, float]:
+def time_logits(logits: str, model: Any, batch: BatchDict, device: ComputeDevice) -> dict[str, float]:
     """Returns the median time and the largest peak of the steps. The first does not count: it includes a check."""
     batches = [batch] * (1 + LOGITS_STEPS)
     num_rows = len(batch['input_ids'])
@@ -408,7 +411,7 @@ def time_logits(logits: str, model: Any, batch: Row, device: ComputeDevice) -> d
     return {'seconds': statistics.median(clock.seconds), 'peak_gib': max(clock.peak_bytes) / GIB}
 
 
-def measured_peak(model: Any, batch: Row, device: ComputeDevice) -> int:
+def measured_peak(model: Any, batch: BatchDict, device: ComputeDevice) -> int:
     """Returns the peak memory of two steps. Each step computes the batch twice, in two microbatches.
 
     So in the second microbatch there are already gradients when the activations are largest, as in the prediction.

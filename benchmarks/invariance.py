@@ -16,6 +16,7 @@ Writes results/invariance.json and results/invariance.png.
 from __future__ import annotations
 
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from composer_tokacc.verify import UnusedParameters
 from examples.digits import DigitsDataset, build_digits_processor, digits_model_config
 
 GLOBAL_BATCH = 128
+NUM_DIGITS = 4096
 MICROBATCHES = (16, 8, 1)
 METHODS = {
     'stock': 'stock Composer',
@@ -50,9 +52,9 @@ def build_model(processor: Any) -> Any:
     """Returns a model with the same weights at every call."""
     torch.manual_seed(17)
     config = digits_model_config(processor, hidden_size=64, num_layers=1, num_vision_layers=1)
+    config.use_cache = False
     config.text_config.use_cache = False
     model = AutoModelForImageTextToText.from_config(config)
-    model.config.use_cache = False
     freeze_unused(model)
     return model
 
@@ -85,11 +87,12 @@ def train(
     )
     model = build_model(processor)
     is_ours = method == 'ours'
+    split = 'ours' if is_ours else 'stock'
     first_gradient = FirstGradient()
     memory = InMemoryLogger()
     fit(
         model,
-        data_of('ours' if is_ours else 'stock', loader, BatchLayout.for_model(model)),
+        data_of(split, loader, BatchLayout.for_model(model)),
         microbatch,
         f'{steps}ba',
         optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3),
@@ -105,28 +108,29 @@ def train(
 def measure_on_ranks(steps: int) -> list[Row]:
     """Runs all methods and microbatches on the ranks of this launch."""
     processor = build_digits_processor()
-    digits = DigitsDataset(processor, num_samples=4096)
-    dataset = Subset(digits, [index % 4096 for index in range(steps * GLOBAL_BATCH)])
+    digits = DigitsDataset(processor, num_samples=NUM_DIGITS)
+    # The run is one epoch, in which the digits are repeated.
+    dataset = Subset(digits, [index % NUM_DIGITS for index in range(steps * GLOBAL_BATCH)])
     expected_gradient, expected_loss = reference(processor, dataset)
     rows = []
-    for method in METHODS:
-        for microbatch in MICROBATCHES:
-            start = time.monotonic()
-            losses, gradient = train(method, microbatch, steps, processor, dataset)
-            error, _ = relative_error(gradient, expected_gradient)
-            row = {
-                'method': method,
-                'ranks': dist.get_world_size(),
-                'microbatch': microbatch,
-                'first_loss': losses[0],
-                'last_loss': losses[-1],
-                'gradient_error': error,
-                'whole_batch_loss': expected_loss,
-                'seconds': round(time.monotonic() - start, 1),
-            }
-            # Composer's launcher shows only the output of rank 0.
-            print(row, flush=True)
-            rows.append({**row, 'losses': losses})
+    for method, microbatch in product(METHODS, MICROBATCHES):
+        start = time.monotonic()
+        losses, gradient = train(method, microbatch, steps, processor, dataset)
+        seconds = time.monotonic() - start
+        error, _ = relative_error(gradient, expected_gradient)
+        row = {
+            'method': method,
+            'ranks': dist.get_world_size(),
+            'microbatch': microbatch,
+            'first_loss': losses[0],
+            'last_loss': losses[-1],
+            'gradient_error': error,
+            'whole_batch_loss': expected_loss,
+            'seconds': round(seconds, 1),
+        }
+        # Composer's launcher shows only the output of rank 0.
+        print(row, flush=True)
+        rows.append({**row, 'losses': losses})
     return rows
 
 

@@ -32,8 +32,8 @@ class LengthSet:
 
     def draw(self, num_samples: int, seed: int) -> LengthSet:
         """Returns samples in random order, without repetition if there are enough of them."""
-        has_too_few = num_samples > len(self.lengths)
-        chosen = np.random.default_rng(seed).choice(len(self.lengths), num_samples, replace=has_too_few)
+        rng = np.random.default_rng(seed)
+        chosen = rng.choice(len(self.lengths), num_samples, replace=num_samples > len(self.lengths))
         return self.take(chosen)
 
     def take(self, indices: np.ndarray) -> LengthSet:

@@ -29,7 +29,8 @@ from PIL import Image
 
 from benchmarks.machine import machine
 from benchmarks.record import Row, parser_of, write
-from composer_tokacc.data import LlavaDataset, lengths
+from composer_tokacc.data import LlavaDataset
+from composer_tokacc.data.lengths import TABLE_COLUMNS, LengthTable, build_length_table
 from composer_tokacc.data.processor import CHAT_TEMPLATE, train_tokenizer
 
 ROUNDS = 3
@@ -105,10 +106,10 @@ def write_data(folder: Path, sizes: np.ndarray) -> Path:
     return folder / 'data.json'
 
 
-def timed(dataset: LlavaDataset, processor: Any) -> tuple[lengths.LengthTable, float]:
+def timed(dataset: LlavaDataset, processor: Any) -> tuple[LengthTable, float]:
     """Returns the length table of a dataset, and the seconds of processor time to build it."""
     start = time.process_time()
-    table = lengths.build_length_table(dataset, processor, num_workers=0)
+    table = build_length_table(dataset, processor, num_workers=0)
     return table, time.process_time() - start
 
 
@@ -118,14 +119,16 @@ def compare(path: Path, processor: Any) -> Row:
     # The first sample pays for work that is done once.
     _ = dataset[0]
     # Reading headers takes little time, so other work on the machine disturbs it more. It is measured several times.
-    rounds = [timed(dataset, processor) for _ in range(ROUNDS)]
-    from_headers, _ = rounds[0]
-    headers_seconds = statistics.median(seconds for _, seconds in rounds)
-    # This makes the package read all samples: it does so if a dataset has at most this many.
-    with mock.patch.object(lengths, 'MOST_SAMPLES_WITHOUT_HEADERS', len(dataset)):
+    seconds_of_rounds = []
+    for _ in range(ROUNDS):
+        from_headers, seconds = timed(dataset, processor)
+        seconds_of_rounds.append(seconds)
+    headers_seconds = statistics.median(seconds_of_rounds)
+    # The package reads all samples of a dataset that has at most this many.
+    with mock.patch('composer_tokacc.data.lengths.MOST_SAMPLES_WITHOUT_HEADERS', len(dataset)):
         from_samples, reading_seconds = timed(dataset, processor)
     equal = {}
-    for column in lengths.TABLE_COLUMNS:
+    for column in TABLE_COLUMNS:
         is_equal = getattr(from_headers, column) == getattr(from_samples, column)
         equal[column] = bool(is_equal.all())
     return {

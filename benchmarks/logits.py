@@ -33,39 +33,41 @@ from benchmarks.logits_memory import IMAGE_TOKENS, ROW_TOKENS
 from benchmarks.logits_memory import RESULTS_FILE as MEMORY_FILE
 from benchmarks.machine import machine
 from benchmarks.models import qwen_config, smolvlm_config, text_batch
-from benchmarks.record import RESULTS, ROOT, Row, fill_page, new_figure, parser_of, read, table, write_rows
+from benchmarks.record import DOCS, RESULTS, Row, fill_page, new_figure, parser_of, read, table, write_rows
 from benchmarks.rivals.__main__ import keep, launch
 from benchmarks.rivals.data import Sizes, new_model
 from benchmarks.rivals.report import MODEL_TITLES, TITLES, by_rival, grouped, median_text, ratio_of_rounds, worst_error
 from composer_tokacc.counting import LossRule
 from composer_tokacc.labelled import LabelSelector
 
-PAGE = ROOT / 'docs' / 'logits.md'
-PICTURE = ROOT / 'docs' / 'figures' / 'logits.svg'
+PAGE = DOCS / 'logits.md'
+PICTURE = DOCS / 'figures' / 'logits.svg'
 RESULTS_FILE = RESULTS / 'logits.json'
 OURS = 'ours_sampler'
 CONTENDERS = ('composer', 'hf', 'hf_rebalance', 'odb', 'trl', 'ours_all_logits', OURS)
 # Layers of the models that are trained, and of the real models.
 LAYERS = {'smolvlm': (5, 30), 'qwen': (6, 36)}
-ANSWER = (4, 48)
-MICROBATCH = (4, 290)
-"""Rows and width of the microbatch that is timed by parts."""
+LEAST_ANSWER = 4
+LONGEST_ANSWER = 48
+MICROBATCH = 4
+# Mean length of a sample. The microbatch that is timed by parts has rows of this length.
+MEAN_LENGTH = 290
 # Sizes of the parts of a bar by name.
 Parts = dict[str, float]
 
 
 def sizes_of(model: str) -> Row:
     """Returns the sizes of the run of a model."""
-    least, longest = ANSWER
+    layers, _ = LAYERS[model]
     return {
         'model': model,
-        'layers': LAYERS[model][0],
-        'mean': MICROBATCH[1],
+        'layers': layers,
+        'mean': MEAN_LENGTH,
         'samples': 48,
         'global_batch': 16,
-        'microbatch': MICROBATCH[0],
-        'least_answer': least,
-        'longest_answer': longest,
+        'microbatch': MICROBATCH,
+        'least_answer': LEAST_ANSWER,
+        'longest_answer': LONGEST_ANSWER,
     }
 
 
@@ -74,9 +76,8 @@ def time_microbatch(model: LlamaForCausalLM, rounds: int) -> dict[str, float]:
 
     The forwards take turns in each round. A first round does not count.
     """
-    rows, width = MICROBATCH
-    answer = sum(ANSWER) // 2
-    batch = text_batch(model.config.vocab_size, rows, width, answer)
+    labels_per_row = (LEAST_ANSWER + LONGEST_ANSWER) // 2
+    batch = text_batch(model.config.vocab_size, MICROBATCH, MEAN_LENGTH, labels_per_row)
     ids = batch['input_ids']
     labels = batch['labels']
     selector = LabelSelector(model)
@@ -88,7 +89,7 @@ def time_microbatch(model: LlamaForCausalLM, rounds: int) -> dict[str, float]:
         return model(input_ids=ids, labels=labels).loss
 
     def logits_at_labels() -> torch.Tensor:
-        selector.arm(LossRule.CAUSAL, rows * answer)  # for one forward: the loss rule and the number of labels
+        selector.arm(LossRule.CAUSAL, MICROBATCH * labels_per_row)  # for the next forward
         return model(input_ids=ids, labels=labels).loss
 
     forwards = {'layers_seconds': layers, 'all_seconds': all_logits, 'labels_seconds': logits_at_labels}
@@ -136,11 +137,11 @@ def work_rows() -> list[Row]:
                 vision_weights += parameter.numel()
             elif '.layers.' in key:
                 text_weights += parameter.numel()
-        head = model.get_output_embeddings().weight.numel() * ROW_TOKENS
-        text = text_weights * ROW_TOKENS
-        vision = vision_weights * image_tokens * patches_per_token
-        of_text = head / (head + text)
-        of_all = head / (head + text + vision)
+        head_work = model.get_output_embeddings().weight.numel() * ROW_TOKENS
+        text_work = text_weights * ROW_TOKENS
+        vision_work = vision_weights * image_tokens * patches_per_token
+        of_text = head_work / (head_work + text_work)
+        of_all = head_work / (head_work + text_work + vision_work)
         rows.append({'model': name, 'of_text': of_text, 'of_all': of_all})
     return rows
 
@@ -171,18 +172,19 @@ def speed_text(case: dict[str, Row], rival: str) -> str:
 
 def share_table(results: Row) -> str:
     """Returns the table of the shares of head and loss: in the time of a microbatch, and in the work of real models."""
-    work = {row['model']: row for row in results['work']}
+    work_by_model = {row['model']: row for row in results['work']}
     rows = []
     for row in results['microbatches']:
-        name = row['model']
+        _, real_layers = LAYERS[row['model']]
         of_text = ''
         of_all = ''
-        if row['layers'] == LAYERS[name][1]:  # the depth of the real model
-            of_text = f'{work[name]["of_text"]:.0%}'
-            of_all = f'{work[name]["of_all"]:.0%}'
+        if row['layers'] == real_layers:
+            work = work_by_model[row['model']]
+            of_text = f'{work["of_text"]:.0%}'
+            of_all = f'{work["of_all"]:.0%}'
         rows.append(
             [
-                f'{MODEL_TITLES[name]}, {row["layers"]} layers',
+                f'{MODEL_TITLES[row["model"]]}, {row["layers"]} layers',
                 f'{1 - row["layers_seconds"] / row["all_seconds"]:.0%}',
                 f'{row["all_seconds"] / row["labels_seconds"]:.2f}',
                 of_text,
@@ -236,16 +238,16 @@ def stack(axes: Any, bars: dict[str, Parts], colors: dict[str, str]) -> None:
 
 def main() -> None:
     warnings.simplefilter('ignore')
-    parser = parser_of(__doc__, results=RESULTS_FILE, report=True)
-    parser.add_argument('--models', nargs='+', choices=list(LAYERS), default=list(LAYERS))
-    parser.add_argument('--ranks', type=int, nargs='*', default=[1, 2], help='none: only time the microbatches')
+    parser = parser_of(__doc__, report=True)
+    parser.add_argument('--ranks', type=int, nargs='+', default=[1, 2])
     parser.add_argument('--rounds', type=int, default=5)
     arguments = parser.parse_args()
-    path = arguments.results
+    path = arguments.results / RESULTS_FILE.name
     if not arguments.report:
-        for ranks, model in product(arguments.ranks, arguments.models):
-            plan = {'sizes': sizes_of(model), 'set': 'tables', 'rivals': CONTENDERS, 'rounds': arguments.rounds}
-            keep(path, launch(ranks, plan))
+        for ranks, model in product(arguments.ranks, LAYERS):
+            sizes = sizes_of(model)
+            cells = launch(ranks, sizes, set_name='tables', names=CONTENDERS, rounds=arguments.rounds)
+            keep(path, cells)
         torch.set_num_threads(1)
         results = read(path)
         results['microbatches'] = microbatch_rows(arguments.rounds)

@@ -9,7 +9,7 @@ an answer. 16 tokens of the answer have a label.
 
     python -m benchmarks.logits_memory
 
-Writes benchmarks/results/logits_memory.json.
+Writes results/logits_memory.json.
 """
 
 from __future__ import annotations
@@ -21,22 +21,24 @@ import torch
 import transformers
 
 from benchmarks.machine import machine
-from benchmarks.models import qwen_config
-from benchmarks.record import RESULTS, Row, write
+from benchmarks.models import qwen_config, with_labels
+from benchmarks.record import RESULTS, Row, parser_of, write
+from composer_tokacc.batch import BatchDict
 from composer_tokacc.sizing.memory_model import GIB, MemoryModel
 from composer_tokacc.sizing.shapes import BatchShape
 from composer_tokacc.sizing.trace import calibrate_fake
 
 RESULTS_FILE = RESULTS / 'logits_memory.json'
 POSITIONS = 8192
-IMAGE_TOKENS = 625
+# Tokens of a row: all, those of its image, and those of its answer that have a label.
 ROW_TOKENS = 691
+IMAGE_TOKENS = 625
 LABELS = 16
+# Values in a patch: 3 colours, 2 frames, 14 x 14 pixels.
 PATCH_VALUES = 1176
-"""Values in a patch: 3 colours, 2 frames, 14 x 14 pixels."""
 DEVICE_BYTES = 80 * GIB
+# Part of the device that may be used, as by default in `size`.
 SAFETY = 0.92
-"""Part of the device that may be used, as by default in `size`."""
 
 
 def build() -> torch.nn.Module:
@@ -46,18 +48,15 @@ def build() -> torch.nn.Module:
     return model.train()
 
 
-def sample(side: int, num_text: int) -> dict[str, torch.Tensor]:
+def sample(side: int, num_text_tokens: int) -> BatchDict:
     """Returns a sample as the processor returns it. It has one square image, with `side` patches on each side."""
     config = qwen_config()
     num_image_tokens = side * side // 4  # 2 x 2 patches become one token
-    image = [config.vision_start_token_id, *[config.image_token_id] * num_image_tokens, config.vision_end_token_id]
-    ids = torch.tensor([[*image, *range(1000, 1000 + num_text)]])
-    labels = torch.full_like(ids, -100)
-    labels[:, -LABELS:] = ids[:, -LABELS:]
+    image_ids = [config.image_token_id] * num_image_tokens
+    text_ids = range(1000, 1000 + num_text_tokens)
+    ids = torch.tensor([[config.vision_start_token_id, *image_ids, config.vision_end_token_id, *text_ids]])
     return {
-        'input_ids': ids,
-        'attention_mask': torch.ones_like(ids),
-        'labels': labels,
+        **with_labels(ids, ids.shape[1] - LABELS),
         'pixel_values': torch.zeros(side * side, PATCH_VALUES, dtype=torch.bfloat16),
         'image_grid_thw': torch.tensor([[1, side, side]]),
     }
@@ -108,9 +107,10 @@ def figures(logits: str) -> Row:
 
 
 def main() -> None:
+    arguments = parser_of(__doc__).parse_args()
     results = {logits: figures(logits) for logits in ('all', 'labels')}
     print(json.dumps(results, indent=1))
-    write(RESULTS_FILE, {'machine': machine(), **results})
+    write(arguments.results / RESULTS_FILE.name, {'machine': machine(), **results})
 
 
 if __name__ == '__main__':

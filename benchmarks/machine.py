@@ -58,18 +58,18 @@ def versions(packages: tuple[str, ...]) -> dict[str, str]:
     return installed
 
 
-def environment_of_no_rank() -> dict[str, str]:
-    """Returns the environment of this process without the variables of a rank, which a new launch must not inherit."""
+def environment_without_rank() -> dict[str, str]:
+    """Returns the environment of this process without the variables of a rank. A new launch must not inherit them."""
     return {key: value for key, value in os.environ.items() if key not in RANK_VARIABLES}
 
 
 def environment(**variables: str) -> dict[str, str]:
     """Returns the environment of a new process: one thread, and imports from this checkout."""
-    return {**environment_of_no_rank(), 'OMP_NUM_THREADS': '1', 'PYTHONPATH': str(ROOT), **variables}
+    return {**environment_without_rank(), 'OMP_NUM_THREADS': '1', 'PYTHONPATH': str(ROOT), **variables}
 
 
 def on_ranks(numbers_of_ranks: Sequence[int], module: str, **arguments: Any) -> list[Row]:
-    """Calls `measure_on_ranks` of a module on each of these numbers of ranks. Returns all rows of rank 0.
+    """Calls `measure_on_ranks` of a module on each of these numbers of ranks. Returns what rank 0 returned each time.
 
     Arguments and rows travel as JSON. Composer's launcher starts :func:`main` in a process for each rank.
     """

@@ -13,9 +13,11 @@ import transformers
 from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
 from benchmarks.record import Row
+from composer_tokacc.batch import BatchDict
 
 VOCABULARY = 512
 IMAGE_TOKEN = 3
+# The small LLaVA makes 2 x 2 tokens of an image of 16 x 16 pixels.
 IMAGE_LENGTH = 4
 IMAGE_SIDE = 16
 # The id of the token that made-up texts repeat. Special tokens have other ids: the first or the last of a vocabulary.
@@ -54,7 +56,7 @@ def smolvlm_config() -> transformers.SmolVLMConfig:
 
 
 def qwen_config() -> transformers.Qwen2_5_VLConfig:
-    """Returns the config of Qwen2.5-VL-3B-Instruct."""
+    """Returns the config of Qwen2.5-VL-3B-Instruct. All other sizes are the defaults of Transformers."""
     text = {
         **QWEN_TEXT,
         'tie_word_embeddings': True,
@@ -63,13 +65,7 @@ def qwen_config() -> transformers.Qwen2_5_VLConfig:
     }
     return transformers.Qwen2_5_VLConfig(
         text_config=text,
-        vision_config={
-            'depth': 32,
-            'hidden_size': 1280,
-            'intermediate_size': 3420,
-            'num_heads': 16,
-            'out_hidden_size': 2048,
-        },
+        vision_config={'hidden_size': 1280, 'out_hidden_size': 2048},
         tie_word_embeddings=True,
         image_token_id=151_655,
         video_token_id=151_656,
@@ -155,19 +151,24 @@ def freeze_unused(model: torch.nn.Module) -> None:
             parameter.requires_grad_(False)
 
 
-def text_batch(vocabulary: int, rows: int, width: int, num_labels: int) -> Row:
-    """Returns random rows of equal length. The last tokens of each row have labels."""
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(3, vocabulary, (rows, width), generator=generator)
+def with_labels(ids: torch.Tensor, num_prompt_tokens: int = 0) -> BatchDict:
+    """Returns rows of equal length. All their tokens have labels, except the first `num_prompt_tokens`."""
     labels = ids.clone()
-    labels[:, :-num_labels] = -100
+    labels[..., :num_prompt_tokens] = -100
     return {'input_ids': ids, 'attention_mask': torch.ones_like(ids), 'labels': labels}
 
 
-def make_rows(lengths: Sequence[int], seed: int, config: Any) -> list[Row]:
-    """Returns batches of one row with random tokens, for a LLaVA of this config.
+def text_batch(vocabulary: int, rows: int, width: int, num_labels: int) -> BatchDict:
+    """Returns random rows of equal length. The last tokens of each row have labels."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, vocabulary, (rows, width), generator=generator)
+    return with_labels(ids, width - num_labels)
 
-    Every other row begins with an image, if it is long enough. The lengths include image tokens.
+
+def make_rows(lengths: Sequence[int], seed: int, config: Any) -> list[BatchDict]:
+    """Returns batches of one row with random tokens, for a LLaVA of this config. The lengths include image tokens.
+
+    Every other row begins with an image, if it is long enough. Its first half is the prompt, which has no labels.
     """
     side = config.vision_config.image_size
     image_length = patches_of(config.vision_config)
@@ -176,37 +177,31 @@ def make_rows(lengths: Sequence[int], seed: int, config: Any) -> list[Row]:
     for index, length in enumerate(lengths):
         # Ids from 4 on, because a placeholder (3) that was drawn by chance would need an image.
         ids = torch.randint(4, config.text_config.vocab_size, (1, int(length)), generator=generator)
-        row: Row = {
-            'input_ids': ids,
-            'attention_mask': torch.ones_like(ids),
-            'labels': ids.clone(),
-            'num_images': [0],
-        }
         if index % 2 == 0 and length > 2 * image_length:
             ids[:, :image_length] = IMAGE_TOKEN
-            row['labels'][:, : length // 2] = -100
+            row = with_labels(ids, length // 2)
             row['pixel_values'] = torch.randn(1, 3, side, side, generator=generator)
             row['num_images'] = [1]
+        else:
+            row = with_labels(ids)
+            row['num_images'] = [0]
         rows.append(row)
     return rows
 
 
-def made_up_sample(config: Any, num_text_tokens: int, *, num_images: int = 0) -> Row:
+def made_up_sample(config: Any, num_text_tokens: int, *, num_images: int = 0) -> BatchDict:
     """Returns a batch of one row that begins with white images, for text models and LLaVA-1.5."""
-    ids = [WORD_ID] * num_text_tokens
-    row: Row = {}
-    num_image_tokens = 0
-    if num_images:
+    text_ids = [WORD_ID] * num_text_tokens
+    if num_images == 0:
+        row = with_labels(torch.tensor([text_ids]))
+    else:
         side = config.vision_config.image_size
         tokens_per_image = patches_of(config.vision_config)
         if config.vision_feature_select_strategy == 'full':
             tokens_per_image += 1  # the class token
         num_image_tokens = num_images * tokens_per_image
-        ids = [config.image_token_index] * num_image_tokens + ids
+        image_ids = [config.image_token_index] * num_image_tokens
+        row = with_labels(torch.tensor([image_ids + text_ids]), num_image_tokens)
         row['pixel_values'] = torch.ones(num_images, 3, side, side)
-    row['input_ids'] = torch.tensor([ids])
-    row['attention_mask'] = torch.ones_like(row['input_ids'])
-    row['labels'] = row['input_ids'].clone()
-    row['labels'][:, :num_image_tokens] = -100
     row['num_images'] = [num_images]
     return row

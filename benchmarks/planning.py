@@ -13,8 +13,8 @@ from_cache     numba loads the machine code that the first process saved
 without_numba  the planner runs as plain Python
 
 `first_plan` is the first plan of a process. The figure of a case is the median of its plans without the first one. Of
-all figures, the median over the rounds is written. They are seconds of processor time: with its one thread, the planner
-takes as long on an idle machine. Writes results/planning.json.
+all figures, the median over the rounds is written. They are seconds of processor time. The planner has one thread, so
+it takes as long on an idle machine. Writes results/planning.json.
 """
 
 from __future__ import annotations
@@ -41,8 +41,6 @@ DISABLE_NUMBA = {'compiling': False, 'from_cache': False, 'without_numba': True}
 # Number of samples of a global batch, and number of ranks.
 CASES = ((64, 2), (512, 8))
 MICROBATCH = 4
-# Plans of a case in each process, after the first one.
-NUM_PLANS = 20
 Seconds = dict[str, float]
 
 
@@ -55,7 +53,7 @@ def time_plan(lengths: np.ndarray, num_ranks: int) -> float:
 
 
 def time_cases(num_plans: int) -> Seconds:
-    """Returns the median seconds of a plan for each case, and the seconds of the first plan in this process."""
+    """Returns the median seconds of this many plans for each case, and the seconds of the first plan."""
     length_set = lognormal(0.92)
     seconds: Seconds = {}
     for num_samples, num_ranks in CASES:
@@ -74,7 +72,7 @@ def in_new_process(num_plans: int, cache: str, *, disable_numba: bool) -> Second
         return pool.submit(time_cases, num_plans).result()
 
 
-def measure(num_rounds: int, num_plans: int = NUM_PLANS) -> dict[str, Seconds]:
+def measure(num_rounds: int, num_plans: int = 20) -> dict[str, Seconds]:
     """Returns the seconds of each process, as medians over the rounds."""
     rounds = defaultdict(list)
     for _ in range(num_rounds):
@@ -91,14 +89,14 @@ def measure(num_rounds: int, num_plans: int = NUM_PLANS) -> dict[str, Seconds]:
 
 
 def main() -> None:
-    parser = parser_of(__doc__, results=RESULTS_FILE)
+    parser = parser_of(__doc__)
     parser.add_argument('--rounds', type=int, default=5)
     arguments = parser.parse_args()
     seconds = measure(arguments.rounds)
     from benchmarks.machine import machine  # here, because it loads torch, and the measured processes need none
 
     print(json.dumps(seconds, indent=1))
-    write(arguments.results, {'machine': machine(), **seconds})
+    write(arguments.results / RESULTS_FILE.name, {'machine': machine(), **seconds})
 
 
 if __name__ == '__main__':

@@ -16,10 +16,10 @@ import sys
 from importlib.util import find_spec
 
 from benchmarks.machine import environment, machine
-from benchmarks.record import RESULTS, ROOT, fill_page, parser_of, read, table, write
+from benchmarks.record import DOCS, RESULTS, ROOT, fill_page, parser_of, read, table, write
 
 RESULTS_FILE = RESULTS / 'prove.json'
-PAGE = ROOT / 'docs' / 'prove.md'
+PAGE = DOCS / 'prove.md'
 PROGRAMS = ROOT / 'examples' / 'prove'
 COLUMNS = (
     'trainer',
@@ -62,13 +62,13 @@ def row_of(output: str) -> list[str]:
 
 def table_of(rows: dict[str, list[str]]) -> str:
     """Returns the table of the page, exact trainers first."""
-    by_name = sorted(rows.values(), key=lambda row: row[0].strip('*'))
-    return table(COLUMNS, sorted(by_name, key=lambda row: row[-1] != 'exact'))
+    lines = sorted(rows.values(), key=lambda row: (row[-1] != 'exact', row[0].strip('*')))
+    return table(COLUMNS, lines)
 
 
 def main() -> None:
-    parser_of(__doc__, results=None).parse_args()
-    rows = read(RESULTS_FILE).get('programs', {})
+    path = parser_of(__doc__).parse_args().results / RESULTS_FILE.name
+    rows = read(path).get('programs', {})
     for program in programs():
         output = run_program(program)
         if output is None:
@@ -76,8 +76,9 @@ def main() -> None:
         else:
             print(output, flush=True)
             rows[program] = row_of(output)
-    write(RESULTS_FILE, {'machine': machine(), 'programs': rows})
-    fill_page(PAGE, {'prove': table_of(rows)})
+    write(path, {'machine': machine(), 'programs': rows})
+    if path == RESULTS_FILE:
+        fill_page(PAGE, {'prove': table_of(rows)})
 
 
 if __name__ == '__main__':

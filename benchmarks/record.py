@@ -15,10 +15,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-# Named figures, or the tensors of a batch.
+# Figures by name.
 Row = dict[str, Any]
 
 ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / 'docs'
 RESULTS = ROOT / 'benchmarks' / 'results'
 MADE_PART = re.compile(r'(<!-- made: (\w+) -->\n).*?(<!-- end -->)', re.DOTALL)
 
@@ -26,16 +27,12 @@ MADE_PART = re.compile(r'(<!-- made: (\w+) -->\n).*?(<!-- end -->)', re.DOTALL)
 def parser_of(
     doc: str | None,
     *,
-    results: Path | None = RESULTS,
+    results: Path = RESULTS,
     report: bool = False,
 ) -> argparse.ArgumentParser:
-    """Returns a parser whose help is the docstring of the benchmark.
-
-    `results` is the default of ``--results``. None: the benchmark has no such argument. `report` adds ``--report``.
-    """
+    """Returns a parser with the help text `doc`. `results` is the default of ``--results``, a folder."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    if results is not None:
-        parser.add_argument('--results', type=Path, default=results)
+    parser.add_argument('--results', type=Path, default=results)
     if report:
         parser.add_argument('--report', action='store_true', help='measure nothing; write the pages from the results')
     return parser

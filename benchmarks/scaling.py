@@ -3,7 +3,7 @@
 
 """Models how evenly the ranks are loaded, and how fast a step is, with our sampler and with others.
 
-    python -m benchmarks.scaling [--quick]
+    python -m benchmarks.scaling
 
 The other samplers are written from their descriptions. All have the memory of stock Composer: `k` rows as wide as the
 longest sample of the global batch. One set of lengths is lognormal, the other comes from the tables in
@@ -36,10 +36,11 @@ STOCK = 'stock Composer'
 
 def stock(batch: LengthSet, num_ranks: int, cost: CostModel) -> np.ndarray:
     """Returns the loads of stock Composer: `k` rows a microbatch, each padded to the longest row of the rank."""
-    rows = by_rank(batch.lengths, num_ranks)
-    num_rows = rows.shape[1]
+    lengths = by_rank(batch.lengths, num_ranks)
+    num_rows = lengths.shape[1]
     num_microbatches = math.ceil(num_rows / MICROBATCH)
-    text_cost = num_rows * cost.rows(rows.max(axis=1))  # `cost.rows` returns the cost of one row of each width
+    widths = lengths.max(axis=1)
+    text_cost = num_rows * cost.rows(widths)  # `cost.rows` returns the cost of one row of each width
     return text_cost + num_microbatches * cost.launch + vision_cost(batch, num_ranks, cost)
 
 
@@ -49,21 +50,22 @@ def even_chunks(batch: LengthSet, num_ranks: int, cost: CostModel) -> np.ndarray
     The samples are taken from the longest to the shortest. Each goes to the microbatch with the smallest sum that still
     has room. A microbatch is padded to its longest row. The ranks get the microbatches in turn.
     """
-    num_chunks = len(batch.lengths) // MICROBATCH
-    open_chunks = [(0, chunk) for chunk in range(num_chunks)]
-    sizes = np.zeros(num_chunks, dtype=int)
-    widths = np.zeros(num_chunks, dtype=int)
-    images = np.zeros(num_chunks, dtype=int)
-    for index in np.argsort(-batch.lengths, kind='stable').tolist():
-        total, chunk = heapq.heappop(open_chunks)
-        length = int(batch.lengths[index])
-        widths[chunk] = max(widths[chunk], length)
-        images[chunk] += batch.image_tokens[index]
-        sizes[chunk] += 1
-        if sizes[chunk] < MICROBATCH:
-            heapq.heappush(open_chunks, (total + length, chunk))
-    text_cost = MICROBATCH * cost.rows(widths) + cost.launch
-    return by_rank(text_cost + cost.vision_per_token * images, num_ranks).sum(axis=1)
+    num_microbatches = len(batch.lengths) // MICROBATCH
+    # Sum of lengths, and number of the microbatch.
+    not_full = [(0, number) for number in range(num_microbatches)]
+    num_rows = np.zeros(num_microbatches, dtype=int)
+    widths = np.zeros(num_microbatches, dtype=int)
+    image_tokens = np.zeros(num_microbatches, dtype=int)
+    for sample in np.argsort(-batch.lengths, kind='stable').tolist():
+        sum_of_lengths, number = heapq.heappop(not_full)
+        length = int(batch.lengths[sample])
+        num_rows[number] += 1
+        widths[number] = max(widths[number], length)
+        image_tokens[number] += batch.image_tokens[sample]
+        if num_rows[number] < MICROBATCH:
+            heapq.heappush(not_full, (sum_of_lengths + length, number))
+    costs = MICROBATCH * cost.rows(widths) + cost.launch + cost.vision_per_token * image_tokens
+    return by_rank(costs, num_ranks).sum(axis=1)
 
 
 def stride(batch: LengthSet, num_ranks: int, cost: CostModel) -> np.ndarray:
@@ -72,15 +74,16 @@ def stride(batch: LengthSet, num_ranks: int, cost: CostModel) -> np.ndarray:
     It sorts the samples, gives them to the ranks in turn, cuts all ranks at the same places, and trims.
     """
     longest_first = batch.take(np.argsort(-batch.lengths, kind='stable'))
-    rows = by_rank(longest_first.lengths, num_ranks)
-    num_rows = rows.shape[1]
+    lengths = by_rank(longest_first.lengths, num_ranks)
+    num_rows = lengths.shape[1]
     loads = vision_cost(longest_first, num_ranks, cost).astype(float)
     start = 0
     while start < num_rows:
         # Rank 0 has the longest row at this place, so its rows decide where all ranks cut.
-        rows_that_fit = max_tokens_of(batch) // int(rows[0, start])
+        widths = lengths[:, start]
+        rows_that_fit = max_tokens_of(batch) // int(widths[0])
         end = min(num_rows, start + max(1, rows_that_fit))
-        loads += (end - start) * cost.rows(rows[:, start]) + cost.launch
+        loads += (end - start) * cost.rows(widths) + cost.launch
         start = end
     return loads
 
@@ -91,12 +94,13 @@ def regrouped(batch: LengthSet, num_ranks: int, cost: CostModel) -> np.ndarray:
         batch.lengths,
         num_ranks=num_ranks,
         max_tokens=max_tokens_of(batch),
-        image_tokens=batch.image_tokens if batch.image_tokens.any() else None,
+        image_tokens=batch.image_tokens,
         cost=cost,
     )
     loads = []
     for microbatches in plan.ranks:
-        loads.append(sum(microbatch.cost for microbatch in microbatches))
+        costs = [microbatch.cost for microbatch in microbatches]
+        loads.append(sum(costs))
     return np.array(loads)
 
 
@@ -128,42 +132,41 @@ def simulate(length_set: LengthSet, num_ranks: int, per_rank: int, steps: int) -
     cost = CostModel()
     global_batch = num_ranks * per_rank
     batches = length_set.draw(global_batch * steps, seed=num_ranks).global_batches(global_batch)
+    # No sampler can have a smaller load of the slowest rank.
     bounds = []
     for batch in batches:
         options = CutOptions(max_tokens=max_tokens_of(batch), cost=cost)
-        batch_rows = Rows(batch.lengths, options, image_tokens=batch.image_tokens)
-        bounds.append(lower_bound(batch_rows, num_ranks))
-    loads = {}
+        rows = Rows(batch.lengths, options, image_tokens=batch.image_tokens)
+        bounds.append(lower_bound(rows, num_ranks))
+    loads_by_method = {}
     for name, method in METHODS.items():
-        loads[name] = np.stack([method(batch, num_ranks, cost) for batch in batches])
-    stock_step = loads[STOCK].max(axis=1).mean()
-    rows = []
-    for name, loads_of_method in loads.items():
-        step = loads_of_method.max(axis=1).mean()
-        rows.append(
+        loads_by_method[name] = np.stack([method(batch, num_ranks, cost) for batch in batches])
+    # A step takes as long as its slowest rank.
+    slowest_of_stock = loads_by_method[STOCK].max(axis=1).mean()
+    figures = []
+    for name, loads in loads_by_method.items():
+        slowest = loads.max(axis=1).mean()
+        figures.append(
             {
                 'set': length_set.name,
                 'ranks': num_ranks,
                 'samples a rank': per_rank,
                 'method': name,
-                'slowest / mean': float(step / loads_of_method.mean()),
-                'share of bound': float(np.mean(bounds) / step),
-                'times stock': float(stock_step / step),
+                'slowest / mean': float(slowest / loads.mean()),
+                'share of bound': float(np.mean(bounds) / slowest),
+                'times stock': float(slowest_of_stock / slowest),
             }
         )
-    return rows
+    return figures
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument('--quick', action='store_true', help='fewer ranks')
-    arguments = parser.parse_args()
+    arguments = parser_of(__doc__).parse_args()
     tables, source = read_tables()
-    worlds = WORLDS[:2] if arguments.quick else WORLDS
     rows = []
     # Clipping lowers the coefficient of variation from 0.92 to 0.9.
     for length_set in (tables, lognormal(0.92)):
-        for world in worlds:
+        for world in WORLDS:
             modelled = simulate(length_set, *world)
             print(json.dumps(modelled, indent=1), flush=True)
             rows += modelled

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from benchmarks.machine import machine
 from benchmarks.record import Row
 from composer_tokacc import BatchLayout, token_data_spec
+from composer_tokacc.batch import BatchDict
 
 GIB = 2**30
 
@@ -41,7 +42,7 @@ class ComputeDevice:
         """Returns the precision of a run. Composer trains only in fp32 on a CPU."""
         return 'amp_bf16' if self.is_gpu else 'fp32'
 
-    def composer(self, *, allow_tf32: bool = True) -> Device:
+    def composer_device(self, *, allow_tf32: bool = True) -> Device:
         """Returns the device for ``Trainer(device=...)``."""
         return DeviceGPU(allow_tf32=allow_tf32) if self.is_gpu else DeviceCPU()
 
@@ -66,7 +67,8 @@ class ComputeDevice:
         return torch.cuda.memory_allocated() if self.is_gpu else 0
 
     def total_bytes(self) -> int:
-        return torch.cuda.get_device_properties(0).total_memory if self.is_gpu else 0
+        """Returns the memory of the GPU. There must be one."""
+        return torch.cuda.get_device_properties(0).total_memory
 
     def report(self) -> Row:
         """Returns the machine and the GPU for a results file."""
@@ -83,12 +85,12 @@ GPU = ComputeDevice('cuda')
 
 
 class Batches(IterableDataset):
-    """Batches that are made before the run."""
+    """Batches made before the run. Iterable, because on several ranks Composer asks others for a DistributedSampler."""
 
-    def __init__(self, batches: Sequence[Row]) -> None:
+    def __init__(self, batches: Sequence[BatchDict]) -> None:
         self.batches = batches
 
-    def __iter__(self) -> Iterator[Row]:
+    def __iter__(self) -> Iterator[BatchDict]:
         return iter(self.batches)
 
 
@@ -132,14 +134,14 @@ def chunks(items: Sequence[Any], size: int) -> list[Any]:
     return parts
 
 
-def stock_split(layout: BatchLayout, batch: Row, size: int | float) -> list[Row]:
-    """Slices the rows in order, as Composer does. Unlike Composer's own split it keeps images with their rows."""
+def stock_split(layout: BatchLayout, batch: BatchDict, size: int | float) -> list[BatchDict]:
+    """Slices the rows in order, as Composer does. Unlike Composer's own split, it keeps images with their rows."""
     rows = range(layout.num_rows(batch))
     return [layout.select(batch, part) for part in chunks(rows, int(size))]
 
 
-def collate_split(layout: BatchLayout, batch: Row, size: int | float) -> list[Row]:
-    """Pads each microbatch by itself, like Hugging Face's Trainer: its loader makes batches of `size` rows."""
+def collate_split(layout: BatchLayout, batch: BatchDict, size: int | float) -> list[BatchDict]:
+    """Pads each microbatch to its own longest row. So does Hugging Face's Trainer, whose loader makes microbatches."""
     rows = []
     for index in range(layout.num_rows(batch)):
         row = layout.select(batch, [index])
@@ -149,7 +151,7 @@ def collate_split(layout: BatchLayout, batch: Row, size: int | float) -> list[Ro
 
 def data_of(
     method: str,
-    batches: Sequence[Row] | DataLoader,
+    batches: Sequence[BatchDict] | DataLoader,
     layout: BatchLayout,
     slot_tokens: int | None = None,
 ) -> DataSpec:
@@ -158,7 +160,7 @@ def data_of(
     Args:
         method: How batches are cut: `stock`, `collate` (see :func:`collate_split`), `ours` or `packing`.
         batches: Batches, or a loader of them.
-        slot_tokens: For `ours` and `packing`; see `token_data_spec`.
+        slot_tokens: For `ours` and `packing`, an argument of `token_data_spec`.
     """
     if isinstance(batches, DataLoader):
         loader = batches
@@ -167,11 +169,12 @@ def data_of(
     if method in ('ours', 'packing'):
         return token_data_spec(loader, layout=layout, packing=method == 'packing', slot_tokens=slot_tokens)
     split = stock_split if method == 'stock' else collate_split
-    return DataSpec(
-        loader,
-        split_batch=partial(split, layout),
-        get_num_samples_in_batch=lambda batch: len(batch['input_ids']),
-    )
+    return data_with_split(loader, partial(split, layout))
+
+
+def data_with_split(loader: DataLoader, split: Callable | None) -> DataSpec:
+    """Returns the data of a run of stock Composer with this function as its split, or with its own one."""
+    return DataSpec(loader, split_batch=split, get_num_samples_in_batch=lambda batch: len(batch['input_ids']))
 
 
 def fit(
@@ -189,8 +192,8 @@ def fit(
     """Trains a model of Transformers with Composer.
 
     Args:
-        microbatch: Rows of a microbatch, or 'auto'. `ours` and `packing` may put more rows into it, if they are short:
-            it has at most as many positions as these rows have at the width of the device batch, or of `slot_tokens`.
+        microbatch: Rows of a microbatch, or 'auto'. For `ours` and `packing` it is an amount of memory: as many rows of
+            `slot_tokens`, by default the width of the device batch. A microbatch of shorter rows may have more of them.
         optimizer: None: the learning rate is 0, so that the weights do not change.
         precision: None: the usual one of the device.
         settings: Other arguments of Composer's Trainer.
@@ -201,7 +204,7 @@ def fit(
         train_dataloader=data,
         optimizers=optimizer or torch.optim.SGD(model.parameters(), lr=0.0),
         max_duration=duration,
-        device=device.composer(allow_tf32=allow_tf32),
+        device=device.composer_device(allow_tf32=allow_tf32),
         precision=precision or device.precision,
         device_train_microbatch_size=microbatch,
         progress_bar=False,
@@ -223,7 +226,7 @@ def fit(
 def time_steps(
     method: str,
     model: Any,
-    batches: Sequence[Row],
+    batches: Sequence[BatchDict],
     microbatch: int,
     *,
     algorithms: Sequence[Algorithm],

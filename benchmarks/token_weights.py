@@ -24,23 +24,23 @@ import numpy as np
 import torch
 from composer.utils import dist
 
-from benchmarks.adapters import ADAPTERS, Batch
+from benchmarks.adapters import ADAPTERS
 from benchmarks.length_sets import read_tables
 from benchmarks.machine import machine, on_ranks
-from benchmarks.record import RESULTS, ROOT, Row, fill_page, new_figure, parser_of, ranks_text, read, table, write_rows
+from benchmarks.record import DOCS, RESULTS, Row, fill_page, new_figure, parser_of, ranks_text, read, table, write_rows
 from benchmarks.timed_steps import chunks, data_of, fit
 from composer_tokacc import BatchLayout, TokenAccumulation, measure_token_weights
+from composer_tokacc.batch import BatchDict
 from tests.support.text import text_model, text_rows
 
 RESULTS_FILE = RESULTS / 'token_weights.json'
-PICTURE = ROOT / 'docs' / 'figures' / 'token_weights.svg'
-PAGE = ROOT / 'docs' / 'token_weights.md'
+PICTURE = DOCS / 'figures' / 'token_weights.svg'
+PAGE = DOCS / 'token_weights.md'
 SUBJECTS = {'eight rows': 'eight ragged rows', 'mixture': 'AI2D, ChartQA, DocVQA'}
 MICROBATCH = {'eight rows': 3, 'mixture': 4}
 CASES = (('eight rows', 1), ('mixture', 1), ('mixture', 2))
 EIGHT_LENGTHS = (5, 9, 14, 30, 7, 22, 11, 3)
 SAMPLES = 32
-SEED = 0
 # Title and package of each trainer, exact ones first.
 HOSTS = {
     'ours': ('**Composer with TokenAccumulation, `token_data_spec`**', 'mosaicml'),
@@ -55,11 +55,11 @@ def lengths_of(subject: str) -> tuple[list[int], list[int], str]:
     if subject == 'eight rows':
         return list(EIGHT_LENGTHS), [0] * len(EIGHT_LENGTHS), 'written down'
     tables, source = read_tables()
-    samples = tables.draw(SAMPLES, SEED)
+    samples = tables.draw(SAMPLES, seed=0)
     return samples.lengths.tolist(), samples.image_tokens.tolist(), source
 
 
-def rows_of(lengths: list[int], image_tokens: list[int]) -> list[Batch]:
+def rows_of(lengths: list[int], image_tokens: list[int]) -> list[BatchDict]:
     """Returns batches of one row with random tokens. Its image tokens come first and carry no loss."""
     shapes = []
     for length, num_image_tokens in zip(lengths, image_tokens, strict=True):
@@ -67,36 +67,33 @@ def rows_of(lengths: list[int], image_tokens: list[int]) -> list[Batch]:
     return text_rows(shapes)
 
 
-def train_three_lines(model: Any, microbatches: list[Batch]) -> None:
-    """Trains a step with the three lines of docs/trainer.md, so that `token_data_spec` cuts the batch.
-
-    The adapter of TokenAccumulation would train on these microbatches as they are. The device batch is padded as a
-    loader pads it.
-    """
+def train(host: str, model: Any, rows: list[BatchDict], size: int) -> None:
+    """Trains a step on the rows of this rank, in microbatches of this size."""
     layout = BatchLayout.for_model(model)
-    device_batch = dict(layout.concat(microbatches))
-    microbatch = len(microbatches[0]['input_ids'])
-    fit(model, data_of('ours', [device_batch], layout), microbatch, algorithms=[TokenAccumulation()])
+    if host == 'ours':
+        # The three lines of docs/trainer.md, so that `token_data_spec` cuts the batch. The adapter takes microbatches.
+        device_batch = dict(layout.concat(rows))
+        fit(model, data_of('ours', [device_batch], layout), size, algorithms=[TokenAccumulation()])
+    else:
+        microbatches = [dict(layout.concat(part)) for part in chunks(rows, size)]
+        train_step = ADAPTERS[host](model)
+        train_step(microbatches)
 
 
 def measure(subject: str, host: str) -> Row:
     """Measures the weights of one step on the ranks of this launch."""
     lengths, image_tokens, source = lengths_of(subject)
-    model = text_model(max_position_embeddings=4096).train()
-    layout = BatchLayout.for_model(model)
-    size = MICROBATCH[subject]
     rows = rows_of(lengths, image_tokens)
     rows_of_rank = rows[dist.get_global_rank() :: dist.get_world_size()]
-    microbatches = [dict(layout.concat(part)) for part in chunks(rows_of_rank, size)]
+    size = MICROBATCH[subject]
+    model = text_model(max_position_embeddings=4096).train()
     with measure_token_weights(model) as report:
-        if host == 'ours':
-            train_three_lines(model, microbatches)
-        else:
-            ADAPTERS[host](model)(microbatches)
+        train(host, model, rows_of_rank, size)
     weights_of_ranks = dist.all_gather_object(report.weights)
     weights = torch.cat(list(chain.from_iterable(weights_of_ranks)))
     # The first label of a row is not trained, because no token comes before it.
-    expected = sum(int((row['labels'][:, 1:] != -100).sum()) for row in rows)
+    labels = torch.cat([row['labels'][0, 1:] for row in rows])
+    expected = int((labels != -100).sum())
     if len(weights) != expected:
         raise SystemExit(f'{host} repeated or dropped samples: it trained {len(weights)} of {expected} tokens.')
     mean = weights.mean()
@@ -166,7 +163,8 @@ def draw(rows: list[Row], path: Path) -> None:
             on_one_rank[row['subject'], row['host']] = row
     figure = new_figure(8, 4.2, font_size=8)
     panels = figure.subplots(len(SUBJECTS), 2, sharey='row')
-    for (stock_axes, our_axes), (subject, samples) in zip(panels, SUBJECTS.items(), strict=True):
+    for (stock_axes, our_axes), subject in zip(panels, SUBJECTS, strict=True):
+        samples = SUBJECTS[subject]
         stock_row = on_one_rank[subject, 'composer']
         if 'SYNTHETIC' in stock_row['source']:
             samples = '32 samples of synthetic lengths'
@@ -189,13 +187,14 @@ def draw_panel(axes: Any, row: Row, name: str, color: str) -> None:
 
 
 def main() -> None:
-    arguments = parser_of(__doc__, results=RESULTS_FILE, report=True).parse_args()
+    arguments = parser_of(__doc__, report=True).parse_args()
+    path = arguments.results / RESULTS_FILE.name
     if not arguments.report:
         measured = on_ranks((1, 2), 'benchmarks.token_weights')
-        write_rows(arguments.results, {'rows': measured})
-    rows = read(arguments.results)['rows']
+        write_rows(path, {'rows': measured})
+    rows = read(path)['rows']
     print(table_of(rows))
-    if arguments.results == RESULTS_FILE:
+    if path == RESULTS_FILE:
         draw(rows, PICTURE)
         fill_page(PAGE, {'weights': table_of(rows)})
 

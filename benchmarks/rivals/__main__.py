@@ -23,6 +23,7 @@ import subprocess
 import tempfile
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from benchmarks.machine import COMPOSER, environment, machine, versions
 from benchmarks.record import ROOT, Row, parser_of, read, write_rows
@@ -37,14 +38,17 @@ USUAL = [name for name in CONTENDERS if name not in ('trl', 'ours_all_logits')]
 LIMIT = 3600
 
 
-def launch(ranks: int, plan: Row) -> list[Row]:
-    """Runs `benchmarks.rivals.speed` on several ranks. Returns the cells that it wrote before the end or the limit."""
+def launch(ranks: int, sizes: Row, **plan: Any) -> list[Row]:
+    """Measures on several ranks. Returns the cells that were written before the end or the limit.
+
+    `sizes` are arguments of `Sizes`. `plan` are the other arguments of `benchmarks.rivals.speed.measure`.
+    """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / 'cells.json'
         launcher = [COMPOSER, '-n', str(ranks), '-m', 'benchmarks.rivals.speed']
         # ODB makes a gloo group for each loader. Without GLOO_SOCKET_IFNAME, ranks may not reach each other.
         variables = environment(TOKENIZERS_PARALLELISM='false', GLOO_SOCKET_IFNAME='lo')
-        command = [*launcher, str(path), json.dumps(plan)]
+        command = [*launcher, str(path), json.dumps(sizes), json.dumps(plan)]
         process = subprocess.Popen(command, cwd=ROOT, env=variables, start_new_session=True)
         try:
             process.wait(timeout=LIMIT)
@@ -79,22 +83,19 @@ def key_of(cell: Row) -> tuple[str, str, int, str]:
 
 
 def main() -> None:
-    parser = parser_of(__doc__, results=RESULTS_FILE, report=True)
+    parser = parser_of(__doc__, report=True)
     parser.add_argument('--models', nargs='+', choices=MODELS, default=MODELS)
     parser.add_argument('--sets', nargs='+', choices=SETS, default=SETS)
     parser.add_argument('--rivals', nargs='+', choices=CONTENDERS, default=USUAL)
     parser.add_argument('--ranks', type=int, nargs='+', default=[1, 2])
     parser.add_argument('--rounds', type=int, default=5)
-    parser.add_argument('--sizes', type=json.loads, default={}, help='as JSON; needs --results of its own')
     arguments = parser.parse_args()
-    path = arguments.results
-    if arguments.sizes and path == RESULTS_FILE:
-        parser.error('--sizes needs --results, because runs of other sizes cannot be compared with those in the file')
+    path = arguments.results / RESULTS_FILE.name
     if not arguments.report:
         for ranks, model, set_name in product(arguments.ranks, arguments.models, arguments.sets):
-            sizes = {**arguments.sizes, 'model': model}
-            plan = {'sizes': sizes, 'set': set_name, 'rivals': arguments.rivals, 'rounds': arguments.rounds}
-            keep(path, launch(ranks, plan))
+            sizes = {'model': model}
+            cells = launch(ranks, sizes, set_name=set_name, names=arguments.rivals, rounds=arguments.rounds)
+            keep(path, cells)
     if path == RESULTS_FILE:
         write_pages(read(path))
 

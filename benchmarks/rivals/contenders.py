@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from benchmarks.rivals.data import Samples, Sizes, collate
 from benchmarks.rivals.report import BOUND
-from benchmarks.timed_steps import fit, stock_split
+from benchmarks.timed_steps import data_with_split, fit, stock_split
 from composer_tokacc import (
     BatchLayout,
     RegroupingBatchSampler,
@@ -35,6 +35,7 @@ from composer_tokacc import (
     token_data_spec,
     weighted_microbatches,
 )
+from composer_tokacc.batch import BatchDict
 from composer_tokacc.data.processor import train_tokenizer
 from composer_tokacc.verify import UnusedParameters
 
@@ -110,7 +111,7 @@ def hugging_face(task: Task, *, strategy: str = 'sequential') -> Settings:
 
     rows = task.sizes.microbatch
     if strategy == 'batch_rebalance':
-        rows = most_rebalanced_rows(task)
+        rows = rows_of_rebalanced_microbatch(task)
     settings = {
         **hugging_face_settings(task, rows),
         'train_sampling_strategy': strategy,
@@ -122,8 +123,8 @@ def hugging_face(task: Task, *, strategy: str = 'sequential') -> Settings:
     return settings
 
 
-def most_rebalanced_rows(task: Task) -> int:
-    """Returns how many rows of a microbatch fit into the memory. A user would find this number by trying.
+def rows_of_rebalanced_microbatch(task: Task) -> int:
+    """Returns how many rows a microbatch of `batch_rebalance` may have. A user would find this number by trying.
 
     The sampler groups samples of similar lengths. So more rows fit than if each were as long as the longest sample.
     """
@@ -172,9 +173,9 @@ def hugging_face_settings(task: Task, rows: int) -> Settings:
 
 
 def trl(task: Task) -> Settings:
-    """Trains with TRL, and its loss of logits in chunks (`chunked_nll`, now `nll`).
+    """Trains with TRL, and its loss that computes logits in chunks: https://huggingface.co/docs/trl/sft_trainer.
 
-    https://huggingface.co/docs/trl/sft_trainer. TRL drops positions without a label only if it finds a GPU with Triton.
+    TRL drops positions without a label only if it finds a GPU with Triton.
     On a CPU it would compute all logits. So the patch tells it that Triton is there. Its kernels notice by themselves
     that it is missing.
     """
@@ -290,18 +291,12 @@ def backward_of_step(model: Any, batch: Any, accelerator: Any) -> torch.Tensor:
 
 def stock_composer(task: Task) -> Settings:
     """Trains with stock Composer. Its own split loses images of LLaVA's batches, so it gets one that keeps them."""
-    spec_arguments: dict[str, Any] = {}
-    if task.sizes.model == 'llava':
-        spec_arguments['split_batch'] = partial(stock_split, BatchLayout.for_model(task.model))
-    data = DataSpec(
-        task.device_batches(),
-        get_num_samples_in_batch=lambda batch: len(batch['input_ids']),
-        **spec_arguments,
-    )
+    split = None
     algorithms = []
-    if task.find_unused:
+    if task.sizes.model == 'llava':
+        split = partial(stock_split, BatchLayout.for_model(task.model))
         algorithms.append(UnusedParameters())
-    return fit_composer(task, data, algorithms)
+    return fit_composer(task, data_with_split(task.device_batches(), split), algorithms)
 
 
 def token_accumulation(
@@ -332,34 +327,39 @@ def fit_composer(task: Task, data: DataSpec, algorithms: list[Any]) -> Settings:
 def bound(task: Task) -> Settings:
     """Trains at the speed that no contender can exceed: in full microbatches of rows of nearly equal length.
 
-    The rows of the whole epoch are sorted by length, and the microbatches are made before the first step. All ranks
-    train on the same microbatches, so that their work is equal. All positions count as tokens.
+    The microbatches are made before the first step. All positions count as tokens. All ranks train on the same
+    microbatches, so that their work is equal. So on W ranks an epoch has only each W-th of them.
     """
+    batches = full_microbatches(task)[:: dist.get_world_size()]
+    model = task.distributed_model()
+    optimizer = task.optimizer()
+    model.train()
+    num_steps = min(len(batches), len(task.samples) // task.sizes.global_batch)
+    for indices in np.array_split(np.arange(len(batches)), num_steps):
+        for index in indices:
+            # DDP sums the gradients over the ranks once a step. Without DDP there is no `no_sync`.
+            synchronizes = index == indices[-1] or dist.get_world_size() == 1
+            with contextlib.nullcontext() if synchronizes else model.no_sync():
+                loss = model(**batches[index]).loss / len(indices)
+                loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {'steps': num_steps, 'microbatches': len(batches)}
+
+
+def full_microbatches(task: Task) -> list[BatchDict]:
+    """Sorts the samples by length, and cuts them into microbatches as large as the memory. Shuffles these."""
     lengths = task.samples.lengths
     groups: list[list[int]] = [[]]
     for row in np.argsort(lengths).tolist():
         if (len(groups[-1]) + 1) * lengths[row] > task.cap:
             groups.append([])
         groups[-1].append(row)
-    order = np.random.default_rng(0).permutation(len(groups))
     batches = []
-    for index in order[:: dist.get_world_size()]:
+    for index in np.random.default_rng(0).permutation(len(groups)):
         samples = [task.samples[row] for row in groups[index]]
         batches.append(collate(samples))
-    model = task.distributed_model()
-    optimizer = task.optimizer()
-    model.train()
-    steps = min(len(batches), len(task.samples) // task.sizes.global_batch)
-    for step in np.array_split(np.arange(len(batches)), steps):
-        for index in step:
-            # DDP sums the gradients over the ranks once a step. Without DDP there is no `no_sync`.
-            synchronizes = index == step[-1] or dist.get_world_size() == 1
-            with contextlib.nullcontext() if synchronizes else model.no_sync():
-                loss = model(**batches[index]).loss / len(step)
-                loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return {'steps': steps, 'microbatches': len(batches)}
+    return batches
 
 
 CONTENDERS: dict[str, Callable[[Task], Settings]] = {

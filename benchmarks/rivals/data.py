@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 from torch.utils.data import Dataset
 from transformers import CLIPImageProcessor, LlamaForCausalLM
 
@@ -24,8 +23,9 @@ from benchmarks.models import (
     new_llava,
     small_llava_config,
     text_config,
+    with_labels,
 )
-from benchmarks.record import Row
+from composer_tokacc.batch import BatchDict
 from examples.digits import DigitsDataset, build_digits_processor
 
 MODELS = ('llava', 'llama')
@@ -56,7 +56,7 @@ SETS = (
     'tables',
     'no padding',
 )
-# The index of a row that is no sample.
+# Stands for the index of a row that is not a sample.
 UNKNOWN = -1
 # The first token id that texts use.
 FIRST_WORD = 4
@@ -115,13 +115,7 @@ class Samples(Dataset):
     """Tokenized samples as a processor returns them: a prompt with images, and an answer.
 
     Tokens follow a random chain, so that there is something to learn. Long and short samples have different chains, so
-    that a trainer that gives short samples a wrong weight learns something else.
-
-    The lengths are drawn from `lengths`. Without `count` there are as many samples as an epoch of the run has.
-
-    The longest and the shortest samples come first, two of each for every rank. Contenders that keep the order have
-    them in the first step, which is not timed. So our check of rows need not be repeated for longer or shorter ones. A
-    long run seldom repeats it, but in an epoch of few steps it would cost much (`benchmarks.overhead` measures it).
+    that a trainer that gives short samples a wrong weight learns something else. The lengths are drawn from `lengths`.
     """
 
     def __init__(
@@ -129,86 +123,77 @@ class Samples(Dataset):
         sizes: Sizes,
         lengths: np.ndarray,
         seed: int = 0,
-        count: int | None = None,
         ranks: int = 1,
     ) -> None:
         rng = np.random.default_rng(seed)
-        by_length = np.sort(rng.choice(lengths, count or sizes.samples))
-        extremes = 2 * ranks
-        shuffled = rng.permutation(by_length[extremes:-extremes])
-        self.lengths = np.concatenate([by_length[:extremes], by_length[-extremes:], shuffled])
-        self.rows: list[Row] = []
-        median_length = np.median(lengths)
+        drawn_lengths = rng.choice(lengths, sizes.samples)
+        self.lengths = _extremes_first(rng, drawn_lengths, num_extremes=2 * ranks)
         # The same chains for samples of every seed.
-        words = sizes.vocabulary
+        vocabulary = sizes.vocabulary
         chains_rng = np.random.default_rng(17)
-        chains = chains_rng.integers(FIRST_WORD, words, (2, words, SUCCESSORS))
+        short_chain, long_chain = chains_rng.integers(FIRST_WORD, vocabulary, (2, vocabulary, SUCCESSORS))
+        median_length = np.median(lengths)
+        self._samples: list[BatchDict] = []
         self._indices: dict[tuple[int, ...], int] = {}
         for index, length in enumerate(self.lengths.tolist()):
-            chain = chains[int(length > median_length)]
-            row = _draw_row(rng, length, chain, has_images=sizes.model == 'llava')
-            if sizes.longest_answer:
-                answer = int(rng.integers(sizes.least_answer, sizes.longest_answer + 1))
-                row['prompt'] = max(length - answer, 0)
-            self.rows.append(row)
-            self._indices[tuple(row['ids'])] = index
+            chain = long_chain if length > median_length else short_chain
+            sample = _draw_sample(rng, length, chain, sizes)
+            self._samples.append(sample)
+            self._indices[tuple(sample['input_ids'].tolist())] = index
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self._samples)
 
-    def __getitem__(self, index: int) -> Row:
-        row = self.rows[index]
-        ids = torch.tensor(row['ids'])
-        labels = ids.clone()
-        labels[: row['prompt']] = -100
-        sample = {
-            'input_ids': ids,
-            'attention_mask': torch.ones_like(ids),
-            'labels': labels,
-        }
-        if 'pixel_values' in row:
-            sample['pixel_values'] = row['pixel_values']
-        return sample
+    def __getitem__(self, index: int) -> BatchDict:
+        return {key: value.clone() for key, value in self._samples[index].items()}
 
-    def index_of(self, ids: list[int]) -> int:
+    def index_of(self, ids: torch.Tensor) -> int:
         """Returns the index of the sample with these tokens, or UNKNOWN."""
-        return self._indices.get(tuple(ids), UNKNOWN)
+        return self._indices.get(tuple(ids.tolist()), UNKNOWN)
 
 
-def _draw_row(
-    rng: np.random.Generator,
-    length: int,
-    chain: np.ndarray,
-    *,
-    has_images: bool,
-) -> Row:
-    """Draws a sample of this length. About half of it, at most, are image tokens."""
+def _extremes_first(rng: np.random.Generator, lengths: np.ndarray, num_extremes: int) -> np.ndarray:
+    """Returns the shortest lengths, then the longest ones, then the others in random order.
+
+    Contenders that keep the order have the extremes in the first step, which is not timed. So our check of rows need
+    not be repeated for longer or shorter ones. A long run seldom repeats it, but in an epoch of few steps it would cost
+    much (`benchmarks.overhead` measures it).
+    """
+    by_length = np.sort(lengths)
+    other_lengths = rng.permutation(by_length[num_extremes:-num_extremes])
+    return np.concatenate([by_length[:num_extremes], by_length[-num_extremes:], other_lengths])
+
+
+def _draw_sample(rng: np.random.Generator, length: int, chain: np.ndarray, sizes: Sizes) -> BatchDict:
+    """Draws a sample of this length. Less than half of it are image tokens."""
     most_images = min((length - 4) // (2 * IMAGE_LENGTH), MAX_IMAGES)
     num_images = 0
-    if has_images and most_images > 0:
+    if sizes.model == 'llava' and most_images > 0:
         num_images = int(rng.integers(0, most_images + 1))
-    start = num_images * IMAGE_LENGTH
-    ids = [IMAGE_TOKEN] * start
-    num_text_tokens = length - start
+    num_image_tokens = num_images * IMAGE_LENGTH
+    num_text_tokens = length - num_image_tokens
+    ids = [IMAGE_TOKEN] * num_image_tokens
     word = int(rng.integers(FIRST_WORD, len(chain)))
     for successor in rng.integers(0, SUCCESSORS, num_text_tokens).tolist():
         ids.append(word)
         word = int(chain[word, successor])
-    prompt_text_tokens = int(num_text_tokens * rng.uniform(0.1, 0.5))
-    prompt = start + max(1, prompt_text_tokens)
+    num_question_tokens = int(num_text_tokens * rng.uniform(0.1, 0.5))
+    num_prompt_tokens = num_image_tokens + max(1, num_question_tokens)
     pixels = rng.integers(0, 256, (num_images, IMAGE_SIDE, IMAGE_SIDE, 3), dtype=np.uint8)
-    row: Row = {'ids': ids, 'prompt': prompt}
+    if sizes.longest_answer:
+        num_answer_tokens = int(rng.integers(sizes.least_answer, sizes.longest_answer + 1))
+        num_prompt_tokens = max(length - num_answer_tokens, 0)
+    sample = with_labels(torch.tensor(ids), num_prompt_tokens)
     if num_images:
         processor = CLIPImageProcessor(do_resize=False, do_center_crop=False)
-        images = [Image.fromarray(image) for image in pixels]
-        row['pixel_values'] = processor(images, return_tensors='pt')['pixel_values']
-    return row
+        sample['pixel_values'] = processor(list(pixels), return_tensors='pt')['pixel_values']
+    return sample
 
 
-def collate(samples: Sequence[Row]) -> Row:
+def collate(samples: Sequence[BatchDict]) -> BatchDict:
     """Pads to the longest on the right and joins the images, as collators of vision-language models do."""
-    batch: Row = {}
-    for key, fill in (('input_ids', 0), ('attention_mask', 0), ('labels', -100)):
+    batch: BatchDict = {}
+    for key, fill in {'input_ids': 0, 'attention_mask': 0, 'labels': -100}.items():
         values = [sample[key] for sample in samples]
         batch[key] = torch.nn.utils.rnn.pad_sequence(values, batch_first=True, padding_value=fill)
     images = [sample['pixel_values'] for sample in samples if 'pixel_values' in sample]

@@ -8,57 +8,55 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from benchmarks.adapters import Gradients, gradients_of
-from benchmarks.record import Row
 from benchmarks.rivals.data import UNKNOWN, Samples
+from composer_tokacc.batch import BatchDict
 
 INPUTS = ('input_ids', 'attention_mask', 'labels', 'position_ids')
 
 
-@dataclass
 class Trace:
     """The record of a run on this rank. The lists have an entry for each optimizer step."""
 
-    # Clock time and processor time at the end of the step.
-    ends: list[float] = field(default_factory=list)
-    processor: list[float] = field(default_factory=list)
-    # Rows times width of all microbatches.
-    positions: list[int] = field(default_factory=list)
-    # Tokens of the samples, without padding.
-    tokens: list[int] = field(default_factory=list)
-    # Indices of the samples. UNKNOWN stands for a row that is not a sample.
-    indices: list[list[int]] = field(default_factory=list)
-    num_dummy_rows: int = 0
-    # Positions of the largest microbatch.
-    largest: int = 0
-    # Gradient of the first step before the optimizer used it, if :func:`watched` is told to inspect.
-    gradient: Gradients = field(default_factory=dict)
+    def __init__(self) -> None:
+        # Clock time and processor time at the end of the step.
+        self.ends: list[float] = []
+        self.processor_ends: list[float] = []
+        # Rows times width of all microbatches.
+        self.positions: list[int] = []
+        # Tokens of the samples, without padding.
+        self.tokens: list[int] = []
+        # Indices of the samples. UNKNOWN stands for a row that is not a sample.
+        self.indices: list[list[int]] = []
+        self.num_dummy_rows = 0
+        # Positions of the largest microbatch.
+        self.largest_microbatch = 0
+        # Gradient of the first step.
+        self.gradient: Gradients = {}
 
 
 @contextmanager
-def watched(model: Any, samples: Samples, *, inspect: bool = False) -> Iterator[Trace]:
-    """Watches a training run of a model, which the trainer may wrap. `inspect` also records the first gradient."""
+def watched(model: Any, samples: Samples) -> Iterator[Trace]:
+    """Watches a training run of a model, which the trainer may wrap."""
     trace = Trace()
     # The inputs of the microbatches of each step. The last step has not ended.
-    steps: list[list[Row]] = [[]]
+    steps: list[list[BatchDict]] = [[]]
 
-    def before_forward(module: Any, args: Any, kwargs: Row) -> None:
+    def before_forward(module: Any, args: Any, kwargs: BatchDict) -> None:
         # A forward without gradients is a check or an evaluation, and not part of a step.
         if torch.is_grad_enabled():
             steps[-1].append({key: kwargs.get(key) for key in INPUTS})
 
     def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-        trace.ends.append(time.perf_counter())
-        trace.processor.append(time.process_time())
-        if inspect and not trace.gradient:
+        if not trace.gradient:
             trace.gradient = gradients_of(model)
+        trace.ends.append(time.perf_counter())
+        trace.processor_ends.append(time.process_time())
         steps.append([])
 
     handles = [
@@ -75,12 +73,15 @@ def watched(model: Any, samples: Samples, *, inspect: bool = False) -> Iterator[
         recognize(trace, microbatches, samples)
 
 
-def recognize(trace: Trace, microbatches: list[Row], samples: Samples) -> None:
+def recognize(trace: Trace, microbatches: list[BatchDict], samples: Samples) -> None:
     """Finds out which samples were in the microbatches of a step, and adds them to the trace."""
     indices: list[int] = []
     num_tokens = 0
-    sizes = [microbatch['input_ids'].numel() for microbatch in microbatches]
+    num_positions = 0
     for microbatch in microbatches:
+        size = microbatch['input_ids'].numel()
+        num_positions += size
+        trace.largest_microbatch = max(trace.largest_microbatch, size)
         for row_ids, row_labels in split_rows(microbatch):
             if is_dummy_row(samples, row_ids, row_labels):
                 trace.num_dummy_rows += 1
@@ -89,38 +90,35 @@ def recognize(trace: Trace, microbatches: list[Row], samples: Samples) -> None:
                 num_tokens += len(row_ids)
     trace.indices.append(indices)
     trace.tokens.append(num_tokens)
-    trace.positions.append(sum(sizes))
-    trace.largest = max([trace.largest, *sizes])
+    trace.positions.append(num_positions)
 
 
-def split_rows(inputs: Row) -> list[tuple[list[int], list[int]]]:
+def split_rows(inputs: BatchDict) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Returns tokens and labels of each row, or of each document of a packed row, without padding."""
     ids = inputs['input_ids']
     mask = inputs['attention_mask']
     labels = inputs['labels']
+    if mask is None or mask.shape != ids.shape:
+        # One packed row. The positions of each document begin at 0.
+        starts = torch.nonzero(inputs['position_ids'][0] == 0).flatten()
+        documents = ids[0].tensor_split(starts[1:])
+        return list(zip(documents, labels[0].tensor_split(starts[1:]), strict=True))
     rows = []
-    if mask is not None and mask.shape == ids.shape:
-        for row, is_real in enumerate(mask.bool()):
-            rows.append((ids[row, is_real].tolist(), labels[row, is_real].tolist()))
-        return rows
-    # Packed: the positions of each document begin at 0.
-    width = ids.shape[-1]
-    positions = inputs['position_ids'].reshape(-1, width)[0]
-    starts = torch.nonzero(positions == 0).flatten().tolist()
-    for start, end in pairwise([*starts, width]):
-        rows.append((ids[0, start:end].tolist(), labels[0, start:end].tolist()))
+    for row, is_real in enumerate(mask.bool()):
+        rows.append((ids[row, is_real], labels[row, is_real]))
     return rows
 
 
-def is_dummy_row(samples: Samples, ids: list[int], labels: list[int]) -> bool:
-    """Returns whether a row is a dummy row, which has no label of a sample.
+def is_dummy_row(samples: Samples, ids: torch.Tensor, labels: torch.Tensor) -> bool:
+    """Returns whether a row is a dummy row. It has the tokens of a sample without its labels, or made-up tokens.
 
-    Either it has the tokens of a sample but other labels, or it has made-up tokens. Its only label, if it has one, is
-    the 0 that `with_one_label` writes into a batch without labels, because a mean over no labels is NaN.
+    A dummy row may have one label: the 0 that `with_one_label` writes into a batch without labels, because a mean over
+    no labels is NaN.
     """
     # The first label of a row is not trained, because no token comes before it.
     trained_labels = labels[1:]
     index = samples.index_of(ids)
     if index != UNKNOWN:
-        return trained_labels != samples[index]['labels'][1:].tolist()
-    return [label for label in trained_labels if label != -100] in ([], [0])
+        return not torch.equal(trained_labels, samples[index]['labels'][1:])
+    real_labels = trained_labels[trained_labels != -100]
+    return real_labels.tolist() in ([], [0])

@@ -10,16 +10,17 @@ of ranks and a set.
 from __future__ import annotations
 
 import statistics
+from collections import defaultdict
 from collections.abc import Sequence
 
-from benchmarks.record import RESULTS, ROOT, Row, fill_page, ranks_text, table
+from benchmarks.record import DOCS, RESULTS, ROOT, Row, fill_page, ranks_text, table
 
 RESULTS_FILE = RESULTS / 'rivals.json'
 PAGES = (
     ROOT / 'README.md',
-    ROOT / 'docs' / 'index.md',
-    ROOT / 'docs' / 'rivals.md',
-    ROOT / 'docs' / 'rivals_speed.md',
+    DOCS / 'index.md',
+    DOCS / 'rivals.md',
+    DOCS / 'rivals_speed.md',
 )
 # The set of lengths that the overview shows.
 SHOWN_SET = 'lognormal 0.9'
@@ -73,7 +74,8 @@ def overview(cells: Sequence[Row], names: Sequence[str]) -> str:
         membership = ''
         error = ''
         if name != BOUND:
-            membership = ', '.join(dict.fromkeys(cell['global_batches'] for cell in measured))
+            memberships = dict.fromkeys(cell['global_batches'] for cell in measured)  # each once, in order
+            membership = ', '.join(memberships)
             error = worst_error(measured)
         rows.append([TITLES[name], membership, error, *map(median_text, cells_of_groups)])
     return table(['', 'samples of a step', 'first gradient', *groups], rows)
@@ -93,18 +95,20 @@ def worst_error(cells: Sequence[Row]) -> str:
 
 def measured_on(cells: Sequence[Row]) -> str:
     """Returns the machine of most cases, the other machines with their cases, and the versions."""
-    cases_of_machines: dict[str, dict[str, None]] = {}
-    packages: set[str] = set()
+    cases_of_machines = defaultdict(list)
+    packages = set()
     for case, cells_of_case in by_case(cells).items():
         for cell in cells_of_case:
-            host = cell['measured_on']['machine']
+            measured = cell['measured_on']
+            host = measured['machine']
             machine = f'{host["cores"]} cores of {host["processor"]}'
-            cases_of_machines.setdefault(machine, {})[case] = None
-            for package, version in cell['measured_on']['versions'].items():
+            if case not in cases_of_machines[machine]:
+                cases_of_machines[machine].append(case)
+            for package, version in measured['versions'].items():
                 packages.add(f'{package} {version}')
-    most_cases_first = sorted(cases_of_machines, key=lambda machine: -len(cases_of_machines[machine]))
-    sentences = [most_cases_first[0]]
-    for machine in most_cases_first[1:]:
+    usual_machine, *other_machines = sorted(cases_of_machines, key=lambda machine: -len(cases_of_machines[machine]))
+    sentences = [usual_machine]
+    for machine in other_machines:
         sentences.append(f'{machine}: {"; ".join(cases_of_machines[machine])}')
     sentences.append(', '.join(sorted(packages)))
     return '. '.join(sentences) + '.'
@@ -140,11 +144,8 @@ def speed(cells: Sequence[Row]) -> str:
     """Returns a table for each model and number of ranks: real tokens a second of time, and of processor time."""
     parts = []
     for title, group in grouped(cells).items():
-        # Lognormal sets first.
-        sets = sorted(
-            {cell['set'] for cell in group},
-            key=lambda name: (not name.startswith('lognormal'), name),
-        )
+        sets = sorted({cell['set'] for cell in group})
+        sets.sort(key=lambda name: not name.startswith('lognormal'))  # lognormal ones first
         measured = {(cell['rival'], cell['set']): cell for cell in group}
         rows = []
         for name in by_rival(group):

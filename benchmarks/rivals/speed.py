@@ -14,7 +14,7 @@ import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
-from itertools import chain
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -31,32 +31,27 @@ from benchmarks.rivals.data import UNKNOWN, Samples, Sizes, collate, lengths_of,
 from benchmarks.rivals.probe import Trace, watched
 from benchmarks.rivals.report import BOUND
 from benchmarks.timed_steps import chunks
+from composer_tokacc.batch import BatchDict
 from composer_tokacc.invariance import relative_error
 from tests.support.text import next_token_loss
 
 HELD_OUT = 64
 
 
-def train(
-    name: str,
-    sizes: Sizes,
-    samples: Samples,
-    *,
-    inspect: bool = False,
-) -> tuple[Trace, Any, Row]:
+def train_epoch(name: str, sizes: Sizes, samples: Samples) -> tuple[Trace, Any, Row]:
     """Trains one epoch from the first weights. Returns the trace, the trained model and the settings."""
     model = new_model(sizes)
     task = Task(model, samples, sizes)
     if dist.get_world_size() > 1:
         dist.barrier()
     # Restores the environment afterwards, because accelerate sets variables and leaves them.
-    with mock.patch.dict(os.environ), watched(model, samples, inspect=inspect) as trace:
+    with mock.patch.dict(os.environ), watched(model, samples) as trace:
         settings = CONTENDERS[name](task)
     gc.collect()
     return trace, model, settings
 
 
-def inspected(
+def inspect_epoch(
     name: str,
     sizes: Sizes,
     samples: Samples,
@@ -67,49 +62,58 @@ def inspected(
 
     `references` is a cache for all contenders: the right gradient of a first step, by the indices of its samples.
     """
-    trace, model, settings = train(name, sizes, samples, inspect=True)
-    # Without the gradient: the ranks have the same one.
-    traces: list[Trace] = dist.all_gather_object(replace(trace, gradient={}))
-    indices_of_steps = []
-    imbalances = []
-    for step in range(max(len(rank.indices) for rank in traces)):
-        # A rank may have fewer steps than others.
-        ranks_in_step = [rank for rank in traces if step < len(rank.indices)]
-        indices_of_steps.append(sorted(chain.from_iterable(rank.indices[step] for rank in ranks_in_step)))
-        positions = [rank.positions[step] for rank in ranks_in_step]
-        imbalances.append(max(positions) / statistics.mean(positions))
-    num_tokens = sum(sum(rank.tokens) for rank in traces)
-    num_positions = sum(sum(rank.positions) for rank in traces)
-    largest = max(rank.largest for rank in traces)
-    cap = sizes.microbatch * int(samples.lengths.max())
-    all_indices = sorted(chain.from_iterable(indices_of_steps))
-    sizes_of_steps = [len(indices) for indices in indices_of_steps]
+    trace, model, settings = train_epoch(name, sizes, samples)
+    gradient = trace.gradient
+    trace.gradient = {}  # not gathered, because the ranks have the same one
+    traces: list[Trace] = dist.all_gather_object(trace)
+    steps = samples_of_steps(traces)
+    num_tokens = sum(sum(trace_of_rank.tokens) for trace_of_rank in traces)
+    num_positions = sum(sum(trace_of_rank.positions) for trace_of_rank in traces)
+    largest = max(trace_of_rank.largest_microbatch for trace_of_rank in traces)
+    cap = Task(model, samples, sizes).cap
+    indices = sorted(chain.from_iterable(steps))
+    sizes_of_steps = [len(step) for step in steps]
     row: Row = {
         'settings': settings,
         'padded_share': 1 - num_tokens / num_positions,
         'largest_microbatch': largest,
         'cap': cap,
         'within_cap': largest <= cap,
-        'rank_imbalance': statistics.median(imbalances),
-        'steps': len(indices_of_steps),
+        'rank_imbalance': statistics.median(imbalances_of_steps(traces)),
+        'steps': len(steps),
         'samples_a_step': [min(sizes_of_steps), max(sizes_of_steps)],
-        'every_sample_once': all_indices == list(range(len(samples))),
-        'unknown_rows': all_indices.count(UNKNOWN),
-        'filler_rows': sum(rank.num_dummy_rows for rank in traces),
-        'global_batches': membership(indices_of_steps, len(samples), sizes.global_batch),
+        'every_sample_once': indices == list(range(len(samples))),
+        'unknown_rows': indices.count(UNKNOWN),
+        'filler_rows': sum(trace_of_rank.num_dummy_rows for trace_of_rank in traces),
+        'global_batches': membership(steps, len(samples), sizes.global_batch),
         'held_out_loss': held_out_loss(model, held_out),
     }
-    first = tuple(indices_of_steps[0])
+    first = tuple(steps[0])
     if UNKNOWN not in first:
         if first not in references:
             references[first] = whole_gradient(new_model(sizes), samples, first)
-        row['gradient_error'], _ = relative_error(trace.gradient, references[first])
+        row['gradient_error'], _ = relative_error(gradient, references[first])
     return row
 
 
+def samples_of_steps(traces: Sequence[Trace]) -> list[list[int]]:
+    """Returns the sorted indices of the samples of all ranks in each step. A rank may have fewer steps than others."""
+    steps = zip_longest(*[trace.indices for trace in traces], fillvalue=())
+    return [sorted(chain.from_iterable(step)) for step in steps]
+
+
+def imbalances_of_steps(traces: Sequence[Trace]) -> list[float]:
+    """Returns for each step: the positions of the rank that has most of them, divided by the mean of the ranks."""
+    imbalances = []
+    for step in zip_longest(*[trace.positions for trace in traces]):
+        positions = [number for number in step if number is not None]
+        imbalances.append(max(positions) / statistics.mean(positions))
+    return imbalances
+
+
 def membership(indices_of_steps: Sequence[Sequence[int]], num_samples: int, size: int) -> str:
-    """Says which samples the steps have: the global batches in order, those of a shuffle, or others."""
-    steps = [sorted(step) for step in indices_of_steps]
+    """Says which samples the steps have: the global batches in order, or of a known shuffle, or others."""
+    steps = [sorted(indices) for indices in indices_of_steps]
     # BatchRebalanceSampler of Transformers starts from this shuffle. No argument turns it off.
     generator = torch.Generator().manual_seed(42)
     shuffled = torch.randperm(num_samples, generator=generator).tolist()
@@ -142,20 +146,20 @@ def held_out_loss(model: Any, held_out: Samples) -> float:
     return torch.cat(losses).mean().item()
 
 
-def token_losses(model: Any, sample: Row) -> torch.Tensor:
+def token_losses(model: Any, sample: BatchDict) -> torch.Tensor:
     """Returns the loss of each label. The first token has none, because no token comes before it."""
     batch = collate([sample])
     losses = next_token_loss(model(**batch).logits, batch['labels'], reduction='none')
     return losses[batch['labels'][0, 1:] != -100]
 
 
-def timed(name: str, sizes: Sizes, samples: Samples) -> Row:
+def time_epoch(name: str, sizes: Sizes, samples: Samples) -> Row:
     """Times an epoch. Leaves out the first step, which pays for work that a run does once."""
-    trace, _, _ = train(name, sizes, samples)
+    trace, _, _ = train_epoch(name, sizes, samples)
     # In the bound all positions count as tokens, as if there were no padding at all.
     counts = trace.positions if name == BOUND else trace.tokens
     seconds = trace.ends[-1] - trace.ends[0]
-    processor_seconds = trace.processor[-1] - trace.processor[0]
+    processor_seconds = trace.processor_ends[-1] - trace.processor_ends[0]
     tokens = sum(dist.all_gather_object(sum(counts[1:])))
     processor_seconds_of_ranks = sum(dist.all_gather_object(processor_seconds))
     return {
@@ -174,7 +178,7 @@ def measure(sizes: Sizes, set_name: str, names: Sequence[str], rounds: int) -> I
     lengths, source = lengths_of(set_name, sizes.mean)
     samples = Samples(sizes, lengths, ranks=dist.get_world_size())
     num_held_out = min(HELD_OUT, sizes.samples // 4)
-    held_out = Samples(sizes, lengths, seed=1, count=num_held_out)
+    held_out = Samples(replace(sizes, samples=num_held_out), lengths, seed=1)
     references: dict[tuple[int, ...], Gradients] = {}
     cells: dict[str, Row] = {}
     for name in names:
@@ -188,9 +192,9 @@ def measure(sizes: Sizes, set_name: str, names: Sequence[str], rounds: int) -> I
         }
         try:
             if name == BOUND:
-                _, _, cell['settings'] = train(name, sizes, samples)
+                _, _, cell['settings'] = train_epoch(name, sizes, samples)
             else:
-                cell.update(inspected(name, sizes, samples, held_out, references))
+                cell.update(inspect_epoch(name, sizes, samples, held_out, references))
         except Exception:
             # The other ranks may have gone on or may wait for this one, so the launch ends.
             if dist.get_world_size() > 1:
@@ -204,7 +208,7 @@ def measure(sizes: Sizes, set_name: str, names: Sequence[str], rounds: int) -> I
         for name, cell in cells.items():
             if 'error' in cell:
                 continue
-            epoch = timed(name, sizes, samples)
+            epoch = time_epoch(name, sizes, samples)
             cell.setdefault('rounds', []).append(epoch)
             for figure in ('tokens_per_second', 'tokens_per_processor_second'):
                 cell[figure] = quartiles([each_round[figure] for each_round in cell['rounds']])
@@ -213,14 +217,12 @@ def measure(sizes: Sizes, set_name: str, names: Sequence[str], rounds: int) -> I
 
 
 def main() -> None:
-    path, plan_text = sys.argv[1:]
-    plan = json.loads(plan_text)
+    path, sizes, plan = sys.argv[1:]
     torch.multiprocessing.set_sharing_strategy('file_system')
     join_ranks()
     for package in ('transformers', 'composer', 'accelerate'):
         logging.getLogger(package).setLevel(logging.ERROR)
-    sizes = Sizes(**plan['sizes'])
-    for cells in measure(sizes, plan['set'], plan['rivals'], plan['rounds']):
+    for cells in measure(Sizes(**json.loads(sizes)), **json.loads(plan)):
         if dist.get_global_rank() == 0:
             Path(path).write_text(json.dumps(cells))
     dist.barrier()

@@ -147,7 +147,7 @@ def loss_of(model, samples, indices):
 def test_hooks_record_the_samples():
     sizes, samples = small_samples()
     model, optimizer = trained_model(sizes, lr=0.1)
-    with watched(model, samples, inspect=True) as trace:
+    with watched(model, samples) as trace:
         # A step of two microbatches, and a step of one.
         for microbatches in ([[3, 1], [4]], [[0, 2, 5]]):
             optimizer.zero_grad()
@@ -170,7 +170,7 @@ def test_hooks_record_the_samples():
         positions_of_3_and_1 + positions_of_4,
         positions_of_second_step,
     ]
-    assert trace.largest == max(positions_of_3_and_1, positions_of_4, positions_of_second_step)
+    assert trace.largest_microbatch == max(positions_of_3_and_1, positions_of_4, positions_of_second_step)
     assert len(trace.ends) == 2
     assert set(trace.gradient) == {name for name, _ in model.named_parameters()}
 
@@ -228,8 +228,8 @@ def test_reference_equals_one_forward():
 
 def inspected(name, **changes):
     sizes, samples = small_samples(model='llava', **changes)
-    held_out = Samples(sizes, samples.lengths, seed=1, count=4)
-    return speed.inspected(name, sizes, samples, held_out, {})
+    held_out = Samples(replace(sizes, samples=4), samples.lengths, seed=1)
+    return speed.inspect_epoch(name, sizes, samples, held_out, {})
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import COMPOSER, environment_of_no_rank
+from benchmarks.machine import COMPOSER, environment_without_rank
 from tests.support.loaded import kill_loaded, run_loaded, start_loaded
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,7 +28,7 @@ MOST_WAITING_RANKS = 4
 def environment() -> dict[str, str]:
     """Returns the environment of a launch, in which the package and the tests can be imported."""
     return {
-        **environment_of_no_rank(),
+        **environment_without_rank(),
         'OMP_NUM_THREADS': '1',
         'PYTHONPATH': f'{ROOT}{os.pathsep}{os.environ.get("PYTHONPATH", "")}',
         'MASTER_PORT': str(free_port()),
