@@ -280,7 +280,7 @@ def test_rows_that_prove_nothing_are_refused(rows, options, message):
         ),
         ({'microbatch_sizes': torch.tensor(2)}, r'`microbatch_sizes` must be a list .*, got: tensor\(2\)'),
         ({'microbatch_sizes': 0}, '`microbatch_sizes` must be a list .*, got: 0'),
-        ({'microbatch_sizes': []}, '`microbatch_sizes` must be a list .*, got: an empty one'),
+        ({'microbatch_sizes': []}, '`microbatch_sizes` must be a list .*, but it is empty'),
         ({'padding_sides': torch.tensor([1, 2])}, "`padding_sides` must be 'right' or 'left'"),
         ({'padding_sides': None}, '`padding_sides` must be a list'),
         ({'tolerance': '1e-6'}, "`tolerance` must be a finite number, at least 0, got: '1e-6'"),
