@@ -173,7 +173,9 @@ def _leaks_of_gradient(
 
     def start_graph(module: torch.nn.Module, args: object, embeddings: torch.Tensor) -> torch.Tensor:
         embedded.append(embeddings.detach().requires_grad_())
-        return embedded[-1]
+        # A copy, because some models write the features of images into this tensor. Autograd forbids to write into a
+        # tensor at which the graph begins.
+        return embedded[-1].clone()
 
     with embedding.register_forward_hook(start_graph):
         logits = _logits(model, inputs)

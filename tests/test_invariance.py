@@ -645,6 +645,20 @@ def test_faint_leaks_are_found():
     assert leaks == [(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)]
 
 
+class WrittenEmbeddings(FaintMean):
+    """Writes into the tensor of its embedding, as Kosmos-2 and Ovis 2 write the features of their images."""
+
+    def forward(self, input_ids, position_ids):
+        states = self.embedding(input_ids)
+        states[:, 0] = 1.0
+        return states + states.mean(dim=1, keepdim=True)
+
+
+def test_embeddings_may_be_written_in_place():
+    report = verify_isolation(WrittenEmbeddings(), PACKED, DOCUMENTS)
+    assert pairs_of(report) == [(0, 0, 1), (0, 0, 2), (0, 1, 0), (0, 1, 2), (0, 2, 0), (0, 2, 1)]
+
+
 def test_hashed_bigrams_leak_without_gradient():
     model = HashedBigrams(is_isolated=False)
     report = verify_isolation(model, PACKED, DOCUMENTS)
