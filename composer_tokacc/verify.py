@@ -68,7 +68,7 @@ from composer_tokacc.layout.layout import layout_of_rows, split_trimmed
 from composer_tokacc.layout.pre_split import widened
 from composer_tokacc.layout.readings import joined_readings
 from composer_tokacc.programs import ConfigError, TrainConfig
-from composer_tokacc.programs.build import build_parts
+from composer_tokacc.programs.build import RunParts, build_parts
 from composer_tokacc.programs.devices import runs_on_gpu
 from composer_tokacc.programs.errors import refuse
 from composer_tokacc.programs.registry import build_token_accumulation, uses_composers_flag, weights_tokens
@@ -196,15 +196,11 @@ class _VerifiedRun:
 
     def __init__(self, config: TrainConfig, max_rows: int) -> None:
         self.config = config
-        # In float32, because the round-off of a shorter type would hide an error.
-        model_section = replace(config.model, dtype='float32')
-        self.parts = build_parts(replace(config, model=model_section))
-        check_trains_something(self.parts.model)
-        # Without TF32, because its round-off would be taken for an error.
+        self.parts = _build_deterministic_parts(config)
+        # Without TF32, because its round-off would be taken for an error. The device comes after the parts, because
+        # build_parts() also makes one, and Composer then switches TF32 on.
         self.device: Device = DeviceGPU(allow_tf32=False) if runs_on_gpu(config) else DeviceCPU()
         self.device.module_to_device(self.parts.model)
-        _switch_off_noise(self.parts.model)
-        _fill_zero_parameters(self.parts.model)
         first_batch = next(iter(self.parts.train_loader.dataloader))
         check_batches([first_batch], check_batch)  # all ranks raise if the batch of one is refused
         self.layout = _layout_on_all_ranks(BatchLayout.for_model(self.parts.model), first_batch)
@@ -220,7 +216,7 @@ class _VerifiedRun:
         algorithm = build_token_accumulation(config) or TokenAccumulation()
         self.options = algorithm.options
         self.has_router_loss = False
-        """Whether the model has returned a load-balancing loss of a router. Each call of forward_gradients() looks."""
+        """Whether the model has returned a load-balancing loss of a router. Set by forward_gradients()."""
         is_packed = any(document_starts(row) is not None for row in self.rows_of_all_ranks)
         needs_rule = self.options.is_weighted or is_packed
         self.rule = self._rule_of_run() if needs_rule else None
@@ -510,6 +506,17 @@ def _read_gradients(model: torch.nn.Module) -> Gradients:
         if parameter.grad is not None:
             gradients[name.removeprefix('module.')] = parameter.grad.clone()
     return gradients
+
+
+def _build_deterministic_parts(config: TrainConfig) -> RunParts:
+    """Builds the model and the loaders of a run, and changes the model so that only errors make gradients differ."""
+    # In float32, because the round-off of a shorter type would hide an error.
+    model_section = replace(config.model, dtype='float32')
+    parts = build_parts(replace(config, model=model_section))
+    check_trains_something(parts.model)
+    _switch_off_noise(parts.model)
+    _fill_zero_parameters(parts.model)
+    return parts
 
 
 def _switch_off_noise(model: torch.nn.Module) -> None:

@@ -241,7 +241,7 @@ def _to_row(record: Record, contents: Sequence[bytes]) -> ShardRow:
 
 
 def from_row(row: JsonObject) -> tuple[Record, list[bytes]]:
-    """Returns the record and the contents of its files from a row of a shard, which ``_to_row`` has made."""
+    """Returns the record and the contents of its files from a row of a shard: the opposite of ``_to_row``."""
     if row.keys() != SHARD_COLUMNS.keys():
         raise InvalidInputError(
             f'shards must have the columns {sorted(SHARD_COLUMNS)}, got: {sorted(row)}. Write them with '
