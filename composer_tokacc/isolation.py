@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -21,6 +21,7 @@ from composer_tokacc.batch import Batch, text_of
 from composer_tokacc.checks.logits import logits_of, tolerance_of
 from composer_tokacc.checks.written_state import undisturbed
 from composer_tokacc.layout.placeholders import all_placeholders
+from composer_tokacc.model_structure import input_embedding
 from composer_tokacc.random_state import same_random_numbers
 from composer_tokacc.refusals import InvalidInputError
 from composer_tokacc.step_watch import relative_difference
@@ -112,11 +113,7 @@ def verify_isolation(
         True
     """
     check_kind('model', model, torch.nn.Module)
-    models = [module for module in model.modules() if hasattr(module, 'get_input_embeddings')]
-    if not models:
-        raise TypeError(f'`model` must be a Hugging Face model, or hold one, got: {type(model).__name__}.')
-    outermost: Any = models[0]  # modules inside of it may have the method, too
-    embedding = outermost.get_input_embeddings()
+    hugging_face_model, embedding = _model_with_embedding(model)
     shape = tuple(text_of(packed).shape)
     try:
         document_numbers = torch.as_tensor(documents)
@@ -129,13 +126,25 @@ def verify_isolation(
     inputs.pop('labels', None)
     sizes = _leaks_of_gradient(model, embedding, inputs, documents_of_rows)
     if isinstance(inputs.get('input_ids'), torch.Tensor):
-        reserved = _reserved_ids(getattr(outermost, 'config', None))
+        reserved = _reserved_ids(getattr(hugging_face_model, 'config', None))
         num_embeddings = getattr(embedding, 'num_embeddings', 0)
         replacements = _replacements(inputs['input_ids'], documents_of_rows, reserved, num_embeddings)
         # A leak that both functions find keeps the size of the gradient.
         sizes = _leaks_of_ids(model, inputs, documents_of_rows, replacements) | sizes
     leaks = [(place.row, place.reader, place.source, sizes[place]) for place in sorted(sizes)]
     return IsolationReport(leaks=tuple(leaks))
+
+
+def _model_with_embedding(model: torch.nn.Module) -> tuple[torch.nn.Module, torch.nn.Module]:
+    """Returns the outermost module that names its input embedding, which is a Hugging Face model, and the embedding.
+
+    Raises TypeError if there is none.
+    """
+    for module in model.modules():
+        embedding = input_embedding(module)
+        if embedding is not None:
+            return module, embedding
+    raise TypeError(f'`model` must be a Hugging Face model, or hold one, got: {type(model).__name__}.')
 
 
 def _documents_of_rows(documents: torch.Tensor, shape: tuple[int, ...]) -> list[_Document]:

@@ -659,6 +659,27 @@ def test_embeddings_may_be_written_in_place():
     assert pairs_of(report) == [(0, 0, 1), (0, 0, 2), (0, 1, 0), (0, 1, 2), (0, 2, 0), (0, 2, 1)]
 
 
+class UnknownEmbedding(torch.nn.Module):
+    """A module that cannot tell its input embedding, as Transformers raises it, around a model that can."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def get_input_embeddings(self):
+        raise NotImplementedError('not auto-handled')
+
+    def forward(self, **inputs):
+        return self.model(**inputs)
+
+
+def test_outer_module_without_embedding():
+    report = verify_isolation(UnknownEmbedding(FaintMean()), PACKED, DOCUMENTS)
+    assert len(report.leaks) == 6
+    with pytest.raises(TypeError, match='`model` must be a Hugging Face model, or hold one'):
+        verify_isolation(UnknownEmbedding(torch.nn.Linear(2, 2)), PACKED, DOCUMENTS)
+
+
 def test_hashed_bigrams_leak_without_gradient():
     model = HashedBigrams(is_isolated=False)
     report = verify_isolation(model, PACKED, DOCUMENTS)
