@@ -8,6 +8,7 @@ A document sees another one if its logits depend on the tokens of the other one.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -186,22 +187,24 @@ def _leaks_of_gradient(
     documents: Sequence[_Document],
 ) -> SizesOfLeaks:
     """Finds documents whose logits have a gradient by the embeddings of another document. The size is its norm."""
-    # The embeddings that the model gets, one tensor for each call of its embedding. If a model calls it several times,
-    # only the first tensor is checked here. Leaks through the others show only in `_leaks_of_ids`.
-    embedded: list[torch.Tensor] = []
+    # The embeddings that the model gets: one tensor for each call of its embedding.
+    embeddings_of_calls: list[torch.Tensor] = []
 
     def start_graph(module: torch.nn.Module, args: object, embeddings: torch.Tensor) -> torch.Tensor:
-        embedded.append(embeddings.detach().requires_grad_())
+        leaf = embeddings.detach().requires_grad_()
+        # A call for other positions cannot be compared with the documents. Leaks through it show in `_leaks_of_ids`.
+        if leaf.shape[:2] == documents[0].positions.shape:
+            embeddings_of_calls.append(leaf)
         # A copy, because some models write the features of images into this tensor. Autograd forbids to write into a
         # tensor at which the graph begins.
-        return embedded[-1].clone()
+        return leaf.clone()
 
     with embedding.register_forward_hook(start_graph):
         logits = _logits(model, inputs)
-    if not embedded:
+    if not embeddings_of_calls:
         raise TypeError(
-            f'`model` must call its input embeddings, got: no call of {type(embedding).__name__}. Give `input_ids`, '
-            'not `inputs_embeds`.'
+            f'`model` must call its input embeddings, got: no call of {type(embedding).__name__} for the positions of '
+            'the batch. Give `input_ids`, not `inputs_embeds`.'
         )
     # One backward for each document computes the gradient of a sum of its logits. In a plain sum the gradients of
     # several logits could cancel, so each logit has a random factor.
@@ -211,12 +214,19 @@ def _leaks_of_gradient(
     sizes: SizesOfLeaks = {}
     for reader in documents:
         total = products[reader.positions].sum()
-        (gradient,) = torch.autograd.grad(total, embedded[0], retain_graph=True)
+        # None for the embeddings of a call that these logits do not depend on.
+        gradients = torch.autograd.grad(total, embeddings_of_calls, retain_graph=True, allow_unused=True)
         for source in _others(reader, documents):
-            size = float(gradient[source.positions].cpu().double().norm())  # squares of small numbers are 0 in float32
+            norms = [_norm(gradient[source.positions]) for gradient in gradients if gradient is not None]
+            size = math.hypot(*norms)  # the norm of all gradients together
             if size != 0.0:
                 sizes[_LeakPlace(reader.row, reader.number, source.number)] = size
     return sizes
+
+
+def _norm(tensor: torch.Tensor) -> float:
+    """Returns the norm of a tensor. It is computed in float64, because squares of small numbers are 0 in float32."""
+    return float(tensor.cpu().double().norm())
 
 
 @torch.no_grad()

@@ -680,6 +680,20 @@ def test_outer_module_without_embedding():
         verify_isolation(UnknownEmbedding(torch.nn.Linear(2, 2)), PACKED, DOCUMENTS)
 
 
+class SecondEmbedding(FaintMean):
+    """Embeds the ids twice, and uses only the second result."""
+
+    def forward(self, input_ids, position_ids):
+        self.embedding(input_ids)
+        return super().forward(input_ids, position_ids)
+
+
+def test_leaks_through_a_second_embedding():
+    """The gradient shows them, although they are too small to change the logits."""
+    report = verify_isolation(SecondEmbedding(), PACKED, DOCUMENTS)
+    assert len(report.leaks) == 6
+
+
 def test_hashed_bigrams_leak_without_gradient():
     model = HashedBigrams(is_isolated=False)
     report = verify_isolation(model, PACKED, DOCUMENTS)
