@@ -64,7 +64,7 @@ def edges_of(value: Tensors) -> set[Edge]:
 def edges_of_graph(losses: Tensors, ends: Collection[Edge] = ()) -> set[Edge]:
     """Returns the edges of all tensors that the tensors in ``losses`` are made of, up to the ``ends``.
 
-    Unlike a backward to these tensors it runs no hooks, and those of FSDP would communicate.
+    Unlike a backward to these tensors, it runs no hooks. Hooks of FSDP would communicate.
     """
     edges = edges_of(losses)
     for node in nodes_of_graph(losses, ends):

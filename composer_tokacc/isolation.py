@@ -187,25 +187,7 @@ def _leaks_of_gradient(
     documents: Sequence[_Document],
 ) -> SizesOfLeaks:
     """Finds documents whose logits have a gradient by the embeddings of another document. The size is its norm."""
-    # The embeddings that the model gets: one tensor for each call of its embedding.
-    embeddings_of_calls: list[torch.Tensor] = []
-
-    def start_graph(module: torch.nn.Module, args: object, embeddings: torch.Tensor) -> torch.Tensor:
-        leaf = embeddings.detach().requires_grad_()
-        # A call for other positions cannot be compared with the documents. Leaks through it show in `_leaks_of_ids`.
-        if leaf.shape[:2] == documents[0].positions.shape:
-            embeddings_of_calls.append(leaf)
-        # A copy, because some models write the features of images into this tensor. Autograd forbids to write into a
-        # tensor at which the graph begins.
-        return leaf.clone()
-
-    with embedding.register_forward_hook(start_graph):
-        logits = _logits(model, inputs)
-    if not embeddings_of_calls:
-        raise TypeError(
-            f'`model` must call its input embeddings, got: no call of {type(embedding).__name__} for the positions of '
-            'the batch. Give `input_ids`, not `inputs_embeds`.'
-        )
+    logits, embeddings_of_calls = _logits_and_embeddings(model, embedding, inputs, documents[0].positions.shape)
     # One backward for each document computes the gradient of a sum of its logits. In a plain sum the gradients of
     # several logits could cancel, so each logit has a random factor.
     generator = torch.Generator().manual_seed(0)
@@ -222,6 +204,37 @@ def _leaks_of_gradient(
             if size != 0.0:
                 sizes[_LeakPlace(reader.row, reader.number, source.number)] = size
     return sizes
+
+
+def _logits_and_embeddings(
+    model: torch.nn.Module,
+    embedding: torch.nn.Module,
+    inputs: Batch,
+    shape: torch.Size,
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Makes a forward whose graph starts at the input embeddings. Returns the logits and the embeddings.
+
+    There is one tensor of embeddings for each call of the embedding with ids of this shape, ``(rows, width)``. Other
+    calls cannot be compared with the documents. Leaks through them show in :func:`_leaks_of_ids`.
+    """
+    embeddings_of_calls: list[torch.Tensor] = []
+
+    def start_graph(module: torch.nn.Module, args: object, embeddings: torch.Tensor) -> torch.Tensor:
+        leaf = embeddings.detach().requires_grad_()
+        if leaf.shape[:2] == shape:
+            embeddings_of_calls.append(leaf)
+        # A copy, because some models write the features of images into this tensor. Autograd forbids to write into a
+        # tensor at which the graph begins.
+        return leaf.clone()
+
+    with embedding.register_forward_hook(start_graph):
+        logits = _logits(model, inputs)
+    if not embeddings_of_calls:
+        raise TypeError(
+            f'`model` must call its input embeddings, got: no call of {type(embedding).__name__} for the positions of '
+            'the batch. Give `input_ids`, not `inputs_embeds`.'
+        )
+    return logits, embeddings_of_calls
 
 
 def _norm(tensor: torch.Tensor) -> float:
@@ -298,8 +311,8 @@ def _replacements(
 
     In the first version each ordinary id becomes the next one, so every token differs. In each of the others all
     ordinary ids become the same one, so all tokens choose the same experts. If experts have a capacity, these overflow,
-    and drop tokens of other documents. Which experts overflow depends on the id, so several ids are tried. There is no
-    version if there are fewer than two ordinary ids.
+    and drop tokens of other documents. Which experts overflow depends on the id, so several ids are tried. Returns
+    no version if there are still fewer than two ordinary ids.
 
     Args:
         ids: ``input_ids`` of the batch, ``(rows, width)``.

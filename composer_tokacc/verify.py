@@ -470,8 +470,8 @@ def _give_outputs_a_gradient(model: torch.nn.Module, batch: tuple[Batch], output
 class _ComparedSteps(Callback):
     """Steps of one fit, each on the same rows with another microbatch size. Compares the gradient of each step.
 
-    One fit has all sizes, because its first-batch check takes more time than a step. The check compares rows by
-    themselves with the same rows together, so what it proves holds for every microbatch size.
+    One fit has all sizes, because its first-batch check takes more time than a step. The check compares one
+    row alone with several rows together. So what it proves does not depend on the microbatch size.
 
     Args:
         sizes: The microbatch size of each step.
