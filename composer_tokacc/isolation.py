@@ -97,7 +97,8 @@ def verify_isolation(
     Raises:
         ValueError: If ``documents`` has another shape than ``input_ids``, if no row has two documents, or if the model
             gives the same rows other logits each time.
-        TypeError: If the model has no input embeddings, does not call them, or returns no logits.
+        TypeError: If the model has no input embeddings, does not call them, or returns no logits with a gradient by
+            them.
 
     Example:
         >>> import torch
@@ -198,6 +199,11 @@ def _leaks_of_gradient(
         total = products[reader.positions].sum()
         # None for the embeddings of a call that these logits do not depend on.
         gradients = torch.autograd.grad(total, embeddings_of_calls, retain_graph=True, allow_unused=True)
+        if all(gradient is None for gradient in gradients):
+            raise TypeError(
+                '`model` must compute its logits from its input embeddings, but the logits have no gradient by them. '
+                'So leaks cannot be found. Do not detach the embeddings.'
+            )
         for source in _others(reader, documents):
             norms = [_norm(gradient[source.positions]) for gradient in gradients if gradient is not None]
             size = math.hypot(*norms)  # the norm of all gradients together
@@ -224,15 +230,16 @@ def _logits_and_embeddings(
         if leaf.shape[:2] == shape:
             embeddings_of_calls.append(leaf)
         # A copy, because some models write the features of images into this tensor. Autograd forbids to write into a
-        # tensor at which the graph begins.
-        return leaf.clone()
+        # tensor at which the graph begins. The copy must have a gradient, even if the model embeds under `no_grad`.
+        with torch.enable_grad():
+            return leaf.clone()
 
     with embedding.register_forward_hook(start_graph):
         logits = _logits(model, inputs)
     if not embeddings_of_calls:
         raise TypeError(
             f'`model` must call its input embeddings, got: no call of {type(embedding).__name__} for the positions of '
-            'the batch. Give `input_ids`, not `inputs_embeds`.'
+            'the batch, (rows, width). Give `input_ids`, not `inputs_embeds`, to a model that embeds them in this shape.'
         )
     return logits, embeddings_of_calls
 

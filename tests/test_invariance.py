@@ -659,6 +659,37 @@ def test_embeddings_may_be_written_in_place():
     assert pairs_of(report) == [(0, 0, 1), (0, 0, 2), (0, 1, 0), (0, 1, 2), (0, 2, 0), (0, 2, 1)]
 
 
+class NoGradEmbedding(FaintMean):
+    """Computes its frozen embeddings without a graph."""
+
+    def forward(self, input_ids, position_ids):
+        with torch.no_grad():
+            states = self.embedding(input_ids)
+        return states + 1e-30 * states.mean(dim=1, keepdim=True)
+
+
+def test_embeddings_may_be_made_without_a_graph():
+    report = verify_isolation(NoGradEmbedding(), PACKED, DOCUMENTS)
+    assert len(report.leaks) == 6
+
+
+class DetachedEmbedding(FaintMean):
+    """Detaches its embeddings, so that no gradient shows what its logits depend on."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = torch.nn.Linear(32, 64)
+
+    def forward(self, input_ids, position_ids):
+        states = self.embedding(input_ids).detach()
+        return self.head(states + 1e-30 * states.mean(dim=1, keepdim=True))
+
+
+def test_detached_embeddings_prove_nothing():
+    with pytest.raises(TypeError, match='no gradient by them'):
+        verify_isolation(DetachedEmbedding(), PACKED, DOCUMENTS)
+
+
 class UnknownEmbedding(torch.nn.Module):
     """A module that cannot tell its input embedding, as Transformers raises it, around a model that can."""
 

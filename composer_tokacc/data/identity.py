@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -43,7 +44,10 @@ def identify_data(dataset: Any) -> str:
     for name in ('identity', 'fingerprint'):
         identify = getattr(dataset, name, None)
         if callable(identify):  # an attribute of a user's class may be something else
-            return fingerprint(identify())
+            identity = identify()
+            if isinstance(identity, Iterator):  # of bytes, such as the parts of a file
+                return fingerprint_of_bytes(identity)
+            return fingerprint(identity)
     parts: list[Any] = [len(dataset)]
     indices = np.linspace(0, len(dataset) - 1, min(NUM_READ, len(dataset))).astype(int)
     for index in indices.tolist():

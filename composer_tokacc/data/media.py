@@ -138,18 +138,18 @@ def decode_media(
     check_pyav(record)
     sampling = video or VideoSampling()
     decoded: dict[str, list[Any]] = {}
-    start = 0  # of the medium's files
+    remaining_files = iter(files)
     for medium in record.media:
-        end = start + len(medium.files)
+        # Outside of the `try`, because missing files are a fault of the caller. The sample is good.
+        files_of_medium = [next(remaining_files) for _ in medium.files]
         try:
-            content = _decode_medium(medium.modality, files[start:end], sampling, sampling_rate, shapes_only)
+            content = _decode_medium(medium.modality, files_of_medium, sampling, sampling_rate, shapes_only)
         except Exception as error:  # PIL raises OSError, SyntaxError, ValueError, struct.error, ... on broken files
             if not is_from_file(error):
                 raise
             file_names = ', '.join(medium.names)
             raise record.error(f'{medium.modality} file {file_names} cannot be read: {error}') from error
         decoded.setdefault(medium.modality, []).append(content)
-        start = end
     return decoded
 
 
