@@ -72,4 +72,4 @@ _MODULES = {
 }
 
 
-__getattr__ = on_first_use(__name__, _MODULES)
+__getattr__, __dir__ = on_first_use(__name__, _MODULES)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -25,29 +26,32 @@ def as_number(name: str, value: Any) -> float:
 
     A tensor or an array of one number counts as this number.
     """
-    try:
-        number = float(value)
-    # A tensor of several numbers raises RuntimeError, and an integer above the largest float OverflowError.
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        number = math.nan
-    is_other_type = isinstance(value, (str, bytes, bool))  # float() reads them, too
-    if is_other_type or not 0 <= number < math.inf:
+    number = math.nan
+    if not isinstance(value, (str, bytes, bool)):  # float() reads them, too
+        # A tensor of several numbers raises RuntimeError, and an integer above the largest float OverflowError.
+        with suppress(TypeError, ValueError, RuntimeError, OverflowError):
+            number = float(value)
+    # The comparison is False for NaN, so also for a value that is no number.
+    if not 0 <= number < math.inf:
         raise InvalidInputError(f'`{name}` must be a finite number, at least 0, got: {value!r:.80}.')
     return number
 
 
-def as_list(name: str, values: Any, entries: str) -> list[Any]:
-    """Returns an argument as a list. Raises ValueError unless it can be iterated over, and has entries.
+def as_list(name: str, value: Any, description: str) -> list[Any]:
+    """Returns an argument as a list. Raises ValueError if it cannot be iterated over, or is empty.
 
-    ``entries`` says what they are.
+    Args:
+        name: Name of the argument.
+        value: The argument.
+        description: What the list should hold, for the message: "a list of ...".
     """
     try:
-        listed = list(values)
+        items = list(value)
     except TypeError as error:  # raised for a number, and also for a tensor of no dimension, which has `__iter__`
-        raise InvalidInputError(f'`{name}` must be a list of {entries}, got: {values!r:.80}.') from error
-    if not listed:
-        raise InvalidInputError(f'`{name}` must be a list of {entries}, got: an empty one.')
-    return listed
+        raise InvalidInputError(f'`{name}` must be a list of {description}, got: {value!r:.80}.') from error
+    if not items:
+        raise InvalidInputError(f'`{name}` must be a list of {description}, but it is empty.')
+    return items
 
 
 def _is_integer(value: Any) -> bool:
@@ -55,22 +59,15 @@ def _is_integer(value: Any) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
-def check_kind(
-    name: str,
-    value: Any,
-    kind: type,
-) -> None:
+def check_kind(name: str, value: Any, kind: type) -> None:
     """Raises ValueError unless an argument is an instance of ``kind``."""
     if not isinstance(value, kind):
-        raise InvalidInputError(f'`{name}` must be a {kind.__name__}, got: {" ".join(repr(value).split())[:80]}.')
+        value_on_one_line = ' '.join(repr(value).split())
+        raise InvalidInputError(f'`{name}` must be a {kind.__name__}, got: {value_on_one_line:.80}.')
 
 
-def check_choice(
-    name: str,
-    value: Any,
-    choices: Sequence[Any],
-) -> None:
-    """Raises ValueError unless an argument is one of the choices."""
+def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
+    """Raises ValueError unless an argument is one of the choices. There are at least two."""
     types = [type(choice) for choice in choices]
     # The type is compared, too, because 1 == True.
     if type(value) not in types or value not in choices:
@@ -79,13 +76,23 @@ def check_choice(
 
 
 def check_state(state: Any, keys: set[str], *, counts: Sequence[str] = ()) -> None:
-    """Raises ValueError unless a state to load has all ``keys``, with integers from 0 under those in ``counts``."""
-    is_good = isinstance(state, Mapping) and keys <= state.keys()
-    for name in counts:
-        is_good = is_good and _is_integer(state[name]) and state[name] >= 0
-    if not is_good:
-        integers = f', with integers from 0 under {" and ".join(counts)}' if counts else ''
+    """Raises ValueError unless a state to load is a mapping that has all of some keys. It may have others, too.
+
+    Args:
+        state: The state.
+        keys: The keys that it must have.
+        counts: Those of the keys whose value must be an integer of at least 0.
+    """
+    has_keys = isinstance(state, Mapping) and keys <= state.keys()
+    if not has_keys or not all(_is_count(state[key]) for key in counts):
+        requirement = f'the keys {sorted(keys)}'
+        if counts:
+            requirement += f', with integers of at least 0 under {" and ".join(counts)}'
         raise InvalidInputError(
-            f'`state` must have the keys {sorted(keys)}{integers}, got: {state!r:.200}. Load what `state_dict` of the '
-            'same class returned.'
+            f'`state` must have {requirement}, got: {state!r:.200}. Load what `state_dict` of the same class returned.'
         )
+
+
+def _is_count(value: Any) -> bool:
+    """Returns whether a value is an integer of at least 0."""
+    return _is_integer(value) and value >= 0

@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -21,19 +21,20 @@ CachedValue = TypeVar('CachedValue')
 
 
 def fingerprint(value: object, *, length: int = 32) -> str:
-    """Returns a hash of a value as hex digits. Equal values have the same hash in every process.
+    """Returns a hash of a value as ``length`` hex digits, the same in every process.
 
-    Args:
-        value: An iterator of bytes, such as the parts of a file, or any other value, which is written as JSON.
-        length: Number of digits.
+    The value is hashed as JSON, with ``str()`` in the place of an object that JSON does not know. So such
+    an object must not show its address.
     """
+    text = json.dumps(value, sort_keys=True, default=str)
+    return fingerprint_of_bytes([text.encode()], length=length)
+
+
+def fingerprint_of_bytes(pieces: Iterable[bytes], *, length: int = 32) -> str:
+    """Returns a hash of the joined pieces, such as the parts of a file, as ``length`` hex digits."""
     digest = hashlib.sha256()
-    if isinstance(value, Iterator):
-        for piece in value:
-            digest.update(piece)
-    else:
-        text = json.dumps(value, sort_keys=True, default=str)  # `str` for objects that JSON does not know
-        digest.update(text.encode())
+    for piece in pieces:
+        digest.update(piece)
     return digest.hexdigest()[:length]
 
 
@@ -48,7 +49,10 @@ def cache_folder(name: str) -> Path:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Yields a path to write to. Without an error, its file replaces ``path`` at the end. Nobody reads half a file."""
+    """Yields the path of a temporary file to write. At the end the file is moved to ``path``.
+
+    So other processes never read half a file. After an error, ``path`` stays as it was.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     # In the same folder, because a file can be replaced in one operation only within one file system.
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:

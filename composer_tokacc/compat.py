@@ -64,10 +64,11 @@ def is_encoder_decoder(config: Any) -> bool:
 def inner_model(model: torch.nn.Module) -> torch.nn.Module:
     """Returns the model without the wrappers of DataParallel, DDP and torch.compile."""
     while True:
-        # Not every child with the name `module` is wrapped: a user's model may have one.
+        # Found by class, not by its child `module`: a user's model may have a child with this name.
         if isinstance(model, (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)):
             model = model.module
-        elif '_orig_mod' in dict(model.named_children()):  # not `hasattr`, because PEFT passes unknown names on
+        # The wrapper of torch.compile, by its child. Not `hasattr`, which is true for a PEFT model around a wrapper.
+        elif '_orig_mod' in dict(model.named_children()):
             model = model.get_submodule('_orig_mod')
         else:
             return model
@@ -90,10 +91,11 @@ def is_compiled(model: torch.nn.Module) -> bool:
     return False
 
 
-def is_reduced(model: torch.nn.parallel.DistributedDataParallel) -> bool:
-    """Returns whether DDP has finished the reduction of the last backward, or has not begun any.
+def has_finished_reduction(model: torch.nn.parallel.DistributedDataParallel) -> bool:
+    """Returns whether DDP has no unfinished reduction of gradients: it has finished the last one, or begun none.
 
-    It begins when a backward reaches the first parameter. DDP itself checks this only at the start of its next forward.
+    A reduction begins when a backward reaches the first parameter. DDP itself checks only at the start of its next
+    forward that it has ended.
     """
     try:
         model._check_reducer_finalized()
@@ -102,7 +104,7 @@ def is_reduced(model: torch.nn.parallel.DistributedDataParallel) -> bool:
     return True
 
 
-def num_reduced(model: torch.nn.parallel.DistributedDataParallel) -> int:
+def num_reduced_parameters(model: torch.nn.parallel.DistributedDataParallel) -> int:
     """Returns the number of parameters whose gradients DDP reduces."""
     return model._get_ddp_logging_data()['num_parameter_tensors']
 
@@ -149,12 +151,13 @@ def edge_before_sink(sink: Any, index: int) -> tuple[Any, int]:
         sink: The sink of DDP.
         index: The number of the sink's output. The output must have a gradient.
     """
-    # `index` counts all outputs of the model, also the ones that are not tensors. Only an output with a gradient has an
-    # edge. If output 0 has a gradient and output 1 has none, output 2 has edge 1.
-    has_gradient = sink.needs_input_grad[1:]  # by output; the first input is DDP itself
-    place_of_edge = sum(has_gradient[:index])  # the number of edges of earlier outputs
-    edges = [edge for edge in sink.next_functions if edge[0] is not None]
-    return edges[place_of_edge]
+    # `index` counts all outputs of the model, also those that are not tensors. Only an output with a gradient has an
+    # edge to a node. For example, if output 0 has a gradient and output 1 has none, output 2 has edge 1.
+    # The sink passes on its inputs as its outputs. Input 0 is DDP itself, so input 1 is output 0.
+    has_gradient = sink.needs_input_grad[1:]  # by output
+    num_earlier_edges = sum(has_gradient[:index])
+    edges = [(node, number) for node, number in sink.next_functions if node is not None]
+    return edges[num_earlier_edges]
 
 
 def is_in_backward() -> bool:
@@ -208,35 +211,43 @@ def state_of_gradient(parameter: torch.Tensor) -> tuple[int, int]:
 
 
 def gradient_hooks(parameter: torch.Tensor) -> list[Any]:
-    """Returns the hooks that may change the gradient of a parameter, except those of torch itself, such as FSDP's."""
-    return _hooks_of_others(parameter._backward_hooks)
+    """Returns the hooks that get the gradient of a parameter before it is stored, and may return another one.
+
+    Hooks of torch itself, such as FSDP's, are left out.
+    """
+    return _hooks_not_of_torch(parameter._backward_hooks)
 
 
 def hooks_after_gradients(parameter: torch.Tensor) -> list[Any]:
-    """Returns the hooks that run as soon as a parameter has its gradient, except those of torch itself.
+    """Returns the hooks that run as soon as the gradient of a parameter is stored, except those of torch itself.
 
     An example is an optimizer that makes its step within the backward.
     """
-    return _hooks_of_others(getattr(parameter, '_post_accumulate_grad_hooks', None))
+    return _hooks_not_of_torch(getattr(parameter, '_post_accumulate_grad_hooks', None))
 
 
 def hook_numbers(parameters: Iterable[torch.Tensor]) -> list[int]:
-    """Returns the numbers of all hooks on the gradients of parameters. They change if a hook is added or removed."""
-    numbers: list[int] = []  # torch gives each new hook a new number, its key in these dicts
+    """Returns the numbers of all hooks on the gradients of parameters. They change if a hook is added or removed.
+
+    torch gives each new hook a new number, which is its key in these dicts.
+    """
+    numbers: list[int] = []
     for parameter in parameters:
-        numbers += parameter._backward_hooks or ()
-        numbers += getattr(parameter, '_post_accumulate_grad_hooks', None) or ()
+        hooks = parameter._backward_hooks or {}
+        hooks_afterwards = getattr(parameter, '_post_accumulate_grad_hooks', None) or {}
+        numbers.extend(hooks.keys())
+        numbers.extend(hooks_afterwards.keys())
     return numbers
 
 
-def _hooks_of_others(hooks: dict[int, Any] | None) -> list[Any]:
+def _hooks_not_of_torch(hooks: dict[int, Any] | None) -> list[Any]:
     """Returns the hooks that torch has not registered itself."""
-    hooks_of_others = []
+    other_hooks = []
     for hook in (hooks or {}).values():
         module_name = getattr(hook, '__module__', None) or ''  # None for functions in C
         if not module_name.startswith('torch.'):
-            hooks_of_others.append(hook)
-    return hooks_of_others
+            other_hooks.append(hook)
+    return other_hooks
 
 
 def new_shared_storage(num_bytes: int) -> torch.UntypedStorage:

@@ -18,8 +18,10 @@ from pathlib import Path
 
 __all__ = ['copy_examples', 'main']
 
-INSTALLED = 'share/composer_tokacc'
+FOLDER_IN_ENVIRONMENT = Path('share') / 'composer_tokacc'
 """The folder, below the prefix of the environment, into which setup.cfg installs the files."""
+KNOWN_FILE = Path('yamls') / 'llava_json.yaml'
+"""One of the files. The folder that has it has all of them."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     print(f'{len(written)} files written to {folder.resolve()}: yamls/, examples/, overrides.txt')
     for path in different:
-        print(f'left as it is, with another content: {path}', file=sys.stderr)
+        print(f'not overwritten, because its content differs: {path}', file=sys.stderr)
     return 1 if different else 0
 
 
@@ -51,13 +53,13 @@ def copy_examples(folder: Path) -> tuple[list[Path], list[Path]]:
     Raises:
         FileNotFoundError: The package was installed without them.
     """
-    sources = _sources()
-    if not sources:
-        raise FileNotFoundError('examples must come with the package, got: none. Install composer_tokacc from a wheel')
+    source_folder = _source_folder()
+    if source_folder is None:
+        raise FileNotFoundError('composer_tokacc was installed without its examples. Install it from a wheel.')
     written = []
     different = []
-    for name, source in sorted(sources.items()):
-        path = folder / name
+    for source in _files_to_copy(source_folder):
+        path = folder / source.relative_to(source_folder)
         content = source.read_bytes()
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -69,8 +71,8 @@ def copy_examples(folder: Path) -> tuple[list[Path], list[Path]]:
     return written, different
 
 
-def _sources() -> dict[Path, Path]:
-    """Returns the file to copy for each path below the target folder. Empty if the package was installed without them.
+def _source_folder() -> Path | None:
+    """Returns the folder that has the files to copy. None if the package was installed without them.
 
     In a checkout the files lie next to the package. A wheel installs them into ``share``, below the prefix of the
     environment, which is some folder above the package.
@@ -79,18 +81,16 @@ def _sources() -> dict[Path, Path]:
     # An installer may have made this file a link into a cache without examples. So the folders above the link come
     # before those above its target.
     for parent in (*module.absolute().parents, *module.resolve().parents):
-        for folder in (parent, parent / INSTALLED):
-            if (folder / 'yamls' / 'llava_json.yaml').exists():
-                return _files_in(folder)
-    return {}
+        for folder in (parent, parent / FOLDER_IN_ENVIRONMENT):
+            if (folder / KNOWN_FILE).exists():
+                return folder
+    return None
 
 
-def _files_in(folder: Path) -> dict[Path, Path]:
-    """Returns the files to copy from a folder, by their paths in it."""
-    yaml_files = folder.glob('yamls/*.yaml')
-    example_files = folder.glob('examples/**/*.*')
-    paths = [folder / 'overrides.txt', *yaml_files, *example_files]
-    return {path.relative_to(folder): path for path in paths if path.is_file() and path.suffix != '.pyc'}
+def _files_to_copy(folder: Path) -> list[Path]:
+    """Returns the files to copy from the source folder, in the order of their paths. Leaves out compiled code."""
+    paths = [folder / 'overrides.txt', *folder.glob('yamls/*.yaml'), *folder.glob('examples/**/*.*')]
+    return sorted(path for path in paths if path.is_file() and path.suffix != '.pyc')
 
 
 if __name__ == '__main__':

@@ -64,7 +64,7 @@ def edges_of(value: Tensors) -> set[Edge]:
 def edges_of_graph(losses: Tensors, ends: Collection[Edge] = ()) -> set[Edge]:
     """Returns the edges of all tensors that the tensors in ``losses`` are made of, up to the ``ends``.
 
-    Unlike a backward to these tensors it runs no hooks, and those of FSDP would communicate.
+    Unlike a backward to these tensors, it runs no hooks. Hooks of FSDP would communicate.
     """
     edges = edges_of(losses)
     for node in nodes_of_graph(losses, ends):
@@ -75,7 +75,7 @@ def edges_of_graph(losses: Tensors, ends: Collection[Edge] = ()) -> set[Edge]:
 def has_bypass(losses: Tensors, ends: Collection[Edge]) -> bool:
     """Returns whether losses depend on parameters in another way than through the tensors of ``ends``.
 
-    If so, some term of the losses is not made of these tensors, such as the logits. For ``ends`` see :func:`edges_of`.
+    For example, a penalty on the weights does not go through the logits. For ``ends`` see :func:`edges_of`.
     """
     # The node at which a parameter enters the graph holds it as `variable`.
     return any(hasattr(node, 'variable') for node in nodes_of_graph(losses, ends))
@@ -124,59 +124,68 @@ def on_gradient(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> None
     If the tensor is a copy, it is the gradient by the tensor before the copy, see :func:`edge_of`.
     """
     node, index = edge_of(tensor)
-    is_copy = node is not tensor.grad_fn
-    if not is_copy:
-        # A hook of the tensor runs before those of its node, so measure_token_weights() sees the gradient that this one
-        # returns. The gradient is None if the loss uses only other outputs of the node.
+    if node is tensor.grad_fn:
+        # The tensor is no copy. A hook of the tensor runs before those of its node, so measure_token_weights() sees the
+        # gradient that this one returns. The gradient is None if the loss uses only other outputs of the node.
         tensor.register_hook(lambda gradient: None if gradient is None else hook(gradient))
         return
+    assert node is not None, 'a copy is made by a node'
+    _on_gradient_of_output(node, index, hook)
 
-    def change(gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None] | None:
+
+def _on_gradient_of_output(node: Node, index: int, hook: Callable[[Tensor], Tensor | None]) -> None:
+    """Registers a hook that gets the gradient by one output of a node, and may return one to use instead."""
+
+    def change_output(gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None] | None:
         """Gets the gradients by all outputs of the node, and may return others to use instead."""
         gradient = gradients[index]
         if gradient is None:
             return None
-        changed = hook(gradient)
-        if changed is None:
+        new_gradient = hook(gradient)
+        if new_gradient is None:
             return None
-        with_changed = list(gradients)
-        with_changed[index] = changed
-        return tuple(with_changed)
+        new_gradients = list(gradients)
+        new_gradients[index] = new_gradient
+        return tuple(new_gradients)
 
-    assert node is not None
-    node.register_prehook(change)
+    node.register_prehook(change_output)
 
 
 def raise_if_bypassed(logits: Tensor, refusal: Exception) -> None:
-    """Makes a backward raise an error if its loss is not made of the logits. Hooks on the logits then change nothing.
+    """Makes a backward raise an error if its loss is not made of the logits.
 
-    Autograd runs a node only after all nodes that use its outputs. So if a node that the logits are made of runs, and
-    they have no gradient yet, they will get none. Hooks find that out at all nodes back to the output embedding,
+    Hooks on the logits would not run in such a backward, so they could not notice it. The hooks of this function are on
+    the nodes from which the logits are made, back to the output embedding. Which of them run depends on the loss,
     because the logits may be a part or a copy of the tensor that the loss uses.
+
+    Autograd runs a node only after all nodes that use its outputs. So a backward that reaches the logits runs their
+    node first, and then the earlier nodes. If an earlier node runs and the node of the logits has not run, the backward
+    has gone around the logits.
     """
     node, index = edge_of(logits)
-    was_reached = False
+    has_reached_logits = False
 
-    def note(gradients: Sequence[Tensor | None]) -> None:
-        nonlocal was_reached
-        # A compiled forward has one node for loss and logits. The gradient is None if only the loss was used.
+    def note_logits(gradients: Sequence[Tensor | None]) -> None:
+        nonlocal has_reached_logits
+        # A compiled forward has one node for loss and logits. The gradient by the logits is None if only the loss was
+        # used.
         if gradients[index] is None:
             raise refusal
-        was_reached = True
+        has_reached_logits = True
 
-    def check(gradients: Sequence[Tensor | None]) -> None:
-        if not was_reached:
+    def check_logits_were_reached(gradients: Sequence[Tensor | None]) -> None:
+        if not has_reached_logits:
             raise refusal
 
     if node is not None:
-        node.register_prehook(note)
+        node.register_prehook(note_logits)
     while node is not None:
         inputs = _inputs_of(node)
         for source in inputs:
-            source.register_prehook(check)
-        if len(inputs) != 1:
-            break  # it is the output embedding, or the graph begins here
-        node = inputs[0]  # the node may be a view, a cast or a cap of its only input
+            source.register_prehook(check_logits_were_reached)
+        # A node with one input may be a view, a cast or a cap of the logits, so the walk goes on behind it. Any other
+        # node is the output embedding, or the graph begins here.
+        node = inputs[0] if len(inputs) == 1 else None
 
 
 def _inputs_of(node: Node) -> list[Node]:

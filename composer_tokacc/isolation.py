@@ -8,11 +8,12 @@ A document sees another one if its logits depend on the tokens of the other one.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
@@ -21,6 +22,7 @@ from composer_tokacc.batch import Batch, text_of
 from composer_tokacc.checks.logits import logits_of, tolerance_of
 from composer_tokacc.checks.written_state import undisturbed
 from composer_tokacc.layout.placeholders import all_placeholders
+from composer_tokacc.model_structure import input_embedding
 from composer_tokacc.random_state import same_random_numbers
 from composer_tokacc.refusals import InvalidInputError
 from composer_tokacc.step_watch import relative_difference
@@ -60,8 +62,18 @@ class _Document:
     """Whether each position of the batch belongs to the document, bool ``(rows, width)``."""
 
 
-Leaks = dict[tuple[int, int, int], float]
-"""The size of each leak, by row, document, and the document that it sees."""
+class _LeakPlace(NamedTuple):
+    """The place of a leak."""
+
+    row: int
+    reader: int
+    """Number of the document that sees another one."""
+    source: int
+    """Number of the document that it sees."""
+
+
+SizesOfLeaks = dict[_LeakPlace, float]
+"""The size of each leak, as in :attr:`IsolationReport.leaks`."""
 
 
 def verify_isolation(
@@ -85,7 +97,8 @@ def verify_isolation(
     Raises:
         ValueError: If ``documents`` has another shape than ``input_ids``, if no row has two documents, or if the model
             gives the same rows other logits each time.
-        TypeError: If the model has no input embeddings, does not call them, or returns no logits.
+        TypeError: If the model has no input embeddings, does not call them, or returns no logits with a gradient by
+            them.
 
     Example:
         >>> import torch
@@ -102,46 +115,54 @@ def verify_isolation(
         True
     """
     check_kind('model', model, torch.nn.Module)
-    models = [module for module in model.modules() if hasattr(module, 'get_input_embeddings')]
-    if not models:
-        raise TypeError(f'`model` must be a Hugging Face model, or hold one, got: {type(model).__name__}.')
-    outermost: Any = models[0]  # modules inside of it may have the method, too
-    embedding = outermost.get_input_embeddings()
-    text = text_of(packed)
+    hugging_face_model, embedding = _model_with_embedding(model)
+    shape = tuple(text_of(packed).shape)
     try:
         document_numbers = torch.as_tensor(documents)
     except (RuntimeError, TypeError, ValueError) as error:  # such as a list of rows of unequal widths
         raise InvalidInputError(
-            f'`documents` must be integers in the shape of `input_ids`, {tuple(text.shape)}, got: {documents!r:.80}.'
+            f'`documents` must be integers in the shape of `input_ids`, {shape}, got: {documents!r:.80}.'
         ) from error
-    documents_of_rows = _documents_of_rows(document_numbers, text)
+    documents_of_rows = _documents_of_rows(document_numbers, shape)
     inputs = dict(packed)
     inputs.pop('labels', None)
-    leaks = _leaks_of_gradient(model, embedding, inputs, documents_of_rows)
+    sizes = _leaks_of_gradient(model, embedding, inputs, documents_of_rows)
     if isinstance(inputs.get('input_ids'), torch.Tensor):
-        reserved = _reserved_ids(getattr(outermost, 'config', None))
+        reserved = _reserved_ids(getattr(hugging_face_model, 'config', None))
         num_embeddings = getattr(embedding, 'num_embeddings', 0)
         replacements = _replacements(inputs['input_ids'], documents_of_rows, reserved, num_embeddings)
         # A leak that both functions find keeps the size of the gradient.
-        leaks = _leaks_of_ids(model, inputs, documents_of_rows, replacements) | leaks
-    sorted_leaks = [(*place, leaks[place]) for place in sorted(leaks)]
-    return IsolationReport(leaks=tuple(sorted_leaks))
+        sizes = _leaks_of_ids(model, inputs, documents_of_rows, replacements) | sizes
+    leaks = [(place.row, place.reader, place.source, sizes[place]) for place in sorted(sizes)]
+    return IsolationReport(leaks=tuple(leaks))
 
 
-def _documents_of_rows(documents: torch.Tensor, text: torch.Tensor) -> list[_Document]:
-    """Returns the documents of all rows. Raises ValueError if no row has two documents, or if the shapes do not match.
+def _model_with_embedding(model: torch.nn.Module) -> tuple[torch.nn.Module, torch.nn.Module]:
+    """Returns the outermost module that names its input embedding, which is a Hugging Face model, and the embedding.
+
+    Raises TypeError if there is none.
+    """
+    for module in model.modules():
+        embedding = input_embedding(module)
+        if embedding is not None:
+            return module, embedding
+    raise TypeError(f'`model` must be a Hugging Face model, or hold one, got: {type(model).__name__}.')
+
+
+def _documents_of_rows(documents: torch.Tensor, shape: tuple[int, ...]) -> list[_Document]:
+    """Returns the documents of all rows. Raises ValueError if no row has two documents, or if the shape is another one.
 
     Args:
         documents: The number of the document at each position, ``(rows, width)``.
-        text: A tensor of the same shape, see :func:`.text_of`.
+        shape: The shape that ``documents`` must have, which is the shape of the ids.
     """
     rows = torch.atleast_1d(documents)  # a single number has no rows, and is refused below
     numbers_by_row = [row[row >= 0].unique().tolist() for row in rows]
     most_documents = max(map(len, numbers_by_row), default=0)
-    if documents.is_floating_point() or documents.shape != text.shape or most_documents < 2:
+    if documents.is_floating_point() or documents.shape != shape or most_documents < 2:
         raise InvalidInputError(
-            f'`documents` must be integers in the shape of `input_ids`, {tuple(text.shape)}, and some row must have at '
-            f'least two documents, got: the documents {numbers_by_row} in the shape {tuple(documents.shape)}.'
+            f'`documents` must be integers in the shape of `input_ids`, {shape}, and some row must have at least two '
+            f'documents, got: the documents {numbers_by_row} in the shape {tuple(documents.shape)}.'
         )
     documents_of_rows = []
     for row, numbers in enumerate(numbers_by_row):
@@ -165,37 +186,67 @@ def _leaks_of_gradient(
     embedding: torch.nn.Module,
     inputs: Batch,
     documents: Sequence[_Document],
-) -> Leaks:
+) -> SizesOfLeaks:
     """Finds documents whose logits have a gradient by the embeddings of another document. The size is its norm."""
-    # The embeddings that the model gets, one tensor for each call of its embedding. If a model calls it several times,
-    # only the first tensor is checked here. Leaks through the others show only in `_leaks_of_ids`.
-    embedded: list[torch.Tensor] = []
-
-    def start_graph(module: torch.nn.Module, args: object, embeddings: torch.Tensor) -> torch.Tensor:
-        embedded.append(embeddings.detach().requires_grad_())
-        return embedded[-1]
-
-    with embedding.register_forward_hook(start_graph):
-        logits = _logits(model, inputs)
-    if not embedded:
-        raise TypeError(
-            f'`model` must call its input embeddings, got: no call of {type(embedding).__name__}. Give `input_ids`, '
-            'not `inputs_embeds`.'
-        )
+    logits, embeddings_of_calls = _logits_and_embeddings(model, embedding, inputs, documents[0].positions.shape)
     # One backward for each document computes the gradient of a sum of its logits. In a plain sum the gradients of
     # several logits could cancel, so each logit has a random factor.
     generator = torch.Generator().manual_seed(0)
     factors = torch.randn(logits.shape, generator=generator).to(logits)
     products = logits * factors
-    leaks: Leaks = {}
+    sizes: SizesOfLeaks = {}
     for reader in documents:
         total = products[reader.positions].sum()
-        (gradient,) = torch.autograd.grad(total, embedded[0], retain_graph=True)
+        # None for the embeddings of a call that these logits do not depend on.
+        gradients = torch.autograd.grad(total, embeddings_of_calls, retain_graph=True, allow_unused=True)
+        if all(gradient is None for gradient in gradients):
+            raise TypeError(
+                '`model` must compute its logits from its input embeddings, but the logits have no gradient by them. '
+                'So leaks cannot be found. Do not detach the embeddings.'
+            )
         for source in _others(reader, documents):
-            size = float(gradient[source.positions].cpu().double().norm())  # squares of small numbers are 0 in float32
+            norms = [_norm(gradient[source.positions]) for gradient in gradients if gradient is not None]
+            size = math.hypot(*norms)  # the norm of all gradients together
             if size != 0.0:
-                leaks[reader.row, reader.number, source.number] = size
-    return leaks
+                sizes[_LeakPlace(reader.row, reader.number, source.number)] = size
+    return sizes
+
+
+def _logits_and_embeddings(
+    model: torch.nn.Module,
+    embedding: torch.nn.Module,
+    inputs: Batch,
+    shape: torch.Size,
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Makes a forward whose graph starts at the input embeddings. Returns the logits and the embeddings.
+
+    There is one tensor of embeddings for each call of the embedding with ids of this shape, ``(rows, width)``. Other
+    calls cannot be compared with the documents. Leaks through them show in :func:`_leaks_of_ids`.
+    """
+    embeddings_of_calls: list[torch.Tensor] = []
+
+    def start_graph(module: torch.nn.Module, args: object, embeddings: torch.Tensor) -> torch.Tensor:
+        leaf = embeddings.detach().requires_grad_()
+        if leaf.shape[:2] == shape:
+            embeddings_of_calls.append(leaf)
+        # A copy, because some models write the features of images into this tensor. Autograd forbids to write into a
+        # tensor at which the graph begins. The copy must have a gradient, even if the model embeds under `no_grad`.
+        with torch.enable_grad():
+            return leaf.clone()
+
+    with embedding.register_forward_hook(start_graph):
+        logits = _logits(model, inputs)
+    if not embeddings_of_calls:
+        raise TypeError(
+            f'`model` must call its input embeddings, got: no call of {type(embedding).__name__} for the positions of '
+            'the batch, (rows, width). Give `input_ids`, not `inputs_embeds`, to a model that embeds them in this shape.'
+        )
+    return logits, embeddings_of_calls
+
+
+def _norm(tensor: torch.Tensor) -> float:
+    """Returns the norm of a tensor. It is computed in float64, because squares of small numbers are 0 in float32."""
+    return float(tensor.cpu().double().norm())
 
 
 @torch.no_grad()
@@ -204,7 +255,7 @@ def _leaks_of_ids(
     inputs: Batch,
     documents: Sequence[_Document],
     replacements: Sequence[torch.Tensor],
-) -> Leaks:
+) -> SizesOfLeaks:
     """Finds documents whose logits change if another document gets other ids. The size is the relative change.
 
     The largest change counts. Changes within round-off are left out.
@@ -219,13 +270,13 @@ def _leaks_of_ids(
     expected = _logits(model, inputs)
     tolerance = tolerance_of(expected.dtype)
     # If the logits already change with the same ids, a change proves nothing. `not <=`, because a change may be NaN.
-    change = relative_difference(expected, _logits(model, inputs))
-    if not change <= tolerance:
+    change_with_same_ids = relative_difference(expected, _logits(model, inputs))
+    if not change_with_same_ids <= tolerance:
         raise InvalidInputError(
-            f'`model` must give the same rows the same logits, got: a change of {change:.1e} in a second forward. '
-            'Switch off what is random or counts its forwards.'
+            f'`model` must give the same rows the same logits, got: a change of {change_with_same_ids:.1e} in a second '
+            'forward. Switch off what is random or counts its forwards.'
         )
-    leaks: Leaks = {}
+    sizes: SizesOfLeaks = {}
     ids = inputs['input_ids']
     for source, replacement in product(documents, replacements):
         changed_ids = torch.where(source.positions.to(ids.device), replacement, ids)
@@ -233,9 +284,9 @@ def _leaks_of_ids(
         for reader in _others(source, documents):
             change = relative_difference(expected[reader.positions], logits[reader.positions])
             if not change <= tolerance:
-                place = (reader.row, reader.number, source.number)
-                leaks[place] = max(change, leaks.get(place, 0.0))
-    return leaks
+                place = _LeakPlace(reader.row, reader.number, source.number)
+                sizes[place] = max(change, sizes.get(place, 0.0))
+    return sizes
 
 
 def _logits(model: torch.nn.Module, inputs: Batch) -> torch.Tensor:
@@ -260,24 +311,25 @@ def _replacements(
 ) -> list[torch.Tensor]:
     """Returns several versions of a batch with other ids, because models leak in different ways.
 
-    In the first version each ordinary id becomes the next one, so every token differs. In each of the others all
-    ordinary ids become the same one, so all tokens choose the same experts. If experts have a capacity, these overflow,
-    and drop tokens of other documents. Which experts overflow depends on the id, so several ids are tried. There is no
-    version if there are fewer than two ordinary ids.
-
     Reserved ids are neither replaced nor inserted. They may tell the model where documents and padding end, and there
     must be one placeholder for each image feature. So other reserved ids in a document could change the logits of other
-    documents, although these do not see its text.
+    documents, although these do not see its text. The other ids of the documents are the ordinary ones. If these are
+    fewer than two, all ids of the vocabulary count that are not reserved.
+
+    In the first version each ordinary id becomes the next one, so every token differs. In each of the others all
+    ordinary ids become the same one, so all tokens choose the same experts. If experts have a capacity, these overflow,
+    and drop tokens of other documents. Which experts overflow depends on the id, so several ids are tried. Returns
+    no version if there are still fewer than two ordinary ids.
 
     Args:
         ids: ``input_ids`` of the batch, ``(rows, width)``.
         documents: The documents of all rows.
-        reserved: Ids with a special meaning.
+        reserved: Ids to which the config gives a special meaning. Ids that separate the documents are added.
         num_embeddings: The size of the vocabulary, or 0 if it is not known.
     """
-    texts = [ids[document.positions].tolist() for document in documents]
-    reserved = reserved | _separators(texts)
-    ordinary_ids = set().union(*texts) - reserved
+    ids_of_documents = [ids[document.positions].tolist() for document in documents]
+    reserved = reserved | _separators(ids_of_documents)
+    ordinary_ids = set().union(*ids_of_documents) - reserved
     if len(ordinary_ids) < 2:
         ordinary_ids = set(range(num_embeddings)) - reserved
     if len(ordinary_ids) < 2:
@@ -294,14 +346,14 @@ def _replacements(
     return replacements
 
 
-def _separators(texts: Sequence[Sequence[int]]) -> set[int]:
+def _separators(ids_of_documents: Sequence[Sequence[int]]) -> set[int]:
     """Returns the first id of the documents if it is the same in all of them, and likewise their last id.
 
     They may separate documents, even if the config does not name them.
     """
     separators: set[int] = set()
-    first_ids = {text[0] for text in texts}
-    last_ids = {text[-1] for text in texts}
+    first_ids = {ids[0] for ids in ids_of_documents}
+    last_ids = {ids[-1] for ids in ids_of_documents}
     for ids in (first_ids, last_ids):
         if len(ids) == 1:
             separators |= ids

@@ -14,24 +14,31 @@ from importlib import import_module
 from typing import Any
 
 
-def on_first_use(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
-    """Returns the ``__getattr__`` of a package, which Python calls for a name that the package does not have yet.
+def on_first_use(
+    package_name: str,
+    module_of_name: Mapping[str, str],
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Returns the functions ``__getattr__`` and ``__dir__`` of a package.
 
-    It imports the name. Also gives the package a ``__dir__`` that lists all names.
+    Python calls ``__getattr__`` for a name that the package does not have yet. It imports the name. ``__dir__`` lists
+    all names, also those that are not imported yet.
 
     Args:
-        package: Name of the package.
-        modules: For each name the module that defines it, relative to the package.
+        package_name: Name of the package, which is being imported.
+        module_of_name: For each public name the module that defines it, relative to the package.
     """
-    module = sys.modules[package]
+    package = sys.modules[package_name]
 
-    def load(name: str) -> Any:
-        if name not in modules:
-            raise AttributeError(f'module {package!r} has no attribute {name!r}')
-        value = getattr(import_module(f'{package}.{modules[name]}'), name)
+    def import_name(name: str) -> Any:
+        if name not in module_of_name:
+            raise AttributeError(f'module {package_name!r} has no attribute {name!r}')
+        module = import_module(f'{package_name}.{module_of_name[name]}')
+        value = getattr(module, name)
         # From now on Python finds the name without this function.
-        setattr(module, name, value)
+        setattr(package, name, value)
         return value
 
-    module.__dict__['__dir__'] = lambda: sorted({*vars(module), *modules})
-    return load
+    def list_names() -> list[str]:
+        return sorted({*vars(package), *module_of_name})
+
+    return import_name, list_names

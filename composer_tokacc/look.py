@@ -77,7 +77,7 @@ def look(options: LookOptions, config: TrainConfig) -> None:
     samples = source.samples_of_all_ranks(dataset)  # a streamed dataset itself has only the samples of this rank
     with while_somebody_reads():  # `| head` may close the pipe
         for index in choose_samples(samples, lengths, options.samples):
-            print(f'\n{described(samples[index], tokenizer_of(source.processor), index)}', flush=True)
+            print(f'\n{describe(samples[index], tokenizer_of(source.processor), index)}', flush=True)
 
 
 def choose_samples(dataset: Any, lengths: np.ndarray, count: int) -> list[int]:
@@ -131,7 +131,7 @@ def _modalities_of(sample: Mapping[str, Any]) -> frozenset[str]:
     return frozenset(modalities)
 
 
-def described(sample: Mapping[str, Any], tokenizer: Any, index: int) -> str:
+def describe(sample: Mapping[str, Any], tokenizer: Any, index: int) -> str:
     """Returns a sample as text: its number of tokens, the shapes and values of its tensors, and its decoded tokens.
 
     Args:
@@ -151,16 +151,19 @@ def described(sample: Mapping[str, Any], tokenizer: Any, index: int) -> str:
         # Tensors with an entry for each token, such as the attention mask, are left out. The text shows the tokens.
         if isinstance(value, torch.Tensor) and value.shape[:2] != text_shape:
             data_type = str(value.dtype).removeprefix('torch.')
-            lines.append(f'   {key}: {tuple(value.shape)} {data_type}, {_values_of(value)}')
+            lines.append(f'   {key}: {tuple(value.shape)} {data_type}, {_describe_values(value)}')
     lines.append(''.join(_marked_pieces(ids, has_loss, tokenizer)))
     return '\n'.join(lines)
 
 
-def _values_of(value: torch.Tensor) -> str:
-    """Returns the first integers of a tensor, the floats of a small one, or the range of many floats."""
-    if value.numel() <= MAX_FLOATS or not value.is_floating_point():
-        return str(value.flatten()[:MAX_INTEGERS].tolist())
-    return f'from {float(value.min()):.2f} to {float(value.max()):.2f}'
+def _describe_values(tensor: torch.Tensor) -> str:
+    """Returns the values of a tensor as text: the range of many floats, otherwise the values themselves.
+
+    Of many integers, only the first ones are written.
+    """
+    if tensor.is_floating_point() and tensor.numel() > MAX_FLOATS:
+        return f'from {float(tensor.min()):.2f} to {float(tensor.max()):.2f}'
+    return str(tensor.flatten()[:MAX_INTEGERS].tolist())
 
 
 def _marked_pieces(ids: Sequence[int], has_loss: Sequence[bool], tokenizer: Any) -> Iterator[str]:
@@ -181,12 +184,11 @@ def _decode(ids: Sequence[int], tokenizer: Any) -> str:
         count = len(list(repetitions))
         if count <= MAX_WRITTEN_OUT:
             pending.extend([token] * count)
-            continue
-        text += tokenizer.decode(pending) + f'[{tokenizer.decode([token])} x {count}]'
-        pending = []
-    if pending:
-        text += tokenizer.decode(pending)
-    return text
+        else:
+            text += tokenizer.decode(pending)
+            text += f'[{tokenizer.decode([token])} x {count}]'
+            pending = []
+    return text + tokenizer.decode(pending)
 
 
 if __name__ == '__main__':

@@ -40,18 +40,22 @@ def transformers_model(model: Any) -> Any:
 
 def output_embedding(model: Any) -> nn.Module | None:
     """Returns the module that computes logits from hidden states, or None if the model does not name one."""
-    return _module_of(model, 'get_output_embeddings')
+    return _module_from(model, 'get_output_embeddings')
 
 
 def input_embedding(model: Any) -> nn.Module | None:
     """Returns the module that turns token ids into embeddings, or None if the model does not name one."""
-    return _module_of(model, 'get_input_embeddings')
+    return _module_from(model, 'get_input_embeddings')
 
 
-def _module_of(model: Any, method: str) -> nn.Module | None:
-    # Transformers raises one of these errors for a model without such a module.
+def _module_from(model: Any, method_name: str) -> nn.Module | None:
+    """Returns the module that a method of a Transformers model returns.
+
+    None: the model has no such method, or the method raises because the model has no such module.
+    """
     try:
-        return getattr(model, method)()
+        get_module = getattr(model, method_name)
+        return get_module()
     except (AttributeError, NotImplementedError):
         return None
 
@@ -85,19 +89,20 @@ def transformer_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def fsdp_units(model: nn.Module) -> list[nn.Module]:
-    """Returns the modules whose weights FSDP1 or FSDP2 gathers together."""
+    """Returns the units of FSDP1 or FSDP2, outer ones first. The weights of a unit are gathered together."""
     units = []
     for module in model.modules():
-        # By its name, because a newer torch may have no FSDP1.
+        # FSDP1 by the name of its class, because a newer torch may not have it.
         if isinstance(module, FSDPModule) or type(module).__name__ == 'FullyShardedDataParallel':
             units.append(module)
     return units
 
 
 def shard_again(model: nn.Module) -> None:
-    """Shards the weights that FSDP2 has left gathered, so that the parameters of the model are DTensors.
+    """Shards all weights of FSDP2 that are gathered, so that the parameters of the model are DTensors.
 
-    After a forward without a backward, such as one of an evaluation, FSDP2 keeps those of its outermost unit gathered.
+    After a forward without a backward, such as one of an evaluation, FSDP2 leaves the weights of its outermost unit
+    gathered.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -107,7 +112,8 @@ def shard_again(model: nn.Module) -> None:
 def forward_parameters(model: Any) -> Mapping[str, inspect.Parameter]:
     """Returns the parameters of a Hugging Face model's forward, by name and in their order.
 
-    A model of PEFT names only some of them, or none. It passes the others on to the model that it adapts.
+    The forward of a PEFT model may have only ``*args`` and ``**kwargs``, which it passes on to the model that it
+    adapts. So the parameters of that model's forward are added.
     """
     parameters = dict(inspect.signature(model.forward).parameters)
     if hasattr(model, 'get_base_model'):

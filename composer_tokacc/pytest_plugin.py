@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING
 
@@ -48,12 +48,9 @@ def _exact_step(model: torch.nn.Module) -> Iterator[TokenWeightsReport]:
         yield report
     # `spread` and `values_of_ranks` are collectives, so nothing may fail between them on one rank only.
     spread = report.spread
-    signs: set[bool] = set()  # True for a negative weight, False for a positive one
-    for weights in report.weights:
-        signs.update((weights < 0).tolist())
-    signs_by_rank = values_of_ranks(signs)
-    unequal_names = unequal_on_ranks(values_of_ranks(watch.gradients_at_step))
-    faults_by_rank = values_of_ranks([*report.forwards_without_weight(), *watch.faults])
+    signs_by_rank = values_of_ranks(_signs_of(report.weights))
+    gradients_by_rank = values_of_ranks(watch.gradients_at_step)
+    sentences_by_rank = values_of_ranks([*report.forwards_without_weight(), *watch.faults])
     faults = []
     # `known_to` is the round-off of the measured weights. Not written with `>`, which would be False for NaN.
     if not spread <= 1 + report.known_to:
@@ -63,17 +60,31 @@ def _exact_step(model: torch.nn.Module) -> Iterator[TokenWeightsReport]:
             'microbatches and ranks.'
         )
     # The spread compares only the absolute values of the weights.
-    if set().union(*signs_by_rank) == {True, False}:
+    signs = set().union(*signs_by_rank)
+    if len(signs) > 1:
         faults.append('Every token of an optimizer step must weigh the same, got: positive and negative weights.')
+    unequal_names = unequal_on_ranks(gradients_by_rank)
     if unequal_names:
         faults.append(
             'Each rank has other gradients at the step of the optimizer, or at the end if there was no step: '
             f'{listed(unequal_names)}. Average them over the ranks. With DDP, the last backward must not be in '
             '`no_sync`.'
         )
-    for rank, sentences in enumerate(faults_by_rank):
-        prefix = f'Rank {rank}: ' if len(faults_by_rank) > 1 else ''
+    for rank, sentences in enumerate(sentences_by_rank):
+        prefix = f'Rank {rank}: ' if len(sentences_by_rank) > 1 else ''
         for sentence in sentences:
             faults.append(prefix + sentence)
     if faults:
         pytest.fail('\n'.join(faults), pytrace=False)
+
+
+def _signs_of(weights_of_forwards: Iterable[torch.Tensor]) -> set[str]:
+    """Returns the signs that the weights have: ``'negative'``, ``'positive'`` (also for 0), or both."""
+    signs = set()
+    for weights in weights_of_forwards:
+        is_negative = weights < 0
+        if is_negative.any():
+            signs.add('negative')
+        if not is_negative.all():
+            signs.add('positive')
+    return signs

@@ -17,7 +17,8 @@ def seed_everything(seed: int) -> None:
     """Seeds the random numbers of Python, numpy and torch."""
     random.seed(seed)
     np.random.seed(seed)
-    # Not torch.manual_seed(): for a GPU that has not started it queues the seed, which kept_random_state() cannot undo.
+    # Not torch.manual_seed(), which also seeds the GPUs. If they have not started yet, they get the seed when they do,
+    # and kept_random_state() cannot undo that.
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(seed)

@@ -68,7 +68,7 @@ from composer_tokacc.layout.layout import layout_of_rows, split_trimmed
 from composer_tokacc.layout.pre_split import widened
 from composer_tokacc.layout.readings import joined_readings
 from composer_tokacc.programs import ConfigError, TrainConfig
-from composer_tokacc.programs.build import build_parts
+from composer_tokacc.programs.build import RunParts, build_parts
 from composer_tokacc.programs.devices import runs_on_gpu
 from composer_tokacc.programs.errors import refuse
 from composer_tokacc.programs.registry import build_token_accumulation, uses_composers_flag, weights_tokens
@@ -171,8 +171,8 @@ def verify(config: TrainConfig, *, max_rows: int = 8, tolerance: float = 1e-6) -
             'Composer weights them by their samples. Add it: `algorithms.token_accumulation={}`.'
         )
     run = _VerifiedRun(config, max_rows)
-    # Calls `whole_step` for each side, and then `cases` with the side and this gradient.
-    report = compare_cuts(SIDES, run.whole_step, run.cases, tolerance=tolerance)
+    # Calls `reference_gradients` for each side, and then `cases` with the side and these gradients.
+    report = compare_cuts(SIDES, run.reference_gradients, run.cases, tolerance=tolerance)
     if report.is_exact:
         return report
     # The load-balancing loss of a router depends on the cut by definition.
@@ -181,9 +181,10 @@ def verify(config: TrainConfig, *, max_rows: int = 8, tolerance: float = 1e-6) -
     # Even plain forwards of the same rows may differ by more than the tolerance. Then this round-off of the model
     # becomes the tolerance, but only below MOST_ROUND_OFF.
     round_off = run.round_off()
-    with_round_off = replace(report, tolerance=round_off, note=ROUND_OFF_NOTE)
-    if tolerance < round_off < MOST_ROUND_OFF and with_round_off.is_exact:
-        return with_round_off
+    if tolerance < round_off < MOST_ROUND_OFF:
+        report_with_round_off = replace(report, tolerance=round_off, note=ROUND_OFF_NOTE)
+        if report_with_round_off.is_exact:
+            return report_with_round_off
     return report
 
 
@@ -195,14 +196,11 @@ class _VerifiedRun:
 
     def __init__(self, config: TrainConfig, max_rows: int) -> None:
         self.config = config
-        # In float32, because the round-off of a shorter type would hide an error.
-        model_section = replace(config.model, dtype='float32')
-        self.parts = build_parts(replace(config, model=model_section))
-        check_trains_something(self.parts.model)
-        # Without TF32, because its round-off would be taken for an error.
+        self.parts = _build_deterministic_parts(config)
+        # Without TF32, because its round-off would be taken for an error. The device comes after the parts, because
+        # build_parts() also makes one, and Composer then switches TF32 on.
         self.device: Device = DeviceGPU(allow_tf32=False) if runs_on_gpu(config) else DeviceCPU()
         self.device.module_to_device(self.parts.model)
-        _make_deterministic(self.parts.model)
         first_batch = next(iter(self.parts.train_loader.dataloader))
         check_batches([first_batch], check_batch)  # all ranks raise if the batch of one is refused
         self.layout = _layout_on_all_ranks(BatchLayout.for_model(self.parts.model), first_batch)
@@ -218,7 +216,7 @@ class _VerifiedRun:
         algorithm = build_token_accumulation(config) or TokenAccumulation()
         self.options = algorithm.options
         self.has_router_loss = False
-        """Whether the model has returned a load-balancing loss of a router."""
+        """Whether the model has returned a load-balancing loss of a router. Set by forward_gradients()."""
         is_packed = any(document_starts(row) is not None for row in self.rows_of_all_ranks)
         needs_rule = self.options.is_weighted or is_packed
         self.rule = self._rule_of_run() if needs_rule else None
@@ -254,10 +252,10 @@ class _VerifiedRun:
         (batch,) = with_masks([batch])  # or the model would attend to the added padding
         # `widened` rounds up to a multiple. A multiple that is larger than the width is the new width.
         wider = widened(batch, width_multiple=self.layout.width(batch) + COLUMNS_BEFORE, side='left')
-        error, _worst_parameter = relative_error(self.forward_gradients(wider), self.whole_step('left'))
+        error, _worst_parameter = relative_error(self.forward_gradients(wider), self.reference_gradients('left'))
         return error
 
-    def whole_step(self, padding: str) -> Gradients:
+    def reference_gradients(self, padding: str) -> Gradients:
         """Returns the gradient of one plain forward over the rows of all ranks."""
         return self.forward_gradients(self.layout.concat(self.rows_of_all_ranks, padding_side=padding))
 
@@ -308,33 +306,17 @@ class _VerifiedRun:
     def cases(self, padding: str, expected: Gradients) -> list[InvarianceCase]:
         """Compares three cuts for each microbatch size: stock Composer, and this package in order and regrouped."""
         batch = self.layout.concat(self.rows, padding_side=padding)
-        num_rows = len(self.rows)
-        sizes = sorted({min(size, num_rows) for size in DEFAULT_SIZES})
-        # An error may show only in the first step of a fit, or only in later ones, and only with one size. So each size
-        # begins a fit of this package on one of the sides. There are at most four sizes, a to d:
-        #     right, sizes a b c d: 'regrouped' begins with a, and 'in order', which has them in reverse, with d.
-        #     left, sizes c d a b: 'regrouped' begins with c, and 'in order' with b.
-        # One or two sizes keep their order, because each of them begins a fit on both sides.
-        if padding == 'left':
-            sizes = sizes[2:] + sizes[:2]
-        fits = [
-            ('stock Composer', sizes, self._fit_stock),
-            ('in order', sizes[::-1], partial(self._fit_ours, regroup=False)),
-            ('regrouped', sizes, partial(self._fit_ours, regroup=True)),
-        ]
-        cases = []
-        for cut, sizes_of_steps, fit in fits:
-            compare = partial(
-                InvarianceCase.from_gradients,
-                expected=expected,
-                cut=cut,
-                padding=padding,
-                # The error of stock Composer is only shown. It may be over the tolerance.
-                is_held=cut != 'stock Composer',
-            )
-            steps = _ComparedSteps(sizes_of_steps, compare)
-            fit(batch, steps)
-            cases += steps.cases
+        sizes = _sizes_of_steps(len(self.rows), padding)
+        compare = partial(InvarianceCase.from_gradients, expected=expected, padding=padding)
+        # The error of stock Composer is only shown. It may be over the tolerance.
+        stock = _ComparedSteps(sizes, partial(compare, cut='stock Composer', is_held=False))
+        # In reverse order, see _sizes_of_steps().
+        in_order = _ComparedSteps(sizes[::-1], partial(compare, cut='in order'))
+        regrouped = _ComparedSteps(sizes, partial(compare, cut='regrouped'))
+        self._fit_stock(batch, stock)
+        self._fit_ours(batch, in_order, regroup=False)
+        self._fit_ours(batch, regrouped, regroup=True)
+        cases = [*stock.cases, *in_order.cases, *regrouped.cases]
         # The cases of one size stand together in the table.
         return sorted(cases, key=lambda case: case.microbatch_size)
 
@@ -347,13 +329,13 @@ class _VerifiedRun:
             return self.layout.split(batch, groups_of(rows, int(microbatch_size)))
 
         data = DataSpec(
-            steps.batches(batch),
+            steps.copies_of(batch),
             split_batch=split,
             microbatch_transforms=self.layout.with_media,
             get_num_samples_in_batch=self.layout.num_rows,
         )
         # Without this hook and UnusedParameters, stock Composer could fail on a microbatch without images.
-        with self.parts.model.register_forward_hook(_with_gradient):
+        with self.parts.model.register_forward_hook(_give_outputs_a_gradient):
             self._fit(data, steps, UnusedParameters())
 
     def _fit_ours(self, batch: dict[str, Any], steps: _ComparedSteps, *, regroup: bool) -> None:
@@ -363,7 +345,7 @@ class _VerifiedRun:
         uses_flag = uses_composers_flag(self.config)
         counted_model = self.parts.model if uses_flag else None
         data = token_data_spec(
-            steps.batches(batch),
+            steps.copies_of(batch),
             layout=self.layout,
             regroup=regroup,
             model=counted_model,
@@ -402,6 +384,24 @@ class _VerifiedRun:
         )
         trainer.fit()
         trainer.close()
+
+
+def _sizes_of_steps(num_rows: int, padding: str) -> list[int]:
+    """Returns the microbatch size of each step of a fit, all sizes that differ for this number of rows.
+
+    An error may show only in the first step of a fit, or only in later ones, and only with one size. So each size
+    should begin a fit of this package on one of the sides. This package has two fits a side. One has the sizes in this order,
+    the other in reverse. With the sizes 1, 2, 3 and 8 they begin as follows:
+
+    - padded on the right, the order is 1, 2, 3, 8: the fits begin with 1 and 8;
+    - padded on the left, the order is 3, 8, 1, 2: the fits begin with 3 and 2.
+
+    One or two sizes have the same order on both sides, because each of them begins a fit anyway.
+    """
+    sizes = sorted({min(size, num_rows) for size in DEFAULT_SIZES})
+    if padding == 'left':
+        return sizes[2:] + sizes[:2]
+    return sizes
 
 
 def _layout_on_all_ranks(layout: BatchLayout, batch: Batch) -> BatchLayout:
@@ -452,7 +452,7 @@ class UnusedParameters(Algorithm):
         raise AssertionError('matches no event')
 
 
-def _with_gradient(model: torch.nn.Module, batch: tuple[Batch], outputs: Any) -> None:
+def _give_outputs_a_gradient(model: torch.nn.Module, batch: tuple[Batch], outputs: Any) -> None:
     """Gives the outputs of a microbatch a gradient of 0 if they have none. This is a forward hook.
 
     If only the projector is trained, a microbatch of text has no gradient, and the backward of stock Composer would
@@ -468,22 +468,23 @@ def _with_gradient(model: torch.nn.Module, batch: tuple[Batch], outputs: Any) ->
 
 
 class _ComparedSteps(Callback):
-    """Steps of one fit, on the same rows in microbatches of other sizes. Compares the gradient of each.
+    """Steps of one fit, each on the same rows with another microbatch size. Compares the gradient of each step.
 
-    One fit has all sizes, because its first-batch check takes more time than a step. The check compares rows by
-    themselves with the same rows together, so what it proves holds for every microbatch size.
+    One fit has all sizes, because its first-batch check takes more time than a step. The check compares one
+    row alone with several rows together. So what it proves does not depend on the microbatch size.
 
     Args:
         sizes: The microbatch size of each step.
-        compare: Compares gradients with the expected ones; a collective.
+        compare: Compares gradients with the expected ones; a collective. Gets the gradients and ``microbatch_size``.
     """
 
     def __init__(self, sizes: Sequence[int], compare: Callable[..., InvarianceCase]) -> None:
         self.sizes = sizes
         self.cases: list[InvarianceCase] = []
+        """The case of each step that has ended."""
         self._compare = compare
 
-    def batches(self, batch: Batch) -> list[Batch]:
+    def copies_of(self, batch: Batch) -> list[Batch]:
         """Returns a copy of the batch for each step."""
         return [dict(batch) for _ in self.sizes]
 
@@ -507,11 +508,19 @@ def _read_gradients(model: torch.nn.Module) -> Gradients:
     return gradients
 
 
-def _make_deterministic(model: torch.nn.Module) -> None:
-    """Switches off dropout and noise, which differ between cuts, and replaces trained parameters that are all zero.
+def _build_deterministic_parts(config: TrainConfig) -> RunParts:
+    """Builds the model and the loaders of a run, and changes the model so that only errors make gradients differ."""
+    # In float32, because the round-off of a shorter type would hide an error.
+    model_section = replace(config.model, dtype='float32')
+    parts = build_parts(replace(config, model=model_section))
+    check_trains_something(parts.model)
+    _switch_off_noise(parts.model)
+    _fill_zero_parameters(parts.model)
+    return parts
 
-    The matrix B of a new LoRA adapter is zero. Then the gradient of A is zero too, and no error could show in it.
-    """
+
+def _switch_off_noise(model: torch.nn.Module) -> None:
+    """Switches off dropout and the noise of routers, because they differ between cuts."""
     for module in model.modules():
         if isinstance(module, Dropout):
             module.p = 0.0
@@ -520,6 +529,13 @@ def _make_deterministic(model: torch.nn.Module) -> None:
             for name, value in list(getattr(holder, '__dict__', {}).items()):
                 if isinstance(value, float) and _NAMES_OF_RANDOMNESS.search(name):
                     setattr(holder, name, 0.0)
+
+
+def _fill_zero_parameters(model: torch.nn.Module) -> None:
+    """Replaces trained parameters that are all zero by small random values.
+
+    The matrix B of a new LoRA adapter is zero. Then the gradient of A is zero too, and no error could show in it.
+    """
     # A fixed seed on the CPU, so that all ranks draw the same values. 0.02 is usual for new weights.
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():

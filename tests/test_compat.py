@@ -109,7 +109,7 @@ def test_reduction_is_reset_after_an_error(tmp_path):
         compat.reset_reduction(model)
         assert model.require_forward_param_sync
         model(torch.ones(1, 2)).sum().backward()
-        assert compat.is_reduced(model)
+        assert compat.has_finished_reduction(model)
 
 
 @pytest.mark.parametrize('is_scheduled', [False, True])

@@ -280,7 +280,7 @@ def test_rows_that_prove_nothing_are_refused(rows, options, message):
         ),
         ({'microbatch_sizes': torch.tensor(2)}, r'`microbatch_sizes` must be a list .*, got: tensor\(2\)'),
         ({'microbatch_sizes': 0}, '`microbatch_sizes` must be a list .*, got: 0'),
-        ({'microbatch_sizes': []}, '`microbatch_sizes` must be a list .*, got: an empty one'),
+        ({'microbatch_sizes': []}, '`microbatch_sizes` must be a list .*, but it is empty'),
         ({'padding_sides': torch.tensor([1, 2])}, "`padding_sides` must be 'right' or 'left'"),
         ({'padding_sides': None}, '`padding_sides` must be a list'),
         ({'tolerance': '1e-6'}, "`tolerance` must be a finite number, at least 0, got: '1e-6'"),
@@ -643,6 +643,86 @@ def test_faint_leaks_are_found():
     report = verify_isolation(FaintMean(), PACKED, DOCUMENTS)
     leaks = [(document, seen) for _, document, seen, _ in report.leaks]
     assert leaks == [(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)]
+
+
+class WrittenEmbeddings(FaintMean):
+    """Writes into the tensor of its embedding, as Kosmos-2 and Ovis 2 write the features of their images."""
+
+    def forward(self, input_ids, position_ids):
+        states = self.embedding(input_ids)
+        states[:, 0] = 1.0
+        return states + states.mean(dim=1, keepdim=True)
+
+
+def test_embeddings_may_be_written_in_place():
+    report = verify_isolation(WrittenEmbeddings(), PACKED, DOCUMENTS)
+    assert pairs_of(report) == [(0, 0, 1), (0, 0, 2), (0, 1, 0), (0, 1, 2), (0, 2, 0), (0, 2, 1)]
+
+
+class NoGradEmbedding(FaintMean):
+    """Computes its frozen embeddings without a graph."""
+
+    def forward(self, input_ids, position_ids):
+        with torch.no_grad():
+            states = self.embedding(input_ids)
+        return states + 1e-30 * states.mean(dim=1, keepdim=True)
+
+
+def test_embeddings_may_be_made_without_a_graph():
+    report = verify_isolation(NoGradEmbedding(), PACKED, DOCUMENTS)
+    assert len(report.leaks) == 6
+
+
+class DetachedEmbedding(FaintMean):
+    """Detaches its embeddings, so that no gradient shows what its logits depend on."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = torch.nn.Linear(32, 64)
+
+    def forward(self, input_ids, position_ids):
+        states = self.embedding(input_ids).detach()
+        return self.head(states + 1e-30 * states.mean(dim=1, keepdim=True))
+
+
+def test_detached_embeddings_prove_nothing():
+    with pytest.raises(TypeError, match='no gradient by them'):
+        verify_isolation(DetachedEmbedding(), PACKED, DOCUMENTS)
+
+
+class UnknownEmbedding(torch.nn.Module):
+    """A module that cannot tell its input embedding, as Transformers raises it, around a model that can."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def get_input_embeddings(self):
+        raise NotImplementedError('not auto-handled')
+
+    def forward(self, **inputs):
+        return self.model(**inputs)
+
+
+def test_outer_module_without_embedding():
+    report = verify_isolation(UnknownEmbedding(FaintMean()), PACKED, DOCUMENTS)
+    assert len(report.leaks) == 6
+    with pytest.raises(TypeError, match='`model` must be a Hugging Face model, or hold one'):
+        verify_isolation(UnknownEmbedding(torch.nn.Linear(2, 2)), PACKED, DOCUMENTS)
+
+
+class SecondEmbedding(FaintMean):
+    """Embeds the ids twice, and uses only the second result."""
+
+    def forward(self, input_ids, position_ids):
+        self.embedding(input_ids)
+        return super().forward(input_ids, position_ids)
+
+
+def test_leaks_through_a_second_embedding():
+    """The gradient shows them, although they are too small to change the logits."""
+    report = verify_isolation(SecondEmbedding(), PACKED, DOCUMENTS)
+    assert len(report.leaks) == 6
 
 
 def test_hashed_bigrams_leak_without_gradient():

@@ -15,7 +15,7 @@ import pytest
 from torch.utils.data import ConcatDataset, Dataset
 
 from composer_tokacc import look
-from composer_tokacc.look import choose_samples, described, main
+from composer_tokacc.look import choose_samples, describe, main
 from composer_tokacc.programs.process import command_line, prepare
 from examples.digits import DigitsDataset, build_digits_processor
 from tests.support.programs import DIGITS
@@ -40,7 +40,7 @@ def test_text_with_labels_is_marked():
         labels = sample['labels'][0]
         learned_ids = labels[labels != -100].tolist()
 
-        text = described(sample, processor.tokenizer, index)
+        text = describe(sample, processor.tokenizer, index)
 
         assert f'{ids.shape[1]} tokens, {len(learned_ids)} of them learned' in text
         learned_text = ''.join(re.findall(' >> (.*?) << ', text, flags=re.DOTALL))

@@ -12,7 +12,7 @@ from collections import defaultdict
 from tests.support.launch import ROOT
 
 PACKAGE = ROOT / 'composer_tokacc'
-IN_MANY_MODULES = {'all', 'getattr', 'log'}
+IN_MANY_MODULES = {'all', 'log'}
 """Names without their underscores that modules have in common."""
 
 

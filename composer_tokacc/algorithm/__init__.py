@@ -27,4 +27,4 @@ __all__ = [
 ]
 
 # The functions need no Composer.
-__getattr__ = on_first_use(__name__, {'TokenAccumulation': 'token_accumulation'})
+__getattr__, __dir__ = on_first_use(__name__, {'TokenAccumulation': 'token_accumulation'})

@@ -22,9 +22,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from composer_tokacc.collectives import get_world_size, max_over_ranks
 from composer_tokacc.compat import (
-    is_reduced,
+    has_finished_reduction,
     mixed_precision_of,
-    num_reduced,
+    num_reduced_parameters,
     reduced_parameters,
     reset_reduction,
     state_of_gradient,
@@ -150,7 +150,7 @@ class ReductionWatch:
         if self._reduced_parameters is None:
             # At least this many were unfrozen. There may be more, because DDP still counts parameters that were frozen
             # since it was made.
-            num_unfrozen = len(trained) - num_reduced(ddp)
+            num_unfrozen = len(trained) - num_reduced_parameters(ddp)
         else:
             num_unfrozen = len(set(trained) - self._reduced_parameters)
         if num_unfrozen > 0:
@@ -186,10 +186,10 @@ class ReductionWatch:
         if not unreached:
             return
         # If DDP has reduced, it waits for nothing. Another algorithm may have set gradients to None since, so that the
-        # optimizer leaves these parameters out. But is_reduced() also returns True if the backward has reached no
-        # parameter at all, because DDP then has not begun to reduce.
+        # optimizer leaves these parameters out. But has_finished_reduction() also returns True if the backward has
+        # reached no parameter at all, because DDP then has not begun to reduce.
         has_reached_any = len(unreached) < len(states_before)
-        if has_reached_any and is_reduced(ddp):
+        if has_reached_any and has_finished_reduction(ddp):
             return
         # This backward adds zeros to the gradients, and calls the hooks of DDP.
         torch.autograd.backward([empty_sum(parameter) for parameter in unreached])
@@ -204,7 +204,7 @@ class ReductionWatch:
         gradients of different parameters without an error. In this case all ranks raise here.
         """
         self._is_unfinished = False
-        if self._ddp is not None and not (self._reduces[-1] and is_reduced(self._ddp)):
+        if self._ddp is not None and not (self._reduces[-1] and has_finished_reduction(self._ddp)):
             raise NotExactError(NOT_REDUCED)
         if not self._parameters_of_fsdp:
             return

@@ -63,11 +63,11 @@ class VisionLanguageCollator:
 
 
 def check_samples(samples: Sequence[EncodedSample]) -> None:
-    """Raises ValueError unless there are samples, and each has ``input_ids`` of shape ``(1, length)``.
+    """Raises ValueError if there are no samples, or if a sample has no ``input_ids`` of shape ``(1, length)``.
 
     Also raises it if the mask or the positions of a sample do not fit its ids.
     """
-    # If one sample or a batch was passed by mistake, this loop gets its keys.
+    # If a single sample or a batch was passed by mistake, it is a mapping, and this loop gets its keys.
     if len(samples) == 0 or not all(_has_ids(sample) for sample in samples):
         raise InvalidInputError(
             '`samples` must be a list of samples, each with the tensor `input_ids` of shape (1, length). Call the '

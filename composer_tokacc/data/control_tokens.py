@@ -9,7 +9,7 @@ import logging
 import re
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from tokenizers import AddedToken
@@ -29,6 +29,17 @@ hidden before. The characters around it are private-use ones of Unicode, as in `
 log = logging.getLogger(__name__)
 
 
+class _StandIn(NamedTuple):
+    """The new token of a tokenizer that stands for a control token."""
+
+    token_id: int
+    """The id of the new token."""
+    repeated: str
+    """The text of the new token, as often as the spelling has ids."""
+    spelling: torch.Tensor
+    """The ids that spell the control token, ``(ids,)``."""
+
+
 class ControlTokenPolicy:
     """Finds control tokens in the texts of a dataset. Those that the chat template writes are not touched.
 
@@ -36,7 +47,8 @@ class ControlTokenPolicy:
     ``text``, a control token must be encoded as its spelling, but processors do not offer that. So before the template
     and the processor run, :meth:`hide` replaces it by stand-ins: a new token of the tokenizer, written as often as the
     spelling has ids. So all entries of the processor, such as masks, get their final length. Afterwards :meth:`spell`
-    replaces each stand-in by one id of the spelling. All other tokens of the sample stay the same.
+    replaces each stand-in by one id of the spelling. All other tokens of the sample stay the same. For example, if the
+    spelling of ``<|im_end|>`` has six ids, it becomes six stand-ins, and these become the six ids.
 
     Args:
         option: One of ``ControlTokens``.
@@ -54,16 +66,14 @@ class ControlTokenPolicy:
         self.tokenizer = getattr(self.processor, 'tokenizer', self.processor)
         self._pattern = _pattern_of_control_tokens(self.tokenizer, template_tokens)
         self._has_warned = False
-        self._stand_ins: dict[str, str] = {}
-        """By control token, for those that were found so far: its stand-ins as one text."""
-        self._spellings: dict[int, torch.Tensor] = {}
-        """By the id of a stand-in: the ids that spell its control token, of shape ``(ids,)``."""
+        self._stand_ins: dict[str, _StandIn] = {}
+        """By control token, for those that were found so far."""
 
     def check(self, texts: Iterable[str], make_error: Callable[[str], Exception]) -> None:
-        """Refuses texts of a conversation with control tokens (``refuse``), or warns of the first such one (``warn``).
+        """Looks for control tokens in the texts of a conversation. With ``refuse`` raises an error if there are any.
 
-        Both options refuse a tag such as ``<image>`` that is a token. With ``text`` nothing is checked, because
-        :meth:`hide` replaces all control tokens.
+        With ``warn`` only logs a warning, and only for the first such conversation. Both options refuse a tag such as
+        ``<image>`` that is a token. With ``text`` nothing is checked, because :meth:`hide` replaces all control tokens.
 
         Args:
             texts: All texts of the conversation, without the placeholders of its media.
@@ -83,13 +93,9 @@ class ControlTokenPolicy:
         error = make_error(f'has the control token {tokens[0]} in its text. Take it out, or set control_tokens=text')
         if self.option == 'refuse':
             raise error
-        if self._has_warned:
-            return
-        self._has_warned = True
-        log.warning(
-            '%s. It is encoded as a control token; later samples are not named.',
-            error,
-        )
+        if not self._has_warned:
+            self._has_warned = True
+            log.warning('%s. It is encoded as a control token; later samples are not named.', error)
 
     def hide(self, message: Message) -> Message:
         """Returns a message with stand-ins for the control tokens in its texts. Adds new stand-ins to the tokenizer.
@@ -101,11 +107,10 @@ class ControlTokenPolicy:
         content = []
         for part in message['content']:
             if part.get('text'):
-                part = {
-                    **part,
-                    'text': self._pattern.sub(self._stand_ins_of, part['text']),
-                }
-            content.append(part)
+                text = self._pattern.sub(self._repeated_stand_in, part['text'])
+                content.append({**part, 'text': text})
+            else:
+                content.append(part)
         return {**message, 'content': content}
 
     def unhide(self, text: str) -> str:
@@ -113,8 +118,8 @@ class ControlTokenPolicy:
 
         Needed before the second tokenizer of InstructBLIP encodes the text, because it does not know the stand-ins.
         """
-        for token, stand_ins in self._stand_ins.items():
-            text = text.replace(stand_ins, token)
+        for token, stand_in in self._stand_ins.items():
+            text = text.replace(stand_in.repeated, token)
         return text
 
     def spell(self, sample: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -124,12 +129,12 @@ class ControlTokenPolicy:
             sample: An encoded sample of one row, with ``labels`` that are the ids or -100, not shifted.
         """
         input_ids = sample['input_ids'].clone()
-        for stand_in_id, spelling in self._spellings.items():
-            is_stand_in = input_ids == stand_in_id
+        for stand_in in self._stand_ins.values():
+            is_stand_in = input_ids == stand_in.token_id
             # Each control token has as many stand-ins as its spelling has ids, one after the other. So the spelling,
             # repeated for each control token, gives the ids of all stand-ins in order.
-            num_control_tokens = int(is_stand_in.sum()) // len(spelling)
-            input_ids[is_stand_in] = spelling.repeat(num_control_tokens)
+            num_control_tokens = int(is_stand_in.sum()) // len(stand_in.spelling)
+            input_ids[is_stand_in] = stand_in.spelling.repeat(num_control_tokens)
         # If a stand-in carried loss, the id in its place carries loss.
         labels = sample['labels']
         return {
@@ -138,31 +143,35 @@ class ControlTokenPolicy:
             'labels': input_ids.where(labels != IGNORE_INDEX, IGNORE_INDEX),
         }
 
-    def _stand_ins_of(self, match: re.Match[str]) -> str:
-        """Returns the stand-ins of a control token. Adds their token to the tokenizer the first time.
+    def _repeated_stand_in(self, match: re.Match[str]) -> str:
+        """Returns the stand-ins of a control token as text.
 
         Args:
             match: A match of ``_pattern``, that is, a control token in a text.
-
-        Raises:
-            ValueError: If the tokenizer cannot encode the characters of the control token as plain text.
         """
         token = match[0]
-        if token in self._stand_ins:
-            return self._stand_ins[token]
-        ids = self.tokenizer(token, add_special_tokens=False, split_special_tokens=True)['input_ids']
+        if token not in self._stand_ins:
+            self._stand_ins[token] = self._make_stand_in(token)
+        return self._stand_ins[token].repeated
+
+    def _make_stand_in(self, token: str) -> _StandIn:
+        """Makes the stand-in of a control token, and adds it to the tokenizer.
+
+        Raises ValueError if the tokenizer cannot encode the characters of the control token as plain text.
+        """
+        spelling = self.tokenizer(token, add_special_tokens=False, split_special_tokens=True)['input_ids']
         # Some tokenizers do not split control tokens, or have no tokens for their characters.
         token_id = self.tokenizer.convert_tokens_to_ids(token)
-        is_spelled = ids and token_id not in ids and self.tokenizer.unk_token_id not in ids
+        is_spelled = spelling and token_id not in spelling and self.tokenizer.unk_token_id not in spelling
         if not is_spelled:
             raise InvalidInputError(f'the tokenizer cannot write the control token {token} as text. Take it out')
-        stand_in = STAND_IN.format(len(self._stand_ins))
-        added_token = AddedToken(stand_in, normalized=False)
-        self.tokenizer.add_tokens([added_token])
-        stand_in_id = self.tokenizer.convert_tokens_to_ids(stand_in)
-        self._stand_ins[token] = stand_in * len(ids)
-        self._spellings[stand_in_id] = torch.tensor(ids)
-        return self._stand_ins[token]
+        text = STAND_IN.format(len(self._stand_ins))
+        self.tokenizer.add_tokens([AddedToken(text, normalized=False)])
+        return _StandIn(
+            token_id=self.tokenizer.convert_tokens_to_ids(text),
+            repeated=text * len(spelling),
+            spelling=torch.tensor(spelling),
+        )
 
 
 def _pattern_of_control_tokens(tokenizer: Any, template_tokens: Iterable[str]) -> re.Pattern[str]:

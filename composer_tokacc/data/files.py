@@ -26,7 +26,7 @@ from composer_tokacc.cache import fingerprint
 from composer_tokacc.data.formats import parse_record
 from composer_tokacc.data.hub import HUB, ask_hub
 from composer_tokacc.data.llama_factory import DatasetEntry
-from composer_tokacc.data.media import check_decoder, check_files, regular_file
+from composer_tokacc.data.media import check_files, check_pyav, regular_file
 from composer_tokacc.data.records import (
     BadSampleError,
     EmbeddedFile,
@@ -65,7 +65,7 @@ def read_records(
         for raw_record in read_raw_records(path):
             try:
                 record = parse_record(raw_record, folder)
-                check_decoder(record)
+                check_pyav(record)
                 check_files(record, allow_outside=allow_outside)
             except BadSampleError as error:
                 yield error

@@ -42,14 +42,15 @@ def ask_hub(name: str, kind: Literal['model', 'dataset']) -> None:
     file = FILE_OF_KIND[kind]
     try:
         cached_path = try_to_load_from_cache(name, file, repo_type=kind)
-        # A path if the file is in the cache, so that libraries can load without an answer. Otherwise it is None, or a
-        # mark that the repository has no such file, and the hub is asked.
-        if not isinstance(cached_path, str):
-            get_hf_file_metadata(hf_hub_url(name, file, repo_type=kind), timeout=TIMEOUT)
-    except HfHubHTTPError:
-        return  # the hub has answered. If the repository is missing, loading it says so
     except HFValidationError as error:
         raise OSError('there is no such folder, and names on the hub have the form owner/name') from error
+    # If the file is not in the cache, this is None, or a mark that the repository has no such file.
+    if isinstance(cached_path, str):
+        return  # libraries can load the repository without an answer of the hub
+    try:
+        get_hf_file_metadata(hf_hub_url(name, file, repo_type=kind), timeout=TIMEOUT)
+    except HfHubHTTPError:
+        return  # the hub has answered. If the repository is missing, loading it says so
     except Exception as error:  # no answer. The HTTP client of huggingface_hub (requests or httpx) raises its own types
         reason = ' '.join(str(error).split()) or type(error).__name__
         raise OSError(

@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
 from torch.utils.data import ConcatDataset
 
-from composer_tokacc.cache import fingerprint
+from composer_tokacc.cache import fingerprint, fingerprint_of_bytes
 from composer_tokacc.data.chat_template import owner_of_template
 from composer_tokacc.data.conversation import PROCESSOR_PARTS
 from composer_tokacc.data.records import BadSampleError
@@ -43,7 +44,10 @@ def identify_data(dataset: Any) -> str:
     for name in ('identity', 'fingerprint'):
         identify = getattr(dataset, name, None)
         if callable(identify):  # an attribute of a user's class may be something else
-            return fingerprint(identify())
+            identity = identify()
+            if isinstance(identity, Iterator):  # of bytes, such as the parts of a file
+                return fingerprint_of_bytes(identity)
+            return fingerprint(identity)
     parts: list[Any] = [len(dataset)]
     indices = np.linspace(0, len(dataset) - 1, min(NUM_READ, len(dataset))).astype(int)
     for index in indices.tolist():
@@ -74,10 +78,11 @@ def identify_processor(processor: Any) -> str:
     template = getattr(owner_of_template(processor), 'chat_template', None)
     settings = _settings_of(processor)
     settings_of_parts = []
-    for attributes in PROCESSOR_PARTS.values():
-        # Only the first name, so that fingerprints of earlier releases stay the same. The settings of an
-        # `audio_processor` are not lost: Transformers 5 lists them among those of the processor.
-        part = getattr(processor, attributes[0], None)
+    for attributes_of_part in PROCESSOR_PARTS.values():
+        # A part may be under one of several attributes. Only the first one is read, so that fingerprints of earlier
+        # releases stay the same. The settings of an `audio_processor`, which is the second attribute for audio, are not
+        # lost: Transformers 5 lists them among those of the processor.
+        part = getattr(processor, attributes_of_part[0], None)
         settings_of_parts.append(_settings_of(part))
     return fingerprint([class_name(processor), settings, settings_of_parts, template])
 
@@ -125,11 +130,10 @@ def _identify_tokenizer_part(part: Any) -> str:
     For a part that is written in Python, returns the name of its class.
     """
     try:
-        # `fingerprint` hashes the bytes of an iterator as they are, and would write other values as JSON. The protocol
-        # is fixed, because the default one changes with the version of Python.
-        return fingerprint(iter([pickle.dumps(part, protocol=4)]))
+        pickled = pickle.dumps(part, protocol=4)  # fixed, because the default protocol changes with Python's version
     except Exception:  # `tokenizers` raises Exception itself for a part that is written in Python (RoFormer's)
         return class_name(part)
+    return fingerprint_of_bytes([pickled])
 
 
 def class_name(instance: object) -> str:

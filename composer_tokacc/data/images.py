@@ -18,7 +18,7 @@ from composer_tokacc.refusals import InvalidInputError
 
 MAX_16_BIT = 65535
 """Largest value of a channel with 16 bits."""
-SIZE_IN_HEADER = ('JPEG', 'MPO', 'PNG', 'WEBP', 'GIF', 'BMP')
+FORMATS_WITH_SIZE_IN_HEADER = ('JPEG', 'MPO', 'PNG', 'WEBP', 'GIF', 'BMP')
 """Formats whose header has the size of the image. An EXIF entry may still exchange width and height."""
 IMAGE_FORMATS = (
     'AVIF',
@@ -44,28 +44,30 @@ TURNS = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-"""The operation that turns an image upright, by EXIF's orientation. From 5 on, it exchanges width and height."""
+"""The operation that turns an image upright, by EXIF's orientation."""
+TURNS_TO_THE_SIDE = (5, 6, 7, 8)
+"""Orientations of EXIF whose operation exchanges width and height."""
 
 
 def read_image(file: MediaFile) -> Image.Image:
     """Returns an image in RGB, turned as its EXIF entry says. 16 bits a channel are scaled to 8."""
     with _open_image(file) as image:
-        has_known_white = _has_known_white(image)  # before `_upright`, which may drop the file's entries
-        return _to_rgb(_upright(image), has_known_white=has_known_white)
+        _check_white(image)  # before `_upright`, which may drop the file's entries
+        return _to_rgb(_upright(image))
 
 
 def image_size(file: MediaFile) -> tuple[int, int]:
-    """Returns width and height of the image that :func:`read_image` returns. Reads only the header if possible.
+    """Returns width and height of the image that :func:`read_image` returns. Reads only the header if it has them.
 
-    Then it does not see EXIF after the pixels of a PNG, and returns the size before the turn.
+    In a PNG, EXIF may come after the pixels. It is not read here, so width and height are then those before the turn.
     """
     with _open_image(file) as image:
-        if image.format not in SIZE_IN_HEADER:
+        if image.format not in FORMATS_WITH_SIZE_IN_HEADER:
             return _upright(image).size
         # The base class's `getexif`, because PNG's own method would decode the image to look for EXIF after the pixels.
         orientation = Image.Image.getexif(image).get(ExifTags.Base.Orientation)
         width, height = image.size
-        if orientation in TURNS and orientation >= 5:
+        if orientation in TURNS_TO_THE_SIDE:
             return height, width
         return width, height
 
@@ -114,14 +116,26 @@ def _known_formats() -> list[str]:
     return [name for name in IMAGE_FORMATS if name in Image.OPEN]
 
 
-def _has_known_white(image: Image.Image) -> bool:
-    """Tells whether 0 is black and 65535 is white in an image of 16 bits a channel. True for images of 8 bits.
+def _check_white(image: Image.Image) -> None:
+    """Raises ValueError if it is not known which value of a channel is white.
 
-    In TIFF files, white may be the largest value of 12 or 32 bits, or 0 may be white. PIL inverts the values of such a
-    file only in images of up to 8 bits.
+    It is 255 in images of 8 bits a channel, and 65535 in images of 16 bits. But floats have no white. And in a TIFF
+    file, white may be the largest value of 12 or 32 bits, or 0. PIL inverts the values of a file whose white is 0 only
+    in images of up to 8 bits.
     """
-    if image.format != 'TIFF' or not image.mode.startswith('I'):
-        return True
+    is_float = image.mode == 'F'
+    is_long_tiff = image.format == 'TIFF' and _has_long_integers(image)
+    if is_float or (is_long_tiff and not _is_white_65535(image)):
+        raise _error_of_unknown_white(image)
+
+
+def _has_long_integers(image: Image.Image) -> bool:
+    """Tells whether an image has integers of 16 or 32 bits. PIL's modes for them begin with I."""
+    return image.mode.startswith('I')
+
+
+def _is_white_65535(image: Image.Image) -> bool:
+    """Tells whether 0 is black and 65535 is white in a TIFF file of long integers, by its entries."""
     # In a TIFF file, mode I is for 32 bits, or for 16 bits with a sign. (An older PIL uses it for any PNG of 16 bits.)
     if image.mode == 'I':
         return False
@@ -130,20 +144,18 @@ def _has_known_white(image: Image.Image) -> bool:
     return is_black_zero and entries.get(ExifTags.Base.BitsPerSample) == (16,)
 
 
-def _to_rgb(image: Image.Image, *, has_known_white: bool) -> Image.Image:
-    """Converts to RGB, and scales 16 bits a channel to 8. PIL itself would turn all values above 255 white.
-
-    Args:
-        image: The image. PIL's mode F holds floats, and modes that begin with I hold integers of 16 or 32 bits.
-        has_known_white: See :func:`_has_known_white`. If it is False, the image is refused.
-    """
-    if image.mode == 'F' or image.mode.startswith('I'):
+def _to_rgb(image: Image.Image) -> Image.Image:
+    """Converts to RGB, and scales 16 bits a channel to 8. PIL itself would turn all values above 255 white."""
+    if _has_long_integers(image):
         values = np.asarray(image)
-        fits_16_bits = np.all((values >= 0) & (values <= MAX_16_BIT))
-        if not has_known_white or image.mode == 'F' or not fits_16_bits:
-            raise InvalidInputError(
-                f'it has no known white (PIL mode {image.mode}). Save it with 8 or 16 bits a channel, and 0 for black'
-            )
+        if values.min() < 0 or values.max() > MAX_16_BIT:
+            raise _error_of_unknown_white(image)
         values_of_8_bits = values // (MAX_16_BIT // 255)  # 65535 becomes 255
         image = Image.fromarray(values_of_8_bits.astype(np.uint8))
     return image.convert('RGB')
+
+
+def _error_of_unknown_white(image: Image.Image) -> InvalidInputError:
+    return InvalidInputError(
+        f'it has no known white (PIL mode {image.mode}). Save it with 8 or 16 bits a channel, and 0 for black'
+    )

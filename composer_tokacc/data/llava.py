@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 from composer_tokacc.arguments import check_choice
 from composer_tokacc.batch import MODALITIES
-from composer_tokacc.cache import fingerprint
+from composer_tokacc.cache import fingerprint_of_bytes
 from composer_tokacc.data.control_tokens import ControlTokens
 from composer_tokacc.data.conversation import ConversationEncoder, TrainOn
 from composer_tokacc.data.files import read_records, read_texts
@@ -355,9 +355,8 @@ def _names_of_files(paths: Iterable[str]) -> dict[str, str]:
 
 def _fingerprint_of(parts: Iterable[tuple[Any, ...]]) -> str:
     """Returns a fingerprint in the form that the checkpoints of all releases hold."""
-    # It must be a generator: `fingerprint` would hash a list in another way, as JSON.
     texts = (repr(part).encode() for part in parts)
-    return fingerprint(texts, length=64)
+    return fingerprint_of_bytes(texts, length=64)
 
 
 def _identify_file(file: str | EmbeddedFile, folder: Path) -> tuple[str, int]:

@@ -104,34 +104,27 @@ class LlavaStreamingDataset(StreamingDataset):
         """Yields the text of every turn, without placeholders, to train a tokenizer on. Downloads nothing.
 
         Args:
-            *folders: Reads the first of them that has all shards in uncompressed form. ValueError if none has.
+            *folders: Reads the first of them that has all shards in uncompressed form.
+
+        Raises:
+            ValueError: No folder has them.
         """
-        for folder in map(Path, folders):
-            shards = _read_index(folder)
-            if not shards:
-                continue
-            for shard in shards:
-                reader = reader_from_json(str(folder), None, shard)  # None: the shards are not in a folder of a split
-                for row in range(len(reader)):
-                    record, _ = from_row(reader.get_item(row))
-                    yield from record.texts
-            return
-        names = ', '.join(str(folder) for folder in folders)
-        remedy = 'Copy them there, or set `model.pretrained`, which has a tokenizer'
-        raise InvalidInputError(
-            '`local` or `remote` must be a folder with all shards to train a tokenizer on their text, got: '
-            f'{names}. {remedy}.'
-        )
+        folder, shards = _first_readable(folders)
+        for shard in shards:
+            reader = reader_from_json(str(folder), None, shard)  # None: the shards are not in a folder of a split
+            for row in range(len(reader)):
+                record, _ = from_row(reader.get_item(row))
+                yield from record.texts
 
     def identity(self) -> str:
         """Returns a text that identifies the data. It does not depend on the folder of the shards.
 
         It holds the number of samples and of bytes of each shard, and the options of the encoder that change samples.
         """
-        shards = [(shard.samples, shard.get_raw_size()) for shard in self.shards]
+        sizes_of_shards = [(shard.samples, shard.get_raw_size()) for shard in self.shards]
         # Only the values of the options, because the text must equal that in checkpoints of earlier releases.
         options = [value for _, value in self.encoder.identity_of_options()]
-        return repr((shards, self.encoder.video, *options))
+        return repr((sizes_of_shards, self.encoder.video, *options))
 
     def identity_of_order(self) -> dict[str, Any]:
         """Returns the settings that decide the samples of an epoch and their order.
@@ -158,6 +151,22 @@ class LlavaStreamingDataset(StreamingDataset):
         if from_beginning and num_samples == 0:
             state['epoch'] = max(state['epoch'], self.next_epoch)
         return state
+
+
+def _first_readable(folders: Sequence[PathLike]) -> tuple[Path, list[dict[str, Any]]]:
+    """Returns the first folder that has all shards in uncompressed form, and the entries of its index.
+
+    Raises ValueError if none has.
+    """
+    for folder in map(Path, folders):
+        shards = _read_index(folder)
+        if shards:
+            return folder, shards
+    names = ', '.join(str(folder) for folder in folders)
+    raise InvalidInputError(
+        '`local` or `remote` must be a folder with all shards to train a tokenizer on their text, got: '
+        f'{names}. Copy them there, or set `model.pretrained`, which has a tokenizer.'
+    )
 
 
 def _read_index(folder: Path) -> list[dict[str, Any]]:

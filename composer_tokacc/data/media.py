@@ -3,8 +3,8 @@
 
 """Finds, opens and decodes the files of a record's media.
 
-`check_files` demands that files exist, and lie inside the folder of the media unless `allow_outside` is set.
-`open_files` demands that they are regular files.
+`check_files` raises if files do not exist, or lie outside of the folder of the media without `allow_outside`.
+`open_files` raises if they are no regular files.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def open_files(record: Record) -> list[Path | BinaryIO]:
     return files
 
 
-def check_decoder(record: Record) -> None:
+def check_pyav(record: Record) -> None:
     """Raises ValueError if the record needs PyAV and it cannot be imported.
 
     It is not a :class:`.BadSampleError`, because the sample is good, and ``on_error=skip`` must not skip it.
@@ -135,24 +135,15 @@ def decode_media(
         BadSampleError: If a file cannot be decoded.
         Exception: Any error that does not come from the file, such as a missing PyAV, see :func:`.is_from_file`.
     """
-    check_decoder(record)
+    check_pyav(record)
     sampling = video or VideoSampling()
     decoded: dict[str, list[Any]] = {}
     remaining_files = iter(files)
     for medium in record.media:
+        # Outside of the `try`, because missing files are a fault of the caller. The sample is good.
         files_of_medium = [next(remaining_files) for _ in medium.files]
-        file = files_of_medium[0]
         try:
-            if len(files_of_medium) > 1:  # the frames of a video as images: no other medium has several files
-                content = read_frames(files_of_medium, sampling)
-            elif medium.modality == 'video':
-                content = read_video(file, sampling, shapes_only=shapes_only)
-            elif medium.modality == 'audio':
-                content = read_audio(file, sampling_rate)
-            elif shapes_only:
-                content = Image.new('RGB', image_size(file))
-            else:
-                content = read_image(file)
+            content = _decode_medium(medium.modality, files_of_medium, sampling, sampling_rate, shapes_only)
         except Exception as error:  # PIL raises OSError, SyntaxError, ValueError, struct.error, ... on broken files
             if not is_from_file(error):
                 raise
@@ -160,3 +151,23 @@ def decode_media(
             raise record.error(f'{medium.modality} file {file_names} cannot be read: {error}') from error
         decoded.setdefault(medium.modality, []).append(content)
     return decoded
+
+
+def _decode_medium(
+    modality: str,
+    files: Sequence[MediaFile],
+    sampling: VideoSampling,
+    sampling_rate: int,
+    shapes_only: bool,
+) -> Any:
+    """Decodes the files of one image, video or audio. See :func:`decode_media`."""
+    if len(files) > 1:  # the frames of a video as images. No other medium has several files
+        return read_frames(files, sampling)
+    (file,) = files
+    if modality == 'video':
+        return read_video(file, sampling, shapes_only=shapes_only)
+    if modality == 'audio':
+        return read_audio(file, sampling_rate)
+    if shapes_only:
+        return Image.new('RGB', image_size(file))
+    return read_image(file)

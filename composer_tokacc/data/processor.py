@@ -33,11 +33,12 @@ RESERVED_TOKENS = (
     '<|assistant|>',
     '<|end|>',
 )
-"""Special tokens of every tokenizer of this file. The chat template writes a role without a token as text, for
-example ``<|tool|>``."""
+"""Special tokens of every tokenizer of this file. The role ``tool`` has none. The chat template writes ``<|tool|>``,
+which becomes several tokens."""
 
-# Each turn begins with the token of its role, which also shows that the turn before has ended. Only an answer has a
-# token at its end, because the model must learn to stop.
+# For example, the template writes `<|user|><image>What is this?<|assistant|>A cat.<|end|>`. Each turn begins with the
+# token of its role, which also shows that the turn before has ended. Only an answer has a token at its end, because the
+# model must learn to stop.
 CHAT_TEMPLATE = (
     "{%- for message in messages -%}{{- '<|' + message['role'] + '|>' -}}"
     "{%- if message['content'] is string -%}{{- message['content'] -}}{%- else -%}"

@@ -10,7 +10,6 @@ python -m composer_tokacc.data.to_mds data.json images out_folder [--size-limit 
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -73,7 +72,7 @@ def write_shards(
     Args:
         path: File of conversations, in any format that :class:`.LlavaDataset` reads.
         image_dir: Folder to which names of media are relative.
-        out: Folder for the shards, empty or absent. If writing fails, it is removed.
+        out: Folder for the shards, empty or absent. If writing fails, it is empty or absent again.
         size_limit: Largest shard, in bytes or as ``'64mb'``. A larger sample is the only one in its shard.
         on_error: ``'raise'`` at the first bad sample; or ``'skip'``: leave it out and print the reason.
         allow_outside: Whether names of media may lead out of ``image_dir``, by ``../``, as absolute paths or through
@@ -89,8 +88,9 @@ def write_shards(
     if find_spec('streaming') is None:
         raise ImportError("shards need mosaicml-streaming. pip install 'composer_tokacc[streaming]'")
     out = Path(out)
+    out_exists = out.exists()
     is_empty_folder = out.is_dir() and not any(out.iterdir())
-    if out.exists() and not is_empty_folder:
+    if out_exists and not is_empty_folder:
         raise InvalidInputError(f'`out_folder` must be empty or absent, but {out} is not. Name another, or remove it.')
     records = list(read_records(path, image_dir=image_dir, allow_outside=allow_outside))
     writer = _open_writer(out, size_limit)
@@ -101,7 +101,9 @@ def write_shards(
         writer.finish()
     except BaseException:
         writer.cancel_future_jobs()
-        shutil.rmtree(out)  # it was empty or absent before
+        _remove_files(out)  # all of them are of this writer
+        if not out_exists:
+            out.rmdir()
         raise
     sizes = [shard['raw_data']['bytes'] for shard in writer.shards]
     num_samples = len(records) - len(skipped)
@@ -168,6 +170,12 @@ def _open_writer(out: Path, size_limit: int | str) -> MDSWriter:
     if bytes_to_int(size_limit) == 0:  # for MDSWriter 0 means no limit, but offsets in a shard have only 32 bits
         raise InvalidInputError(f'`size_limit` must be above 0, got: {size_limit}.')
     return Writer(columns=SHARD_COLUMNS, out=str(out), size_limit=size_limit)
+
+
+def _remove_files(folder: Path) -> None:
+    """Removes all files of a folder, which may be a link."""
+    for file in folder.iterdir():
+        file.unlink()
 
 
 def _write_rows(
@@ -241,7 +249,7 @@ def _to_row(record: Record, contents: Sequence[bytes]) -> ShardRow:
 
 
 def from_row(row: JsonObject) -> tuple[Record, list[bytes]]:
-    """Returns the record and the contents of its files from a row of a shard, which ``_to_row`` has made."""
+    """Returns the record and the contents of its files from a row of a shard: the opposite of ``_to_row``."""
     if row.keys() != SHARD_COLUMNS.keys():
         raise InvalidInputError(
             f'shards must have the columns {sorted(SHARD_COLUMNS)}, got: {sorted(row)}. Write them with '

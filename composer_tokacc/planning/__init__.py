@@ -56,4 +56,4 @@ __all__ = [
 # Loaded on first use. A training step only cuts the batch of its rank; samplers and sizing make whole plans.
 _NAMES_OF_PLANS = ('Microbatch', 'MicrobatchPlan', 'PlanStats', 'lower_bound', 'plan_microbatches', 'plan_rows')
 
-__getattr__ = on_first_use(__name__, dict.fromkeys(_NAMES_OF_PLANS, 'plan'))
+__getattr__, __dir__ = on_first_use(__name__, dict.fromkeys(_NAMES_OF_PLANS, 'plan'))

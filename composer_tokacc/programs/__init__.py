@@ -14,4 +14,7 @@ if TYPE_CHECKING:
 __all__ = ['ConfigError', 'TrainConfig', 'load_config']
 
 # `--help` must not wait for the planner.
-__getattr__ = on_first_use(__name__, {'ConfigError': 'errors', 'TrainConfig': 'schema', 'load_config': 'schema'})
+__getattr__, __dir__ = on_first_use(
+    __name__,
+    {'ConfigError': 'errors', 'TrainConfig': 'schema', 'load_config': 'schema'},
+)

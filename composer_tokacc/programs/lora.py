@@ -19,7 +19,7 @@ from pydantic import Field
 from torch import nn
 from transformers import BitsAndBytesConfig
 
-from composer_tokacc.cache import fingerprint
+from composer_tokacc.cache import fingerprint_of_bytes
 from composer_tokacc.compat import name_in_state_dict
 from composer_tokacc.programs.errors import ConfigError, building
 from composer_tokacc.programs.host_types import Section
@@ -295,7 +295,7 @@ def identify_adapter(model: nn.Module) -> dict[str, Any]:
 
 def identify_base(model: nn.Module) -> str:
     """Returns a fingerprint of the frozen base of an adapter. It is the same with the adapter and without it."""
-    return fingerprint(_ends_of_base(model))
+    return fingerprint_of_bytes(_ends_of_base(model))
 
 
 def _ends_of_base(model: nn.Module) -> Iterator[bytes]:

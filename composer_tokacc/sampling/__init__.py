@@ -25,4 +25,4 @@ __all__ = [
 ]
 
 # Only the callbacks need Composer.
-__getattr__ = on_first_use(__name__, {'RestoreRandomState': 'resume', 'SkipReadBatches': 'resume'})
+__getattr__, __dir__ = on_first_use(__name__, {'RestoreRandomState': 'resume', 'SkipReadBatches': 'resume'})

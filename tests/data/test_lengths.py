@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import tempfile
 from pathlib import Path
@@ -229,6 +230,12 @@ def test_attribute_that_is_no_method_is_ignored():
     """A dataset of a user may have an attribute `identity` of any kind."""
     dataset = SimpleNamespace(identity='of the dataset', fingerprint=lambda: 'a')
     assert identify_data(dataset) == identify_data(SimpleNamespace(fingerprint=lambda: 'a'))
+
+
+def test_identity_of_bytes_in_pieces():
+    """A dataset of a user may yield the content of its files."""
+    dataset = SimpleNamespace(identity=lambda: iter([b'a', b'bc']))
+    assert identify_data(dataset) == hashlib.sha256(b'abc').hexdigest()[:32]
 
 
 def test_name_with_a_pre_tokenizer_in_python():

@@ -122,6 +122,19 @@ def test_bad_samples_are_named_and_counted(broken, tmp_path, capsys):
     assert ids_of(rows) == ['s1', 's2', 's4', 's6']
 
 
+def test_linked_folder_is_emptied_after_an_error(broken, tmp_path):
+    """The folder may lie on another disk, or belong to somebody else. It stays."""
+    disk = tmp_path / 'disk'
+    disk.mkdir()
+    out = tmp_path / 'out'
+    out.symlink_to(disk)
+    with pytest.raises(BadSampleError, match='sample "s0"'):
+        convert(broken, out)
+    assert list(disk.iterdir()) == []
+    convert(broken, out, on_error='skip')
+    assert (disk / 'index.json').exists()
+
+
 def test_names_outside_the_folder(tmp_path, capsys):
     """Shards may be shared with others, so private files must be allowed, as for LlavaDataset."""
     path = write_llava_folder(tmp_path / 'in', 2)
