@@ -23,8 +23,8 @@ CachedValue = TypeVar('CachedValue')
 def fingerprint(value: object, *, length: int = 32) -> str:
     """Returns a hash of a value as ``length`` hex digits, the same in every process.
 
-    The value is hashed as JSON, with ``str()`` in the place of an object that JSON does not know. So such
-    an object must not show its address.
+    The value is hashed as JSON, with ``str()`` in the place of an object that JSON does not know. This text must not
+    contain an address, which differs between processes.
     """
     text = json.dumps(value, sort_keys=True, default=str)
     return fingerprint_of_bytes([text.encode()], length=length)

@@ -239,7 +239,7 @@ def _logits_and_embeddings(
     if not embeddings_of_calls:
         raise TypeError(
             f'`model` must call its input embeddings, got: no call of {type(embedding).__name__} for the positions of '
-            'the batch, (rows, width). Give `input_ids`, not `inputs_embeds`, to a model that embeds them in this shape.'
+            'the batch. Give `input_ids`, not `inputs_embeds`, to a model that embeds them as (rows, width).'
         )
     return logits, embeddings_of_calls
 

@@ -390,8 +390,8 @@ def _sizes_of_steps(num_rows: int, padding: str) -> list[int]:
     """Returns the microbatch size of each step of a fit, all sizes that differ for this number of rows.
 
     An error may show only in the first step of a fit, or only in later ones, and only with one size. So each size
-    should begin a fit of this package on one of the sides. This package has two fits a side. One has the sizes in this order,
-    the other in reverse. With the sizes 1, 2, 3 and 8 they begin as follows:
+    should begin a fit of this package on one of the sides. This package has two fits a side. One has the sizes in this
+    order, the other in reverse. With the sizes 1, 2, 3 and 8 they begin as follows:
 
     - padded on the right, the order is 1, 2, 3, 8: the fits begin with 1 and 8;
     - padded on the left, the order is 3, 8, 1, 2: the fits begin with 3 and 2.
