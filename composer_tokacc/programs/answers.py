@@ -25,7 +25,7 @@ from composer_tokacc.data import image_token_ids
 from composer_tokacc.programs.build import RunParts
 from composer_tokacc.programs.evaluated_weights import evaluated_weights
 from composer_tokacc.programs.host_types import Processor, Row, SampleDataset
-from composer_tokacc.programs.metrics_file import keep_lines
+from composer_tokacc.programs.metrics_file import begin_file, keep_lines
 from composer_tokacc.programs.models import tokenizer_of
 from composer_tokacc.programs.schema import TrainConfig, without
 
@@ -75,15 +75,12 @@ class Answers(Callback):
     """Whether the model can generate. False after it has failed once."""
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        """Removes the answers of another run from the file, and those after the step that this run resumes from.
-
-        At step 0 :func:`.keep_lines` removes all lines: a new run has no answers yet, so they are of another run.
-        """
+        """Removes the answers of another run from the file, and those after the step that this run resumes from."""
         if dist.get_global_rank() != 0:
             return
         path = self._path(state)
-        if path.exists():  # keep_lines() would create it, even if no evaluation follows
-            keep_lines(path, until=state.timestamp.batch.value)
+        if path.exists():  # begin_file() would create it, even if no evaluation follows
+            begin_file(path, step=state.timestamp.batch.value)
 
     def eval_end(self, state: State, logger: Logger) -> None:
         """Lets the model answer, and appends its answers to the file. If that raises, warns, and never tries again."""
@@ -105,8 +102,9 @@ class Answers(Callback):
         path = self._path(state)
         path.parent.mkdir(parents=True, exist_ok=True)
         step = state.timestamp.batch.value
-        # The answers of this step are there already if a finished run was started again.
-        keep_lines(path, until=step - 1)
+        if path.exists():
+            # The answers of this step are there already if a finished run was started again.
+            keep_lines(path, until=step - 1)
         with path.open('a', encoding='utf-8') as file:
             for answer in self.last:
                 file.write(json.dumps({'step': step, **answer.as_json()}) + '\n')
