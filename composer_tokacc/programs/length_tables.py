@@ -141,14 +141,16 @@ def read_lengths(path: str) -> LengthTable:
     table: dict[str, Any] = dict.fromkeys(CSV_COLUMNS.values(), unknown)
     for name, values in samples.items():
         is_valid = (values >= 0) & (values <= LONGEST_SAMPLE) & (values % 1 == 0)
+        if name == 'tokens':
+            is_valid &= values >= 1
         if name != 'vision_patches':  # image and loss tokens are among the tokens of the sample
             is_valid &= values <= tokens
         if not is_valid.all():
             row = int(is_valid.argmin())  # the first row that is not valid
             raise ConfigError(
                 'lengths',
-                f'must have whole numbers up to {LONGEST_SAMPLE}, and no more image_tokens or loss_tokens than tokens, '
-                f'got: {values[row]:g} {name} in row {row + 1} of {path}',
+                f'must have whole numbers up to {LONGEST_SAMPLE}, at least one token for each sample, and no more '
+                f'image_tokens or loss_tokens than tokens, got: {values[row]:g} {name} in row {row + 1} of {path}',
             )
         table[CSV_COLUMNS[name]] = values.astype(np.int32)
     return LengthTable(**table)
