@@ -139,7 +139,8 @@ def answer_eval_samples(
 ) -> list[Answer]:
     """Lets the model answer the last turn of evenly spaced samples, greedily. The model must not be sharded.
 
-    Leaves out samples without labels, because they have no expected answer, and samples with media after the question.
+    Leaves out samples without labels, because they have no expected answer, samples whose first token has a label,
+    because they have no question, and samples with media after the question.
     """
     if num_samples < 1:
         return []
@@ -172,8 +173,11 @@ def _answer(
     placeholders = image_token_ids(processor)  # includes the placeholders of videos and audio
     token_ids = sample['input_ids'][0]
     has_media_after = not set(placeholders).isdisjoint(token_ids[start:].tolist())
-    if start == end or has_media_after:  # generate() gets the text before the answer, but the media of the whole sample
-        log.warning('The model does not answer sample %s: no label, or media after its last answer.', sample_id)
+    # generate() gets the text before the answer, but the media of the whole sample. It refuses an empty text.
+    if start == 0 or has_media_after:  # both are 0 if there is no label
+        log.warning(
+            'The model does not answer sample %s: no label, no text before its answer, or media after it.', sample_id
+        )
         return None
     inner: Any = model.model  # of Transformers
     prompt_and_answer = inner.generate(
