@@ -113,7 +113,7 @@ class Answers(Callback):
         return Path(self.folder.format(run_name=state.run_name)) / 'answers.jsonl'
 
 
-def answers_of(config: TrainConfig, parts: RunParts) -> Answers | None:
+def answer_callback_of(config: TrainConfig, parts: RunParts) -> Answers | None:
     """Returns the callback for ``report.answers``; None if that is 0, without an eval set, or for a sharded model."""
     num_samples = config.report.get('answers', 4)
     source = parts.source
@@ -167,57 +167,57 @@ def _answer(
     """
     sample = dataset[index]
     sample_id = str(sample.get('sample_ids', [index])[0])
-    labels = sample['labels'][0].tolist()
-    start, end = _last_answer(labels)
-    tokenizer = tokenizer_of(processor)
-    placeholders = image_token_ids(processor)  # includes the placeholders of videos and audio
-    token_ids = sample['input_ids'][0]
-    has_media_after = not set(placeholders).isdisjoint(token_ids[start:].tolist())
-    # generate() gets the text before the answer, but the media of the whole sample. It refuses an empty text.
-    if start == 0 or has_media_after:  # both are 0 if there is no label
+    token_ids = sample['input_ids'][0].tolist()
+    start, end = _last_answer(sample['labels'][0].tolist())
+    placeholders = set(image_token_ids(processor))  # includes the placeholders of videos and audio
+    question = token_ids[:start]
+    # generate() gets the question, but the media of the whole sample. It refuses an empty question.
+    has_media_after = not placeholders.isdisjoint(token_ids[start:])
+    if not question or has_media_after:
         log.warning(
             'The model does not answer sample %s: no label, no text before its answer, or media after it.', sample_id
         )
         return None
-    inner: Any = model.model  # of Transformers
-    prompt_and_answer = inner.generate(
-        **_inputs_before(model, sample, start, inner.device),
+    tokenizer = tokenizer_of(processor)
+    generated = _generate(
+        model,
+        _inputs_before(model, sample, start),
         max_new_tokens=max_new_tokens,
-        do_sample=False,
         pad_token_id=tokenizer.pad_token_id,
         # An untrained model may generate the placeholder of an image, and then ask for its pixels.
         suppress_tokens=list(placeholders) or None,
     )
-    before_answer = token_ids[:start].tolist()
-    question = [token_id for token_id in before_answer if token_id not in placeholders]
+    question_text = [token_id for token_id in question if token_id not in placeholders]
 
-    def text_of(ids: Any) -> str:
+    def decoded(ids: list[int]) -> str:
         return tokenizer.decode(ids, skip_special_tokens=True).strip()
 
     return Answer(
         sample_id=sample_id,
-        question=text_of(question),
-        expected=text_of(token_ids[start:end]),
-        generated=text_of(prompt_and_answer[0, start:]),
+        question=decoded(question_text),
+        expected=decoded(token_ids[start:end]),
+        generated=decoded(generated),
         images=_thumbnails(dataset, index),
     )
 
 
-def _inputs_before(
-    model: HuggingFaceModel,
-    sample: Row,
-    start: int,
-    device: torch.device,
-) -> dict[str, torch.Tensor]:
+def _inputs_before(model: HuggingFaceModel, sample: Row, start: int) -> dict[str, torch.Tensor]:
     """Returns the model's inputs for the tokens before position ``start``, with all media of the sample."""
     inputs = {}
     for key, value in sample.items():
         if key in model.model_forward_args and key != 'labels':
-            has_entry_per_token = value.shape == sample['input_ids'].shape
-            if has_entry_per_token:
-                value = value[:, :start]
-            inputs[key] = value.to(device)
+            has_value_per_token = value.shape == sample['input_ids'].shape
+            inputs[key] = value[:, :start] if has_value_per_token else value
     return inputs
+
+
+def _generate(model: HuggingFaceModel, inputs: dict[str, torch.Tensor], **options: Any) -> list[int]:
+    """Returns the tokens that a model generates greedily after its inputs. ``options`` are arguments of `generate`."""
+    inner: Any = model.model  # of Transformers
+    inputs_on_device = {key: value.to(inner.device) for key, value in inputs.items()}
+    (token_ids,) = inner.generate(**inputs_on_device, do_sample=False, **options)
+    num_input_tokens = inputs['input_ids'].shape[1]
+    return token_ids[num_input_tokens:].tolist()
 
 
 def _last_answer(labels: Sequence[int]) -> tuple[int, int]:

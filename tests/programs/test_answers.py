@@ -187,7 +187,7 @@ def test_patches_stay_when_text_is_cut():
     patches = torch.rand(2, 4)
     sample = {'input_ids': ids, 'pixel_values': patches}
 
-    inputs = _inputs_before(model, sample, 3, torch.device('cpu'))
+    inputs = _inputs_before(model, sample, 3)
 
     assert inputs['input_ids'].tolist() == [[1, 2, 3]]
     assert torch.equal(inputs['pixel_values'], patches)
