@@ -73,12 +73,7 @@ def build_parts(config: TrainConfig) -> RunParts:
     Raises ConfigError if a rank would get no batch.
     """
     reproducibility.seed_all(config.seed)
-    # The ranks meet before they read the data, because each of them reads a part.
-    if dist.get_world_size() > 1:
-        say(f'waiting for {dist.get_world_size()} ranks ...')
-    with building('trainer.device'):
-        device = get_device(config.trainer.get('device'))
-    dist.initialize_dist(device, config.trainer.get('dist_timeout', DIST_TIMEOUT))
+    _join_process_group(config)  # before the data are read, because each rank reads a part of them
     say('reading the data ...')
     source = source_of(config)
     source.open()
@@ -89,13 +84,13 @@ def build_parts(config: TrainConfig) -> RunParts:
     if config.microbatching.device_train_microbatch_size == 'suggest':
         size, slot_tokens = suggested_microbatch(source)
         microbatching = replace(config.microbatching, device_train_microbatch_size=size, slot_tokens=slot_tokens)
-        # Loader and Trainer take the size from here. `config` still says `suggest`.
+        # `config` still says `suggest`. The loader, and build_trainer(), take the size from the config of the source.
         source.config = replace(config, microbatching=microbatching)
     layout = BatchLayout.for_model(model)
     train_loader = source.build_loader(layout, model=model)
-    # A loader has no length if its epochs have unequal numbers of batches. It is taken for not empty then.
-    num_batches = length_hint(train_loader.dataloader, 1)
-    if num_batches == 0:  # Composer would look for a batch for ever
+    # A loader whose epochs have unequal numbers of batches has no length. Its sampler refuses an empty epoch.
+    is_empty = length_hint(train_loader.dataloader, 1) == 0
+    if is_empty:  # Composer would look for a batch for ever
         raise ConfigError(
             'dataset',
             f'must give every rank a batch, got: none in global batches of {config.loader.largest_batch} samples. Set '
@@ -105,6 +100,16 @@ def build_parts(config: TrainConfig) -> RunParts:
     if source.eval_dataset is not None:
         eval_loader = source.build_loader(layout, is_eval=True, model=model)
     return RunParts(source=source, model=model, train_loader=train_loader, eval_loader=eval_loader)
+
+
+def _join_process_group(config: TrainConfig) -> None:
+    """Waits for the other ranks, and joins the process group with them."""
+    num_ranks = dist.get_world_size()
+    if num_ranks > 1:
+        say(f'waiting for {num_ranks} ranks ...')
+    with building('trainer.device'):
+        device = get_device(config.trainer.get('device'))
+    dist.initialize_dist(device, config.trainer.get('dist_timeout', DIST_TIMEOUT))
 
 
 def build_optimizer(model: torch.nn.Module, section: Section) -> torch.optim.Optimizer:
@@ -137,7 +142,7 @@ def build_trainer(
     """
     trainer_parts = trainer_parts or build_trainer_parts(config)
     arguments = without(config.trainer, 'loggers')  # they are in `trainer_parts`
-    # Of the source's config, because build_parts() has put the size there if `config` says `suggest`.
+    # If `config` says `suggest`, build_parts() has put the size that it found into the config of the source.
     size = parts.source.config.microbatching.device_train_microbatch_size
     if size is not None:
         arguments['device_train_microbatch_size'] = size

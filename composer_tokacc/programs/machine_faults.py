@@ -27,16 +27,17 @@ class MachineFault:
 LONGEST_TEXT = 300
 """Most characters of an error's text in a message. The end of the text is shown, because it says most."""
 LOST_RANK = MachineFault(
-    # A connection to the Hugging Face hub may be reset, too. So the words of the first line count only after the name
-    # of gloo (from its file names) or of the module torch.distributed. Only these two write the words of the second
-    # line.
+    # A connection to the Hugging Face hub may be closed or reset, too. So these words count only after the name of gloo
+    # (from its file names) or of the module torch.distributed.
     r'(gloo|torch\.distributed).*(Connection closed by peer|Connection reset by peer|Timed out waiting)|'
+    # Only gloo and torch.distributed write these words.
     'Application timeout caused pair closure|DistBackendError|DistNetworkError',
     'another rank ended, or did not answer within `trainer.dist_timeout`, got: {text}. Read what that rank wrote: the '
     'launcher prints it below, or writes it to the file of `composer --stdout`',
 )
-# The first match wins, so the order matters. A port in use comes before the rendezvous, because a rendezvous fails if
-# its port is in use. A lost loader process comes before a lost rank, because a reset connection may mean either.
+# The first match wins, so the order matters. The memory of the device comes before the memory of the machine, because
+# the name OutOfMemoryError contains MemoryError. A port in use comes before the rendezvous, because a rendezvous fails
+# if its port is in use. A lost loader process comes before a lost rank, because a reset connection may mean either.
 FAULTS = (
     MachineFault(
         # The last one is all that torch.save() says of a full disk.
@@ -74,7 +75,7 @@ FAULTS = (
         'see its log, and lower `loader.num_workers` or `loader.prefetch_factor`',
     ),
     MachineFault(
-        '(?<!OutOf)MemoryError|Cannot allocate memory|DefaultCPUAllocator',  # the last one is torch's word on a CPU
+        'MemoryError|Cannot allocate memory|DefaultCPUAllocator',  # the last one is torch's word on a CPU
         'the machine must have enough memory, got: {text}. Lower `microbatching.device_train_microbatch_size` or '
         '`slot_tokens`, or if samples were being read, `loader.num_workers` or `loader.prefetch_factor`',
     ),
