@@ -141,36 +141,9 @@ def build_trainer(
         trainer_parts: Default: built from the config.
     """
     trainer_parts = trainer_parts or build_trainer_parts(config)
-    arguments = without(config.trainer, 'loggers')  # they are in `trainer_parts`
-    # If `config` says `suggest`, build_parts() has put the size that it found into the config of the source.
-    size = parts.source.config.microbatching.device_train_microbatch_size
-    if size is not None:
-        arguments['device_train_microbatch_size'] = size
-    if arguments.get('autoresume'):
-        # A killed run may have left checkpoints of steps that this run trains again. They may be damaged.
-        arguments.setdefault('save_overwrite', True)
-        arguments |= arguments_to_resume(config.trainer, trainer_parts.loggers)
+    arguments = _trainer_arguments(config, parts, trainer_parts)
     optimizer = build_optimizer(parts.model.model, config.optimizer)
-    # A callback that refuses to resume with other data, model or settings.
-    same_data = SameData(
-        parts.source.train_dataset,
-        parts.source.processor,
-        adapter=identify_adapter(parts.model.model),
-        optimizer={**optimizer.defaults, 'parts': config.optimizer.get('parts')},
-        batches=parts.source.settings_of_batches(),
-        model=parts.model,
-        trainer=arguments,
-        on_other_data=config.loader.on_other_data,
-    )
-    callbacks = [*trainer_parts.callbacks, same_data]
-    if config.trainer.get('spin_dataloaders', True):
-        # To resume within an epoch, Composer fetches the batches that were already trained, and discards them. With
-        # this callback the loader does not read their samples.
-        callbacks.append(SkipReadBatches())
-    if hasattr(parts.source.train_dataset, 'load_state_dict'):
-        # Such a dataset, for example StreamingDataset, resumes by itself. Then Composer does not restore the random
-        # number generators.
-        callbacks.append(RestoreRandomState())
+    callbacks = [*trainer_parts.callbacks, *_resume_callbacks(config, parts, optimizer, arguments)]
     with building('trainer'):
         return Trainer(
             model=parts.model,
@@ -184,3 +157,54 @@ def build_trainer(
             seed=config.seed,
             **arguments,
         )
+
+
+def _trainer_arguments(config: TrainConfig, parts: RunParts, trainer_parts: TrainerParts) -> dict[str, Any]:
+    """Returns the section ``trainer`` without the loggers, with the microbatch size and the checkpoint to resume."""
+    arguments = without(config.trainer, 'loggers')  # they are in `trainer_parts`
+    # If `config` says `suggest`, build_parts() has put the size that it found into the config of the source.
+    size = parts.source.config.microbatching.device_train_microbatch_size
+    if size is not None:
+        arguments['device_train_microbatch_size'] = size
+    if arguments.get('autoresume'):
+        # A killed run may have left checkpoints of steps that this run trains again. They may be damaged.
+        arguments.setdefault('save_overwrite', True)
+        arguments |= arguments_to_resume(config.trainer, trainer_parts.loggers)
+    return arguments
+
+
+def _resume_callbacks(
+    config: TrainConfig,
+    parts: RunParts,
+    optimizer: torch.optim.Optimizer,
+    arguments: Section,
+) -> list[Callback]:
+    """Returns the callbacks with which a resumed run is the same as one that was not interrupted.
+
+    Args:
+        config: The run.
+        parts: Its data and model.
+        optimizer: Its optimizer.
+        arguments: The arguments of its Trainer.
+    """
+    # Refuses to resume with other data, model or settings.
+    same_data = SameData(
+        parts.source.train_dataset,
+        parts.source.processor,
+        adapter=identify_adapter(parts.model.model),
+        optimizer={**optimizer.defaults, 'parts': config.optimizer.get('parts')},
+        batches=parts.source.settings_of_batches(),
+        model=parts.model,
+        trainer=arguments,
+        on_other_data=config.loader.on_other_data,
+    )
+    callbacks: list[Callback] = [same_data]
+    if config.trainer.get('spin_dataloaders', True):
+        # To resume within an epoch, Composer fetches the batches that were already trained, and discards them. With
+        # this callback the loader does not read their samples.
+        callbacks.append(SkipReadBatches())
+    if hasattr(parts.source.train_dataset, 'load_state_dict'):
+        # Such a dataset, for example StreamingDataset, resumes by itself. Then Composer does not restore the random
+        # number generators.
+        callbacks.append(RestoreRandomState())
+    return callbacks

@@ -121,6 +121,19 @@ def read_lengths(path: str) -> LengthTable:
     unit of the first three is tokens. ``tokens`` are all tokens of the sample. ``vision_patches`` are the patches that
     the vision encoder computes, before they are merged into image tokens.
     """
+    columns = _read_columns(path)
+    tokens = columns['tokens']
+    if not tokens.size:
+        raise ConfigError('lengths', f'must hold at least one sample, got: none in {path}')
+    table: dict[str, Any] = dict.fromkeys(CSV_COLUMNS.values(), _unknown_column(len(tokens)))
+    for name, values in columns.items():
+        _check_values(name, values, tokens, path)
+        table[CSV_COLUMNS[name]] = values.astype(np.int32)
+    return LengthTable(**table)
+
+
+def _read_columns(path: str) -> dict[str, np.ndarray]:
+    """Returns the columns of a CSV file by name, float64 (samples,). Refuses columns with other names."""
     if not Path(path).is_file():  # reading a pipe would wait for somebody to write to it
         raise ConfigError('lengths', f'must be a CSV file, plain or .gz, got: {path}')
     open_file = gzip.open if path.endswith('.gz') else open
@@ -140,15 +153,7 @@ def read_lengths(path: str) -> LengthTable:
             f'must have the columns {allowed_names}, each once (all but tokens can be left out), got: '
             f'{shorten(", ".join(names), 300)} in {path}',
         )
-    columns = dict(zip(names, numbers, strict=True))
-    tokens = columns['tokens']
-    if not tokens.size:
-        raise ConfigError('lengths', f'must hold at least one sample, got: none in {path}')
-    table: dict[str, Any] = dict.fromkeys(CSV_COLUMNS.values(), _unknown_column(len(tokens)))
-    for name, values in columns.items():
-        _check_values(name, values, tokens, path)
-        table[CSV_COLUMNS[name]] = values.astype(np.int32)
-    return LengthTable(**table)
+    return dict(zip(names, numbers, strict=True))
 
 
 def _check_values(name: str, values: np.ndarray, tokens: np.ndarray, path: str) -> None:

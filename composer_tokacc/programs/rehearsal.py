@@ -516,12 +516,6 @@ def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
     It tries a step with a small parameter, which shows how many bytes of state there are for each byte of a parameter.
     Returns 0 if this step fails.
     """
-    parameter_bytes = 0
-    for group in optimizer.param_groups:
-        for parameter in group['params']:
-            if hasattr(parameter, 'to_local'):  # a DTensor of FSDP2: this rank has only a part of it
-                parameter = parameter.to_local()
-            parameter_bytes += parameter.nbytes
     device = optimizer.param_groups[0]['params'][0].device
     # The parameter is so large that other states make no difference: a step count, or the tables that all parameters of
     # an 8-bit optimizer share.
@@ -539,7 +533,18 @@ def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
     except Exception as error:  # of an optimizer of any class, such as LBFGS, which needs a closure
         log.warning('Memory is rehearsed without the states of %s: %s', type(optimizer).__name__, error)
         return 0
-    return parameter_bytes * bytes_of_states(trial) // small.nbytes
+    return _parameter_bytes(optimizer) * bytes_of_states(trial) // small.nbytes
+
+
+def _parameter_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Returns the bytes of an optimizer's parameters on this rank."""
+    num_bytes = 0
+    for group in optimizer.param_groups:
+        for parameter in group['params']:
+            if hasattr(parameter, 'to_local'):  # a DTensor of FSDP2: this rank has only a part of it
+                parameter = parameter.to_local()
+            num_bytes += parameter.nbytes
+    return num_bytes
 
 
 def _does_not_fit(

@@ -260,13 +260,7 @@ def _summary(result: Section) -> list[tuple[str, str]]:
         if name in monitor:
             lines.append((description, form.format(monitor[name])))
     for name, source in result['sources'].items():
-        figures = (
-            f'{source["tokens"]:,.0f} tokens, {source["weight"]:.1%} of the weight, '
-            f'{source["positions"]:.1%} of the cost'
-        )
-        if 'first_loss' in source:
-            figures += f', loss {_first_to_last(source["first_loss"], source["last_loss"])}'
-        lines.append((f'source {name}', figures))
+        lines.append((f'source {name}', _source_figures(source)))
     for report in result['skipped']:
         lines.append(('bad samples', report))
     if result['fitted']:
@@ -275,3 +269,13 @@ def _summary(result: Section) -> list[tuple[str, str]]:
         figures = f'{len(result["fitted"])} samples, to {smallest["share"]:.0%} at the least ("{smallest["sample"]}")'
         lines.append(('media made smaller to fit', f'{figures}; all: result.json'))
     return lines
+
+
+def _source_figures(source: Section) -> str:
+    """Returns the text of the summary for a source, see :func:`_sources`."""
+    figures = (
+        f'{source["tokens"]:,.0f} tokens, {source["weight"]:.1%} of the weight, {source["positions"]:.1%} of the cost'
+    )
+    if 'first_loss' in source:
+        figures += f', loss {_first_to_last(source["first_loss"], source["last_loss"])}'
+    return figures
