@@ -30,8 +30,8 @@ LOST_RANK = MachineFault(
     # A connection to the Hugging Face hub may be closed or reset, too. So these words count only after the name of gloo
     # (from its file names) or of the module torch.distributed.
     r'(gloo|torch\.distributed).*(Connection closed by peer|Connection reset by peer|Timed out waiting)|'
-    # Only gloo and torch.distributed write these words.
-    'Application timeout caused pair closure|DistBackendError|DistNetworkError',
+    # Only gloo and torch.distributed have these words and classes.
+    'Application timeout caused pair closure|DistBackendError|DistNetworkError|DistStoreError',
     'another rank ended, or did not answer within `trainer.dist_timeout`, got: {text}. Read what that rank wrote: the '
     'launcher prints it below, or writes it to the file of `composer --stdout`',
 )
