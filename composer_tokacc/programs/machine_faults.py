@@ -35,9 +35,11 @@ LOST_RANK = MachineFault(
     'another rank ended, or did not answer within `trainer.dist_timeout`, got: {text}. Read what that rank wrote: the '
     'launcher prints it below, or writes it to the file of `composer --stdout`',
 )
-# The first match wins, so the order matters. The memory of the device comes before the memory of the machine, because
-# the name OutOfMemoryError contains MemoryError. A port in use comes before the rendezvous, because a rendezvous fails
-# if its port is in use. A lost loader process comes before a lost rank, because a reset connection may mean either.
+# The first match wins, so the order matters:
+# - Memory of the device comes before memory of the machine, because the name OutOfMemoryError contains MemoryError. It
+#   comes before a lost rank, because NCCL raises a DistBackendError for both.
+# - A port in use comes before the rendezvous, because a rendezvous fails if its port is in use.
+# - A lost loader process comes before a lost rank, because a reset connection may mean either.
 FAULTS = (
     MachineFault(
         # The last one is all that torch.save() says of a full disk.
@@ -54,7 +56,8 @@ FAULTS = (
         'files of the run must be in a place that can be written and read, got: {text}',
     ),
     MachineFault(
-        'OutOfMemoryError|CUDA error: out of memory',
+        # The last one is NCCL's message. Torch raises it as a DistBackendError.
+        r"OutOfMemoryError|CUDA error: out of memory|Cuda failure (\d+ )?'out of memory'",
         'the device must have memory for a microbatch, got: {text}. Lower `microbatching.slot_tokens` or '
         '`device_train_microbatch_size`, or set the latter to suggest',
     ),

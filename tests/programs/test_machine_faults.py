@@ -15,7 +15,7 @@ from datetime import timedelta
 
 import pytest
 import torch
-from torch.distributed import TCPStore
+from torch.distributed import DistBackendError, TCPStore
 from torch.utils.data import DataLoader
 
 from composer_tokacc.programs.machine_faults import fault_of_machine, has_lost_rank
@@ -82,6 +82,8 @@ def caused_by(cause):
             'enough memory',
         ),
         (MemoryError(), 'enough memory'),
+        # NCCL's own buffers are not torch's, so torch does not raise its OutOfMemoryError.
+        (DistBackendError("ncclUnhandledCudaError ... Last error:\nCuda failure 2 'out of memory'"), 'the device must'),
         (RuntimeError('DataLoader worker (pid 26997) is killed by signal: Killed.'), 'processes that read samples'),
         (RuntimeError('[/pytorch/gloo/transport/tcp/pair.cc:534] Connection closed by peer'), 'another rank'),
         # In a backward of DDP no frame is torch.distributed's.
