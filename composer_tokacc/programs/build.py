@@ -179,7 +179,7 @@ def _resume_callbacks(
     optimizer: torch.optim.Optimizer,
     arguments: Section,
 ) -> list[Callback]:
-    """Returns the callbacks with which a resumed run is the same as one that was not interrupted.
+    """Returns the callbacks that make a resumed run equal to a run that was not interrupted.
 
     Args:
         config: The run.

@@ -57,8 +57,8 @@ class ConfigError(InvalidInputError):
 def building(key: str) -> Iterator[None]:
     """Turns any error in the block into a :class:`ConfigError` with this key of the config.
 
-    The block builds what the config has under the key. For example ``with building('optimizer'):`` turns a TypeError of
-    the optimizer's class into the message "`optimizer` cannot be used: TypeError: ...".
+    The block builds an object from the part of the config under this key. For example ``with building('optimizer'):``
+    turns a TypeError of the optimizer's class into the message "`optimizer` cannot be used: TypeError: ...".
 
     Two kinds of errors pass unchanged: a ConfigError, which has its key already, and a fault of the machine, which is
     no mistake of the user.

@@ -18,8 +18,8 @@ class MachineFault:
 
     pattern: str
     """A regular expression. It is searched in one line about an error: the names of its classes, then the names of the
-    modules in its traceback, the outermost first, then its text. Torch and gloo have no classes of their own for most
-    faults, so their words are searched."""
+    modules in its traceback, the outermost first, then its text. Torch and gloo raise a plain RuntimeError for most
+    faults, so the words of its text are searched."""
     message: str
     """The line for the user. It may contain ``{text}`` (of the error), ``{limit}`` (of open files) and ``{port}``."""
 

@@ -74,7 +74,7 @@ class JsonLines(LoggerDestination):
             self._write(state)
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        """Adds the numbers among the metrics to the next line. Leaves out arrays and values that are no numbers.
+        """Adds the numbers among the metrics to the next line. Leaves out arrays and all other values.
 
         NaN and infinity become null, because JSON has no numbers for them. A metric with the name ``step`` is replaced
         by the step of the line.

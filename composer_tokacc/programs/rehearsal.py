@@ -388,7 +388,7 @@ def _run_all(
     Args:
         run: The run.
         candidates: The candidates, the lightest first.
-        size: The microbatch size by which they are cut.
+        size: The microbatch size.
         lines: The lines of the report. A line for each candidate is added.
     """
     for candidate in _in_running_order(candidates):
@@ -564,8 +564,7 @@ def _does_not_fit(
         names.append(str(sample_ids[0]))
     split = split_of(run.state.dataloader)
     if split is None or split.options.slot_tokens is None:
-        # Then a run begins with the sampler's `max_tokens` as token budget, whatever size the config has. So another
-        # size in the config would not help.
+        # Then the token budget of the run is the sampler's `max_tokens`. The size in the config does not change it.
         remedy = "Lower the sampler's `max_tokens`"
     elif fitting_size is not None:
         remedy = f'Set it to {fitting_size}, with which all that was rehearsed fits'

@@ -1,7 +1,10 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The result of a run: ``result.json``, the summary on the screen, and what a function of the user adds to both."""
+"""Writes the result of a run: ``result.json``, the summary on the screen, and the page.
+
+A function of the user may add to the result and to the summary.
+"""
 
 from __future__ import annotations
 
