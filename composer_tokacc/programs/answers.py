@@ -175,7 +175,7 @@ def _answer(
     has_media_after = not placeholders.isdisjoint(token_ids[start:])
     if not question or has_media_after:
         log.warning(
-            'The model does not answer sample %s: no label, no text before its answer, or media after it.', sample_id
+            'The model does not answer sample %s: no label, nothing before its answer, or media after it.', sample_id
         )
         return None
     tokenizer = tokenizer_of(processor)
@@ -215,7 +215,8 @@ def _generate(model: HuggingFaceModel, inputs: dict[str, torch.Tensor], **option
     """Returns the tokens that a model generates greedily after its inputs. ``options`` are arguments of `generate`."""
     inner: Any = model.model  # of Transformers
     inputs_on_device = {key: value.to(inner.device) for key, value in inputs.items()}
-    (token_ids,) = inner.generate(**inputs_on_device, do_sample=False, **options)
+    # The first sequence is the best one, if the config of the model asks for several.
+    token_ids = inner.generate(**inputs_on_device, do_sample=False, **options)[0]
     num_input_tokens = inputs['input_ids'].shape[1]
     return token_ids[num_input_tokens:].tolist()
 

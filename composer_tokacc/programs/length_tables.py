@@ -133,7 +133,10 @@ def read_lengths(path: str) -> LengthTable:
 
 
 def _read_columns(path: str) -> dict[str, np.ndarray]:
-    """Returns the columns of a CSV file by name, float64 (samples,). Refuses columns with other names."""
+    """Returns the columns of a CSV file by name, float64 (samples,).
+
+    Refuses a file without ``tokens``, with a column of another name, or with two columns of one name.
+    """
     if not Path(path).is_file():  # reading a pipe would wait for somebody to write to it
         raise ConfigError('lengths', f'must be a CSV file, plain or .gz, got: {path}')
     open_file = gzip.open if path.endswith('.gz') else open

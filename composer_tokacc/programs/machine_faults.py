@@ -56,8 +56,8 @@ FAULTS = (
         'files of the run must be in a place that can be written and read, got: {text}',
     ),
     MachineFault(
-        # The last one is NCCL's message. Torch raises it as a DistBackendError.
-        r"OutOfMemoryError|CUDA error: out of memory|Cuda failure (\d+ )?'out of memory'",
+        # The last two are NCCL's messages. Torch raises them as a DistBackendError.
+        r"OutOfMemoryError|CUDA error: out of memory|Cuda failure (\d+ )?'out of memory'|Failed to CUDA calloc",
         'the device must have memory for a microbatch, got: {text}. Lower `microbatching.slot_tokens` or '
         '`device_train_microbatch_size`, or set the latter to suggest',
     ),

@@ -129,7 +129,7 @@ class RehearsalReport:
     num_batches: int
     """Number of global batches that were searched for the heaviest microbatches."""
     microbatch_size: float
-    """The largest tried size that fits. Not always an integer, as in Composer."""
+    """The largest tried size that fits; 1 for a run without a size. Not always an integer, as in Composer."""
     lines: list[str]
     """A line for each microbatch: its shape, its predicted and its measured peak. A line with the size comes before the
     microbatches of each smaller size."""
@@ -419,17 +419,14 @@ def _measured_peak(run: PlannedRun, candidate: Candidate, size: float) -> int | 
     """Runs a candidate. Returns the bytes at its peak, 0 without a GPU; None if it does not fit."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-    has_run_out = False
     try:
         for microbatch in _microbatches_of(run, candidate, size):
             _run_microbatch(run, microbatch)
+        return torch.cuda.max_memory_allocated()  # 0 without a GPU
     except RuntimeError as error:
         if not isinstance(error, torch.OutOfMemoryError) and 'out of memory' not in str(error):
             raise
-        has_run_out = True
-    if not has_run_out:
-        return torch.cuda.max_memory_allocated()  # 0 without a GPU
-    # Frees memory for the next attempt. Not in the handler, because the traceback of the error holds tensors.
+    # Memory has run out. It is freed here and not in the handler, because the traceback of the error holds tensors.
     run.state.outputs = ()  # Composer drops them, too
     gc.collect()
     torch.cuda.empty_cache()

@@ -84,6 +84,7 @@ def caused_by(cause):
         (MemoryError(), 'enough memory'),
         # NCCL's own buffers are not torch's, so torch does not raise its OutOfMemoryError.
         (DistBackendError("ncclUnhandledCudaError ... Last error:\nCuda failure 2 'out of memory'"), 'the device must'),
+        (DistBackendError('ncclSystemError ... Last error:\nFailed to CUDA calloc 4194304 bytes'), 'the device must'),
         (RuntimeError('DataLoader worker (pid 26997) is killed by signal: Killed.'), 'processes that read samples'),
         (RuntimeError('[/pytorch/gloo/transport/tcp/pair.cc:534] Connection closed by peer'), 'another rank'),
         # In a backward of DDP no frame is torch.distributed's.
