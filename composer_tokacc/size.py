@@ -56,7 +56,7 @@ from composer_tokacc.programs.config_checks import check_folder
 from composer_tokacc.programs.devices import device_memory_gib
 from composer_tokacc.programs.errors import local_folder, refuse
 from composer_tokacc.programs.host_types import Processor, SampleDataset
-from composer_tokacc.programs.length_tables import StandIns, lengths_of
+from composer_tokacc.programs.length_tables import MadeUpSamples, lengths_of
 from composer_tokacc.programs.runner import run_program
 from composer_tokacc.programs.schema import Count, read_options, without
 from composer_tokacc.programs.sources import source_of
@@ -175,11 +175,11 @@ def _data_of(config: TrainConfig, options: SizeOptions) -> _SizedData:
     source = source_of(config)
     if options.lengths is None:
         return _SizedData(source.train_dataset, source.processor, source.train_table)
-    table = lengths_of(options.lengths, longest=config.dataset.get('max_length'), seed=config.seed)
+    table = lengths_of(options.lengths, max_length=config.dataset.get('max_length'), seed=config.seed)
     processor = None  # the made-up samples of a fresh model need none
     if config.model.pretrained is not None:
         processor = source.processor
-    dataset = StandIns(table, processor, source.model_config(processor))
+    dataset = MadeUpSamples(table, processor, source.model_config(processor))
     return _SizedData(dataset, processor, table)
 
 

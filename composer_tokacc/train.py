@@ -28,7 +28,7 @@ from composer.utils import dist
 
 from composer_tokacc.collectives import of_first_rank
 from composer_tokacc.programs import TrainConfig
-from composer_tokacc.programs.answers import answers_of
+from composer_tokacc.programs.answers import answer_callback_of
 from composer_tokacc.programs.build import RunParts, TrainerParts, build_parts, build_trainer, build_trainer_parts
 from composer_tokacc.programs.checkpoints import checkpoint_folder, lock_folders, run_name_of
 from composer_tokacc.programs.config_checks import notes_on
@@ -107,10 +107,10 @@ def _dry_run(config: TrainConfig) -> None:
         if not _has_ended(trainer):
             trainer.fit()
     trainer.close()
+    num_steps = '?'
     epoch_length = trainer.state.dataloader_len
-    num_steps: int | str = '?'
     if epoch_length is not None:
-        num_steps = epoch_length.value
+        num_steps = str(epoch_length.value)
     say(f'dry run: all but training went well; an epoch has {num_steps} steps')
 
 
@@ -122,19 +122,18 @@ def _train(config: TrainConfig) -> None:
     trainer, parts = _build(config, history, trainer_parts)
     # TokenMonitor logs MFU from the first step, so it needs the operations of the model now.
     watch_flops(parts.source, parts.model, trainer.state)
-    # A callback that lets the model answer eval samples. None if it answers none.
-    answers = answers_of(config, parts)
-    if answers is not None:
-        trainer.state.callbacks.append(answers)
-    # Above 0 if the run was resumed. It is also the index of the first step, counted from 0, for the result.
+    answer_callback = answer_callback_of(config, parts)
+    if answer_callback is not None:
+        trainer.state.callbacks.append(answer_callback)
+    # Steps that an earlier process has trained: 0, unless the run was resumed.
     finished_steps = int(trainer.state.timestamp.batch.value)
     started = time.monotonic()
     if not _has_ended(trainer):
         say(f'training from step {finished_steps + 1}, after a check of the model on the first batch ...')
         trainer.fit()
     seconds = time.monotonic() - started
-    # Composer's fit evaluates at its end, unless `trainer.eval_interval` is 0 or no step was left to train.
-    was_evaluated = any(name.startswith('metrics/eval/') for name in history.data)
+    # Composer's fit evaluates at its end. It does not if `trainer.eval_interval` is 0, or if no step was left to train.
+    was_evaluated = any(name.startswith('metrics/eval/') for name in history.data)  # the history is of this process
     if parts.eval_loader is not None and not was_evaluated:
         say('evaluating ...')
         trainer.eval()
@@ -144,8 +143,8 @@ def _train(config: TrainConfig) -> None:
         metrics = read_metrics(result_folder(config, trainer.state.run_name))
         result = summarize(trainer.state, metrics, parts, first_step=finished_steps, seconds=seconds)
         last_answers = []
-        if answers is not None:
-            last_answers = answers.last
+        if answer_callback is not None:
+            last_answers = answer_callback.last
         # The export and the user's function (`report.name`) see the weights that were evaluated.
         with ExitStack() as stack:
             if not config.is_sharded:  # rank 0 cannot use a sharded model alone

@@ -20,9 +20,8 @@ from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig
 from composer_tokacc import size, train
 from composer_tokacc.data import LengthTable, build_small_processor
 from composer_tokacc.programs import ConfigError, load_config, rehearsal
-from composer_tokacc.programs.length_tables import StandIns, lengths_of, read_lengths
+from composer_tokacc.programs.length_tables import MadeUpSamples, lengths_of, read_lengths
 from composer_tokacc.programs.models import build_model
-from composer_tokacc.sizing.profile import SampleSizes
 from examples.digits import build_digits_processor
 
 YAML = str(Path(__file__).parents[1] / 'yamls' / 'digits.yaml')
@@ -190,11 +189,11 @@ def test_sizes_of_any_dataset_without_data(name, tmp_path):
 
 
 def test_drawn_lengths_fit_the_figures():
-    table = lengths_of({'mean': 200, 'variation': 0.5, 'samples': 50_000}, longest=None, seed=0)
+    table = lengths_of({'mean': 200, 'variation': 0.5, 'samples': 50_000}, max_length=None, seed=0)
     assert table.lengths.mean() == pytest.approx(200, rel=0.01)
     assert table.lengths.std() == pytest.approx(100, rel=0.03)
     assert not table.image_tokens.any()
-    short = lengths_of({'mean': 200, 'image_tokens': 64, 'with_images': 0.5}, longest=300, seed=0)
+    short = lengths_of({'mean': 200, 'image_tokens': 64, 'with_images': 0.5}, max_length=300, seed=0)
     assert short.lengths.max() == 300
     assert (short.lengths > short.image_tokens).all()
     assert set(short.image_tokens.tolist()) == {0, 64}
@@ -266,10 +265,10 @@ def test_stand_in_by_the_template_of_a_tokenizer():
     processor = build_small_processor(['a picture'], vocab_size=300)
     ones = np.ones(1, dtype=np.int32)
     table = LengthTable(lengths=9 * ones, image_tokens=ones, loss_tokens=ones, vision_patches=ones)
-    by_processor = StandIns(table, processor, None)[0]
+    by_processor = MadeUpSamples(table, processor, None)[0]
     processor.tokenizer.chat_template = processor.chat_template
     processor.chat_template = None
-    by_tokenizer = StandIns(table, processor, None)[0]
+    by_tokenizer = MadeUpSamples(table, processor, None)[0]
     assert by_tokenizer['input_ids'].tolist() == by_processor['input_ids'].tolist()
 
 
@@ -288,8 +287,8 @@ def test_stand_in_has_one_image(strategy, tokens):
         loss_tokens=np.zeros_like(image_tokens),
         vision_patches=image_tokens,
     )
-    stand_ins = StandIns(table, None, config)
-    sample_of_images, sample_of_text = stand_ins[0], stand_ins[1]
+    made_up_samples = MadeUpSamples(table, None, config)
+    sample_of_images, sample_of_text = made_up_samples[0], made_up_samples[1]
     assert sample_of_images['input_ids'].tolist() == [[config.image_token_index] * tokens]
     assert sample_of_images['pixel_values'].shape == (1, 3, 336, 336)
     assert 'pixel_values' not in sample_of_text
@@ -321,9 +320,9 @@ def test_damaged_gzip_is_refused(tmp_path: Path) -> None:
         ('tokens,image_tokens\n5,\n', "line 2: could not convert string to float: ''"),
         ('tokens,image_tokens\n5,nan\n', 'got: nan image_tokens in row 1 of '),
         ('tokens\n1.5\n', 'than tokens, got: 1.5 tokens in row 1 of '),
-        ('tokens\n-5\n', 'whole numbers up to 16777216, and'),
+        ('tokens\n-5\n', 'whole numbers up to 16777216, at least'),
         ('tokens,image_tokens\n5,9\n', 'than tokens, got: 9 image_tokens in row 1 of '),
-        ('tokens\n0\n', 'at least 1, got: 0'),
+        ('tokens\n5\n0\n', 'than tokens, got: 0 tokens in row 2 of '),
     ],
 )
 def test_damaged_table_is_refused(tmp_path, content, message):
@@ -331,7 +330,7 @@ def test_damaged_table_is_refused(tmp_path, content, message):
     if content is not None:
         path.write_text(content)
     with pytest.raises(ValueError) as refused:
-        SampleSizes.from_lengths(read_lengths(str(path)))
+        read_lengths(str(path))
     assert message in str(refused.value)
 
 

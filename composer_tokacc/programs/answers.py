@@ -25,7 +25,7 @@ from composer_tokacc.data import image_token_ids
 from composer_tokacc.programs.build import RunParts
 from composer_tokacc.programs.evaluated_weights import evaluated_weights
 from composer_tokacc.programs.host_types import Processor, Row, SampleDataset
-from composer_tokacc.programs.metrics_file import keep_lines
+from composer_tokacc.programs.metrics_file import begin_file, keep_lines
 from composer_tokacc.programs.models import tokenizer_of
 from composer_tokacc.programs.schema import TrainConfig, without
 
@@ -75,15 +75,12 @@ class Answers(Callback):
     """Whether the model can generate. False after it has failed once."""
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        """Removes the answers of another run from the file, and those after the step that this run resumes from.
-
-        At step 0 :func:`.keep_lines` removes all lines: a new run has no answers yet, so they are of another run.
-        """
+        """Removes the answers of another run from the file, and those after the step that this run resumes from."""
         if dist.get_global_rank() != 0:
             return
         path = self._path(state)
-        if path.exists():  # keep_lines() would create it, even if no evaluation follows
-            keep_lines(path, until=state.timestamp.batch.value)
+        if path.exists():  # begin_file() would create it, even if no evaluation follows
+            begin_file(path, step=state.timestamp.batch.value)
 
     def eval_end(self, state: State, logger: Logger) -> None:
         """Lets the model answer, and appends its answers to the file. If that raises, warns, and never tries again."""
@@ -105,8 +102,9 @@ class Answers(Callback):
         path = self._path(state)
         path.parent.mkdir(parents=True, exist_ok=True)
         step = state.timestamp.batch.value
-        # The answers of this step are there already if a finished run was started again.
-        keep_lines(path, until=step - 1)
+        if path.exists():
+            # The answers of this step are there already if a finished run was started again.
+            keep_lines(path, until=step - 1)
         with path.open('a', encoding='utf-8') as file:
             for answer in self.last:
                 file.write(json.dumps({'step': step, **answer.as_json()}) + '\n')
@@ -115,7 +113,7 @@ class Answers(Callback):
         return Path(self.folder.format(run_name=state.run_name)) / 'answers.jsonl'
 
 
-def answers_of(config: TrainConfig, parts: RunParts) -> Answers | None:
+def answer_callback_of(config: TrainConfig, parts: RunParts) -> Answers | None:
     """Returns the callback for ``report.answers``; None if that is 0, without an eval set, or for a sharded model."""
     num_samples = config.report.get('answers', 4)
     source = parts.source
@@ -141,7 +139,8 @@ def answer_eval_samples(
 ) -> list[Answer]:
     """Lets the model answer the last turn of evenly spaced samples, greedily. The model must not be sharded.
 
-    Leaves out samples without labels, because they have no expected answer, and samples with media after the question.
+    Leaves out samples without labels, because they have no expected answer, samples whose first token has a label,
+    because they have no question, and samples with media after the question.
     """
     if num_samples < 1:
         return []
@@ -168,54 +167,58 @@ def _answer(
     """
     sample = dataset[index]
     sample_id = str(sample.get('sample_ids', [index])[0])
-    labels = sample['labels'][0].tolist()
-    start, end = _last_answer(labels)
-    tokenizer = tokenizer_of(processor)
-    placeholders = image_token_ids(processor)  # includes the placeholders of videos and audio
-    token_ids = sample['input_ids'][0]
-    has_media_after = not set(placeholders).isdisjoint(token_ids[start:].tolist())
-    if start == end or has_media_after:  # generate() gets the text before the answer, but the media of the whole sample
-        log.warning('The model does not answer sample %s: no label, or media after its last answer.', sample_id)
+    token_ids = sample['input_ids'][0].tolist()
+    start, end = _last_answer(sample['labels'][0].tolist())
+    placeholders = set(image_token_ids(processor))  # includes the placeholders of videos and audio
+    question = token_ids[:start]
+    # generate() gets the question, but the media of the whole sample. It refuses an empty question.
+    has_media_after = not placeholders.isdisjoint(token_ids[start:])
+    if not question or has_media_after:
+        log.warning(
+            'The model does not answer sample %s: no label, nothing before its answer, or media after it.', sample_id
+        )
         return None
-    inner: Any = model.model  # of Transformers
-    prompt_and_answer = inner.generate(
-        **_inputs_before(model, sample, start, inner.device),
+    tokenizer = tokenizer_of(processor)
+    generated = _generate(
+        model,
+        _inputs_before(model, sample, start),
         max_new_tokens=max_new_tokens,
-        do_sample=False,
         pad_token_id=tokenizer.pad_token_id,
         # An untrained model may generate the placeholder of an image, and then ask for its pixels.
         suppress_tokens=list(placeholders) or None,
     )
-    before_answer = token_ids[:start].tolist()
-    question = [token_id for token_id in before_answer if token_id not in placeholders]
+    question_text = [token_id for token_id in question if token_id not in placeholders]
 
-    def text_of(ids: Any) -> str:
+    def decoded(ids: list[int]) -> str:
         return tokenizer.decode(ids, skip_special_tokens=True).strip()
 
     return Answer(
         sample_id=sample_id,
-        question=text_of(question),
-        expected=text_of(token_ids[start:end]),
-        generated=text_of(prompt_and_answer[0, start:]),
+        question=decoded(question_text),
+        expected=decoded(token_ids[start:end]),
+        generated=decoded(generated),
         images=_thumbnails(dataset, index),
     )
 
 
-def _inputs_before(
-    model: HuggingFaceModel,
-    sample: Row,
-    start: int,
-    device: torch.device,
-) -> dict[str, torch.Tensor]:
+def _inputs_before(model: HuggingFaceModel, sample: Row, start: int) -> dict[str, torch.Tensor]:
     """Returns the model's inputs for the tokens before position ``start``, with all media of the sample."""
     inputs = {}
     for key, value in sample.items():
         if key in model.model_forward_args and key != 'labels':
-            has_entry_per_token = value.shape == sample['input_ids'].shape
-            if has_entry_per_token:
-                value = value[:, :start]
-            inputs[key] = value.to(device)
+            has_value_per_token = value.shape == sample['input_ids'].shape
+            inputs[key] = value[:, :start] if has_value_per_token else value
     return inputs
+
+
+def _generate(model: HuggingFaceModel, inputs: dict[str, torch.Tensor], **options: Any) -> list[int]:
+    """Returns the tokens that a model generates greedily after its inputs. ``options`` are arguments of `generate`."""
+    inner: Any = model.model  # of Transformers
+    inputs_on_device = {key: value.to(inner.device) for key, value in inputs.items()}
+    # The first sequence is the best one, if the config of the model asks for several.
+    token_ids = inner.generate(**inputs_on_device, do_sample=False, **options)[0]
+    num_input_tokens = inputs['input_ids'].shape[1]
+    return token_ids[num_input_tokens:].tolist()
 
 
 def _last_answer(labels: Sequence[int]) -> tuple[int, int]:

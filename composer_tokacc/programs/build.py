@@ -73,12 +73,7 @@ def build_parts(config: TrainConfig) -> RunParts:
     Raises ConfigError if a rank would get no batch.
     """
     reproducibility.seed_all(config.seed)
-    # The ranks meet before they read the data, because each of them reads a part.
-    if dist.get_world_size() > 1:
-        say(f'waiting for {dist.get_world_size()} ranks ...')
-    with building('trainer.device'):
-        device = get_device(config.trainer.get('device'))
-    dist.initialize_dist(device, config.trainer.get('dist_timeout', DIST_TIMEOUT))
+    _join_process_group(config)  # before the data are read, because each rank reads a part of them
     say('reading the data ...')
     source = source_of(config)
     source.open()
@@ -89,13 +84,13 @@ def build_parts(config: TrainConfig) -> RunParts:
     if config.microbatching.device_train_microbatch_size == 'suggest':
         size, slot_tokens = suggested_microbatch(source)
         microbatching = replace(config.microbatching, device_train_microbatch_size=size, slot_tokens=slot_tokens)
-        # Loader and Trainer take the size from here. `config` still says `suggest`.
+        # `config` still says `suggest`. The loader, and build_trainer(), take the size from the config of the source.
         source.config = replace(config, microbatching=microbatching)
     layout = BatchLayout.for_model(model)
     train_loader = source.build_loader(layout, model=model)
-    # A loader has no length if its epochs have unequal numbers of batches. It is taken for not empty then.
-    num_batches = length_hint(train_loader.dataloader, 1)
-    if num_batches == 0:  # Composer would look for a batch for ever
+    # A loader whose epochs have unequal numbers of batches has no length. Its sampler refuses an empty epoch.
+    is_empty = length_hint(train_loader.dataloader, 1) == 0
+    if is_empty:  # Composer would look for a batch for ever
         raise ConfigError(
             'dataset',
             f'must give every rank a batch, got: none in global batches of {config.loader.largest_batch} samples. Set '
@@ -105,6 +100,16 @@ def build_parts(config: TrainConfig) -> RunParts:
     if source.eval_dataset is not None:
         eval_loader = source.build_loader(layout, is_eval=True, model=model)
     return RunParts(source=source, model=model, train_loader=train_loader, eval_loader=eval_loader)
+
+
+def _join_process_group(config: TrainConfig) -> None:
+    """Waits for the other ranks, and joins the process group with them."""
+    num_ranks = dist.get_world_size()
+    if num_ranks > 1:
+        say(f'waiting for {num_ranks} ranks ...')
+    with building('trainer.device'):
+        device = get_device(config.trainer.get('device'))
+    dist.initialize_dist(device, config.trainer.get('dist_timeout', DIST_TIMEOUT))
 
 
 def build_optimizer(model: torch.nn.Module, section: Section) -> torch.optim.Optimizer:
@@ -136,36 +141,9 @@ def build_trainer(
         trainer_parts: Default: built from the config.
     """
     trainer_parts = trainer_parts or build_trainer_parts(config)
-    arguments = without(config.trainer, 'loggers')  # they are in `trainer_parts`
-    # Of the source's config, because build_parts() has put the size there if `config` says `suggest`.
-    size = parts.source.config.microbatching.device_train_microbatch_size
-    if size is not None:
-        arguments['device_train_microbatch_size'] = size
-    if arguments.get('autoresume'):
-        # A killed run may have left checkpoints of steps that this run trains again. They may be damaged.
-        arguments.setdefault('save_overwrite', True)
-        arguments |= arguments_to_resume(config.trainer, trainer_parts.loggers)
+    arguments = _trainer_arguments(config, parts, trainer_parts)
     optimizer = build_optimizer(parts.model.model, config.optimizer)
-    # A callback that refuses to resume with other data, model or settings.
-    same_data = SameData(
-        parts.source.train_dataset,
-        parts.source.processor,
-        adapter=identify_adapter(parts.model.model),
-        optimizer={**optimizer.defaults, 'parts': config.optimizer.get('parts')},
-        batches=parts.source.settings_of_batches(),
-        model=parts.model,
-        trainer=arguments,
-        on_other_data=config.loader.on_other_data,
-    )
-    callbacks = [*trainer_parts.callbacks, same_data]
-    if config.trainer.get('spin_dataloaders', True):
-        # To resume within an epoch, Composer fetches the batches that were already trained, and discards them. With
-        # this callback the loader does not read their samples.
-        callbacks.append(SkipReadBatches())
-    if hasattr(parts.source.train_dataset, 'load_state_dict'):
-        # Such a dataset, for example StreamingDataset, resumes by itself. Then Composer does not restore the random
-        # number generators.
-        callbacks.append(RestoreRandomState())
+    callbacks = [*trainer_parts.callbacks, *_resume_callbacks(config, parts, optimizer, arguments)]
     with building('trainer'):
         return Trainer(
             model=parts.model,
@@ -179,3 +157,54 @@ def build_trainer(
             seed=config.seed,
             **arguments,
         )
+
+
+def _trainer_arguments(config: TrainConfig, parts: RunParts, trainer_parts: TrainerParts) -> dict[str, Any]:
+    """Returns the section ``trainer`` without the loggers, with the microbatch size and the checkpoint to resume."""
+    arguments = without(config.trainer, 'loggers')  # they are in `trainer_parts`
+    # If `config` says `suggest`, build_parts() has put the size that it found into the config of the source.
+    size = parts.source.config.microbatching.device_train_microbatch_size
+    if size is not None:
+        arguments['device_train_microbatch_size'] = size
+    if arguments.get('autoresume'):
+        # A killed run may have left checkpoints of steps that this run trains again. They may be damaged.
+        arguments.setdefault('save_overwrite', True)
+        arguments |= arguments_to_resume(config.trainer, trainer_parts.loggers)
+    return arguments
+
+
+def _resume_callbacks(
+    config: TrainConfig,
+    parts: RunParts,
+    optimizer: torch.optim.Optimizer,
+    arguments: Section,
+) -> list[Callback]:
+    """Returns the callbacks that make a resumed run equal to a run that was not interrupted.
+
+    Args:
+        config: The run.
+        parts: Its data and model.
+        optimizer: Its optimizer.
+        arguments: The arguments of its Trainer.
+    """
+    # Refuses to resume with other data, model or settings.
+    same_data = SameData(
+        parts.source.train_dataset,
+        parts.source.processor,
+        adapter=identify_adapter(parts.model.model),
+        optimizer={**optimizer.defaults, 'parts': config.optimizer.get('parts')},
+        batches=parts.source.settings_of_batches(),
+        model=parts.model,
+        trainer=arguments,
+        on_other_data=config.loader.on_other_data,
+    )
+    callbacks: list[Callback] = [same_data]
+    if config.trainer.get('spin_dataloaders', True):
+        # To resume within an epoch, Composer fetches the batches that were already trained, and discards them. With
+        # this callback the loader does not read their samples.
+        callbacks.append(SkipReadBatches())
+    if hasattr(parts.source.train_dataset, 'load_state_dict'):
+        # Such a dataset, for example StreamingDataset, resumes by itself. Then Composer does not restore the random
+        # number generators.
+        callbacks.append(RestoreRandomState())
+    return callbacks

@@ -54,8 +54,11 @@ class ConfigError(InvalidInputError):
 
 
 @contextmanager
-def building(path: str) -> Iterator[None]:
-    """Turns any error in the block, which builds the part of the config under a key, into a :class:`ConfigError`.
+def building(key: str) -> Iterator[None]:
+    """Turns any error in the block into a :class:`ConfigError` with this key of the config.
+
+    The block builds an object from the part of the config under this key. For example ``with building('optimizer'):``
+    turns a TypeError of the optimizer's class into the message "`optimizer` cannot be used: TypeError: ...".
 
     Two kinds of errors pass unchanged: a ConfigError, which has its key already, and a fault of the machine, which is
     no mistake of the user.
@@ -65,11 +68,11 @@ def building(path: str) -> Iterator[None]:
     except ConfigError:
         raise
     except RefusalError as error:  # its message is complete without its class
-        raise ConfigError(path, f'cannot be used: {error}') from error
+        raise ConfigError(key, f'cannot be used: {error}') from error
     except Exception as error:
         if fault_of_machine(error):
             raise
-        raise ConfigError(path, f'cannot be used: {type(error).__name__}: {error}') from error
+        raise ConfigError(key, f'cannot be used: {type(error).__name__}: {error}') from error
 
 
 def is_of_host(error: BaseException) -> bool:
@@ -80,22 +83,24 @@ def is_of_host(error: BaseException) -> bool:
         # so ours is the last one. The error is torch's nevertheless, so such frames do not count.
         if not frame.f_code.co_name.startswith('__torch_'):
             raising_module = str(frame.f_globals.get('__name__'))
-    # `torch._utils` raises the errors of loader processes again. They may come from the user's dataset.
-    return raising_module != 'torch._utils' and raising_module.partition('.')[0] in HOST_PACKAGES
+    if raising_module == 'torch._utils':
+        return False  # it raises the errors of loader processes again, which may come from the user's dataset
+    package = raising_module.partition('.')[0]
+    return package in HOST_PACKAGES
 
 
-def local_folder(path: str, folder: str) -> Path:
+def local_folder(key: str, folder: str) -> Path:
     """Returns the folder that the user names under a key. Refuses ``~`` and URLs.
 
     Python would make a folder of that very name, such as ``./~/runs``.
 
     Args:
-        path: The key of the config, or the name of the argument.
+        key: The key of the config, or the name of the argument.
         folder: The value of the key.
     """
     if folder.startswith('~') or '://' in folder:
         raise ConfigError(
-            path,
+            key,
             f'must be a folder on this machine, got: {folder}, and Python would make a folder of that very name. Write '
             'the whole path, without ~',
         )
@@ -121,7 +126,8 @@ def unknown_name(kind: str, name: str, known_names: Iterable[str]) -> str:
 
 def one_line(error: BaseException | str) -> str:
     """Returns the line that is printed for a mistake, at most about ``LONGEST_LINE`` characters long."""
-    message = _CLASS_BEFORE_MESSAGE.split(str(error))[-1]  # without the traceback of a loader process
+    # If a loader process raised the error, its message begins with the traceback, which is left out.
+    *_, message = _CLASS_BEFORE_MESSAGE.split(str(error))
     return f'error: {shorten(message)}'
 
 

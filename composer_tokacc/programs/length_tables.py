@@ -3,7 +3,7 @@
 
 """Reads or draws the lengths of samples for ``size lengths=...``, which needs no data.
 
-``size`` runs the model on a few samples of :class:`StandIns`, and predicts memory from these runs
+``size`` runs the model on a few samples of :class:`MadeUpSamples`, and predicts memory from these runs
 (:class:`.MemoryModel`).
 """
 
@@ -65,14 +65,14 @@ class LengthDistribution:
     samples: Annotated[int, Field(ge=1, le=10**7)] = 20_000
     """Number of samples to draw."""
 
-    def draw(self, *, longest: int | None, seed: int) -> LengthTable:
+    def draw(self, *, max_length: int | None, seed: int) -> LengthTable:
         """Returns a table of drawn samples.
 
         Args:
-            longest: ``dataset.max_length``. It is used if the field ``longest`` is null. None: no limit.
+            max_length: ``dataset.max_length``. It is used if the field ``longest`` is null. None: no limit.
             seed: Seed of the draw.
         """
-        longest = self.longest or longest or LONGEST_SAMPLE
+        longest = self.longest or max_length or LONGEST_SAMPLE
         if self.image_tokens >= longest:
             raise ConfigError(
                 'lengths.image_tokens', f'must be below the longest sample, got: {self.image_tokens} of {longest}'
@@ -85,8 +85,9 @@ class LengthDistribution:
         has_images = generator.random(self.samples) < self.with_images
         image_tokens = np.where(has_images, self.image_tokens, 0)
         most_text_tokens = longest - image_tokens
-        lengths = np.clip(np.rint(text_tokens), 1, most_text_tokens) + image_tokens
-        unknown = np.zeros(self.samples, dtype=np.int32)  # a column of zeros counts as unknown
+        text_tokens = np.clip(np.rint(text_tokens), 1, most_text_tokens)
+        lengths = text_tokens + image_tokens
+        unknown = _unknown_column(self.samples)
         return LengthTable(
             lengths=lengths.astype(np.int32),
             image_tokens=image_tokens.astype(np.int32),
@@ -95,16 +96,21 @@ class LengthDistribution:
         )
 
 
-def lengths_of(source: str | Section, *, longest: int | None, seed: int) -> LengthTable:
+def _unknown_column(num_samples: int) -> np.ndarray:
+    """Returns a column of a :class:`.LengthTable` that is not known. It has only zeros, which count as unknown."""
+    return np.zeros(num_samples, dtype=np.int32)
+
+
+def lengths_of(source: str | Section, *, max_length: int | None, seed: int) -> LengthTable:
     """Returns the lengths of samples.
 
     Args:
         source: The path of a CSV file, or the fields of a :class:`LengthDistribution` to draw from.
-        longest: ``dataset.max_length``; None: no limit. See :meth:`LengthDistribution.draw`.
+        max_length: ``dataset.max_length``; None: no limit. See :meth:`LengthDistribution.draw`.
         seed: Seed of the draw.
     """
     if isinstance(source, Mapping):
-        return build_dataclass('lengths', LengthDistribution, source).draw(longest=longest, seed=seed)
+        return build_dataclass('lengths', LengthDistribution, source).draw(max_length=max_length, seed=seed)
     return read_lengths(str(source))
 
 
@@ -114,6 +120,22 @@ def read_lengths(path: str) -> LengthTable:
     The first line names the columns: ``tokens``, and perhaps ``image_tokens``, ``loss_tokens``, ``vision_patches``. The
     unit of the first three is tokens. ``tokens`` are all tokens of the sample. ``vision_patches`` are the patches that
     the vision encoder computes, before they are merged into image tokens.
+    """
+    columns = _read_columns(path)
+    tokens = columns['tokens']
+    if not tokens.size:
+        raise ConfigError('lengths', f'must hold at least one sample, got: none in {path}')
+    table: dict[str, Any] = dict.fromkeys(CSV_COLUMNS.values(), _unknown_column(len(tokens)))
+    for name, values in columns.items():
+        _check_values(name, values, tokens, path)
+        table[CSV_COLUMNS[name]] = values.astype(np.int32)
+    return LengthTable(**table)
+
+
+def _read_columns(path: str) -> dict[str, np.ndarray]:
+    """Returns the columns of a CSV file by name, float64 (samples,).
+
+    Refuses a file without ``tokens``, with a column of another name, or with two columns of one name.
     """
     if not Path(path).is_file():  # reading a pipe would wait for somebody to write to it
         raise ConfigError('lengths', f'must be a CSV file, plain or .gz, got: {path}')
@@ -126,32 +148,38 @@ def read_lengths(path: str) -> LengthTable:
             'lengths',
             f'must be a CSV file of numbers, plain or .gz, got: {path} ({shorten(error)})',
         ) from error
-    samples = dict(zip(names, numbers, strict=True))
-    if 'tokens' not in samples or not samples.keys() <= CSV_COLUMNS.keys() or len(samples) < len(names):
+    has_repeated_name = len(set(names)) < len(names)
+    if 'tokens' not in names or has_repeated_name or not CSV_COLUMNS.keys() >= set(names):
         allowed_names = ', '.join(CSV_COLUMNS)
         raise ConfigError(
             'lengths',
             f'must have the columns {allowed_names}, each once (all but tokens can be left out), got: '
             f'{shorten(", ".join(names), 300)} in {path}',
         )
-    tokens = samples['tokens']
-    if not tokens.size:
-        raise ConfigError('lengths', f'must hold at least one sample, got: none in {path}')
-    unknown = np.zeros(len(tokens), dtype=np.int32)
-    table: dict[str, Any] = dict.fromkeys(CSV_COLUMNS.values(), unknown)
-    for name, values in samples.items():
-        is_valid = (values >= 0) & (values <= LONGEST_SAMPLE) & (values % 1 == 0)
-        if name != 'vision_patches':  # image and loss tokens are among the tokens of the sample
-            is_valid &= values <= tokens
-        if not is_valid.all():
-            row = int(is_valid.argmin())  # the first row that is not valid
-            raise ConfigError(
-                'lengths',
-                f'must have whole numbers up to {LONGEST_SAMPLE}, and no more image_tokens or loss_tokens than tokens, '
-                f'got: {values[row]:g} {name} in row {row + 1} of {path}',
-            )
-        table[CSV_COLUMNS[name]] = values.astype(np.int32)
-    return LengthTable(**table)
+    return dict(zip(names, numbers, strict=True))
+
+
+def _check_values(name: str, values: np.ndarray, tokens: np.ndarray, path: str) -> None:
+    """Refuses a column of a CSV file with numbers that no sample can have. Names the first row with such a number.
+
+    Args:
+        name: The name of the column.
+        values: Its numbers, float64 (samples,).
+        tokens: The column ``tokens``, float64 (samples,).
+        path: The file.
+    """
+    is_valid = (values >= 0) & (values <= LONGEST_SAMPLE) & (values % 1 == 0)
+    if name == 'tokens':
+        is_valid &= values >= 1
+    elif name in ('image_tokens', 'loss_tokens'):  # they are among the tokens of the sample
+        is_valid &= values <= tokens
+    if not is_valid.all():
+        row = int(is_valid.argmin())  # the first row that is not valid
+        raise ConfigError(
+            'lengths',
+            f'must have whole numbers up to {LONGEST_SAMPLE}, at least one token for each sample, and no more '
+            f'image_tokens or loss_tokens than tokens, got: {values[row]:g} {name} in row {row + 1} of {path}',
+        )
 
 
 def _read_csv(file: TextIO) -> tuple[list[str], np.ndarray]:
@@ -161,14 +189,15 @@ def _read_csv(file: TextIO) -> tuple[list[str], np.ndarray]:
     """
     names = []
     rows = []
+    # Not csv.reader(file), because it does not tell a comment from a quoted "#7", which is a wrong number.
     for line_number, line in enumerate(file, start=1):
         cells = next(csv.reader([line]), [])
         if line_number == 1:
             # `np.savetxt` begins the header with #
             names = [cell.strip().removeprefix('#').strip() for cell in cells]
             continue
-        # Not `cells[0]`, because a quoted "#7" is a wrong number and no comment.
-        if not cells or line.startswith('#'):
+        is_comment = line.startswith('#')
+        if is_comment or not cells:
             continue
         if len(cells) != len(names):
             raise ValueError(f'{len(cells)} cells in line {line_number}, and {len(names)} columns')
@@ -179,8 +208,8 @@ def _read_csv(file: TextIO) -> tuple[list[str], np.ndarray]:
     return names, np.reshape(rows, (len(rows), len(names))).T
 
 
-class StandIns:
-    """A dataset that stands in for samples of known length and unknown content. The memory model of ``size`` uses it.
+class MadeUpSamples:
+    """Made-up samples for ``size lengths=...``, which knows the lengths of the samples, but not their content.
 
     A sample has a short text, and perhaps an image. The image is large if the sample has the most image tokens of the
     table, and small otherwise. The length of a sample is not the one in the table, because the memory model pads its
@@ -208,31 +237,38 @@ class StandIns:
     def __getitem__(self, index: int) -> Row:
         """Returns a sample for a row of the table. Its tensors have shape (1, ...), as in every dataset."""
         num_image_tokens = self.image_tokens[index]
-        if self.processor is not None:
-            side = 0
-            if num_image_tokens:
-                is_largest = num_image_tokens == self.image_tokens.max()
-                side = LARGE_SIDE if is_largest else SMALL_SIDE
-            sample = self._processed(side)
-        elif num_image_tokens:
-            sample = _image_sample_of(self.config)
+        has_image = bool(num_image_tokens > 0)
+        if self.processor is None:
+            sample = _image_sample_of(self.config) if has_image else _text_sample()
+        elif has_image:
+            is_largest = num_image_tokens == self.image_tokens.max()
+            sample = self._processed(image_side=LARGE_SIDE if is_largest else SMALL_SIDE)
         else:
-            token = torch.ones(1, 1, dtype=torch.long)
-            sample = {'input_ids': token, 'attention_mask': token}
+            sample = self._processed(image_side=None)
         labels = sample['input_ids'].clone()
-        return {**sample, 'labels': labels, 'num_images': [int(num_image_tokens > 0)]}
+        return {**sample, 'labels': labels, 'num_images': [int(has_image)]}
 
-    def _processed(self, side: int) -> Row:
-        """Lets the processor make a sample of one letter and a square image. A ``side`` of 0 pixels means no image."""
+    def _processed(self, *, image_side: int | None) -> Row:
+        """Lets the processor make a sample of one letter and a square image.
+
+        Args:
+            image_side: The side of the image in pixels; None: no image.
+        """
         content = [{'type': 'text', 'text': 'a'}]
-        if side:
+        if image_side is not None:
             content.insert(0, {'type': 'image'})
         conversation = [{'role': 'user', 'content': content}]
         text = owner_of_template(self.processor).apply_chat_template(conversation, tokenize=False)
-        if not side:
+        if image_side is None:
             return dict(tokenizer_of(self.processor)(text=text, return_tensors='pt'))
-        image = Image.new('RGB', (side, side))
+        image = Image.new('RGB', (image_side, image_side))
         return dict(self.processor(text=text, return_tensors='pt', images=[image]))
+
+
+def _text_sample() -> Row:
+    """Returns a sample of one token. Every model has a token with the id 1."""
+    token_ids = torch.ones(1, 1, dtype=torch.long)
+    return {'input_ids': token_ids, 'attention_mask': torch.ones_like(token_ids)}
 
 
 def _image_sample_of(config: Any) -> Row:

@@ -18,8 +18,8 @@ class MachineFault:
 
     pattern: str
     """A regular expression. It is searched in one line about an error: the names of its classes, then the names of the
-    modules in its traceback, the outermost first, then its text. Torch and gloo have no classes of their own for most
-    faults, so their words are searched."""
+    modules in its traceback, the outermost first, then its text. Torch and gloo raise a plain RuntimeError for most
+    faults, so the words of its text are searched."""
     message: str
     """The line for the user. It may contain ``{text}`` (of the error), ``{limit}`` (of open files) and ``{port}``."""
 
@@ -27,16 +27,19 @@ class MachineFault:
 LONGEST_TEXT = 300
 """Most characters of an error's text in a message. The end of the text is shown, because it says most."""
 LOST_RANK = MachineFault(
-    # A connection to the Hugging Face hub may be reset, too. So the words of the first line count only after the name
-    # of gloo (from its file names) or of the module torch.distributed. Only these two write the words of the second
-    # line.
+    # A connection to the Hugging Face hub may be closed or reset, too. So these words count only after the name of gloo
+    # (from its file names) or of the module torch.distributed.
     r'(gloo|torch\.distributed).*(Connection closed by peer|Connection reset by peer|Timed out waiting)|'
-    'Application timeout caused pair closure|DistBackendError|DistNetworkError',
+    # Only gloo and torch.distributed have these words and classes.
+    'Application timeout caused pair closure|DistBackendError|DistNetworkError|DistStoreError',
     'another rank ended, or did not answer within `trainer.dist_timeout`, got: {text}. Read what that rank wrote: the '
     'launcher prints it below, or writes it to the file of `composer --stdout`',
 )
-# The first match wins, so the order matters. A port in use comes before the rendezvous, because a rendezvous fails if
-# its port is in use. A lost loader process comes before a lost rank, because a reset connection may mean either.
+# The first match wins, so the order matters:
+# - Memory of the device comes before memory of the machine, because the name OutOfMemoryError contains MemoryError. It
+#   comes before a lost rank, because NCCL raises a DistBackendError for both.
+# - A port in use comes before the rendezvous, because a rendezvous fails if its port is in use.
+# - A lost loader process comes before a lost rank, because a reset connection may mean either.
 FAULTS = (
     MachineFault(
         # The last one is all that torch.save() says of a full disk.
@@ -53,7 +56,8 @@ FAULTS = (
         'files of the run must be in a place that can be written and read, got: {text}',
     ),
     MachineFault(
-        'OutOfMemoryError|CUDA error: out of memory',
+        # The last two are NCCL's messages. Torch raises them as a DistBackendError.
+        r"OutOfMemoryError|CUDA error: out of memory|Cuda failure (\d+ )?'out of memory'|Failed to CUDA calloc",
         'the device must have memory for a microbatch, got: {text}. Lower `microbatching.slot_tokens` or '
         '`device_train_microbatch_size`, or set the latter to suggest',
     ),
@@ -74,7 +78,7 @@ FAULTS = (
         'see its log, and lower `loader.num_workers` or `loader.prefetch_factor`',
     ),
     MachineFault(
-        '(?<!OutOf)MemoryError|Cannot allocate memory|DefaultCPUAllocator',  # the last one is torch's word on a CPU
+        'MemoryError|Cannot allocate memory|DefaultCPUAllocator',  # the last one is torch's word on a CPU
         'the machine must have enough memory, got: {text}. Lower `microbatching.device_train_microbatch_size` or '
         '`slot_tokens`, or if samples were being read, `loader.num_workers` or `loader.prefetch_factor`',
     ),

@@ -13,7 +13,7 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from composer.core import Event, State
 from composer.loggers import Logger, LoggerDestination
@@ -26,8 +26,27 @@ METRICS_FILE = 'metrics.jsonl'
 STEP = 'step'
 """Key of the step in a line. The other keys are names of metrics."""
 
-Series = tuple[list[int], list[float]]
-"""Steps in the order of the file, and a value for each step. NaN stands for every value that was not finite."""
+
+class Series(NamedTuple):
+    """The values of a metric, in the order of the file."""
+
+    steps: list[int]
+    """The step of each value."""
+    values: list[float]
+    """The values. NaN stands for every value that was not finite."""
+
+    def finite(self) -> Series:
+        """Returns the finite values and their steps."""
+        finite_series = Series([], [])
+        for step, value in zip(self.steps, self.values, strict=True):
+            if math.isfinite(value):
+                finite_series.steps.append(step)
+                finite_series.values.append(value)
+        return finite_series
+
+
+NOT_LOGGED = Series([], [])
+"""Stands for a metric that nothing logged."""
 
 
 class JsonLines(LoggerDestination):
@@ -44,8 +63,8 @@ class JsonLines(LoggerDestination):
         self.folder = folder
         self._path: Path | None = None
         """The file; None before the first event, and on other ranks."""
-        self._line: dict[str, float | None] = {}
-        """Numbers by name that were logged since the last line."""
+        self._numbers: dict[str, float | None] = {}
+        """The numbers that were logged since the last line, by name of the metric. None: not finite."""
 
     def run_event(self, event: Event, state: State, logger: Logger) -> None:
         """Prepares the file before the first step or evaluation. Writes a line after each, and after the fit."""
@@ -55,7 +74,7 @@ class JsonLines(LoggerDestination):
             self._write(state)
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        """Adds the numbers among the metrics to the next line. Leaves out arrays and values that are no numbers.
+        """Adds the numbers among the metrics to the next line. Leaves out arrays and all other values.
 
         NaN and infinity become null, because JSON has no numbers for them. A metric with the name ``step`` is replaced
         by the step of the line.
@@ -68,7 +87,7 @@ class JsonLines(LoggerDestination):
             except (OverflowError, RuntimeError, TypeError, ValueError):
                 # Not a number, or one that is too large for a float. A callback of the user may log anything.
                 continue
-            self._line[name] = number if math.isfinite(number) else None
+            self._numbers[name] = number if math.isfinite(number) else None
 
     def close(self, state: State, logger: Logger) -> None:
         """Writes the numbers that were logged after the last event."""
@@ -79,19 +98,44 @@ class JsonLines(LoggerDestination):
         if dist.get_global_rank() != 0 or self._path is not None:
             return
         path = Path(self.folder.format(run_name=state.run_name)) / METRICS_FILE
-        with building('report.folder'):
+        with building('report.folder'):  # an error names this key
             path.parent.mkdir(parents=True, exist_ok=True)
-        keep_lines(path, until=state.timestamp.batch.value)
+        begin_file(path, step=state.timestamp.batch.value)
         self._path = path
 
     def _write(self, state: State) -> None:
         """Appends the numbers that were logged since the last line, if there are any."""
-        line = {**self._line, STEP: state.timestamp.batch.value}
-        has_numbers = bool(self._line)
-        self._line = {}  # before writing, because that fails on a full disk, and close() would write the line again
-        if self._path is not None and has_numbers:
-            with self._path.open('a', encoding='utf-8') as file:
-                file.write(json.dumps(line) + '\n')
+        numbers = self._numbers
+        self._numbers = {}  # before writing, because that fails on a full disk, and close() would write the line again
+        if self._path is None or not numbers:
+            return
+        line = {**numbers, STEP: state.timestamp.batch.value}
+        with self._path.open('a', encoding='utf-8') as file:
+            file.write(json.dumps(line) + '\n')
+
+
+def begin_file(path: Path, *, step: int) -> None:
+    """Removes the lines of another run, or of steps that are trained again. Creates the file if it does not exist.
+
+    Args:
+        path: A file of JSON lines with the key ``step``.
+        step: The number of steps that the run has trained when it begins. A run that resumes at step 100 keeps the
+            lines up to step 100. A run that begins at step 0 keeps none: even lines of step 0 are of another run.
+    """
+    if step == 0 or not path.exists():
+        path.write_text('')
+    else:
+        keep_lines(path, until=step)
+
+
+def keep_lines(path: Path, *, until: int) -> None:
+    """Removes the lines of steps after ``until`` from a file of JSON lines with the key ``step``."""
+    text = ''
+    for line in _read_lines(path):
+        if line[STEP] <= until:
+            text += json.dumps(line) + '\n'
+    with whole_file(path) as new_file:
+        new_file.write_text(text, encoding='utf-8')
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
@@ -105,22 +149,6 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
         if isinstance(line, dict) and isinstance(line.get(STEP), int):
             lines.append(line)
     return lines
-
-
-def keep_lines(path: Path, *, until: int) -> None:
-    """Removes the lines of steps after ``until`` from a file, and creates the file if it does not exist.
-
-    With ``until=0`` a run begins, so all lines are removed, also those of step 0: they were written by another run.
-    """
-    if until == 0 or not path.exists():
-        path.write_text('')
-        return
-    text = ''
-    for line in _read_lines(path):
-        if line[STEP] <= until:
-            text += json.dumps(line) + '\n'
-    with whole_file(path) as new_file:
-        new_file.write_text(text, encoding='utf-8')
 
 
 def read_metrics(folder: Path) -> dict[str, Series]:
@@ -138,37 +166,29 @@ def read_metrics(folder: Path) -> dict[str, Series]:
             if value is None:  # the file has null for NaN and infinity
                 value = math.nan
             if isinstance(value, int | float):
-                steps, values = metrics.setdefault(name, ([], []))
-                steps.append(step)
-                values.append(float(value))
+                series = metrics.setdefault(name, Series([], []))
+                series.steps.append(step)
+                series.values.append(float(value))
     return metrics
-
-
-def finite_part(series: Series) -> Series:
-    """Returns the steps of a metric in which its value was finite, and these values."""
-    finite_steps = []
-    finite_values = []
-    for step, value in zip(*series, strict=True):
-        if math.isfinite(value):
-            finite_steps.append(step)
-            finite_values.append(value)
-    return finite_steps, finite_values
 
 
 def select(metrics: Mapping[str, Series], pattern: str) -> dict[str, Series]:
     """Returns the metrics that match a pattern, under short names.
 
-    A short name is the text that the star stands for: ``loss`` for ``eval/loss`` and ``eval/*``. Without a star in the
-    pattern it is the last part of the name.
+    If the pattern has a star, the short name is the text that the star stands for: ``source/*/loss`` finds
+    ``source/books/loss``, and returns it under ``books``. If not, it is the last part of the name: ``loss/train/total``
+    is returned under ``total``.
 
     Args:
         metrics: Metrics by name.
         pattern: A name, perhaps with one ``*``.
     """
-    before_star, _, after_star = pattern.partition('*')
+    before_star, star, after_star = pattern.partition('*')
     selected = {}
     for name in fnmatch.filter(metrics, pattern):
-        text_of_star = name.removeprefix(before_star).removesuffix(after_star)
-        last_part = name.rpartition('/')[2]
-        selected[text_of_star or last_part] = metrics[name]
+        if star:
+            short_name = name.removeprefix(before_star).removesuffix(after_star)
+        else:
+            short_name = name.rpartition('/')[2]
+        selected[short_name] = metrics[name]
     return selected

@@ -69,12 +69,12 @@ class Candidate(NamedTuple):
     samples: list[int]
     """Its samples, as indices of the dataset."""
     samples_to_read: list[list[int]]
-    """The samples that are read to run it, a list for each microbatch that the loader collates. Without packing these
-    are only ``samples``. With packing they are all samples of the rank in this step, because the split packs them
+    """The samples to read in order to run it, a list for each microbatch that the loader collates. Without packing
+    these are its own samples. With packing they are all samples of the rank in this step, because the split packs them
     together."""
     shape: BatchShape
-    predicted: float = 0.0
-    """Predicted peak of a rank's memory in bytes; 0 without a memory model."""
+    predicted: float | None = None
+    """Predicted peak of a rank's memory in bytes; None without a memory model."""
 
     def sizes(self) -> tuple[float, ...]:
         """Returns five sizes that memory grows with: positions, attention matrix, image tokens, logits, and the total.
@@ -83,7 +83,9 @@ class Candidate(NamedTuple):
         three of the counts, which only serves to compare microbatches of the same run.
         """
         shape = self.shape
-        total = self.predicted or shape.tokens + shape.image_tokens + shape.logits
+        total = self.predicted
+        if total is None:
+            total = shape.tokens + shape.image_tokens + shape.logits
         return shape.tokens, shape.area, shape.image_tokens, shape.logits, total
 
     def __str__(self) -> str:
@@ -93,6 +95,17 @@ class Candidate(NamedTuple):
             f'{shape.rows} rows of {shape.width} tokens, {shape.image_tokens} image tokens, logits at {shape.logits} '
             'positions'
         )
+
+
+class PlannedStep(NamedTuple):
+    """A step of the run, as the sampler plans it."""
+
+    number: int
+    """Number of the step in the run. The first one of the run is 1."""
+    window: list[int]
+    """The samples of its global batch, as indices of the dataset."""
+    microbatches_by_rank: Sequence[Sequence[Microbatch]]
+    """The microbatches of each rank. Their indices are places in ``window``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,8 +129,8 @@ class RehearsalReport:
     num_batches: int
     """Number of global batches that were searched for the heaviest microbatches."""
     microbatch_size: float
-    """The size that was rehearsed last. At the end it is a size that fits. Not always an integer, as in Composer."""
-    lines: list[str] = field(default_factory=list)
+    """The largest tried size that fits; 1 for a run without a size. Not always an integer, as in Composer."""
+    lines: list[str]
     """A line for each microbatch: its shape, its predicted and its measured peak. A line with the size comes before the
     microbatches of each smaller size."""
 
@@ -196,62 +209,81 @@ def rehearse(state: State, memory: MemoryModel | None = None) -> RehearsalReport
     """
     if not isinstance(state.dataloader, RegroupingDataLoader):
         return None
+    run = _planned_run(state, memory)
+    candidates, num_batches = of_first_rank(partial(heaviest_of_run, run))
+    # Without a size, 1 stands for it. It cannot be halved, so no smaller size is tried.
+    size = state.device_train_microbatch_size or 1
+    lines: list[str] = []
+    first_failure: Candidate | None = None
+    fitting_size: float | None = None
+    with _leaving_no_trace(state), _room_for_optimizers(state):
+        for tried_size in _sizes_to_try(run, size):
+            if first_failure is not None:
+                lines.append(f'cut by a microbatch size of {tried_size}:')
+            failed = _run_all(run, candidates, tried_size, lines)
+            if failed is None:
+                fitting_size = tried_size
+                break
+            first_failure = first_failure or failed
+    if first_failure is None:  # all fit with the run's own size
+        return RehearsalReport(num_batches=num_batches, microbatch_size=size, lines=lines)
+    if fitting_size is None or not state.auto_microbatching:
+        raise _does_not_fit(run, first_failure, size, fitting_size)
+    state.device_train_microbatch_size = fitting_size
+    return RehearsalReport(num_batches=num_batches, microbatch_size=fitting_size, lines=lines)
+
+
+def _planned_run(state: State, memory: MemoryModel | None) -> PlannedRun:
+    """Returns the run of a Trainer whose train loader is a :class:`.RegroupingDataLoader`."""
+    sampler = cast(RegroupingBatchSampler, cast(RegroupingDataLoader, state.dataloader).batch_sampler)
     accumulations = (algorithm for algorithm in state.algorithms if isinstance(algorithm, TokenAccumulation))
     accumulation = next(accumulations, None)
-    sampler = cast(RegroupingBatchSampler, state.dataloader.batch_sampler)
     labels_per_sample = None
     if accumulation is not None and accumulation.selects_logits(state):
         labels_per_sample = sampler.rows.sizes.get('loss_tokens')
         if labels_per_sample is not None:
             labels_per_sample = counted_sizes(labels_per_sample)
-    run = PlannedRun(
+    return PlannedRun(
         state=state,
         accumulation=accumulation,
         sampler=sampler,
         memory=memory,
         labels_per_sample=labels_per_sample,
     )
-    # Without a size, 1 stands for it. It cannot be halved, so no smaller size is tried.
-    size = state.device_train_microbatch_size or 1
-    report = RehearsalReport(num_batches=0, microbatch_size=size)
-    candidates, report.num_batches = of_first_rank(partial(heaviest_of_run, run))
-    first_failure: Candidate | None = None
-    max_tokens = sampler.rows.options.max_tokens
-    longest_sample = int(sampler.lengths.max())
-    with _leaving_no_trace(state), _room_for_optimizers(state):
-        # The longest sample must fit into the token budget. This is `max_tokens` for `size`, and in proportion for a
-        # smaller size: `max_tokens * report.microbatch_size / size`.
-        while max_tokens * report.microbatch_size >= longest_sample * size:
-            failed = _run_all(run, candidates, report)
-            if failed is None:
-                break
-            first_failure = first_failure or failed
-            report.microbatch_size //= 2
-            report.lines.append(f'cut by a microbatch size of {report.microbatch_size}:')
-        else:
-            report.microbatch_size = 0  # no size fits
-    if first_failure is not None:
-        if not state.auto_microbatching or not report.microbatch_size:
-            raise _does_not_fit(run, first_failure, size, fitting_size=report.microbatch_size)
-        state.device_train_microbatch_size = report.microbatch_size
-    return report
+
+
+def _sizes_to_try(run: PlannedRun, size: float) -> list[float]:
+    """Returns the microbatch size of the run, its half, a quarter, and so on.
+
+    Ends with the last size whose token budget holds the longest sample. The budget of ``size`` is the sampler's
+    ``max_tokens``, and smaller sizes have it in proportion. For example size 4, a budget of 4,000 tokens and a longest
+    sample of 1,500 tokens give the sizes 4 and 2, because the budget of size 1 is 1,000 tokens.
+    """
+    max_tokens = run.sampler.rows.options.max_tokens
+    longest_sample = int(run.sampler.lengths.max())
+    sizes = [size]
+    smaller_size = size // 2
+    while longest_sample <= max_tokens * smaller_size / size:  # false for 0
+        sizes.append(smaller_size)
+        smaller_size //= 2
+    return sizes
 
 
 def heaviest_of_run(run: PlannedRun) -> tuple[list[Candidate], int]:
     """Returns the largest microbatches by each size in the rest of a run, and how many global batches were searched."""
     heaviest: list[Candidate] = []
     num_batches = 0
-    for step, microbatches_by_rank, window in _plans_left(run):
+    for step in _steps_left(run):
         num_batches += 1
         candidates = list(heaviest)
-        for planned_microbatches in microbatches_by_rank:
-            candidates += _candidates_of_rank(run, step, planned_microbatches, window)
+        for microbatches_of_rank in step.microbatches_by_rank:
+            candidates += _candidates_of_rank(run, step, microbatches_of_rank)
         heaviest = _largest_by_each_size(candidates)
     return heaviest, num_batches
 
 
 def _largest_by_each_size(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Returns the largest candidate by each size, without repetitions.
+    """Returns the largest candidate by each size, without repetitions, sorted by the total size.
 
     The lightest comes first, so that the report shows how much fits before one fails.
     """
@@ -265,28 +297,22 @@ def _largest_by_each_size(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 def _candidates_of_rank(
     run: PlannedRun,
-    step: int,
-    planned_microbatches: Sequence[Microbatch],
-    window: list[int],
+    step: PlannedStep,
+    microbatches_of_rank: Sequence[Microbatch],
 ) -> Iterator[Candidate]:
-    """Yields the microbatches that a rank computes in one step.
-
-    Args:
-        run: The run.
-        step: The step.
-        planned_microbatches: The planned microbatches of the rank. Their indices are places in ``window``.
-        window: The samples of the global batch, as indices of the dataset.
-    """
+    """Yields the microbatches that a rank computes in one step."""
     split = split_of(run.state.dataloader)
     packs_rows = split is not None and split.packs_rows
-    samples_of_rank = [[window[place] for place in planned.indices] for planned in planned_microbatches]
-    for planned, samples in zip(planned_microbatches, samples_of_rank, strict=True):
+    samples_of_rank = []
+    for microbatch in microbatches_of_rank:
+        samples_of_rank.append([step.window[place] for place in microbatch.indices])
+    for microbatch, samples in zip(microbatches_of_rank, samples_of_rank, strict=True):
         samples_to_read = samples_of_rank if packs_rows else [samples]
-        shape = _shape_of(run, samples, planned.width)
-        predicted = 0.0
+        shape = _shape_of(run, samples, microbatch.width)
+        predicted = None
         if run.memory is not None:
             predicted = run.memory.peak(shape, num_ranks=dist.get_world_size())
-        yield Candidate(step, samples, samples_to_read, shape, predicted)
+        yield Candidate(step.number, samples, samples_to_read, shape, predicted)
 
 
 def _shape_of(run: PlannedRun, samples: list[int], width: int) -> BatchShape:
@@ -297,19 +323,22 @@ def _shape_of(run: PlannedRun, samples: list[int], width: int) -> BatchShape:
         pixel_bytes = int(image_tokens * run.memory.pixel_bytes_per_image_token)
     num_logits = None  # logits at all positions
     if run.labels_per_sample is not None:
-        # The entry `labels` of the shape is the number of positions with logits, which may be more than the labels.
         num_labels = int(run.labels_per_sample[samples].sum())
         num_logits = logit_positions(num_labels, len(samples) * width)
     return BatchShape(
-        rows=len(samples), width=width, image_tokens=image_tokens, pixel_bytes=pixel_bytes, labels=num_logits
+        rows=len(samples),
+        width=width,
+        image_tokens=image_tokens,
+        pixel_bytes=pixel_bytes,
+        labels=num_logits,  # BatchShape counts the positions with logits as labels, though they may be more
     )
 
 
-def _plans_left(run: PlannedRun) -> Iterator[tuple[int, Sequence[Sequence[Microbatch]], list[int]]]:
-    """Plans the remaining global batches of a run. Yields for each its step, microbatches of each rank, and samples.
+def _steps_left(run: PlannedRun) -> Iterator[PlannedStep]:
+    """Plans the remaining steps of a run, at most ``MOST_BATCHES``.
 
-    Stops after ``MOST_BATCHES``. If the run ends after a number of tokens or seconds, its number of batches is not
-    known ahead. Then as many batches are planned as one epoch has. They may reach into the next epoch.
+    If the run ends after a number of tokens or seconds, its number of steps is not known ahead. Then as many steps are
+    planned as one epoch has. They may reach into the next epoch.
     """
     state = run.state
     sampler = copy.copy(run.sampler)  # a copy, because the run's own must stay in its epoch
@@ -317,17 +346,13 @@ def _plans_left(run: PlannedRun) -> Iterator[tuple[int, Sequence[Sequence[Microb
     assert end is not None, 'a fit has an end'
     timestamp = state.timestamp
     sampler.set_epoch(int(timestamp.epoch))
-    most_batches = MOST_BATCHES
+    most_steps = MOST_BATCHES
     if end.unit not in (TimeUnit.EPOCH, TimeUnit.BATCH, TimeUnit.SAMPLE):
-        most_batches = min(sampler.num_batches, MOST_BATCHES)
-    for _ in range(most_batches):
-        # Composer ends an epoch after `dataloader_len` batches, which `train_subset_num_batches` sets. The sampler may
-        # have another number of batches in each epoch.
-        length_of_epoch = sampler.num_batches
-        if state.dataloader_len is not None:
-            length_of_epoch = min(length_of_epoch, int(state.dataloader_len))
-        # A run that resumes with a smaller `train_subset_num_batches` may be past it.
-        if int(timestamp.batch_in_epoch) >= length_of_epoch:
+        most_steps = min(sampler.num_batches, MOST_BATCHES)
+    for _ in range(most_steps):
+        # At the end of an epoch it is equal. If a run resumes with a smaller `train_subset_num_batches`, it may be
+        # higher.
+        if int(timestamp.batch_in_epoch) >= _length_of_epoch(state, sampler):
             timestamp = timestamp.to_next_epoch()
             sampler.set_epoch(int(timestamp.epoch))
         if timestamp.get(end.unit) >= end:
@@ -335,35 +360,54 @@ def _plans_left(run: PlannedRun) -> Iterator[tuple[int, Sequence[Sequence[Microb
         batch = int(timestamp.batch_in_epoch)
         window = sampler.window(batch)
         timestamp = timestamp.to_next_batch(samples=len(window))
-        yield int(timestamp.batch), sampler.plan(batch).ranks, window
+        yield PlannedStep(int(timestamp.batch), window, sampler.plan(batch).ranks)
+
+
+def _length_of_epoch(state: State, sampler: RegroupingBatchSampler) -> int:
+    """Returns the number of batches after which Composer ends the sampler's epoch.
+
+    Composer ends it after ``dataloader_len`` batches, which ``train_subset_num_batches`` sets. The sampler may have
+    another number of batches in each epoch.
+    """
+    if state.dataloader_len is None:
+        return sampler.num_batches
+    return min(sampler.num_batches, int(state.dataloader_len))
 
 
 def _run_all(
     run: PlannedRun,
     candidates: list[Candidate],
-    report: RehearsalReport,
+    size: float,
+    lines: list[str],
 ) -> Candidate | None:
-    """Runs the candidates one after the other. Returns the first one that does not fit on some rank; None if all fit.
+    """Runs the candidates one after the other, until one does not fit on some rank. Returns it; None if all fit.
 
     All ranks run the same microbatches, so that ranks with equal memory fail together. Under FSDP a rank that failed
     without the others would leave them waiting in a collective.
+
+    Args:
+        run: The run.
+        candidates: The candidates, the lightest first.
+        size: The microbatch size.
+        lines: The lines of the report. A line for each candidate is added.
     """
-    for candidate in _in_order(candidates):
-        peak = _peak(run, candidate, report.microbatch_size)
-        fails, num_bytes = max_over_ranks([peak is None, peak or 0])
-        outcome = 'does not fit' if fails else f'measured {_gib(num_bytes)}'
-        report.lines.append(f'step {candidate.step}: {candidate}: predicted {_gib(candidate.predicted)}, {outcome}')
+    for candidate in _in_running_order(candidates):
+        peak = _measured_peak(run, candidate, size)
+        fails_here = peak is None
+        fails, highest_peak = max_over_ranks([int(fails_here), peak or 0])
+        outcome = 'does not fit' if fails else f'measured {_gib(highest_peak)}'
+        lines.append(f'step {candidate.step}: {candidate}: predicted {_gib(candidate.predicted)}, {outcome}')
         if fails:
             return candidate
     return None
 
 
-def _in_order(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Returns the candidates in their order of running: lightest first, but the one with the most logits next to last.
+def _in_running_order(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Returns the candidates, the lightest first, but the one with the most logits just before the heaviest one.
 
     The gradients and outputs of a microbatch are still in memory when the next one begins, and most of the outputs are
-    logits. So the candidate with the most logits runs just before the heaviest one. If both are the same, it runs
-    twice.
+    logits. So the heaviest microbatch is measured with the most logits in memory. If it has the most logits itself, it
+    runs twice.
     """
     heaviest = candidates[-1]
     most_logits = max(candidates, key=lambda candidate: candidate.shape.logits)
@@ -371,7 +415,7 @@ def _in_order(candidates: Sequence[Candidate]) -> list[Candidate]:
     return [*lighter, most_logits, heaviest]
 
 
-def _peak(run: PlannedRun, candidate: Candidate, size: float) -> int | None:
+def _measured_peak(run: PlannedRun, candidate: Candidate, size: float) -> int | None:
     """Runs a candidate. Returns the bytes at its peak, 0 without a GPU; None if it does not fit."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
@@ -382,9 +426,9 @@ def _peak(run: PlannedRun, candidate: Candidate, size: float) -> int | None:
     except RuntimeError as error:
         if not isinstance(error, torch.OutOfMemoryError) and 'out of memory' not in str(error):
             raise
-    # Memory has run out.
-    run.state.outputs = ()  # they would take memory from the next attempt, and Composer drops them, too
-    gc.collect()  # outside of the handler, whose traceback holds tensors
+    # Memory has run out. It is freed here and not in the handler, because the traceback of the error holds tensors.
+    run.state.outputs = ()  # Composer drops them, too
+    gc.collect()
     torch.cuda.empty_cache()
     return None
 
@@ -422,11 +466,13 @@ def _microbatches_of(run: PlannedRun, candidate: Candidate, size: float) -> list
     batch = batch.map(lambda microbatch: without(microbatch, LOSS_WEIGHTS))
     # Without the algorithm any rule will do, because it changes the loss, but not the memory.
     rule = LossRule.CAUSAL
-    if run.accumulation is not None:
-        rule = LossRule(run.accumulation.rule or rule)
+    if run.accumulation is not None and run.accumulation.rule is not None:
+        rule = LossRule(run.accumulation.rule)
     counted = with_counts(batch, rule)
     split = split_of(state.dataloader)
-    return list(microbatches_of(counted) if split is None else split(counted, size))
+    if split is None:
+        return list(microbatches_of(counted))
+    return list(split(counted, size))
 
 
 @contextmanager
@@ -467,12 +513,6 @@ def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
     It tries a step with a small parameter, which shows how many bytes of state there are for each byte of a parameter.
     Returns 0 if this step fails.
     """
-    parameter_bytes = 0
-    for group in optimizer.param_groups:
-        for parameter in group['params']:
-            if hasattr(parameter, 'to_local'):  # a DTensor of FSDP2: this rank has only a part of it
-                parameter = parameter.to_local()
-            parameter_bytes += parameter.nbytes
     device = optimizer.param_groups[0]['params'][0].device
     # The parameter is so large that other states make no difference: a step count, or the tables that all parameters of
     # an 8-bit optimizer share.
@@ -490,17 +530,30 @@ def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
     except Exception as error:  # of an optimizer of any class, such as LBFGS, which needs a closure
         log.warning('Memory is rehearsed without the states of %s: %s', type(optimizer).__name__, error)
         return 0
-    return parameter_bytes * bytes_of_states(trial) // small.nbytes
+    return _parameter_bytes(optimizer) * bytes_of_states(trial) // small.nbytes
+
+
+def _parameter_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Returns the bytes of an optimizer's parameters on this rank."""
+    num_bytes = 0
+    for group in optimizer.param_groups:
+        for parameter in group['params']:
+            if hasattr(parameter, 'to_local'):  # a DTensor of FSDP2: this rank has only a part of it
+                parameter = parameter.to_local()
+            num_bytes += parameter.nbytes
+    return num_bytes
 
 
 def _does_not_fit(
     run: PlannedRun,
     failed: Candidate,
     size: float,
-    *,
-    fitting_size: float,
+    fitting_size: float | None,
 ) -> ConfigError:
-    """Returns the error for a microbatch that does not fit with ``size``. ``fitting_size`` is 0 if no size fits."""
+    """Returns the error for a microbatch that does not fit with ``size``.
+
+    ``fitting_size`` is a smaller size with which all microbatches fit; None: no size was found.
+    """
     dataset = cast(RegroupingDataLoader, run.state.dataloader).dataset
     names = []
     for index in failed.samples:
@@ -508,10 +561,9 @@ def _does_not_fit(
         names.append(str(sample_ids[0]))
     split = split_of(run.state.dataloader)
     if split is None or split.options.slot_tokens is None:
-        # Then a run begins with the sampler's `max_tokens` as token budget, whatever size the config has. So another
-        # size in the config would not help.
+        # Then the token budget of the run is the sampler's `max_tokens`. The size in the config does not change it.
         remedy = "Lower the sampler's `max_tokens`"
-    elif fitting_size:
+    elif fitting_size is not None:
         remedy = f'Set it to {fitting_size}, with which all that was rehearsed fits'
     else:
         remedy = 'No smaller size fits either'
@@ -523,6 +575,6 @@ def _does_not_fit(
     )
 
 
-def _gib(num_bytes: float) -> str:
-    """Returns a figure in GiB; a dash for 0, which means that nothing was predicted or measured."""
+def _gib(num_bytes: float | None) -> str:
+    """Returns a figure in GiB. A dash if nothing was predicted (None) or measured (0, without a GPU)."""
     return f'{num_bytes / GIB:.2f} GiB' if num_bytes else '-'

@@ -6,11 +6,10 @@
 from __future__ import annotations
 
 import base64
-import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from jinja2 import Environment
@@ -18,11 +17,10 @@ from PIL import Image
 
 from composer_tokacc.cache import whole_file
 from composer_tokacc.programs.answers import Answer
-from composer_tokacc.programs.metrics_file import Series, finite_part, select
+from composer_tokacc.programs.metrics_file import Series, select
 
 MOST_POINTS = 400
-"""Most points of a curve. Its values are divided into ranges, and the lowest and the highest of each range are drawn,
-so no spike is lost. The first and the last value are drawn, too."""
+"""Most points of a curve, see :func:`_drawn_indices`."""
 
 PANELS = (
     ('Loss', ('loss/train/total', 'token_accumulation/token_mean_loss')),
@@ -56,7 +54,7 @@ figure { display: inline-block; margin: .6em 0 } figcaption { font-weight: bold 
 </style>
 <h1>{{ title }}</h1>
 <table>
-{% for name, value in lines %}<tr><th>{{ name }}</th><td>{{ value }}</td></tr>
+{% for description, figure in summary %}<tr><th>{{ description }}</th><td>{{ figure }}</td></tr>
 {% endfor %}</table>
 {% set colors = ['#2a78b5', '#c0392b', '#1f9d6b', '#8e5ea2', '#d98c1f', '#5f6b7a'] %}
 {% for chart in charts %}
@@ -101,10 +99,35 @@ figure { display: inline-block; margin: .6em 0 } figcaption { font-weight: bold 
 """
 
 
+@dataclass(kw_only=True)
+class _Curve:
+    """The curve of a metric in a chart."""
+
+    name: str
+    points: list[tuple[float, float]]
+    """How far right and how far up each point is, from 0 to 1."""
+    last: float
+    """The last value that was logged. NaN if it was not finite."""
+
+
+@dataclass(kw_only=True)
+class _Chart:
+    """A chart, as the template draws it."""
+
+    title: str
+    curves: list[_Curve]
+    first_step: int
+    last_step: int
+    """The steps at the left and the right end."""
+    low: float
+    high: float
+    """The values at the lower and the upper end."""
+
+
 def write_page(
     path: Path,
     title: str,
-    lines: Sequence[tuple[str, str]],
+    summary: Sequence[tuple[str, str]],
     metrics: Mapping[str, Series],
     answers: Sequence[Answer] = (),
 ) -> None:
@@ -114,20 +137,10 @@ def write_page(
         path: The file of the page. The user's function, which ``report.name`` names, may have put a ``result.png`` next
             to it.
         title: The name of the run.
-        lines: The summary, as pairs of a description and a value.
-        metrics: Everything that was logged: the steps and the values of each metric.
+        summary: The lines of the summary, as pairs of a description and a figure.
+        metrics: Everything that was logged, by name.
         answers: The model's answers in the last evaluation.
     """
-    charts = []
-    for caption, patterns in PANELS:
-        curves: dict[str, Series] = {}
-        for pattern in patterns:
-            for name, series in select(metrics, pattern).items():
-                _, values = series
-                if any(map(math.isfinite, values)):
-                    curves[name] = series
-        if curves:
-            charts.append(_chart(caption, curves))
     picture = ''
     picture_path = path.with_name('result.png')
     if picture_path.is_file():
@@ -135,7 +148,7 @@ def write_page(
     environment = Environment(autoescape=True)
     environment.filters['as_png'] = _as_png
     template = environment.from_string(TEMPLATE)
-    page = template.render(title=title, lines=lines, charts=charts, picture=picture, answers=answers)
+    page = template.render(title=title, summary=summary, charts=_charts(metrics), picture=picture, answers=answers)
     with whole_file(path) as new_file:
         new_file.write_text(page, encoding='utf-8')
 
@@ -152,50 +165,58 @@ def _as_png(image: Image.Image) -> str:
     return _as_text(png.getvalue())
 
 
-def _chart(title: str, curves: Mapping[str, Series]) -> dict[str, Any]:
-    """Returns a chart for the template: its axes, and the points of its curves, whose coordinates are in [0, 1].
+def _charts(metrics: Mapping[str, Series]) -> list[_Chart]:
+    """Returns a chart for each of ``PANELS`` that has a finite value."""
+    charts = []
+    for title, patterns in PANELS:
+        series_by_name = {}
+        for pattern in patterns:
+            for name, series in select(metrics, pattern).items():
+                if series.finite().values:
+                    series_by_name[name] = series
+        if series_by_name:
+            charts.append(_chart(title, series_by_name))
+    return charts
 
-    Values that were not finite are not drawn, but the axis includes their steps. Each curve must have at least one
-    finite value.
+
+def _chart(title: str, series_by_name: Mapping[str, Series]) -> _Chart:
+    """Returns the chart of some metrics, each of which has a finite value.
+
+    Values that were not finite are not drawn, but the axis includes their steps.
     """
-    all_steps = np.concatenate([steps for steps, _ in curves.values()])
-    all_values = np.concatenate([finite_part(series)[1] for series in curves.values()])
+    all_steps = np.concatenate([series.steps for series in series_by_name.values()])
+    all_values = np.concatenate([series.finite().values for series in series_by_name.values()])
     first_step = all_steps.min()
     last_step = all_steps.max()
     low = all_values.min()
     high = all_values.max()
-    drawn_curves = []
-    for name, series in curves.items():
-        steps, values = finite_part(series)
+    # A single step or a constant curve must not divide by zero.
+    num_steps = max(last_step - first_step, 1)
+    height = (high - low) or 1
+    curves = []
+    for name, series in series_by_name.items():
+        steps, values = series.finite()
         points = []
-        for place in _drawn_places(values):
-            # A single step or a constant curve must not divide by zero.
-            across = (steps[place] - first_step) / max(last_step - first_step, 1)
-            up = (values[place] - low) / ((high - low) or 1)
+        for index in _drawn_indices(values):
+            across = (steps[index] - first_step) / num_steps
+            up = (values[index] - low) / height
             points.append((across, up))
-        # The number below the chart is NaN if the last value was not finite, see `Series`.
-        _, logged_values = series
-        drawn_curves.append({'name': name, 'points': points, 'last': logged_values[-1]})
-    return {
-        'title': title,
-        'curves': drawn_curves,
-        'first_step': first_step,
-        'last_step': last_step,
-        'low': low,
-        'high': high,
-    }
+        curves.append(_Curve(name=name, points=points, last=series.values[-1]))
+    return _Chart(title=title, curves=curves, first_step=first_step, last_step=last_step, low=low, high=high)
 
 
-def _drawn_places(curve: Sequence[float]) -> list[int]:
-    """Returns the places of the lowest and the highest value of each range of values, and the first and the last place.
+def _drawn_indices(curve: Sequence[float]) -> list[int]:
+    """Returns the indices of the values of a curve that are drawn, at most ``MOST_POINTS``.
 
-    So a long curve has few points, and no spike is lost.
+    The values are divided into ranges of neighbours. The lowest and the highest value of each range are drawn, so no
+    spike is lost. The first and the last value are drawn, too.
     """
     values = np.asarray(curve)
-    num_ranges = min(len(values), MOST_POINTS // 2 - 1)  # two points for each range, and the first and the last value
+    num_ranges = MOST_POINTS // 2 - 1  # two points for each range, and two for the first and the last value
+    num_ranges = min(num_ranges, len(values))  # no range is empty
     drawn = {0, len(values) - 1}
-    for places in np.array_split(np.arange(len(values)), num_ranges):
-        values_of_range = values[places]
-        drawn.add(int(places[values_of_range.argmin()]))
-        drawn.add(int(places[values_of_range.argmax()]))
+    for indices in np.array_split(np.arange(len(values)), num_ranges):
+        values_of_range = values[indices]
+        drawn.add(int(indices[values_of_range.argmin()]))
+        drawn.add(int(indices[values_of_range.argmax()]))
     return sorted(drawn)

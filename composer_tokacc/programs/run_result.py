@@ -1,7 +1,10 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The result of a run: ``result.json``, the summary on the screen, and what a function of the user adds to both."""
+"""Writes the result of a run: ``result.json``, the summary on the screen, and the page.
+
+A function of the user may add to the result and to the summary.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +27,11 @@ from composer_tokacc.programs.answers import Answer
 from composer_tokacc.programs.build import RunParts
 from composer_tokacc.programs.export_folder import export_model
 from composer_tokacc.programs.host_types import Processor, Section
-from composer_tokacc.programs.metrics_file import Series, finite_part, select
+from composer_tokacc.programs.metrics_file import NOT_LOGGED, Series, select
 from composer_tokacc.programs.registry import report_function
 from composer_tokacc.programs.report_page import write_page
 from composer_tokacc.programs.schema import TrainConfig
+from composer_tokacc.programs.sources import Source
 
 MONITOR_LINES = (
     ('device_batch_padding_ratio', 'padding without trimming', '{:.1%}'),
@@ -41,7 +45,8 @@ MONITOR_LINES = (
     ('seconds_p50', 'seconds of a step, running median', '{:.3f}'),
     ('loader_seconds', 'seconds of a step that a rank waits for data', '{:.3f}'),
 )
-"""Lines of the summary: name of the metric in TokenMonitor, words for it, format. "Of it" means of the line before."""
+"""Lines of the summary: name of the metric in TokenMonitor, description, format of the figure. "Of it" means: of the
+padding in the line before."""
 
 
 @dataclass(kw_only=True)
@@ -67,9 +72,9 @@ class FinishedRun:
     """Everything that was logged in the run, also before it was resumed, from ``metrics.jsonl``. NaN stands for values
     that were not finite."""
 
-    def series(self, name: str) -> tuple[list[int], list[float]]:
-        """Returns steps and finite values of a logged metric; empty if nothing logged it."""
-        return finite_part(self.metrics.get(name, ([], [])))
+    def series(self, name: str) -> Series:
+        """Returns the steps and the finite values of a logged metric, a pair of lists. Empty if nothing logged it."""
+        return self.metrics.get(name, NOT_LOGGED).finite()
 
 
 def result_folder(config: TrainConfig, run_name: str) -> Path:
@@ -87,8 +92,8 @@ def summarize(
 ) -> dict[str, Any]:
     """Returns the values for ``result.json``.
 
-    Metrics under ``eval`` come from the last evaluation. Metrics under ``token_monitor`` are means over the steps in
-    which they were finite. A loss, or a metric of the evaluation, is None if it was not finite.
+    The metrics under ``eval`` come from the last evaluation. A loss, or a metric of the evaluation, is None if it was
+    not finite.
 
     Args:
         state: The state of the Trainer.
@@ -97,25 +102,19 @@ def summarize(
         first_step: The step at which this process began; 0 unless the run was resumed.
         seconds: Time that this process trained.
     """
-    _, losses = metrics.get('loss/train/total', ([], []))
-    evaluation = select(metrics, 'metrics/eval/*')
-    monitored = select(metrics, 'token_monitor/*')
-    # Names are without `token_monitor/`. For the figures under `source/` see _sources().
-    means = {}
-    for name, series in monitored.items():
-        _, finite_values = finite_part(series)
-        if finite_values and not name.startswith('source/'):
-            means[name] = fmean(finite_values)
-    train_dataset = parts.source.train_dataset
-    has_parts = isinstance(train_dataset, ConcatDataset)  # made from `dataset.parts`
-    datasets = train_dataset.datasets if has_parts else [train_dataset]
+    loss = {}
+    losses = metrics.get('loss/train/total', NOT_LOGGED).values
+    if losses:
+        loss = {'first': _or_none(losses[0]), 'last': _or_none(losses[-1])}
+    last_evaluation = {}
+    for name, series in select(metrics, 'metrics/eval/*').items():
+        last_evaluation[name] = _or_none(series.values[-1])
     skipped = []
     fitted = []
-    for dataset in (*datasets, parts.source.eval_dataset):
-        if isinstance(dataset, LlavaDataset):  # no other dataset skips bad samples or makes images smaller to fit
-            fitted += dataset.fitted()
-            if dataset.skipped:
-                skipped.append(dataset.skip_report())
+    for dataset in _llava_datasets(parts.source):
+        fitted += dataset.fitted()
+        if dataset.skipped:
+            skipped.append(dataset.skip_report())
     return {
         'run_name': state.run_name,
         'steps': state.timestamp.batch.value,
@@ -124,9 +123,9 @@ def summarize(
         'samples': state.timestamp.sample.value,
         'tokens': state.timestamp.token.value,
         'seconds': round(seconds, 3),
-        'loss': {'first': _or_none(losses[0]), 'last': _or_none(losses[-1])} if losses else {},
-        'eval': {name: _or_none(values[-1]) for name, (_, values) in evaluation.items()},
-        'token_monitor': means,
+        'loss': loss,
+        'eval': last_evaluation,
+        'token_monitor': _monitor_means(metrics),
         'sources': _sources(metrics),
         'skipped': skipped,
         'fitted': fitted,
@@ -138,25 +137,47 @@ def _or_none(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
+def _llava_datasets(source: Source) -> list[LlavaDataset]:
+    """Returns the datasets of a run that may skip bad samples or make images smaller to fit. No other class does."""
+    datasets = [source.train_dataset]
+    if isinstance(source.train_dataset, ConcatDataset):  # made from `dataset.parts`
+        datasets = list(source.train_dataset.datasets)
+    datasets.append(source.eval_dataset)
+    return [dataset for dataset in datasets if isinstance(dataset, LlavaDataset)]
+
+
+def _monitor_means(metrics: Mapping[str, Series]) -> dict[str, float]:
+    """Returns the mean of each metric of TokenMonitor over the steps in which it was finite.
+
+    Their names are without ``token_monitor/``. The metrics of the sources are left out, see :func:`_sources`.
+    """
+    means = {}
+    for name, series in select(metrics, 'token_monitor/*').items():
+        finite_values = series.finite().values
+        if finite_values and not name.startswith('source/'):
+            means[name] = fmean(finite_values)
+    return means
+
+
 def _sources(metrics: Mapping[str, Series]) -> dict[str, dict[str, float | None]]:
     """Returns the figures of each source: its loss tokens, two mean shares, its first and last loss.
 
     ``weight`` is its share of the weight of all tokens, ``positions`` its share of the computed positions. Both are
     means over all steps in which any source was logged. A source that was not logged in a step had a share of 0.
     """
-    sources = {}
     tokens_of_sources = select(metrics, 'token_monitor/source/*/tokens')
     logged_steps: set[int] = set()
-    for steps, _ in tokens_of_sources.values():
-        logged_steps.update(steps)
-    for name, (_, tokens) in sorted(tokens_of_sources.items()):
+    for tokens in tokens_of_sources.values():
+        logged_steps.update(tokens.steps)
+    sources = {}
+    for name, tokens in sorted(tokens_of_sources.items()):
         # Read by their full names, because in a pattern a source such as `captions[en]` would not match itself.
-        metric = f'token_monitor/source/{name}'
-        _, weights = metrics[f'{metric}/weight']
-        _, positions = metrics[f'{metric}/positions']
-        _, losses = metrics.get(f'{metric}/loss', ([], []))
+        prefix = f'token_monitor/source/{name}'
+        weights = metrics[f'{prefix}/weight'].values
+        positions = metrics[f'{prefix}/positions'].values
+        losses = metrics.get(f'{prefix}/loss', NOT_LOGGED).values
         source: dict[str, float | None] = {
-            'tokens': sum(tokens),
+            'tokens': sum(tokens.values),
             'weight': sum(weights) / len(logged_steps),
             'positions': sum(positions) / len(logged_steps),
         }
@@ -188,7 +209,7 @@ def write_report(
     """
     folder = result_folder(config, result['run_name'])
     folder.mkdir(parents=True, exist_ok=True)
-    lines = _lines(result)
+    summary = _summary(result)
     add_to_result = report_function(config.report)
     if add_to_result is not None:
         run = FinishedRun(
@@ -201,30 +222,27 @@ def write_report(
             folder=folder,
             is_sharded=config.is_sharded,
         )
-        lines += add_to_result(run) or ()
+        summary += add_to_result(run) or ()
     text = json.dumps(result, indent=2, default=str)
     with whole_file(folder / 'result.json') as new_file:
         new_file.write_text(f'{text}\n')
     if config.report.get('export'):
         export_model(parts.model, folder / 'exported')
-        lines.append(('model for transformers', str(folder / 'exported')))
-    lines.append(('written to', str(folder)))
-    write_page(folder / 'report.html', result['run_name'], lines, metrics, answers)
-    width = max(len(words) for words, _ in lines)
-    return '\n'.join(f'{words:<{width}}  {figure}' for words, figure in lines)
+        summary.append(('model for transformers', str(folder / 'exported')))
+    summary.append(('written to', str(folder)))
+    write_page(folder / 'report.html', result['run_name'], summary, metrics, answers)
+    width = max(len(description) for description, _ in summary)
+    return '\n'.join(f'{description:<{width}}  {figure}' for description, figure in summary)
 
 
-def _change(first: float | None, last: float | None) -> str:
-    """Returns the first and the last loss as text, NaN for None."""
+def _first_to_last(first: float | None, last: float | None) -> str:
+    """Returns two losses as text, such as ``2.100 -> 1.300``. A loss of None is shown as NaN."""
     texts = ['NaN' if loss is None else f'{loss:.3f}' for loss in (first, last)]
     return ' -> '.join(texts)
 
 
-def _lines(result: Section) -> list[tuple[str, str]]:
+def _summary(result: Section) -> list[tuple[str, str]]:
     """Returns the lines of the summary as pairs of a description and a figure."""
-    monitor = result['token_monitor']
-    evaluation = result['eval']
-    loss = result['loss']
     steps = result['steps']
     samples = result['samples']
     seconds = f'{result["seconds"]:.0f} s'
@@ -234,25 +252,33 @@ def _lines(result: Section) -> list[tuple[str, str]]:
         lines.append(('steps since this start', f'{steps - result["first_step"]} ({seconds})'))
     else:
         lines.append(('steps', f'{steps} ({samples} samples, {seconds})'))
+    loss = result['loss']
     if loss:
-        lines.append(('training loss, first to last step', _change(loss['first'], loss['last'])))
-    if evaluation.get('MaskedAccuracy') is not None:
-        lines.append(('held-out token accuracy', f'{evaluation["MaskedAccuracy"]:.2%}'))
-    for name, words, form in MONITOR_LINES:
+        lines.append(('training loss, first to last step', _first_to_last(loss['first'], loss['last'])))
+    accuracy = result['eval'].get('MaskedAccuracy')
+    if accuracy is not None:
+        lines.append(('held-out token accuracy', f'{accuracy:.2%}'))
+    monitor = result['token_monitor']
+    for name, description, form in MONITOR_LINES:
         if name in monitor:
-            lines.append((words, form.format(monitor[name])))
+            lines.append((description, form.format(monitor[name])))
     for name, source in result['sources'].items():
-        figures = (
-            f'{source["tokens"]:,.0f} tokens, {source["weight"]:.1%} of the weight, '
-            f'{source["positions"]:.1%} of the cost'
-        )
-        if 'first_loss' in source:
-            figures += f', loss {_change(source["first_loss"], source["last_loss"])}'
-        lines.append((f'source {name}', figures))
-    lines += [('bad samples', report) for report in result['skipped']]
+        lines.append((f'source {name}', _source_figures(source)))
+    for report in result['skipped']:
+        lines.append(('bad samples', report))
     if result['fitted']:
         # `share` is the part of the processor's budget for media that the sample was given.
         smallest = min(result['fitted'], key=lambda sample: sample['share'])
         figures = f'{len(result["fitted"])} samples, to {smallest["share"]:.0%} at the least ("{smallest["sample"]}")'
         lines.append(('media made smaller to fit', f'{figures}; all: result.json'))
     return lines
+
+
+def _source_figures(source: Section) -> str:
+    """Returns the text of the summary for a source, see :func:`_sources`."""
+    figures = (
+        f'{source["tokens"]:,.0f} tokens, {source["weight"]:.1%} of the weight, {source["positions"]:.1%} of the cost'
+    )
+    if 'first_loss' in source:
+        figures += f', loss {_first_to_last(source["first_loss"], source["last_loss"])}'
+    return figures

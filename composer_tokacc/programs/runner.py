@@ -48,7 +48,7 @@ def run_program(
         reads_data: Whether the program reads the data. If not, the config need not say where they are.
     """
     keep_what_is_loaded()  # switches garbage collection on again, but not for objects that exist already
-    is_checked = False
+    has_begun = False
     try:
         config = load_config(path, overrides, reads_data=reads_data)
         level = config.trainer.get('python_log_level')
@@ -58,7 +58,7 @@ def run_program(
         check_config(config, num_ranks=num_ranks, reads_data=reads_data)
         if trains:
             check_folders(config)
-        is_checked = True
+        has_begun = True
         return program(config) or 0
     except (Exception, CheckpointException) as error:  # CheckpointException is not an Exception
         ignore_dead_children()  # removes torch's handler of SIGCHLD, which could raise in the lines below
@@ -69,13 +69,13 @@ def run_program(
             # Usually another rank failed first and has printed its line, and the launcher ends this rank during the
             # sleep. If a rank did not answer, but has not failed, this rank prints its own line afterwards.
             time.sleep(SECONDS_FOR_LAUNCHER)
-        # A mistake that the checks of the config find is raised on all ranks.
-        on_all_ranks = isinstance(error, ConfigError) and not is_checked
+        # Before the program begins, every rank checks the same config, so all of them find the same mistake.
+        on_all_ranks = isinstance(error, ConfigError) and not has_begun
         return refuse(error, message, on_all_ranks=on_all_ranks)
 
 
 def _message_of(error: BaseException) -> str:
-    """Returns the message for the user; empty for an error that needs its traceback."""
+    """Returns the message for the user. It is empty for a bug, which needs its traceback."""
     # Also a ConfigError. Before fault_of_machine(), which would count it as a fault if an OSError is its cause.
     if isinstance(error, RefusalError):
         return str(error)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from typing import Any
 
 from composer.utils import dist
@@ -54,7 +55,7 @@ def suggest_for_run(
     *,
     num_ranks: int,
     gib: float,
-    **measured: Any,
+    **options: Any,
 ) -> SizingReport:
     """Returns the report of :func:`.suggest_microbatching` for a config.
 
@@ -66,12 +67,13 @@ def suggest_for_run(
         table: Sizes of all samples.
         num_ranks: Ranks of the run.
         gib: Memory of one device, in GiB.
-        **measured: Further arguments of :func:`.suggest_microbatching`: ``safety``, or costs measured on the machine.
+        **options: Further arguments of :func:`.suggest_microbatching`: ``safety``, and, if steps were timed,
+            ``measured_cost`` and ``seconds_per_step``.
     """
     microbatching = config.microbatching
     # suggest_microbatching() simulates steps with equally many samples on each rank. With `global_batch_tokens` the
     # mean number of samples may not be a multiple of the ranks, so it is rounded up.
-    samples_of_rank = -(-config.loader.samples_per_batch(table.lengths) // num_ranks)
+    samples_of_rank = math.ceil(config.loader.samples_per_batch(table.lengths) / num_ranks)
     reports = []
     packings = [True, False] if microbatching.packing == 'auto' else [bool(microbatching.packing)]
     for packing in packings:
@@ -90,7 +92,7 @@ def suggest_for_run(
             regroup=microbatching.regroup,
             equal_counts=microbatching.equal_counts,
             width_multiple=microbatching.width_multiple,
-            **measured,
+            **options,
         )
         reports.append(report)
     # A report has figures for each method. Two of them are of this package: samples are planned over all ranks

@@ -40,17 +40,17 @@ class SampleSizes:
         cls, lengths: LengthTable | Sequence[int] | np.ndarray, sample_ids: Sequence[str] | None = None
     ) -> SampleSizes:
         """Returns the sizes of a length table, or of plain lengths. Raises ValueError if a length is below 1."""
-        if hasattr(lengths, '__array__'):  # a tensor, or a column of a table
+        if hasattr(lengths, '__array__'):  # a tensor, or a column of a pandas table
             lengths = np.asarray(lengths)
         if isinstance(lengths, Sequence | np.ndarray):
             tokens = checked_table('lengths', lengths, least=1, sample_ids=sample_ids)
             return cls(tokens=tokens, image_tokens=np.zeros_like(tokens), sample_ids=sample_ids)
-        table = lengths
+        length_table = lengths
         return cls(
-            tokens=checked_table('lengths', table.lengths, least=1, sample_ids=sample_ids),
-            image_tokens=table.image_tokens.astype(np.int64),
-            loss_tokens=counted_sizes(table.loss_tokens),
-            vision_patches=counted_sizes(table.vision_patches),
+            tokens=checked_table('lengths', length_table.lengths, least=1, sample_ids=sample_ids),
+            image_tokens=length_table.image_tokens.astype(np.int64),
+            loss_tokens=counted_sizes(length_table.loss_tokens),
+            vision_patches=counted_sizes(length_table.vision_patches),
             sample_ids=sample_ids,
         )
 
@@ -62,7 +62,8 @@ class SampleSizes:
         """The largest share of a sample's tokens that may have a label, under any loss rule. It is 1 if unknown.
 
         ``loss_tokens`` are counted for a model that shifts labels, so the first token of a sample never counts. Under
-        other rules it may count, so one is added for each sample.
+        other rules it may count, so one is added for each sample. For example, samples of 10 and 20 tokens, with 4 and
+        5 loss tokens, give 5/10 and 6/20, so the result is 0.5.
         """
         if self.loss_tokens is None:
             return 1.0
@@ -103,7 +104,7 @@ class SampleSizes:
         )
 
     def names(self, chosen: np.ndarray) -> list[str]:
-        """Returns a text for each sample with its name and length, the longest first.
+        """Returns a text such as ``"img-7": 3021 tokens`` for each chosen sample, the longest first.
 
         Args:
             chosen: Which samples, bool (samples,).

@@ -82,9 +82,9 @@ class SizingReport:
     bound: float
     """A lower bound of the cost of a step under any plan."""
     measured_cost: CostModel | None
-    """The cost model that was fitted to times on the machine, for the lines to paste."""
+    """The cost model that was fitted to times on the machine. None: no times were measured."""
     cost: CostModel | None = None
-    """The cost model with which the run cuts. None: the planner's own."""
+    """The cost model of the run's config. None: the config has none, so the run cuts with the planner's own."""
     equal_counts: bool | str = 'auto'
     seconds_per_unit: float | None
     """Seconds of one unit of cost. None: no times were measured."""
@@ -93,9 +93,9 @@ class SizingReport:
     sizes: list[SizeRow]
     """The suggested size, which fits, and others to compare it with."""
     oversize: list[str]
-    """Samples over a cap of a microbatch. Each of them is computed alone."""
+    """Samples over a cap of a microbatch, such as the token budget. Each of them is computed alone."""
     too_large: list[str]
-    """Samples that do not fit into memory even alone."""
+    """The samples in ``oversize`` that do not fit into memory even alone."""
 
     @property
     def max_tokens(self) -> int:
@@ -114,7 +114,10 @@ class SizingReport:
         return self.time_of(self.figures[method].cost)
 
     def time_of(self, cost: float) -> float:
-        """Returns the time of a step with this cost: in seconds, or as a multiple of stock Composer's step."""
+        """Returns the time of a step with this cost.
+
+        It is in seconds if times were measured, and in multiples of a step of stock Composer if not.
+        """
         if self.seconds_per_unit is None:
             return cost / self.figures['stock'].cost
         return cost * self.seconds_per_unit + self.seconds_per_step
@@ -149,7 +152,10 @@ class SizingReport:
         return f'({microbatches}) rows x {self.num_ranks} ranks = {self.global_batch_size} samples a step'
 
     def yaml(self) -> str:
-        """Returns the lines to paste into a run's YAML file. They have the measured cost model, if there is one."""
+        """Returns the lines to paste into a run's YAML file.
+
+        If times were measured, the lines have the measured cost model. Otherwise they keep the one of the config.
+        """
         names = (
             'device_train_microbatch_size',
             'slot_tokens',
@@ -177,7 +183,7 @@ class SizingReport:
         warning = warning_of_residual(self.memory_residual)
         if warning is not None:
             warnings.append(warning)
-        # Samples that are too large are over a cap, too. If there are any, the other samples over a cap are not named.
+        # If some samples are too large, the other samples over a cap are not named.
         if self.too_large:
             warnings.append(warning_of_too_large(self.too_large))
         elif self.oversize:
@@ -243,21 +249,25 @@ def _changed_terms(cost: CostModel) -> dict[str, float]:
 def _summary_table(report: SizingReport) -> str:
     """Returns the table of the dataset, the suggested size and its memory."""
     profile = report.profile
+    dataset = f'{profile.num_samples:,} samples, {profile.text_only_share:.0%} of them text-only'
     length = f'mean {profile.mean:.0f}, median {profile.quantiles["50"]}, 99 % under {profile.quantiles["99"]}'
     logits = 'at all positions'
     if report.most_logits < report.max_tokens:
         logits = f'only at labels: at most {report.most_logits:,} of {report.max_tokens:,} positions'
-    fitting_images = '-' if report.fitting_image_tokens is None else f'{report.fitting_image_tokens:,}'
+    fitting_image_tokens = '-'
+    if report.fitting_image_tokens is not None:
+        fitting_image_tokens = f'{report.fitting_image_tokens:,}'
+    peak = f'{report.peak_gib:.2f} of {report.limit_gib:.2f} GiB ({report.safety:.0%} of the device)'
     rows = [
-        ('dataset', f'{profile.num_samples:,} samples, {profile.text_only_share:.0%} of them text-only'),
+        ('dataset', dataset),
         ('tokens a sample', length),
         ('longest sample', f'{profile.longest} tokens'),
         ('logits', logits),
         ('global batch', report.identity()),
         ('largest safe size', f'{report.device_train_microbatch_size} rows of {report.slot_tokens} tokens'),
         ('token budget', f'{report.max_tokens:,} tokens a microbatch'),
-        ('image tokens that fit', fitting_images),
-        ('peak memory', f'{report.peak_gib:.2f} of {report.limit_gib:.2f} GiB ({report.safety:.0%} of the device)'),
+        ('image tokens that fit', fitting_image_tokens),
+        ('peak memory', peak),
         ('limited by', report.binds),
     ]
     return _table('Microbatch size', rows)

@@ -105,6 +105,12 @@ def text_without_labels(sample):
     sample.update(unlabelled_row(text_ids))
 
 
+def text_without_question(sample):
+    """Leaves only the text of a sample, with a label at every token, as in a plain text."""
+    text_without_labels(sample)
+    sample['labels'] = sample['input_ids'].clone()
+
+
 def with_media_at_its_end(sample):
     """Adds the images once more after the answer, in a turn without loss."""
     is_image = sample['input_ids'] == build_digits_processor().image_token_id
@@ -114,7 +120,7 @@ def with_media_at_its_end(sample):
     sample['pixel_values'] = torch.cat([sample['pixel_values'], sample['pixel_values']])
 
 
-@pytest.mark.parametrize('change', [text_without_labels, with_media_at_its_end])
+@pytest.mark.parametrize('change', [text_without_labels, text_without_question, with_media_at_its_end])
 def test_sample_that_cannot_be_answered(change, model, dataset, processor, tmp_path, caplog):
     """The other samples are answered. With media at its end, generation would get media without their placeholders."""
     samples = [dataset[index] for index in range(len(dataset))]
@@ -181,7 +187,7 @@ def test_patches_stay_when_text_is_cut():
     patches = torch.rand(2, 4)
     sample = {'input_ids': ids, 'pixel_values': patches}
 
-    inputs = _inputs_before(model, sample, 3, torch.device('cpu'))
+    inputs = _inputs_before(model, sample, 3)
 
     assert inputs['input_ids'].tolist() == [[1, 2, 3]]
     assert torch.equal(inputs['pixel_values'], patches)

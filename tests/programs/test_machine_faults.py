@@ -11,13 +11,14 @@ import re
 import resource
 import signal
 import socket
+from datetime import timedelta
 
 import pytest
 import torch
-from torch.distributed import TCPStore
+from torch.distributed import DistBackendError, TCPStore
 from torch.utils.data import DataLoader
 
-from composer_tokacc.programs.machine_faults import fault_of_machine
+from composer_tokacc.programs.machine_faults import fault_of_machine, has_lost_rank
 from composer_tokacc.programs.process import allow_open_files
 
 
@@ -81,6 +82,9 @@ def caused_by(cause):
             'enough memory',
         ),
         (MemoryError(), 'enough memory'),
+        # NCCL's own buffers are not torch's, so torch does not raise its OutOfMemoryError.
+        (DistBackendError("ncclUnhandledCudaError ... Last error:\nCuda failure 2 'out of memory'"), 'the device must'),
+        (DistBackendError('ncclSystemError ... Last error:\nFailed to CUDA calloc 4194304 bytes'), 'the device must'),
         (RuntimeError('DataLoader worker (pid 26997) is killed by signal: Killed.'), 'processes that read samples'),
         (RuntimeError('[/pytorch/gloo/transport/tcp/pair.cc:534] Connection closed by peer'), 'another rank'),
         # In a backward of DDP no frame is torch.distributed's.
@@ -118,6 +122,15 @@ def test_error_that_causes_itself():
     assert fault_of_machine(error) == ''
     error.__cause__ = caused_by(error)
     assert fault_of_machine(error) == ''
+
+
+def test_rank_that_never_joins_a_group():
+    """To form a group, a rank waits in the store for the addresses of the others."""
+    store = TCPStore('127.0.0.1', 0, is_master=True)
+    with pytest.raises(RuntimeError) as caught:
+        store.wait(['address of rank 1'], timedelta(milliseconds=10))
+    assert has_lost_rank(caught.value)
+    assert 'another rank ended, or did not answer' in fault_of_machine(caught.value)
 
 
 def test_taken_port_is_named(monkeypatch):

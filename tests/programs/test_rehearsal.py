@@ -26,9 +26,9 @@ from composer_tokacc.programs.rehearsal import (
     Candidate,
     PlannedRun,
     Rehearsal,
-    _in_order,
-    _plans_left,
+    _in_running_order,
     _state_bytes,
+    _steps_left,
     rehearse,
 )
 from composer_tokacc.sizing import BatchShape
@@ -202,8 +202,8 @@ def test_microbatch_with_most_logits_comes_before_heaviest():
     long = candidate(rows=1, width=30)
     heaviest = candidate(rows=1, width=30, image_tokens=30)
 
-    assert _in_order([light, most_logits, long, heaviest]) == [light, long, most_logits, heaviest]
-    assert _in_order([light]) == [light, light], 'the gradients of the first are in memory'
+    assert _in_running_order([light, most_logits, long, heaviest]) == [light, long, most_logits, heaviest]
+    assert _in_running_order([light]) == [light, light], 'the gradients of the first are in memory'
 
 
 def state_of_trainer(spec, model, *, size=4, batch=0, auto=True):
@@ -464,7 +464,7 @@ def test_first_batches_of_each_epoch_are_rehearsed():
         labels_per_sample=None,
     )
 
-    windows = [window for _, _, window in _plans_left(run)]
+    windows = [step.window for step in _steps_left(run)]
 
     expected_windows = []
     for epoch in range(2):

@@ -19,7 +19,7 @@ from composer.loggers import InMemoryLogger
 
 from composer_tokacc import TokenAccumulation, TokenMonitor, token_data_spec
 from composer_tokacc.programs import ConfigError, TrainConfig
-from composer_tokacc.programs.metrics_file import JsonLines, read_metrics
+from composer_tokacc.programs.metrics_file import JsonLines, Series, read_metrics
 from composer_tokacc.programs.report_page import MOST_POINTS, write_page
 from composer_tokacc.programs.run_result import FinishedRun, _sources, summarize, write_report
 from tests.support.text import collate, text_model, text_rows
@@ -99,7 +99,7 @@ def test_long_run_keeps_spikes(tmp_path):
     values[-1] = values[-2] - 0.5  # neither the lowest nor the highest value of the last steps
     path = tmp_path / 'report.html'
 
-    write_page(path, 'long', [], {'loss/train/total': (steps, values)})
+    write_page(path, 'long', [], {'loss/train/total': Series(steps, values)})
 
     (line,) = lines_of(path.read_text())
     assert MOST_POINTS / 2 < len(line) <= MOST_POINTS
@@ -113,7 +113,7 @@ def test_long_run_keeps_spikes(tmp_path):
 
 def test_single_value_has_a_mark(tmp_path):
     """An evaluation at the end of a run gives one point. A line of one point cannot be seen."""
-    metrics = {'metrics/eval/a': ([8], [1.5]), 'metrics/eval/b': ([4, 8], [2.0, 1.0])}
+    metrics = {'metrics/eval/a': Series([8], [1.5]), 'metrics/eval/b': Series([4, 8], [2.0, 1.0])}
     path = tmp_path / 'report.html'
     write_page(path, 'short', [], metrics)
     page = path.read_text()
@@ -234,7 +234,7 @@ def test_earlier_result_survives_a_full_disk(name, tmp_path, monkeypatch):
 
 def test_source_whose_name_is_a_pattern():
     """Each figure was 4 in the first step and 2 in the second. Tokens are added up, shares are averaged."""
-    figures_of_steps = ([1, 2], [4.0, 2.0])
+    figures_of_steps = Series([1, 2], [4.0, 2.0])
     metrics = {}
     for name in ('tokens', 'weight', 'positions', 'loss'):
         metrics[f'token_monitor/source/captions[en]/{name}'] = figures_of_steps
@@ -249,8 +249,8 @@ def test_shares_of_a_source_that_came_late():
     """It has all of the weight in the last of four steps, and is not logged before."""
     metrics = {}
     for name in ('tokens', 'weight', 'positions'):
-        metrics[f'token_monitor/source/early/{name}'] = ([1, 2, 3, 4], [1.0, 1.0, 1.0, 0.0])
-        metrics[f'token_monitor/source/late/{name}'] = ([4], [1.0])
+        metrics[f'token_monitor/source/early/{name}'] = Series([1, 2, 3, 4], [1.0, 1.0, 1.0, 0.0])
+        metrics[f'token_monitor/source/late/{name}'] = Series([4], [1.0])
 
     sources = _sources(metrics)
 

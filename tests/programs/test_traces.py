@@ -15,7 +15,7 @@ import torch
 
 from composer_tokacc.data import LengthTable
 from composer_tokacc.programs import traces
-from composer_tokacc.programs.length_tables import StandIns
+from composer_tokacc.programs.length_tables import MadeUpSamples
 from composer_tokacc.programs.schema import ModelConfig, TrainConfig
 from composer_tokacc.programs.sources import source_of
 from composer_tokacc.sizing import BatchShape, MemoryModel
@@ -51,9 +51,9 @@ def test_stand_ins_have_their_own_calibration(calibrations, monkeypatch):
     dataset, processor, table = traced_data()
     config = config_of(FEW_LAYERS)
     source = source_of(config)
-    stand_ins = StandIns(table, processor, source.model_config(processor))
+    made_up_samples = MadeUpSamples(table, processor, source.model_config(processor))
 
-    for traced_dataset in (stand_ins, dataset, dataset):
+    for traced_dataset in (made_up_samples, dataset, dataset):
         traces.memory_of_run(config, traced_dataset, processor, table)
 
     assert calibrate.call_count == 2
@@ -66,7 +66,7 @@ def test_decoder_of_bart_is_traced(calibrations):
     model = ModelConfig(config={'model_type': 'bart', 'vocab_size': 50, **sizes})
     config = TrainConfig(model=model, algorithms={'token_accumulation': None}, trainer={'device': 'cpu'})
     table = sizes_of([5, 20])
-    samples = StandIns(table, None, source_of(config).model_config(None))
+    samples = MadeUpSamples(table, None, source_of(config).model_config(None))
     assert traces.memory_of_run(config, samples, None, table).peak(SHAPE) > 0
     assert traces._flop_coefficients(config, samples, None, table) is not None
 
