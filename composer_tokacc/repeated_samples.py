@@ -40,6 +40,7 @@ def num_repeated(dataloader: Any, batch_index: int, num_rows: int) -> int:
     has_only_copies = getattr(dataloader.batch_sampler, 'has_only_copies', None)
     if has_only_copies is not None:
         num_copies = int(has_only_copies(batch_index))
+        num_samples = 1
     else:
         sampler, batch_size = sampler_of(dataloader)
         if batch_size is None:

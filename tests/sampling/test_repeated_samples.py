@@ -95,6 +95,16 @@ def test_ranks_without_a_sample(ranks):
     assert copies_of_steps == [0, 0, max(ranks - 2, 0)]
 
 
+def test_copy_in_several_rows(caplog):
+    """A collator may make several rows of a sample. If only the last one were left out, the others would count."""
+    last_of_three = list(samplers_of_ranks([5, 5], 3, global_batch_size=3, max_tokens=20))[2]
+    loader = DataLoader(range(2), batch_sampler=last_of_three, collate_fn=list)
+    assert num_repeated(loader, 0, num_rows=1) == 1
+    assert not caplog.records
+    assert num_repeated(loader, 0, num_rows=2) == 0
+    assert 'counts twice' in caplog.text
+
+
 def test_other_samplers_repeat_nothing():
     class Stream(IterableDataset):
         def __iter__(self):
