@@ -210,8 +210,8 @@ class RegroupingBatchSampler(DistributedSampler):
         that it yields.
         """
         self.progress = Progress()
-        self._epoch_of_witnesses: int | None = None
-        """The first epoch that is iterated. In it each iterator's first assignment has *witnesses*, two samples.
+        self._epoch_to_compare: int | None = None
+        """The first epoch that is iterated. In it each iterator's first assignment has two samples to compare.
 
         Every rank reads them. If they differ between ranks, the datasets list their samples in different orders, and
         the step is refused. One epoch is enough, because a dataset does not change its order during a run.
@@ -243,25 +243,27 @@ class RegroupingBatchSampler(DistributedSampler):
         The iterator of a RegroupingDataLoader begins at `start_of_loader` instead. Its progress is not noted here,
         because the loader notes it.
         """
+        # This method has no `yield`, so it runs when torch calls it, while the loader has set `start_of_loader`.
+        is_of_loader = self.start_of_loader is not None
         epoch, first = self.start_of_loader or (self.epoch, self.first_batch)
-        if self._epoch_of_witnesses is None:
-            self._epoch_of_witnesses = epoch
+        if self._epoch_to_compare is None:
+            self._epoch_to_compare = epoch
         assignments = self._assignments(epoch, first)
-        if self.start_of_loader is not None:
+        if is_of_loader:
             return assignments
         return noting_progress(self, assignments, epoch, first)
 
     def _assignments(self, epoch: int, first: int) -> Iterator[RankAssignment]:
-        """Yields this rank's assignment of each global batch from `first` on, the first one with the witnesses."""
+        """Yields this rank's assignment of each global batch from `first` on, the first one with samples to compare."""
         windows = self._global_batches.of_epoch(epoch)
-        needs_witnesses = self.num_replicas > 1 and epoch == self._epoch_of_witnesses
+        must_compare = self.num_replicas > 1 and epoch == self._epoch_to_compare
         for assignment in prefetch(self._assign, windows[first:]):
-            if needs_witnesses:
-                # Samples of the dataset, not of the window, because ranks may read their witnesses in different epochs:
-                # one rank may look at a batch of another epoch before the run. The loader gives the digest to all later
-                # batches, so the ranks can still compare it.
-                assignment = replace(assignment, witnesses=(0, len(self.lengths) - 1))
-                needs_witnesses = False
+            if must_compare:
+                # The first and the last sample of the dataset, not of the window: ranks may read them in different
+                # epochs, because one rank may look at a batch of another epoch before the run. The loader gives their
+                # digest to all later batches, so the ranks can still compare it.
+                assignment = replace(assignment, samples_to_compare=(0, len(self.lengths) - 1))
+                must_compare = False
             yield assignment
 
     def set_epoch(self, epoch: int) -> None:
