@@ -224,7 +224,7 @@ class RegroupingBatchSampler(DistributedSampler):
             TypeError: If epochs have unequal numbers of global batches. Composer then reads each epoch to its end, as
                 for any loader without a length.
         """
-        if not self._global_batches.is_same_every_epoch:
+        if not self._global_batches.has_equal_epochs:
             raise TypeError(
                 'Epochs have unequal numbers of global batches here, because of a schedule of `global_batch_size`, or '
                 'of `global_batch_tokens` with a mixture of parts of datasets. Give the Trainer a `max_duration` in '
@@ -288,16 +288,16 @@ class RegroupingBatchSampler(DistributedSampler):
         return plan_checked_rows(self.rows.of(self._window(batch)), self.num_replicas)
 
     def has_only_copies(self, batch: int) -> bool:
-        """Returns whether this rank has only a copy in global batch `batch` of this epoch, see RankAssignment."""
+        """Returns whether this rank's only sample in global batch `batch` of this epoch is a copy of another rank's."""
         window = self._window(batch)
         # With enough samples every rank gets one of its own, so no plan is needed. For 'ddp' one for each rank is
-        # enough. For 'fsdp' four for each rank are enough:
-        # - Samples with images and samples without are two groups, each planned by itself. The larger group has at
-        #   least two samples for each rank. It has a step slot without dummies, which gives every rank a sample:
-        # - It gets dummies only if each of its samples is a microbatch, and these leave a slot partly empty. They fill
-        #   two slots, so it has three or more.
-        # - Its dummies are fewer than the ranks, and next to each other in the order in which slots are filled. So they
-        #   are in at most two slots.
+        # enough. For 'fsdp' four for each of the W ranks are enough, because one step slot has no dummies, and gives
+        # every rank a sample:
+        # - Samples with images and samples without are planned separately. One of these groups has 2 W samples or more.
+        # - The number of its microbatches is a multiple of W. It has dummies only if that is more than its samples, so
+        #   more than 2 W. Then there are at least three slots.
+        # - There are fewer than W dummies. They follow one another in the order in which slots are filled, so they are
+        #   in at most two slots.
         enough = self.num_replicas
         if self.rows.options.objective == 'fsdp':
             enough = 4 * self.num_replicas
@@ -343,7 +343,7 @@ class RegroupingBatchSampler(DistributedSampler):
                     f'`{name}` must be that of the saved run for the same global batches, got: {identity.get(name)}, '
                     f'saved: {state.get(name)}. Restore it, or start without the saved state.'
                 )
-        super().set_epoch(state['epoch'])
+        super().set_epoch(state['epoch'])  # not ours, which would set `first_batch`, too
         self.skip_to(state['batch'])
 
     def plan_record(self, batch: int) -> PlanRecord:
@@ -366,7 +366,10 @@ class RegroupingBatchSampler(DistributedSampler):
 
     @cached_property
     def _facts(self) -> Facts:
-        """All arguments that decide the plans of a run, by name. Includes `_identity`. Tables are summaries."""
+        """All arguments that decide the plans of a run, by name: those of `_identity`, and all others.
+
+        Ranks must have the same ones. An error shows which of them differ, so tables are given as summaries.
+        """
         facts: Facts = {'number of ranks': self.num_replicas, 'number of samples': len(self.lengths)}
         tables = {
             'lengths': self.lengths,
@@ -391,7 +394,8 @@ class RegroupingBatchSampler(DistributedSampler):
     def _identity(self) -> dict[str, Any]:
         """Returns the arguments that decide which samples a global batch holds, as plain values by name.
 
-        A run that resumes must have the same ones. All others, such as the number of ranks, may change.
+        Checkpoints hold them, and a run that resumes must have the same ones. All other arguments, such as the number
+        of ranks, may change.
         """
         identity = self._global_batches.identity()
         for name in ('seed', 'shuffle', 'drop_last'):
@@ -427,7 +431,7 @@ def noting_progress(
     epoch: int,
     first: int,
 ) -> Iterator[Item]:
-    """Yields the batches of an epoch from batch `first` on, and notes in the sampler how far the run is."""
+    """Yields the batches of an epoch from batch `first` on, and keeps the sampler's place of the run up to date."""
     yield from sampler.progress.follow(batches, epoch, first)
     # The epoch is over. If it was resumed in the middle, `first_batch` is still above 0, but the next iteration must
     # start at 0. If the trainer has already set another epoch, `first_batch` belongs to that one, and stays.
