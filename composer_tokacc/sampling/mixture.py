@@ -85,7 +85,8 @@ class Mixture:
             ValueError: If a dataset has no loss tokens, or an argument is out of range.
         """
         checked_shares = _checked_rates('shares', shares, len(sizes))
-        tokens = checked_table('loss_tokens', loss_tokens, int(np.sum(sizes)))
+        sizes = checked_table('sizes', sizes, least=1).tolist()
+        tokens = checked_table('loss_tokens', loss_tokens, sum(sizes))
         ends_of_datasets = np.cumsum(sizes)
         tokens_by_dataset = np.split(tokens, ends_of_datasets[:-1])
         means = np.array([tokens_of_samples.mean() for tokens_of_samples in tokens_by_dataset])
@@ -175,9 +176,9 @@ class LossShares:
             raise InvalidInputError(
                 f'`shares` must be positive, one for each dataset, and add up to 1, got: {self.shares.tolist()}.'
             )
-        self.loss_tokens = checked_table('loss_tokens', loss_tokens, sum(sizes))
-        self.sizes = list(sizes)
-        self._dataset_of_sample = np.repeat(np.arange(len(sizes)), sizes)
+        self.sizes = checked_table('sizes', sizes).tolist()
+        self.loss_tokens = checked_table('loss_tokens', loss_tokens, sum(self.sizes))
+        self._dataset_of_sample = np.repeat(np.arange(len(self.sizes)), self.sizes)
         self._has_warned = False
 
     def weights(self, window: np.ndarray) -> np.ndarray:
