@@ -307,23 +307,22 @@ class GlobalBatches:
         if self._schedule is None:
             option = 'global_batch_tokens'
             unit = 'tokens'
-            size = self._tokens
+            size_of_batch = self._tokens
             # Each modality is cut by itself, and drops the samples that do not fill a global batch.
-            orders = self._orders(epoch=0)
-            tokens_of_orders = [self._lengths[order].sum() for order in orders]
-            available = int(min(tokens_of_orders))
+            tokens_of_orders = [self._lengths[order].sum() for order in self._orders(epoch=0)]
+            size_of_epoch = int(min(tokens_of_orders))
         else:
             option = 'global_batch_size'
             unit = 'samples'
+            size_of_batch = max(self.sizes)
             # Modalities are not checked one by one, because samples that do not fill a batch begin the next epoch.
-            size = max(self.sizes)
-            available = len(self._lengths)
+            size_of_epoch = len(self._lengths)
             if self._mixture is not None:
-                available = self._mixture.num_samples
-        if available < size:
+                size_of_epoch = self._mixture.num_samples
+        if size_of_epoch < size_of_batch:
             raise InvalidInputError(
                 f'`{option}` must be at most the {unit} of an epoch with `drop_last` (of each modality with `per_step` '
-                f'and tokens), got: {size} > {available} {unit}. Lower it or set drop_last=False.'
+                f'and tokens), got: {size_of_batch} > {size_of_epoch} {unit}. Lower it or set drop_last=False.'
             )
 
 

@@ -292,9 +292,10 @@ class _Sequence:
             entropy = [seed % 2**32, int(self.samples[0]), number_of_pass]
             (seed_of_pass,) = np.random.SeedSequence(entropy).generate_state(1).tolist()
             orders.append(permutation(size, seed_of_pass))
-        order_of_passes = np.concatenate(orders)  # begins at the first position of `first_pass`
-        places = order_of_passes[positions - first_pass * size]
-        return self.samples[places]
+        order_of_passes = np.concatenate(orders)
+        begin_of_passes = first_pass * size
+        places_in_dataset = order_of_passes[positions - begin_of_passes]
+        return self.samples[places_in_dataset]
 
 
 def mixed_orders(

@@ -91,8 +91,8 @@ class RegroupingBatchSampler(DistributedSampler):
         mixture: Shares of several datasets, which `dataset` joins as a ``ConcatDataset``. Every global batch has each
             dataset's share to within a few samples; more if one dataset of many has a large share.
         modality: ``'mixed'``, or ``'per_step'`` for global batches of samples of one modality each.
-        media: Number of the modality of each sample for ``'per_step'``, (n,) ints. Default: 1 for samples with
-            `image_tokens`, 0 for all others.
+        media: Number of the modality of each sample, (n,) ints. Only has an effect with ``'per_step'``. Default: 1 for
+            samples with `image_tokens`, 0 for all others.
         loss_shares: Weights of tokens that give each dataset its share of the loss of every step. Batches of a
             RegroupingDataLoader then have an entry ``loss_weights``, for ``TokenAccumulation(token_weights='column')``.
             A plain DataLoader does not add it.
@@ -173,12 +173,12 @@ class RegroupingBatchSampler(DistributedSampler):
             check_kind('mixture', mixture, Mixture)
             check_sizes_of_datasets('mixture', mixture.sizes, dataset, num_samples)
         check_choice('modality', modality, ('mixed', 'per_step'))
+        modality_of_samples = None
         if modality == 'per_step':
-            media = _modality_of_samples(media, self.rows)
-            # Only a mixture can be divided by modality, so a single dataset becomes a mixture of one dataset.
-            mixture = mixture or Mixture([num_samples])
-        else:
-            media = None  # the argument only has an effect with 'per_step'
+            modality_of_samples = _modality_of_samples(media, self.rows)
+            if mixture is None:
+                # Only a mixture can be divided by modality, so a single dataset becomes a mixture of one dataset.
+                mixture = Mixture([num_samples])
         self._global_batches = GlobalBatches(
             self.lengths,
             samples=global_batch_size,
@@ -186,7 +186,7 @@ class RegroupingBatchSampler(DistributedSampler):
             seed=self.seed if shuffle else None,
             drop_last=drop_last,
             mixture=mixture,
-            media=media,
+            media=modality_of_samples,
         )
         if global_batch_tokens is None:
             # Each size must be a multiple of the ranks, because the samples of one rank are the loader's `batch_size`.
@@ -243,13 +243,14 @@ class RegroupingBatchSampler(DistributedSampler):
         The iterator of a RegroupingDataLoader begins at `start_of_loader` instead. Its progress is not noted here,
         because the loader notes it.
         """
-        # This method has no `yield`, so it runs when torch calls it, while the loader has set `start_of_loader`.
-        is_of_loader = self.start_of_loader is not None
+        # `start_of_loader` is set only during this call. So this method must not be a generator, whose body would run
+        # later, when the first item is requested.
+        is_for_loader = self.start_of_loader is not None
         epoch, first = self.start_of_loader or (self.epoch, self.first_batch)
         if self._epoch_to_compare is None:
             self._epoch_to_compare = epoch
         assignments = self._assignments(epoch, first)
-        if is_of_loader:
+        if is_for_loader:
             return assignments
         return noting_progress(self, assignments, epoch, first)
 
@@ -343,7 +344,7 @@ class RegroupingBatchSampler(DistributedSampler):
                     f'`{name}` must be that of the saved run for the same global batches, got: {identity.get(name)}, '
                     f'saved: {state.get(name)}. Restore it, or start without the saved state.'
                 )
-        super().set_epoch(state['epoch'])  # not ours, which would set `first_batch`, too
+        self.set_epoch(state['epoch'])
         self.skip_to(state['batch'])
 
     def plan_record(self, batch: int) -> PlanRecord:
