@@ -40,6 +40,16 @@ DatasetSample = Mapping[str, Any]
 """A sample as the dataset returns it, one row: tensors or lists."""
 
 
+class SampleSize(NamedTuple):
+    """Sizes of a sample. All ranks get those of all samples, and make the plan from them."""
+
+    length: int
+    """In tokens."""
+    image_tokens: int
+    patches: int
+    loss_tokens: int
+
+
 class ExchangingDataLoader(DataLoader):
     """Regroups samples across ranks after loading, for datasets that divide themselves among the ranks.
 
@@ -150,7 +160,7 @@ class ExchangingDataLoader(DataLoader):
         # computes samples of others, until no rank has any.
         for batch_index in count():
             samples = self._read(reading, batch_index)
-            sizes_of_ranks = self._exchange.gather([self._size(sample) for sample in samples])
+            sizes_of_ranks = self._exchange.gather([self._measure(sample) for sample in samples])
             sizes_of_all = list(chain.from_iterable(sizes_of_ranks))
             if not sizes_of_all:
                 return
@@ -228,7 +238,7 @@ class ExchangingDataLoader(DataLoader):
         num_repeated = num_repeated_by(self.sampler, self.batch_size, batch_index)
         return loaded[: len(loaded) - num_repeated]
 
-    def _size(self, sample: DatasetSample) -> SampleSize:
+    def _measure(self, sample: DatasetSample) -> SampleSize:
         """Measures a sample. Sizes that no option needs are 0."""
         ids = torch.as_tensor(sample['input_ids'])
         is_image_token = torch.isin(ids, self._image_token_ids)
@@ -241,16 +251,6 @@ class ExchangingDataLoader(DataLoader):
             has_label = torch.as_tensor(sample['labels']) != IGNORE_INDEX
             num_labels = int(has_label.sum())
         return SampleSize(ids.shape[-1], num_image_tokens, num_patches, num_labels)
-
-
-class SampleSize(NamedTuple):
-    """Sizes of a sample. :meth:`ExchangingDataLoader._assign` makes :class:`.Rows` of them."""
-
-    length: int
-    """In tokens."""
-    image_tokens: int
-    patches: int
-    loss_tokens: int
 
 
 class SampleExchange:

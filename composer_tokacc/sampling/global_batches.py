@@ -368,11 +368,11 @@ def cut_by_tokens(
     batches is ``ceil(sum / tokens)``, or ``floor(sum / tokens)`` with `drop_last`, for every order of the samples. So
     all epochs of the same samples have equally many steps, which trainers expect.
 
-    The usual rule fills each global batch up to `tokens` by itself. Then the tokens by which each one falls short add
-    up, and the number of global batches depends on the order.
-
     For example, samples of 3, 3, 3 and 1 tokens are cut at multiples of `tokens` = 5. The samples end at 3, 6, 9 and 10
     tokens. Up to 5 tokens there is one sample, and up to 10 there are all four. So the batches have 3 and 7 tokens.
+
+    The usual rule fills each global batch up to `tokens` by itself. Then the tokens by which each one falls short add
+    up, and the number of global batches depends on the order.
 
     Args:
         order: Indices of the samples in the order of the epoch, each with at most `tokens` tokens.

@@ -232,6 +232,7 @@ def check_sizes_of_datasets(name: str, sizes: Sequence[int], dataset: object, nu
     ends_of_datasets = np.cumsum(sizes)
     if np.isin(ends_of_datasets, ends_of_parts).all():
         return  # each dataset of the mixture is one or several parts
+    # The sizes may be those of the parts in another order. The parts of `a + b + c` are `a + b` and `c`, or all three.
     sizes_of_parts = [len(part) for part in dataset.datasets]  # pyright: ignore[reportArgumentType]
     for sizes_in_order in (sizes_of_parts, sizes_of_nested_parts):
         if sorted(sizes) == sorted(sizes_in_order):
