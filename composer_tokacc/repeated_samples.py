@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sized
-from typing import Any, Protocol, TypeGuard, runtime_checkable
+from typing import Any, TypeGuard
 
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
@@ -17,17 +17,8 @@ from composer_tokacc.refusals import InvalidInputError
 log = logging.getLogger(__name__)
 
 
-@runtime_checkable
-class _RegroupingSampler(Protocol):
-    """A :class:`.RegroupingBatchSampler`. Its module imports this one, so the class itself cannot be imported here."""
-
-    first_batch: int
-
-    def has_only_copies(self, batch: int) -> bool: ...
-
-
 def num_repeated(dataloader: Any, batch_index: int, num_rows: int) -> int:
-    """Returns how many rows at the end of this rank's batch are repeated samples: 0 or 1.
+    """Returns how many rows at the end of this rank's batch come from a repeated sample.
 
     Without ``drop_last`` torch's DistributedSampler repeats samples until every rank has equally many. A
     RegroupingBatchSampler repeats one for a rank that would have none. Another rank has the same sample, too. If the
@@ -40,7 +31,8 @@ def num_repeated(dataloader: Any, batch_index: int, num_rows: int) -> int:
     Args:
         dataloader: The DataLoader that Composer iterates.
         batch_index: Counts the batches of the epoch from 0, skipped ones included.
-        num_rows: The rows of this batch. A collator may have joined several samples to one row.
+        num_rows: The rows of this batch. A collator may have joined several samples to one row, or made several rows of
+            one sample.
     """
     if not isinstance(dataloader, DataLoader) or getattr(dataloader, 'marks_added_rows', False):
         return 0
@@ -53,6 +45,8 @@ def num_repeated(dataloader: Any, batch_index: int, num_rows: int) -> int:
             'it is not known which batch has it. Leave `in_order` out.'
         )
         return 0
+    if num_samples == 1:
+        return num_rows  # the repeated sample is the only one, so all rows are of it
     if num_rows != num_samples:
         log.warning(
             'The last batch of the epoch repeats a sample of another rank, and the sample counts twice: the batch has '
@@ -65,8 +59,8 @@ def num_repeated(dataloader: Any, batch_index: int, num_rows: int) -> int:
 
 def _samples_if_last_is_repeated(dataloader: DataLoader, batch_index: int) -> int | None:
     """Returns how many samples this rank's batch has if the last of them is a repeated sample, else None."""
-    batch_sampler = dataloader.batch_sampler
-    if isinstance(batch_sampler, _RegroupingSampler):
+    batch_sampler: Any = dataloader.batch_sampler
+    if _is_regrouping(batch_sampler):
         # It repeats a sample only for a rank that would have none, so the repeated sample is the only one.
         return 1 if batch_sampler.has_only_copies(batch_index) else None
     sampler, batch_size = sampler_of(dataloader)
@@ -74,6 +68,16 @@ def _samples_if_last_is_repeated(dataloader: DataLoader, batch_index: int) -> in
         return None
     # Only the last batch of the epoch has a repeated sample. It holds the samples of this rank that are left.
     return sampler.num_samples - batch_index * batch_size
+
+
+def _is_regrouping(batch_sampler: object) -> bool:
+    """Returns whether this is a :class:`.RegroupingBatchSampler`, or a wrapper that passes on its attributes.
+
+    Not with ``isinstance``, because the module of the class imports this one. Nor with a ``Protocol``: from Python 3.12
+    on, ``isinstance`` does not find attributes that a wrapper passes on by ``__getattr__``. The copies of a rank would
+    then count, without a warning.
+    """
+    return hasattr(batch_sampler, 'has_only_copies')
 
 
 def sampler_of(dataloader: DataLoader) -> tuple[Any, int | None]:
@@ -111,7 +115,7 @@ def warn_of_unknown_copies(dataloader: Any) -> None:
     The order is that of a subclass, such as the length-grouped sampler of Hugging Face, or of a batch sampler around
     it.
     """
-    if not isinstance(dataloader, DataLoader) or isinstance(dataloader.batch_sampler, _RegroupingSampler):
+    if not isinstance(dataloader, DataLoader) or _is_regrouping(dataloader.batch_sampler):
         return  # a RegroupingBatchSampler tells which samples it repeats
     sampler = getattr(dataloader.batch_sampler, 'sampler', dataloader.sampler)
     if not isinstance(sampler, DistributedSampler) or not isinstance(dataloader.dataset, Sized):
@@ -161,7 +165,7 @@ def first_batch_of(dataloader: Any) -> int:
 
     It is above 0 only if a :class:`.RegroupingBatchSampler` resumes an epoch. At the end of the epoch it is 0 again.
     """
-    batch_sampler = getattr(dataloader, 'batch_sampler', None)
-    if isinstance(batch_sampler, _RegroupingSampler):
+    batch_sampler: Any = getattr(dataloader, 'batch_sampler', None)
+    if _is_regrouping(batch_sampler):
         return batch_sampler.first_batch
     return 0

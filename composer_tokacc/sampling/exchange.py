@@ -181,7 +181,7 @@ class ExchangingDataLoader(DataLoader):
     def state_dict(self) -> dict[str, Any] | None:
         """Returns the state of the dataset after the batches that were yielded; None if it has no ``state_dict``.
 
-        The ``state_dict`` must have the arguments of the one of StreamingDataset.
+        The dataset's ``state_dict`` must take the same arguments as that of StreamingDataset.
         """
         dataset: Any = self.dataset
         if not hasattr(dataset, 'state_dict'):

@@ -182,7 +182,7 @@ class RegroupingDataLoader(DataLoader):
     ) -> Iterator[PreSplitBatch | _BatchToPin]:
         """Seeds the workers. Returns torch's iterator over the batches of the epoch from `first` on."""
         sampler = self._sampler
-        # The seed of the workers differs between ranks and between epochs, and after a run was resumed.
+        # The seed of the workers differs between ranks, between epochs, and if a run is resumed at another batch.
         entropy = [sampler.seed % 2**32, epoch, sampler.rank, first]
         seeds = np.random.SeedSequence(entropy).generate_state(1)
         self._generator.manual_seed(int(seeds[0]))

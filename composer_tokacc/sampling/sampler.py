@@ -395,7 +395,7 @@ class RegroupingBatchSampler(DistributedSampler):
     def _identity(self) -> dict[str, Any]:
         """Returns the arguments that decide which samples a global batch holds, as plain values by name.
 
-        Checkpoints hold them, and a run that resumes must have the same ones. All other arguments, such as the number
+        State dicts hold them, and a run that resumes must have the same ones. All other arguments, such as the number
         of ranks, may change.
         """
         identity = self._global_batches.identity()
