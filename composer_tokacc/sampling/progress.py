@@ -39,11 +39,8 @@ class Progress:
     def __init__(self) -> None:
         self._iterators: list[_ReadingIterator] = []
         """All iterators that may hold the place. The one that began or yielded a batch most recently comes last."""
-
-    @property
-    def num_reading(self) -> int:
-        """Number of iterators that can yield further batches."""
-        return sum(iterator.is_reading for iterator in self._iterators)
+        self.num_reading = 0
+        """Number of iterators that can yield further batches, those that were forgotten included."""
 
     def follow(
         self,
@@ -59,6 +56,7 @@ class Progress:
         ]
         current = _ReadingIterator(epoch, first)
         self._iterators.append(current)
+        self.num_reading += 1
         try:
             for batch in batches:
                 current.next_batch += 1
@@ -74,6 +72,7 @@ class Progress:
         finally:
             # Also reached if the iterator is closed or garbage collected in the middle of the epoch.
             current.is_reading = False
+            self.num_reading -= 1
 
     def forget(self) -> None:
         """Forgets all iterators. The place is then the one that the caller sets, until an iterator yields a batch."""
