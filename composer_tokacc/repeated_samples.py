@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 def num_repeated(dataloader: Any, batch_index: int, num_rows: int) -> int:
-    """Returns how many rows at the end of this rank's batch are repeated samples: 0 or 1.
+    """Returns how many rows at the end of this rank's batch come from a repeated sample.
 
     Without ``drop_last`` torch's DistributedSampler repeats samples until every rank has equally many. A
     RegroupingBatchSampler repeats one for a rank that would have none. Another rank has the same sample, too. If the
@@ -31,24 +31,13 @@ def num_repeated(dataloader: Any, batch_index: int, num_rows: int) -> int:
     Args:
         dataloader: The DataLoader that Composer iterates.
         batch_index: Counts the batches of the epoch from 0, skipped ones included.
-        num_rows: The rows of this batch. A collator may have joined several samples to one row.
+        num_rows: The rows of this batch. A collator may have joined several samples to one row, or made several rows of
+            one sample.
     """
     if not isinstance(dataloader, DataLoader) or getattr(dataloader, 'marks_added_rows', False):
         return 0
-    num_samples: int | None = None  # of the batch, if it is known
-    # A RegroupingBatchSampler tells whether the only sample of this rank's batch is a copy.
-    has_only_copies = getattr(dataloader.batch_sampler, 'has_only_copies', None)
-    if has_only_copies is not None:
-        num_copies = int(has_only_copies(batch_index))
-    else:
-        sampler, batch_size = sampler_of(dataloader)
-        if batch_size is None:
-            return 0
-        num_copies = num_repeated_by(sampler, batch_size, batch_index)
-        if num_copies > 0:
-            # Only the last batch of the epoch repeats a sample, so it has the remaining samples of this rank.
-            num_samples = sampler.num_samples - batch_index * batch_size
-    if num_copies == 0:
+    num_samples = _samples_if_last_is_repeated(dataloader, batch_index)
+    if num_samples is None:
         return 0
     if not yields_in_order(dataloader):
         log.warning(
@@ -56,24 +45,50 @@ def num_repeated(dataloader: Any, batch_index: int, num_rows: int) -> int:
             'it is not known which batch has it. Leave `in_order` out.'
         )
         return 0
-    if num_samples is not None and num_rows != num_samples:
+    if num_samples == 1:
+        return num_rows  # the repeated sample is the only one, so all rows are of it
+    if num_rows != num_samples:
         log.warning(
             'The last batch of the epoch repeats a sample of another rank, and the sample counts twice: the batch has '
             '%d rows, and not one for each sample, so its row is not known. `drop_last=True` of the sampler avoids it.',
             num_rows,
         )
         return 0
-    return num_copies
+    return 1
+
+
+def _samples_if_last_is_repeated(dataloader: DataLoader, batch_index: int) -> int | None:
+    """Returns how many samples this rank's batch has if the last of them is a repeated sample, else None."""
+    batch_sampler: Any = dataloader.batch_sampler
+    if _is_regrouping(batch_sampler):
+        # It repeats a sample only for a rank that would have none, so the repeated sample is the only one.
+        return 1 if batch_sampler.has_only_copies(batch_index) else None
+    sampler, batch_size = sampler_of(dataloader)
+    if batch_size is None or num_repeated_by(sampler, batch_size, batch_index) == 0:
+        return None
+    # Only the last batch of the epoch has a repeated sample. It holds the samples of this rank that are left.
+    return sampler.num_samples - batch_index * batch_size
+
+
+def _is_regrouping(batch_sampler: object) -> bool:
+    """Returns whether this is a :class:`.RegroupingBatchSampler`, or a wrapper that passes on its attributes.
+
+    Not with ``isinstance``, because the module of the class imports this one. Nor with a ``Protocol``: from Python 3.12
+    on, ``isinstance`` does not find attributes that a wrapper passes on by ``__getattr__``. The copies of a rank would
+    then count, without a warning.
+    """
+    return hasattr(batch_sampler, 'has_only_copies')
 
 
 def sampler_of(dataloader: DataLoader) -> tuple[Any, int | None]:
     """Returns the sampler of a loader, and the number of samples in a batch.
 
-    The number is None if torch's BatchSampler does not make the batches. Then the sampler may decide nothing.
+    The number is None if the batches are not made by torch's BatchSampler. Then they may hold other samples than those
+    of the sampler, or the same in another order.
     """
     batch_sampler = dataloader.batch_sampler
-    # With `DataLoader(batch_sampler=...)` the loader's own `sampler` and `batch_size` say nothing. A subclass with
-    # another `__iter__` may make other batches.
+    # With `DataLoader(batch_sampler=...)` the loader's own `sampler` and `batch_size` are not used, so they are read
+    # from the batch sampler. A subclass of BatchSampler with its own `__iter__` may make other batches.
     if isinstance(batch_sampler, BatchSampler) and type(batch_sampler).__iter__ is BatchSampler.__iter__:
         return batch_sampler.sampler, batch_sampler.batch_size
     return dataloader.sampler, dataloader.batch_size
@@ -83,9 +98,10 @@ def num_repeated_by(sampler: Any, batch_size: int, batch_index: int) -> int:
     """Returns how many rows at the end of a batch torch's DistributedSampler repeats; 0 for other samplers."""
     if not has_torchs_order(sampler):
         return 0
-    # The sampler repeats samples at the end of its order, fewer than there are ranks, and deals the order out like
-    # cards. So a rank has at most one of them, as its last sample. For example, 3 ranks get 5 samples as (0, 3), (1, 4)
-    # and (2, 0). The last sample of rank 2 has place 5 in the order, which is behind the 5 samples of the dataset.
+    # Rank r of W gets places r, r + W, r + 2 W and so on of the sampler's order. The repeated samples are at the end of
+    # the order, and are fewer than W. So a rank has at most one of them, as its last sample. For example, with 5
+    # samples on 3 ranks the order is 0, 1, 2, 3, 4, 0. Ranks 0, 1 and 2 get (0, 3), (1, 4) and (2, 0). The last sample
+    # of rank 2 has place 5 of the order, after the 5 samples of the dataset. So it is repeated.
     last_on_rank = sampler.num_samples - 1
     place_in_order = last_on_rank * sampler.num_replicas + sampler.rank
     is_repeated = place_in_order >= len(sampler.dataset)  # pyright: ignore[reportArgumentType]
@@ -99,14 +115,14 @@ def warn_of_unknown_copies(dataloader: Any) -> None:
     The order is that of a subclass, such as the length-grouped sampler of Hugging Face, or of a batch sampler around
     it.
     """
-    if not isinstance(dataloader, DataLoader) or hasattr(dataloader.batch_sampler, 'has_only_copies'):
-        return
+    if not isinstance(dataloader, DataLoader) or _is_regrouping(dataloader.batch_sampler):
+        return  # a RegroupingBatchSampler tells which samples it repeats
     sampler = getattr(dataloader.batch_sampler, 'sampler', dataloader.sampler)
     if not isinstance(sampler, DistributedSampler) or not isinstance(dataloader.dataset, Sized):
         return
     _, batch_size = sampler_of(dataloader)  # None: the batches are not those of torch's BatchSampler
     if has_torchs_order(sampler) and batch_size is not None:
-        return
+        return  # `num_repeated` knows the row of a repeated sample
     try:
         num_samples = len(sampler)
     except (AttributeError, NotImplementedError, TypeError):
@@ -150,6 +166,6 @@ def first_batch_of(dataloader: Any) -> int:
     It is above 0 only if a :class:`.RegroupingBatchSampler` resumes an epoch. At the end of the epoch it is 0 again.
     """
     batch_sampler: Any = getattr(dataloader, 'batch_sampler', None)
-    # Not with isinstance(), because the module of the class imports this one.
-    is_regrouping = hasattr(batch_sampler, 'has_only_copies')
-    return batch_sampler.first_batch if is_regrouping else 0
+    if _is_regrouping(batch_sampler):
+        return batch_sampler.first_batch
+    return 0

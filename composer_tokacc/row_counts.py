@@ -6,6 +6,8 @@
 A batch is counted once, on the CPU: :func:`with_counts` adds one list, with a :class:`RowCounts` for each row. Code
 that selects, packs or adds rows later does the same with the list. In a :class:`.PreSplitBatch`, which is a mapping as
 well, each microbatch has its own list, and the entry of the whole batch is all of them joined.
+
+A batch may have such a list before it is counted. It then only marks rows that must not count: they have 0 samples.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ class RowCounts:
         real_tokens: Attended positions; 0 if ``samples`` is 0.
         loss_tokens: Loss-generating tokens.
         loss_weight: Sum of the weights of these tokens. It is their number if tokens have no weights.
-        rule: The loss rule that counted the tokens. None: they were not counted.
+        rule: The loss rule that counted the tokens. None: they were not counted, and their numbers here are 0.
         source: Source of the data, if the batch names it.
         has_new_label: Whether a token id counts as a label in this row for the first time in the run. The algorithm
             marks such rows after it has counted them. It measures the token weights of their microbatches, because a
@@ -133,14 +135,15 @@ def check_loss_shares(batch: object, token_weights: str, rule: LossRule, tokens_
     """Raises ValueError if the sampler's ``loss_shares`` are not applied, or come from wrong numbers of loss tokens.
 
     With ``loss_shares`` the user sets which part of the loss each dataset has. The sampler computes the weights of the
-    rows from it, and from the numbers of loss tokens in a table, ``batch.loss_tokens``. The table may be out of date.
-    With wrong numbers the datasets would not have their shares. Does nothing unless the sampler has shares.
+    rows from the shares, and from the numbers of loss tokens in a table, ``batch.loss_tokens``. The table may be out of
+    date. With wrong numbers the datasets would not have their shares. Does nothing unless the sampler has shares.
 
     Args:
         batch: A batch. Only one of a :class:`.RegroupingDataLoader` can have such numbers.
-        token_weights: The weights that tokens get. Only ``'column'`` applies those of the batch.
+        token_weights: The scheme of token weights in use. Only ``'column'`` applies the weights of the batch. With any
+            other one, a batch of a sampler with shares is refused.
         rule: The loss rule by which the tokens were counted.
-        tokens_of_rows: The loss tokens of each row. Not needed if ``token_weights`` is not ``'column'``.
+        tokens_of_rows: The loss tokens of each row, for ``'column'``.
     """
     if not isinstance(batch, PreSplitBatch) or batch.loss_tokens is None:
         return
@@ -152,25 +155,26 @@ def check_loss_shares(batch: object, token_weights: str, rule: LossRule, tokens_
         )
     rows = row_counts_of(batch)
     for number, (row, counted, planned) in enumerate(zip(rows, tokens_of_rows, batch.loss_tokens, strict=True)):
-        if row.samples == 0 or counted == planned:  # a repeated sample has no loss
-            continue
-        raise InvalidInputError(
-            f'`loss_shares` must know the loss tokens of each sample, got: {planned} for {sample_name(batch, number)}, '
-            f'which has {counted} by the loss rule {rule!r}. The weights of its dataset would be wrong. Count '
-            'the samples again (remove the length table, or give the dataset a `fingerprint()` that changes with its '
-            "labels). A length table counts by the rule 'causal'; if the model has another one, give `LossShares` "
-            'numbers of your own. Samples whose labels are random cannot have `loss_shares`.'
-        )
+        has_loss = row.samples > 0  # a repeated sample has none
+        if has_loss and counted != planned:
+            raise InvalidInputError(
+                f'`loss_shares` must know the loss tokens of each sample, got: {planned} for '
+                f'{sample_name(batch, number)}, which has {counted} by the loss rule {rule!r}. The weights of its '
+                'dataset would be wrong. Count the samples again (remove the length table, or give the dataset a '
+                "`fingerprint()` that changes with its labels). A length table counts by the rule 'causal'; if the "
+                'model has another one, give `LossShares` numbers of your own. Samples whose labels are random cannot '
+                'have `loss_shares`.'
+            )
 
 
 def _without_labels_of_added_rows(batch: Batch) -> Batch:
-    """Returns the batch with the labels of dummy rows and repeated samples masked."""
+    """Returns the batch with the labels of dummy rows and repeated samples masked. These have 0 samples."""
     labels = labels_of(batch)
-    are_added = [row.samples == 0 for row in row_counts_of(batch)]
-    if not any(are_added):
+    is_added = [row.samples == 0 for row in row_counts_of(batch)]
+    if not any(is_added):
         return batch
-    is_added = torch.tensor(are_added, device=labels.device)
-    return {**batch, 'labels': labels.masked_fill(is_added[:, None], IGNORE_INDEX)}
+    mask_of_added = torch.tensor(is_added, device=labels.device)
+    return {**batch, 'labels': labels.masked_fill(mask_of_added[:, None], IGNORE_INDEX)}
 
 
 def count_rows(
@@ -180,12 +184,11 @@ def count_rows(
 ) -> list[RowCounts]:
     """Counts the tokens of each row of a batch.
 
-    Call it before the split packs rows, because it fills in no ``documents``. A row that the collator has packed counts
-    as one sample.
+    It must be called before the split packs rows, because it fills in no ``documents``. A row that the collator has
+    packed counts as one sample.
 
     Args:
-        batch: A batch with ``labels``. A row that already has counts of 0 samples keeps the 0, and its tokens do not
-            count.
+        batch: A batch with ``labels``. A row that is marked as 0 samples stays so, and its tokens do not count.
         rule: The loss rule.
         weights: Weights of the tokens, ``(rows, width)``, 0 at positions without loss. None: tokens have no weights.
     """
@@ -194,23 +197,23 @@ def count_rows(
     loss_weights: Sequence[float] = loss_counts
     if weights is not None:
         loss_weights = weights.sum(dim=1, dtype=torch.float64).tolist()
-    sources = sources_of(batch)
-    counted = []
-    for number, row in enumerate(row_counts_of(batch)):
+    rows = row_counts_of(batch)
+    sources = sources_of(batch) or [None] * len(rows)
+    counted_rows = []
+    for number, row in enumerate(rows):
         if row.samples == 0:
-            counted.append(RowCounts(samples=0, rule=rule))
-            continue
-        counted.append(
-            RowCounts(
+            counted = RowCounts(samples=0, rule=rule)
+        else:
+            counted = RowCounts(
                 samples=row.samples,
                 real_tokens=real_counts[number],
                 loss_tokens=loss_counts[number],
                 loss_weight=loss_weights[number],
                 rule=rule,
-                source=None if sources is None else sources[number],
+                source=sources[number],
             )
-        )
-    return counted
+        counted_rows.append(counted)
+    return counted_rows
 
 
 def sources_of(batch: Batch) -> Sequence[str | None] | None:
@@ -218,8 +221,9 @@ def sources_of(batch: Batch) -> Sequence[str | None] | None:
     names = batch.get('source')
     if not isinstance(names, (list, tuple)) or len(names) != num_rows(batch):
         return None
-    are_names = all(isinstance(name, str | None) for name in names)
-    return names if are_names else None
+    if not all(isinstance(name, str | None) for name in names):
+        return None
+    return names
 
 
 @overload
@@ -248,7 +252,7 @@ def without_row_counts(batch: Batch) -> BatchDict:
 
 
 def row_counts_of(batch: Batch) -> Sequence[RowCounts]:
-    """Returns the counts of each row. If the batch has none, each row is one sample, without further counts."""
+    """Returns the counts of each row. If the batch has none yet, each row is one sample, with uncounted tokens."""
     if isinstance(batch, PreSplitBatch):
         counts: list[RowCounts] = []
         for microbatch in batch.microbatches:
@@ -262,12 +266,14 @@ def is_counted(batch: object) -> bool:
 
     Counts without a ``rule`` only mark repeated samples and dummy rows.
     """
-    rows = batch.get(ROWS_KEY) if isinstance(batch, Mapping) else None
-    return bool(rows) and all(row.rule for row in rows)
+    if not isinstance(batch, Mapping):
+        return False
+    rows = batch.get(ROWS_KEY)
+    return bool(rows) and all(row.rule is not None for row in rows)
 
 
 def num_rows(batch: Batch) -> int:
-    """Returns the number of rows of the batch, see :func:`.text_of`."""
+    """Returns the number of rows of the batch, which :func:`.text_of` tells."""
     return sum(len(text_of(microbatch)) for microbatch in microbatches_of(batch))
 
 

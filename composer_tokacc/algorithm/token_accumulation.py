@@ -451,15 +451,18 @@ class TokenAccumulation(Algorithm):
     def _count_batch(self, state: State, batch_index: int) -> Step:
         """Adds the counts of the rows to ``state.batch``, and returns the record of the step.
 
-        If a row repeats a sample of another rank, it is first marked as 0 samples. Counting keeps this mark.
+        Rows of a repeated sample of another rank are first marked as 0 samples. Counting keeps this mark.
         """
         run = self._run
         rule = run.loss_facts.rule
         batch: Batch = state.batch
-        if num_repeated(state.dataloader, batch_index, num_rows(batch)):
-            # At most one row is a copy of another rank's sample, and it is the last one.
-            *rows, repeated_row = row_counts_of(batch)  # each row is one sample, and has no other counts yet
-            batch = attach_row_counts(batch, [*rows, replace(repeated_row, samples=0)])
+        num_copied_rows = num_repeated(state.dataloader, batch_index, num_rows(batch))
+        if num_copied_rows > 0:
+            # The rows of a copy of another rank's sample are the last ones.
+            rows = list(row_counts_of(batch))  # they have no other counts yet
+            for number in range(len(rows) - num_copied_rows, len(rows)):
+                rows[number] = replace(rows[number], samples=0)
+            batch = attach_row_counts(batch, rows)
         # The counts become an entry of the batch, so that the split cuts them together with the rows. Rows of 0 samples
         # lose their labels.
         counted_batch = with_counts(batch, rule, self.options.token_weights)

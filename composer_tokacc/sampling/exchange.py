@@ -40,6 +40,16 @@ DatasetSample = Mapping[str, Any]
 """A sample as the dataset returns it, one row: tensors or lists."""
 
 
+class SampleSize(NamedTuple):
+    """Sizes of a sample. All ranks get those of all samples, and make the plan from them."""
+
+    length: int
+    """In tokens."""
+    image_tokens: int
+    patches: int
+    loss_tokens: int
+
+
 class ExchangingDataLoader(DataLoader):
     """Regroups samples across ranks after loading, for datasets that divide themselves among the ranks.
 
@@ -104,12 +114,13 @@ class ExchangingDataLoader(DataLoader):
         generator = torch.Generator()
         generator.manual_seed(torch.initial_seed() + get_global_rank())
         kwargs.setdefault('generator', generator)
-        # Samples are collated only after the exchange. A worker sends them as one tensor, because torch opens a file
-        # for each tensor that is sent, and the number of open files is limited.
-        pack: Callable[[list[Any]], Any] = list
+        # Samples are collated only after the exchange, so torch's `collate_fn` returns the list of samples. A worker
+        # sends the list as one tensor of bytes, because torch opens a file for each tensor that is sent, and the number
+        # of open files is limited. `_read` makes a list of it again.
+        as_list_or_bytes: Callable[[list[Any]], Any] = list
         if kwargs.get('num_workers'):
-            pack = to_bytes
-        super().__init__(dataset, collate_fn=pack, **kwargs)
+            as_list_or_bytes = to_bytes
+        super().__init__(dataset, collate_fn=as_list_or_bytes, **kwargs)
         if self.batch_size is None:
             raise InvalidInputError('`batch_size` must be what each rank reads in a step, got: None. Pass a number.')
         check_order(self)
@@ -149,16 +160,18 @@ class ExchangingDataLoader(DataLoader):
         # computes samples of others, until no rank has any.
         for batch_index in count():
             samples = self._read(reading, batch_index)
-            sizes_of_ranks = self._exchange.gather([self._size(sample) for sample in samples])
+            sizes_of_ranks = self._exchange.gather([self._measure(sample) for sample in samples])
             sizes_of_all = list(chain.from_iterable(sizes_of_ranks))
             if not sizes_of_all:
                 return
             assignments = self._assign(sizes_of_all)
+            # The samples of this rank are numbered after those of all lower ranks.
             first_number = sum(len(sizes) for sizes in sizes_of_ranks[:rank])
+            # Each rank's numbers, microbatch by microbatch.
             assigned_numbers = [list(assignment) for assignment in assignments]
-            to_compute = self._exchange.swap(samples, first_number, assigned_numbers)
+            samples_to_compute = self._exchange.swap(samples, first_number, assigned_numbers)
             self._num_samples += len(sizes_of_all)
-            batch = collate(self._collate, to_compute, assignments[rank], self._options)
+            batch = collate(self._collate, samples_to_compute, assignments[rank], self._options)
             # The numbers of the samples are not indices in the dataset, so no message may show them.
             batch.indices = None
             if self._pin:
@@ -166,7 +179,10 @@ class ExchangingDataLoader(DataLoader):
             yield batch
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Returns the state of the dataset after the batches that were yielded; None if it has no ``state_dict``."""
+        """Returns the state of the dataset after the batches that were yielded; None if it has no ``state_dict``.
+
+        The dataset's ``state_dict`` must take the same arguments as that of StreamingDataset.
+        """
         dataset: Any = self.dataset
         if not hasattr(dataset, 'state_dict'):
             return None
@@ -186,13 +202,13 @@ class ExchangingDataLoader(DataLoader):
 
         It only depends on the sizes and the arguments, so every rank computes the same assignments.
         """
-        # One array for each field of SampleSize, with one number for each sample.
-        lengths, image_tokens, patches, loss_tokens = map(np.array, zip(*sizes, strict=True))
+        image_tokens = np.array([size.image_tokens for size in sizes])
+        patches = np.array([size.patches for size in sizes])
         rows = Rows(
-            lengths,
+            np.array([size.length for size in sizes]),
             self._options,
             image_tokens=image_tokens,
-            loss_tokens=loss_tokens,
+            loss_tokens=np.array([size.loss_tokens for size in sizes]),
             vision_cost=self._options.cost.vision(image_tokens, patches),
         )
         plan = plan_checked_rows(rows, get_world_size())
@@ -211,18 +227,18 @@ class ExchangingDataLoader(DataLoader):
 
         Samples that torch's DistributedSampler repeats are left out.
         """
-        loaded = next(reading, [])
-        # If the loader ends before its length, the dataset has raised StopIteration. Samplers of iterable datasets
-        # have no length, and samplers of users may have none.
+        loaded = next(reading, [])  # an empty list after the end
+        # If the loader ends before its length, the dataset has raised StopIteration. The length is known only if the
+        # sampler has one. Samplers of iterable datasets have none, and samplers of users may have none.
         if len(loaded) == 0 and isinstance(self.sampler, Sized) and batch_index < len(self):
             raise RuntimeError(ENDED_BY_AN_ERROR)
-        if isinstance(loaded, torch.Tensor):
+        if isinstance(loaded, torch.Tensor):  # from a worker
             loaded = from_bytes(loaded)
         assert self.batch_size is not None
         num_repeated = num_repeated_by(self.sampler, self.batch_size, batch_index)
         return loaded[: len(loaded) - num_repeated]
 
-    def _size(self, sample: DatasetSample) -> SampleSize:
+    def _measure(self, sample: DatasetSample) -> SampleSize:
         """Measures a sample. Sizes that no option needs are 0."""
         ids = torch.as_tensor(sample['input_ids'])
         is_image_token = torch.isin(ids, self._image_token_ids)
@@ -235,16 +251,6 @@ class ExchangingDataLoader(DataLoader):
             has_label = torch.as_tensor(sample['labels']) != IGNORE_INDEX
             num_labels = int(has_label.sum())
         return SampleSize(ids.shape[-1], num_image_tokens, num_patches, num_labels)
-
-
-class SampleSize(NamedTuple):
-    """Sizes of a sample. :meth:`ExchangingDataLoader._assign` makes :class:`.Rows` of them."""
-
-    length: int
-    """In tokens."""
-    image_tokens: int
-    patches: int
-    loss_tokens: int
 
 
 class SampleExchange:
@@ -280,18 +286,20 @@ class SampleExchange:
             assigned_numbers: For each rank the numbers of the samples that it computes. Several ranks may get a copy of
                 the same sample.
         """
-        sample_by_number = dict(enumerate(samples, start=first_number))
+        read_here = dict(enumerate(samples, start=first_number))
         this_rank = get_global_rank()
         parcels = []  # one for each rank
         for receiver, numbers in enumerate(assigned_numbers):
-            samples_to_send = {number: sample_by_number[number] for number in numbers if number in sample_by_number}
-            # If there is nothing to send, no bytes are sent.
             parcel = torch.empty(0, dtype=torch.uint8)
-            if samples_to_send and receiver != this_rank:
-                parcel = to_bytes(samples_to_send)
+            # This rank has its own samples already, so it sends itself nothing.
+            if receiver != this_rank:
+                samples_to_send = {number: read_here[number] for number in numbers if number in read_here}
+                if samples_to_send:
+                    parcel = to_bytes(samples_to_send)
             parcels.append(parcel)
+        sample_by_number = dict(read_here)
         for received in self._all_to_all(parcels):
-            if len(received):
+            if len(received) > 0:
                 sample_by_number.update(from_bytes(received))
         return [sample_by_number[number] for number in assigned_numbers[this_rank]]
 

@@ -35,8 +35,8 @@ _START = re.compile(r'(\d+(?:_\d+)*)(ba|tok)?')
 class BatchSchedule:
     """Sizes of the global batch in the course of a run. A size that never changes is a schedule of one stage.
 
-    In the methods, ``trained`` is the number of steps, or of tokens, that the run has trained so far. The unit of the
-    schedule decides which of them.
+    In the methods, ``trained`` is a number of steps or of tokens, in the unit of the schedule: how many the run has
+    trained so far.
     """
 
     unit: str
@@ -55,9 +55,9 @@ class BatchSchedule:
         sizes: list[int] = []
         units: set[str] = set()
         for stage in stages:
-            match = None
-            if isinstance(stage, Sequence) and len(stage) == 2:
-                match = _START.fullmatch(str(stage[0]))
+            if not isinstance(stage, Sequence) or len(stage) != 2:
+                raise _not_a_schedule(stages)
+            match = _START.fullmatch(str(stage[0]))
             if match is None:
                 raise _not_a_schedule(stages)
             start = int(match[1])
@@ -67,8 +67,9 @@ class BatchSchedule:
             check_count('global_batch_size', size)
             starts.append(start)
             sizes.append(int(size))  # not an integer of numpy, because checkpoints hold the sizes
+        begins_at_0 = len(starts) > 0 and starts[0] == 0
         is_rising = starts == sorted(set(starts))
-        if starts[:1] != [0] or not is_rising or len(units) > 1:
+        if not begins_at_0 or not is_rising or len(units) > 1:
             raise _not_a_schedule(stages)
         unit = 'tok' if 'tok' in units else 'ba'
         return cls(unit, starts, sizes)
@@ -93,18 +94,18 @@ class BatchSchedule:
             drop_last: Whether samples that do not fill the last global batch are left out.
         """
         batches = []
-        start = 0
-        while start < len(order):
+        num_cut = 0  # samples in the batches so far
+        while num_cut < len(order):
             size = self.sizes[self.stage_after(trained)]
-            batch = order[start : start + size]
+            batch = order[num_cut : num_cut + size]
             if drop_last and len(batch) < size:
                 break
             batches.append(batch)
+            num_cut += len(batch)
             if self.unit == 'ba':
                 trained += 1
             else:
                 trained += int(lengths[batch].sum())
-            start += size
         return batches, trained
 
 
@@ -136,7 +137,8 @@ class GlobalBatches:
         drop_last: Whether samples that do not fill the last global batch of an epoch are left out. With a mixture and
             one size of the global batch they begin the next epoch, which is as long as the others.
         mixture: Shares of several datasets, whose sizes add up to `n`. The sampler checks that.
-        media: Modality of each sample, int64 (n,), for global batches of one modality each. Only given with a mixture.
+        media: Number of the modality of each sample, int64 (n,), for global batches of one modality each. Only given
+            with a mixture.
 
     Raises:
         ValueError: If `samples` is malformed, the first epoch cannot fill a global batch with `drop_last`, a sample has
@@ -164,10 +166,11 @@ class GlobalBatches:
         self._drop_last = drop_last
         self._mixture = mixture
         self.media = media  # the sampler reads it
-        self._tokens = 0
-        """Number of tokens of a global batch. 0: it is cut by samples."""
+        # Either `_schedule` or `_tokens` is set.
         self._schedule: BatchSchedule | None = None
-        """Number of samples of a global batch. None: it is cut by tokens."""
+        """Number of samples of a global batch, in each stage of the run. None: an epoch is cut by tokens."""
+        self._tokens = 0
+        """Number of tokens of a global batch. 0: an epoch is cut by samples."""
         if samples is not None:
             self._schedule = BatchSchedule.from_stages(samples)
         if tokens is not None:
@@ -198,7 +201,7 @@ class GlobalBatches:
         return [mean_samples(self._lengths, self._tokens)]
 
     @property
-    def is_same_every_epoch(self) -> bool:
+    def has_equal_epochs(self) -> bool:
         """Whether every epoch has equally many global batches. Their samples may differ."""
         if self._schedule is not None:
             return len(self.sizes) == 1
@@ -240,23 +243,29 @@ class GlobalBatches:
         """Returns the samples of each global batch of an epoch."""
         # Kept, because shuffling and cutting take time in proportion to the dataset.
         if epoch != self._kept_epoch:
-            batches_of_modalities = []  # only one list without `media`
-            for order in self._orders(epoch):
-                if self._schedule is None:
-                    batches = cut_by_tokens(order, self._lengths, self._tokens, drop_last=self._drop_last)
-                else:
-                    trained = self._trained_before(epoch, self._schedule)
-                    batches, _ = self._schedule.cut(order, self._lengths, trained, self._drop_last)
-                batches_of_modalities.append(batches)
-            self._kept_batches = merged_evenly(batches_of_modalities)
+            self._kept_batches = self._cut_epoch(epoch)
             self._kept_epoch = epoch
         return self._kept_batches
 
+    def _cut_epoch(self, epoch: int) -> list[np.ndarray]:
+        """Orders the samples of an epoch, and cuts them into global batches."""
+        batches_of_orders = []
+        for order in self._orders(epoch):
+            if self._schedule is None:
+                batches = cut_by_tokens(order, self._lengths, self._tokens, drop_last=self._drop_last)
+            else:
+                trained = self._trained_before(epoch, self._schedule)
+                batches, _ = self._schedule.cut(order, self._lengths, trained, self._drop_last)
+            batches_of_orders.append(batches)
+        # The batches of each modality are spread evenly over the epoch. Those of a single order stay in their order.
+        return merged_evenly(batches_of_orders)
+
     def _orders(self, epoch: int) -> list[np.ndarray]:
-        """Returns the order of the samples of an epoch, or one order for each modality."""
+        """Returns one order of the samples of an epoch; with `media` one for each modality."""
         if self._mixture is not None:
-            # With `drop_last` and one size, the samples that do not fill the last global batch begin the next epoch.
-            # With several sizes or by tokens they are dropped, because their number is only known after the cut.
+            # With `drop_last` and one size, the samples that do not fill the last global batch begin the next epoch. So
+            # the mixture must make orders of full global batches. With several sizes or by tokens the samples are
+            # dropped, because their number is only known after the cut.
             full_batch_size = None
             if self._drop_last and self._schedule is not None and len(self.sizes) == 1:
                 full_batch_size = self.sizes[0]
@@ -274,19 +283,19 @@ class GlobalBatches:
     def _trained_before(self, epoch: int, schedule: BatchSchedule) -> int:
         """Returns the steps or tokens trained before an epoch, if all earlier epochs are read to their end.
 
-        If an earlier epoch has already begun in the last stage, the result is the number before that epoch. It is then
-        too low, but the last stage has no end, so the global batches are the same. Later epochs need not be counted.
+        Epochs are counted only until one begins in the last stage. For later epochs the number before that one is
+        returned. It is too low, but that makes no difference: the last stage has no end, so it decides all later sizes.
         """
         trained_before_epochs = self._trained_before_epochs
         last_stage = len(schedule.starts) - 1
         while len(trained_before_epochs) <= epoch:
-            trained = trained_before_epochs[-1]
+            last_counted_epoch = len(trained_before_epochs) - 1
+            trained = trained_before_epochs[last_counted_epoch]
             if schedule.stage_after(trained) == last_stage:
                 return trained
-            earlier_epoch = len(trained_before_epochs) - 1
-            (order,) = self._orders(earlier_epoch)  # only one, because a schedule of stages excludes modalities
-            _, trained = schedule.cut(order, self._lengths, trained, self._drop_last)
-            trained_before_epochs.append(trained)
+            (order,) = self._orders(last_counted_epoch)  # only one, because a schedule of stages excludes modalities
+            _, trained_before_next = schedule.cut(order, self._lengths, trained, self._drop_last)
+            trained_before_epochs.append(trained_before_next)
         return trained_before_epochs[epoch]
 
     def _check_epoch_fills_a_batch(self) -> None:
@@ -298,23 +307,22 @@ class GlobalBatches:
         if self._schedule is None:
             option = 'global_batch_tokens'
             unit = 'tokens'
-            size = self._tokens
+            size_of_batch = self._tokens
             # Each modality is cut by itself, and drops the samples that do not fill a global batch.
-            orders = self._orders(epoch=0)
-            tokens_of_orders = [self._lengths[order].sum() for order in orders]
-            available = int(min(tokens_of_orders))
+            tokens_of_orders = [self._lengths[order].sum() for order in self._orders(epoch=0)]
+            size_of_epoch = int(min(tokens_of_orders))
         else:
             option = 'global_batch_size'
             unit = 'samples'
+            size_of_batch = max(self.sizes)
             # Modalities are not checked one by one, because samples that do not fill a batch begin the next epoch.
-            size = max(self.sizes)
-            available = len(self._lengths)
+            size_of_epoch = len(self._lengths)
             if self._mixture is not None:
-                available = self._mixture.num_samples
-        if available < size:
+                size_of_epoch = self._mixture.num_samples
+        if size_of_epoch < size_of_batch:
             raise InvalidInputError(
                 f'`{option}` must be at most the {unit} of an epoch with `drop_last` (of each modality with `per_step` '
-                f'and tokens), got: {size} > {available} {unit}. Lower it or set drop_last=False.'
+                f'and tokens), got: {size_of_batch} > {size_of_epoch} {unit}. Lower it or set drop_last=False.'
             )
 
 
@@ -360,6 +368,9 @@ def cut_by_tokens(
     batches is ``ceil(sum / tokens)``, or ``floor(sum / tokens)`` with `drop_last`, for every order of the samples. So
     all epochs of the same samples have equally many steps, which trainers expect.
 
+    For example, samples of 3, 3, 3 and 1 tokens are cut at multiples of `tokens` = 5. The samples end at 3, 6, 9 and 10
+    tokens. Up to 5 tokens there is one sample, and up to 10 there are all four. So the batches have 3 and 7 tokens.
+
     The usual rule fills each global batch up to `tokens` by itself. Then the tokens by which each one falls short add
     up, and the number of global batches depends on the order.
 
@@ -376,5 +387,8 @@ def cut_by_tokens(
         num_batches += 1
     # No sample is longer than `tokens`, so between two multiples of it at least one sample ends: no batch is empty.
     multiples = tokens * np.arange(1, num_batches + 1)
+    # For each global batch the number of samples that end at or before its multiple.
     ends = np.searchsorted(tokens_so_far, multiples, side='right')
-    return np.split(order, ends)[:num_batches]
+    # The last part holds the samples after the last multiple. These are dropped; without `drop_last` there are none.
+    *batches, _ = np.split(order, ends)
+    return batches

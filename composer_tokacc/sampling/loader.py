@@ -81,17 +81,20 @@ class RegroupingDataLoader(DataLoader):
         self._generator = torch.Generator()
         kwargs.setdefault('generator', self._generator)  # a generator of the user is used as it is, and never seeded
         planned_dataset = _PlannedDataset(dataset, batch_sampler, collate_fn or default_collate)
-        # The dataset returns collated batches, so torch's `collate_fn` only wraps them for pinning (see _BatchToPin),
-        # and `_batches` unwraps them. Without pinning nothing is wrapped: accelerate may copy the attributes of this
-        # loader to a plain DataLoader, to skip batches, and that one does not unwrap.
-        wrap: Any = _BatchToPin if kwargs.get('pin_memory') else _unchanged
+        # The dataset returns collated batches, so torch's `collate_fn` has nothing to collate. Only if torch pins the
+        # batches, it wraps them, and `_batches` unwraps them. They are not wrapped without need, because accelerate may
+        # copy the attributes of this loader to a plain DataLoader, to skip batches. That one does not unwrap them.
+        wrap: Any = _unchanged
+        if kwargs.get('pin_memory'):
+            wrap = _BatchToPin
         super().__init__(planned_dataset, batch_sampler=batch_sampler, collate_fn=wrap, **kwargs)
         check_order(self)
         keep_from_accelerate(self)  # accelerate would divide the batches of a rank again
         self._resume_at = (0, 0)
         """Epoch and batch at which a resumed run goes on. All earlier batches are skipped. (0, 0): none are skipped."""
         self._witness = ''
-        """Digest of the two samples that all ranks read. Empty until the batch with the digest was read."""
+        """Digest of the two samples that all ranks read. It comes with the first batch that is read, and is kept for
+        all later batches and epochs. Empty before."""
 
     @property
     def batch_size(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -122,26 +125,30 @@ class RegroupingDataLoader(DataLoader):
         """Yields the batches of the sampler's epoch, with a ``SkippedBatch`` for each batch that is skipped."""
         sampler = self._sampler
         epoch = sampler.epoch
-        num_skipped = self._num_to_skip(epoch)
-        # A run is resumed either by `skip_to` of this loader, which yields a SkippedBatch for each earlier batch of the
-        # epoch, or by the state of the sampler, which yields nothing for them.
-        first = 0 if num_skipped else sampler.first_batch
-        batches = self._batches(epoch, first, num_skipped)
-        yield from noting_progress(sampler, batches, epoch, first)
+        num_skipped = self._take_num_to_skip(epoch)
+        if num_skipped > 0:
+            # The run was resumed by `skip_to` of this loader: each earlier batch of the epoch is a SkippedBatch.
+            first_yielded = 0
+            first_read = num_skipped
+        else:
+            # It may have been resumed by the state of the sampler: earlier batches of the epoch are not yielded at all.
+            first_yielded = sampler.first_batch
+            first_read = sampler.first_batch
+        batches = self._batches(epoch, num_skipped, first_read)
+        yield from noting_progress(sampler, batches, epoch, first_yielded)
 
     def _batches(
         self,
         epoch: int,
-        first: int,
         num_skipped: int,
+        first_read: int,
     ) -> Iterator[PreSplitBatch | SkippedBatch]:
-        """Yields the batches of the epoch from `first` on. The first `num_skipped` of them are skipped."""
+        """Yields `num_skipped` times a ``SkippedBatch``, then the batches of the epoch from `first_read` on."""
         sampler = self._sampler
         # Read before the first `yield`, after which the trainer may set another epoch, with another number.
         num_batches = sampler.num_batches
         for _ in range(num_skipped):
             yield SkippedBatch()
-        first_read = first + num_skipped
         if first_read == num_batches:
             return  # no workers are needed
         for index, batch in enumerate(self._read_from(epoch, first_read), start=first_read):
@@ -149,22 +156,23 @@ class RegroupingDataLoader(DataLoader):
                 batch = batch.batch
             plan = batch.plan
             assert plan is not None, 'each batch is read with its plan'
-            # Only the first batch that is read has a witness. Later ones get it, too, because a resumed run without
-            # `skip_to` discards earlier batches, perhaps the one with the witness.
-            self._witness = plan.witness or self._witness
+            # The worker gives a witness only to the first batch that is read. Later ones get it here, because a run
+            # that resumes without `skip_to` discards earlier batches, perhaps the one with the witness.
+            if plan.witness:
+                self._witness = plan.witness
             # The facts are added here, so that workers need not send them.
             batch.plan = replace(plan, facts=sampler.plan_facts(epoch, index), witness=self._witness)
             yield batch
 
-    def _num_to_skip(self, epoch: int) -> int:
-        """Returns how many batches of an epoch to skip. From the epoch of :meth:`skip_to` on, later calls return 0."""
+    def _take_num_to_skip(self, epoch: int) -> int:
+        """Returns how many batches of an epoch to skip. Forgets it if this is the epoch of :meth:`skip_to`."""
         resume_epoch, resume_batch = self._resume_at
         num_batches = self._sampler.num_batches
         if epoch < resume_epoch:
             return num_batches
         if epoch > resume_epoch:
             return 0
-        self._resume_at = (0, 0)
+        self._resume_at = (0, 0)  # if this epoch is iterated again, nothing is skipped
         return min(resume_batch, num_batches)
 
     def _read_from(
@@ -174,15 +182,15 @@ class RegroupingDataLoader(DataLoader):
     ) -> Iterator[PreSplitBatch | _BatchToPin]:
         """Seeds the workers. Returns torch's iterator over the batches of the epoch from `first` on."""
         sampler = self._sampler
-        # The seed for the workers differs between ranks, between epochs, and after a resumption.
+        # The seed of the workers differs between ranks, between epochs, and if a run is resumed at another batch.
         entropy = [sampler.seed % 2**32, epoch, sampler.rank, first]
         seeds = np.random.SeedSequence(entropy).generate_state(1)
         self._generator.manual_seed(int(seeds[0]))
         # Persistent workers serve one iterator at a time, and a new iterator would take them from the old one. If an
         # iterator is made while another one reads, as in `next(iter(loader))`, it gets its own workers.
         needs_own_workers = self.persistent_workers and sampler.progress.num_reading > 1
-        # Torch calls `iter(sampler)` while it makes its iterator. This attribute tells the sampler where to begin. The
-        # sampler's own epoch may already be the next one, if the trainer has set it while batches were skipped.
+        # Torch calls `iter(sampler)` while it makes its iterator. This attribute tells the sampler where to begin. It
+        # holds the epoch, too, because the trainer may have set the next one while batches were skipped.
         sampler.start_of_loader = (epoch, first)
         try:
             with separate_iterator(self) if needs_own_workers else nullcontext():
@@ -239,8 +247,8 @@ class _PlannedDataset(Dataset):
         """Returns the batch of an assignment, with the record of its plan."""
         witness = ''
         try:
-            if assignment.witnesses:
-                witness = witness_of(self._read, assignment.witnesses)
+            if assignment.samples_to_compare:
+                witness = witness_of(self._read, assignment.samples_to_compare)
             samples = self._read(list(assignment))
             batch = collate(self._collate, samples, assignment, self._options)
         except StopIteration as error:
@@ -263,6 +271,7 @@ class _PlannedDataset(Dataset):
 
 
 def _unchanged(batch: PreSplitBatch) -> PreSplitBatch:
+    """Returns the batch itself."""
     return batch
 
 

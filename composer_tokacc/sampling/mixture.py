@@ -85,9 +85,11 @@ class Mixture:
             ValueError: If a dataset has no loss tokens, or an argument is out of range.
         """
         checked_shares = _checked_rates('shares', shares, len(sizes))
-        tokens = checked_table('loss_tokens', loss_tokens, int(np.sum(sizes)))
-        tokens_of_datasets = np.split(tokens, np.cumsum(sizes)[:-1])
-        means = np.array([tokens_of_dataset.mean() for tokens_of_dataset in tokens_of_datasets])
+        sizes = checked_table('sizes', sizes, least=1).tolist()
+        tokens = checked_table('loss_tokens', loss_tokens, sum(sizes))
+        ends_of_datasets = np.cumsum(sizes)
+        tokens_by_dataset = np.split(tokens, ends_of_datasets[:-1])
+        means = np.array([tokens_of_samples.mean() for tokens_of_samples in tokens_by_dataset])
         if means.min() == 0:
             raise InvalidInputError(
                 f'Every dataset must have `loss_tokens`, got: means of {means.tolist()}. Leave out those without any.'
@@ -97,7 +99,10 @@ class Mixture:
 
     @property
     def quotas(self) -> list[Fraction]:
-        """Mean number of samples of each dataset in an epoch, as exact fractions."""
+        """Mean number of samples of each dataset in an epoch, as exact fractions.
+
+        For example, of two datasets of 3 and 5 samples with the weights 1 and 2, they are 8/3 and 16/3.
+        """
         if self.weights is not None:
             weights = [Fraction(float(weight)) for weight in self.weights]
             num_samples = Fraction(sum(self.sizes))
@@ -171,9 +176,9 @@ class LossShares:
             raise InvalidInputError(
                 f'`shares` must be positive, one for each dataset, and add up to 1, got: {self.shares.tolist()}.'
             )
-        self.loss_tokens = checked_table('loss_tokens', loss_tokens, sum(sizes))
-        self.sizes = list(sizes)
-        self._dataset_of_sample = np.repeat(np.arange(len(sizes)), sizes)
+        self.sizes = checked_table('sizes', sizes).tolist()
+        self.loss_tokens = checked_table('loss_tokens', loss_tokens, sum(self.sizes))
+        self._dataset_of_sample = np.repeat(np.arange(len(self.sizes)), self.sizes)
         self._has_warned = False
 
     def weights(self, window: np.ndarray) -> np.ndarray:
@@ -194,7 +199,8 @@ class LossShares:
                 int(is_absent.argmax()),
             )
         shares = np.where(is_absent, 0, self.shares)
-        # Both maxima only avoid a division by zero. The weight of a dataset without tokens is 0 in any case.
+        # Each token weighs s T / t, where the shares s of the datasets that are present must add up to 1. Both maxima
+        # only avoid a division by zero. The weight of a dataset without tokens is 0 in any case.
         total_share = max(shares.sum(), 1e-9)
         weight_of_dataset = shares * tokens.sum() / np.maximum(tokens, 1) / total_share
         return weight_of_dataset[datasets]
@@ -204,8 +210,9 @@ def check_sizes_of_datasets(name: str, sizes: Sequence[int], dataset: object, nu
     """Raises ValueError unless the sizes of a mixture, or of loss shares, can be those of the datasets in `dataset`.
 
     They must add up to its length. They must not be the sizes of the parts of a ConcatDataset in another order,
-    because then each share would apply to the samples of another dataset. All other sizes are accepted: a dataset of
-    the mixture may be several parts, or a piece of a part, if the class of this part joins datasets in its own way.
+    because then each share would apply to the samples of another dataset. For a ConcatDataset of 10 and 20 samples,
+    [20, 10] is refused. All other sizes are accepted, such as [5, 25]: a dataset of the mixture may be several parts,
+    or a piece of a part, if the class of this part joins datasets in its own way.
 
     Args:
         name: Name of the argument with the sizes.
@@ -222,8 +229,10 @@ def check_sizes_of_datasets(name: str, sizes: Sequence[int], dataset: object, nu
         return
     sizes_of_nested_parts = _sizes_of_nested_parts(dataset)
     ends_of_parts = np.cumsum(sizes_of_nested_parts)
-    if np.isin(np.cumsum(sizes), ends_of_parts).all():
-        return  # each dataset is one or several parts
+    ends_of_datasets = np.cumsum(sizes)
+    if np.isin(ends_of_datasets, ends_of_parts).all():
+        return  # each dataset of the mixture is one or several parts
+    # The sizes may be those of the parts in another order. The parts of `a + b + c` are `a + b` and `c`, or all three.
     sizes_of_parts = [len(part) for part in dataset.datasets]  # pyright: ignore[reportArgumentType]
     for sizes_in_order in (sizes_of_parts, sizes_of_nested_parts):
         if sorted(sizes) == sorted(sizes_in_order):
@@ -274,16 +283,20 @@ class _Sequence:
         size = len(self.samples)
         if seed is None or len(positions) == 0:
             return self.samples[positions % size]
-        passes = range(positions[0] // size, positions[-1] // size + 1)
+        # For example, with 4 samples positions 6 to 9 are the last two places of pass 1, and the first two of pass 2.
+        first_pass = int(positions[0]) // size
+        last_pass = int(positions[-1]) // size
         orders = []
-        for number_of_pass in passes:
+        for number_of_pass in range(first_pass, last_pass + 1):
             # Every pass of every sequence has another seed. A sample is in one sequence only, so the first sample
             # identifies a sequence. The remainder of the seed is taken because SeedSequence refuses negative numbers.
             entropy = [seed % 2**32, int(self.samples[0]), number_of_pass]
             (seed_of_pass,) = np.random.SeedSequence(entropy).generate_state(1).tolist()
             orders.append(permutation(size, seed_of_pass))
-        places = positions - passes[0] * size
-        return self.samples[np.concatenate(orders)[places]]
+        order_of_passes = np.concatenate(orders)
+        begin_of_passes = first_pass * size
+        places_in_dataset = order_of_passes[positions - begin_of_passes]
+        return self.samples[places_in_dataset]
 
 
 def mixed_orders(
@@ -304,9 +317,9 @@ def mixed_orders(
         mixture: Shares of the datasets.
         seed: Seed of the orders. None: datasets keep their order.
         epoch: Number of the epoch.
-        media: Modality of each sample, int (n,). Each modality is then a group.
+        media: Number of the modality of each sample, int (n,). Each modality is then a group.
         full_batch_size: Size of a global batch, if an epoch must have only full ones. Samples that do not fill the
-            last one begin the next epoch.
+            last one begin the next epoch. None: any number of samples is in order.
 
     Raises:
         ValueError: Without `full_batch_size`, if an epoch would have no sample of some modality. All epochs have equal
@@ -318,28 +331,43 @@ def mixed_orders(
     for group in groups:
         quotas = [sequence.quota for sequence in group]
         quotas_of_groups.append(sum(quotas, Fraction(0)))
-    if full_batch_size is None:
-        # Every epoch has the same number of samples of each group.
-        counts = counts_of_first(mixture.num_samples, quotas_of_groups)
-        if min(counts) == 0:
-            raise InvalidInputError(
-                "With modality='per_step' an epoch of `mixture` must have a sample of each modality, got: "
-                f'{counts} samples. Raise `epochs`, or leave out the samples of the rare modality.'
-            )
-        begins = [epoch * count for count in counts]
-        ends = [(epoch + 1) * count for count in counts]
-    else:
-        # Every epoch has the same number of full batches. The items that are merged here are whole batches, not
-        # samples. A rare modality may fill a whole batch only every few epochs.
-        num_batches = mixture.num_samples // full_batch_size
-        batches_before = counts_of_first(epoch * num_batches, quotas_of_groups)
-        batches_after = counts_of_first((epoch + 1) * num_batches, quotas_of_groups)
-        begins = [count * full_batch_size for count in batches_before]
-        ends = [count * full_batch_size for count in batches_after]
+    begins = _begins_of_epoch(epoch, mixture.num_samples, quotas_of_groups, full_batch_size)
+    ends = _begins_of_epoch(epoch + 1, mixture.num_samples, quotas_of_groups, full_batch_size)
+    counts = [end - begin for begin, end in zip(begins, ends, strict=True)]
+    # A rare modality may fill a full batch only every few epochs. Otherwise all epochs have equal counts.
+    if full_batch_size is None and min(counts) == 0:
+        raise InvalidInputError(
+            "With modality='per_step' an epoch of `mixture` must have a sample of each modality, got: "
+            f'{counts} samples. Raise `epochs`, or leave out the samples of the rare modality.'
+        )
     orders = []
     for group, begin, end in zip(groups, begins, ends, strict=True):
         orders.append(_merged(group, begin, end, seed))
     return orders
+
+
+def _begins_of_epoch(
+    epoch: int,
+    num_samples: int,
+    quotas: Sequence[Fraction],
+    full_batch_size: int | None,
+) -> list[int]:
+    """Returns for each group the position in its merged sequence at which an epoch begins.
+
+    Args:
+        epoch: Number of the epoch.
+        num_samples: Samples of an epoch, at most if it has only full batches.
+        quotas: Mean number of samples of each group in an epoch.
+        full_batch_size: As for :func:`mixed_orders`.
+    """
+    if full_batch_size is None:
+        # Every epoch has the same number of samples of each group.
+        counts = counts_of_first(num_samples, quotas)
+        return [epoch * count for count in counts]
+    # Every epoch has the same number of full batches, so full batches are divided among the groups, not samples.
+    num_batches = num_samples // full_batch_size
+    batches_before = counts_of_first(epoch * num_batches, quotas)
+    return [count * full_batch_size for count in batches_before]
 
 
 def merged_evenly(batches_of_modalities: Sequence[Sequence[np.ndarray]]) -> list[np.ndarray]:
@@ -347,7 +375,7 @@ def merged_evenly(batches_of_modalities: Sequence[Sequence[np.ndarray]]) -> list
     counts = [len(batches) for batches in batches_of_modalities]
     begins = [0] * len(counts)
     quotas = [Fraction(count) for count in counts]
-    # The quota of an empty list is 0. Items are divided by the quota of their list, but an empty list has no items.
+    # `interleave` divides by quotas. The quota 0 of an empty list does no harm, because the list has no items.
     modalities, numbers = interleave(begins, counts, quotas)
     merged = []
     for modality, number in zip(modalities, numbers, strict=True):

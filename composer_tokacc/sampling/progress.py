@@ -20,9 +20,9 @@ class _ReadingIterator:
     next_batch: int
     """Number in the epoch of the batch that it yields next."""
     is_reading: bool = True
-    """False once it has ended, or was closed or garbage collected before its end."""
+    """Whether it can yield further batches. False once it has ended, or was closed or garbage collected before."""
     has_ended: bool = False
-    """Whether it has yielded all batches of the epoch."""
+    """Whether it has yielded all batches of the epoch. Then it is no longer reading."""
 
 
 class Progress:
@@ -39,11 +39,8 @@ class Progress:
     def __init__(self) -> None:
         self._iterators: list[_ReadingIterator] = []
         """All iterators that may hold the place. The one that began or yielded a batch most recently comes last."""
-
-    @property
-    def num_reading(self) -> int:
-        """Number of iterators that are being read. If there are several, each needs its own worker processes."""
-        return sum(iterator.is_reading for iterator in self._iterators)
+        self.num_reading = 0
+        """Number of iterators that can yield further batches, those that were forgotten included."""
 
     def follow(
         self,
@@ -52,30 +49,33 @@ class Progress:
         first: int,
     ) -> Iterator[Item]:
         """Yields the batches of an epoch from batch `first` on, and notes how many were taken."""
-        for iterator in self._iterators:
-            if iterator.has_ended and iterator.epoch == epoch:
-                # The run reads the epoch again. This iterator stood at the end, and must no longer be the furthest.
-                iterator.next_batch = 0
+        # If an iterator has reached the end of this epoch, the run reads the epoch again. That iterator must no longer
+        # be the furthest.
+        self._iterators = [
+            iterator for iterator in self._iterators if not (iterator.has_ended and iterator.epoch == epoch)
+        ]
         current = _ReadingIterator(epoch, first)
         self._iterators.append(current)
+        self.num_reading += 1
         try:
             for batch in batches:
                 current.next_batch += 1
-                # Moves to the end of the list. If it was forgotten, but is still read, it counts again.
+                # Moves it to the end of the list. If it was forgotten, it is not in the list, and is added again.
                 if current in self._iterators:
                     self._iterators.remove(current)
                 self._iterators.append(current)
                 yield batch
-            # If it was forgotten since its last batch, its end must not override a place that was set since then.
+            # If it was forgotten after its last batch, the run has set another place, which must not change here.
             if current in self._iterators:
                 current.has_ended = True
                 self._iterators = [current]
         finally:
             # Also reached if the iterator is closed or garbage collected in the middle of the epoch.
             current.is_reading = False
+            self.num_reading -= 1
 
     def forget(self) -> None:
-        """Forgets all iterators, so that the place that the caller sets holds until one of them is read on."""
+        """Forgets all iterators. The place is then the one that the caller sets, until an iterator yields a batch."""
         self._iterators = []
 
     def place(
@@ -92,9 +92,10 @@ class Progress:
             next_batch: The batch if no iterator has read this epoch.
         """
         epoch = next_epoch
-        for iterator in self._iterators:
-            if iterator.is_reading:
-                epoch = iterator.epoch  # of several, the last one counts
+        reading = [iterator for iterator in self._iterators if iterator.is_reading]
+        if reading:
+            most_recent = reading[-1]
+            epoch = most_recent.epoch
         # Iterators of other epochs do not count. They have ended, looked at a batch, or were given up.
-        batches = [iterator.next_batch for iterator in self._iterators if iterator.epoch == epoch]
-        return epoch, max(batches, default=next_batch)
+        batches_in_epoch = [iterator.next_batch for iterator in self._iterators if iterator.epoch == epoch]
+        return epoch, max(batches_in_epoch, default=next_batch)

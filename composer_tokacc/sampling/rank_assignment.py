@@ -52,11 +52,11 @@ class RankAssignment:
     A step is refused if its labels have other numbers of loss tokens."""
     plan_checksum: int = 0
     """Checksum of the plan of all ranks. If it differs between ranks, the step is refused."""
-    witnesses: tuple[int, ...] = field(default=(), compare=False)  # not a part of the plan
-    """Samples that every rank reads in addition, to compare the datasets of the ranks."""
+    samples_to_compare: tuple[int, ...] = field(default=(), compare=False)  # not a part of the plan
+    """Samples that every rank reads in addition, to compare the datasets of the ranks, see :func:`.witness_of`."""
 
     def __iter__(self) -> Iterator[int]:
-        """Yields all samples, microbatch by microbatch, as a plain DataLoader reads them."""
+        """Yields all samples, microbatch by microbatch. A plain DataLoader reads them in this order."""
         for indices in self.microbatches:
             yield from indices
 
@@ -82,21 +82,18 @@ class RankAssignment:
         """
         # A dummy of the plan is marked `filled`. It has one index, that of a sample that another microbatch computes.
         loaded = [microbatch for microbatch in planned if not microbatch.filled]
-        if not loaded:
+        has_only_dummies = not loaded
+        if has_only_dummies:
             loaded = planned[:1]
-        samples = []
-        for microbatch in loaded:
-            positions = list(microbatch.indices)
-            samples.append(global_batch[positions].tolist())
-        assignment = cls(samples, is_copy=loaded[0].filled, plan_checksum=plan_checksum)
+        positions_of_microbatches = [list(microbatch.indices) for microbatch in loaded]
+        samples = [global_batch[positions].tolist() for positions in positions_of_microbatches]
+        assignment = cls(samples, is_copy=has_only_dummies, plan_checksum=plan_checksum)
         if loss_shares is None:
             return assignment
         weights_of_batch = loss_shares.weights(global_batch)
-        weights = []
-        for microbatch in loaded:
-            positions = list(microbatch.indices)
-            weights.append(weights_of_batch[positions].tolist())
-        loss_tokens = loss_shares.loss_tokens[list(assignment)].tolist()
+        weights = [weights_of_batch[positions].tolist() for positions in positions_of_microbatches]
+        all_samples = list(assignment)
+        loss_tokens = loss_shares.loss_tokens[all_samples].tolist()
         return replace(assignment, weights=weights, loss_tokens=loss_tokens)
 
 
@@ -112,7 +109,6 @@ def collate(
     assignment. Raises ValueError if `collate_fn` returns no mapping, another number of rows, or weights although the
     assignment has some.
     """
-    budget = options.max_tokens
     collated: list[Batch] = []
     remaining = iter(samples)
     for indices in assignment.microbatches:
@@ -121,14 +117,7 @@ def collate(
         _check_rows(batch, len(indices))
         collated.append(batch)
     if options.width_multiple > 1:
-        side = common_padding_side(collated)
-        # Microbatches are padded to the width in the plan: a multiple of `width_multiple`, but not above the budget.
-        # New padding needs a mask. All microbatches get one, or none does, because they may be joined later.
-        masked = with_masks(collated)
-        padded = [widened(batch, options.width_multiple, budget, side=side) for batch in masked]
-        has_new_padding = any(after is not before for after, before in zip(padded, masked, strict=True))
-        if has_new_padding:  # else they stay without masks
-            collated = padded
+        collated = _widened_as_planned(collated, options)
     microbatches: list[Batch] = []
     for number, batch in enumerate(collated):
         if assignment.weights is not None:
@@ -136,7 +125,7 @@ def collate(
         if assignment.is_copy:
             batch = _without_weight(batch)
         microbatches.append(batch)
-    pre_split_batch = PreSplitBatch(microbatches, max_tokens=budget, indices=assignment.microbatches)
+    pre_split_batch = PreSplitBatch(microbatches, max_tokens=options.max_tokens, indices=assignment.microbatches)
     pre_split_batch.loss_tokens = assignment.loss_tokens
     return pre_split_batch
 
@@ -156,6 +145,22 @@ def _check_rows(batch: Batch, num_samples: int) -> None:
             f'`collate_fn` must return a row for each sample, got: {len(text)} rows for {num_samples} samples, from '
             f'{sample_name(batch, 0)} on. Pack rows with `token_data_spec(..., packing=True)`.'
         )
+
+
+def _widened_as_planned(microbatches: list[Batch], options: CutOptions) -> list[Batch]:
+    """Returns the microbatches padded to their widths in the plan: multiples of ``width_multiple`` within the budget.
+
+    New padding needs a mask. All microbatches get one, because they may be joined later. If all have their planned
+    widths already, they are returned as they are, with or without masks.
+    """
+    side = common_padding_side(microbatches)
+    masked = with_masks(microbatches)
+    padded = [widened(batch, options.width_multiple, options.max_tokens, side=side) for batch in masked]
+    # `widened` returns the batch itself if it needs no padding.
+    has_new_padding = any(after is not before for after, before in zip(padded, masked, strict=True))
+    if has_new_padding:
+        return padded
+    return microbatches
 
 
 def _without_weight(batch: Batch) -> BatchDict:

@@ -94,11 +94,12 @@ class RestoreRandomState(Callback):
 
 def _restored(plain: dict[str, Any]) -> dict[str, Any]:
     """Returns the states of the generators of one rank, with the types that Composer's function takes."""
-    version, numbers, gauss = plain['python']
-    name, keys, *position_and_gauss = plain['numpy']
+    # What `random.getstate()` and `np.random.get_state()` return. JSON has made lists of tuples and arrays.
+    version, numbers, next_gauss = plain['python']
+    name, keys, position, has_gauss, cached_gauss = plain['numpy']
     restored: dict[str, Any] = {
-        'python': (version, tuple(numbers), gauss),
-        'numpy': (name, np.array(keys, dtype=np.uint32), *position_and_gauss),
+        'python': (version, tuple(numbers), next_gauss),
+        'numpy': (name, np.array(keys, dtype=np.uint32), position, has_gauss, cached_gauss),
     }
     for key in ('torch', 'cuda'):
         if key in plain:

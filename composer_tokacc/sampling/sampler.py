@@ -91,8 +91,8 @@ class RegroupingBatchSampler(DistributedSampler):
         mixture: Shares of several datasets, which `dataset` joins as a ``ConcatDataset``. Every global batch has each
             dataset's share to within a few samples; more if one dataset of many has a large share.
         modality: ``'mixed'``, or ``'per_step'`` for global batches of samples of one modality each.
-        media: Number of the modality of each sample for ``'per_step'``, (n,) ints. Default: 1 for samples with
-            `image_tokens`, 0 for all others.
+        media: Number of the modality of each sample, (n,) ints. Only has an effect with ``'per_step'``. Default: 1 for
+            samples with `image_tokens`, 0 for all others.
         loss_shares: Weights of tokens that give each dataset its share of the loss of every step. Batches of a
             RegroupingDataLoader then have an entry ``loss_weights``, for ``TokenAccumulation(token_weights='column')``.
             A plain DataLoader does not add it.
@@ -173,12 +173,12 @@ class RegroupingBatchSampler(DistributedSampler):
             check_kind('mixture', mixture, Mixture)
             check_sizes_of_datasets('mixture', mixture.sizes, dataset, num_samples)
         check_choice('modality', modality, ('mixed', 'per_step'))
+        modality_of_samples = None
         if modality == 'per_step':
-            media = _modality_of_samples(media, self.rows)
-            # Only a mixture can be divided by modality, so a single dataset becomes a mixture of one dataset.
-            mixture = mixture or Mixture([num_samples])
-        else:
-            media = None  # the argument only has an effect with 'per_step'
+            modality_of_samples = _modality_of_samples(media, self.rows)
+            if mixture is None:
+                # Only a mixture can be divided by modality, so a single dataset becomes a mixture of one dataset.
+                mixture = Mixture([num_samples])
         self._global_batches = GlobalBatches(
             self.lengths,
             samples=global_batch_size,
@@ -186,7 +186,7 @@ class RegroupingBatchSampler(DistributedSampler):
             seed=self.seed if shuffle else None,
             drop_last=drop_last,
             mixture=mixture,
-            media=media,
+            media=modality_of_samples,
         )
         if global_batch_tokens is None:
             # Each size must be a multiple of the ranks, because the samples of one rank are the loader's `batch_size`.
@@ -210,8 +210,8 @@ class RegroupingBatchSampler(DistributedSampler):
         that it yields.
         """
         self.progress = Progress()
-        self._epoch_of_witnesses: int | None = None
-        """The first epoch that is iterated. In it each iterator's first assignment has *witnesses*, two samples.
+        self._epoch_to_compare: int | None = None
+        """The first epoch that is iterated. In it each iterator's first assignment has two samples to compare.
 
         Every rank reads them. If they differ between ranks, the datasets list their samples in different orders, and
         the step is refused. One epoch is enough, because a dataset does not change its order during a run.
@@ -224,7 +224,7 @@ class RegroupingBatchSampler(DistributedSampler):
             TypeError: If epochs have unequal numbers of global batches. Composer then reads each epoch to its end, as
                 for any loader without a length.
         """
-        if not self._global_batches.is_same_every_epoch:
+        if not self._global_batches.has_equal_epochs:
             raise TypeError(
                 'Epochs have unequal numbers of global batches here, because of a schedule of `global_batch_size`, or '
                 'of `global_batch_tokens` with a mixture of parts of datasets. Give the Trainer a `max_duration` in '
@@ -243,25 +243,28 @@ class RegroupingBatchSampler(DistributedSampler):
         The iterator of a RegroupingDataLoader begins at `start_of_loader` instead. Its progress is not noted here,
         because the loader notes it.
         """
+        # `start_of_loader` is set only during this call. So this method must not be a generator, whose body would run
+        # later, when the first item is requested.
+        is_for_loader = self.start_of_loader is not None
         epoch, first = self.start_of_loader or (self.epoch, self.first_batch)
-        if self._epoch_of_witnesses is None:
-            self._epoch_of_witnesses = epoch
+        if self._epoch_to_compare is None:
+            self._epoch_to_compare = epoch
         assignments = self._assignments(epoch, first)
-        if self.start_of_loader is not None:
+        if is_for_loader:
             return assignments
         return noting_progress(self, assignments, epoch, first)
 
     def _assignments(self, epoch: int, first: int) -> Iterator[RankAssignment]:
-        """Yields this rank's assignment of each global batch from `first` on, the first one with the witnesses."""
+        """Yields this rank's assignment of each global batch from `first` on, the first one with samples to compare."""
         windows = self._global_batches.of_epoch(epoch)
-        needs_witnesses = self.num_replicas > 1 and epoch == self._epoch_of_witnesses
+        must_compare = self.num_replicas > 1 and epoch == self._epoch_to_compare
         for assignment in prefetch(self._assign, windows[first:]):
-            if needs_witnesses:
-                # Samples of the dataset, not of the window, because ranks may read their witnesses in different epochs:
-                # one rank may look at a batch of another epoch before the run. The loader gives the digest to all later
-                # batches, so the ranks can still compare it.
-                assignment = replace(assignment, witnesses=(0, len(self.lengths) - 1))
-                needs_witnesses = False
+            if must_compare:
+                # The first and the last sample of the dataset, not of the window: ranks may read them in different
+                # epochs, because one rank may look at a batch of another epoch before the run. The loader gives their
+                # digest to all later batches, so the ranks can still compare it.
+                assignment = replace(assignment, samples_to_compare=(0, len(self.lengths) - 1))
+                must_compare = False
             yield assignment
 
     def set_epoch(self, epoch: int) -> None:
@@ -286,16 +289,16 @@ class RegroupingBatchSampler(DistributedSampler):
         return plan_checked_rows(self.rows.of(self._window(batch)), self.num_replicas)
 
     def has_only_copies(self, batch: int) -> bool:
-        """Returns whether this rank has only a copy in global batch `batch` of this epoch, see RankAssignment."""
+        """Returns whether this rank's only sample in global batch `batch` of this epoch is a copy of another rank's."""
         window = self._window(batch)
         # With enough samples every rank gets one of its own, so no plan is needed. For 'ddp' one for each rank is
-        # enough. For 'fsdp' four for each rank are enough:
-        # - Samples with images and samples without are two groups, each planned by itself. The larger group has at
-        #   least two samples for each rank. It has a step slot without dummies, which gives every rank a sample:
-        # - It gets dummies only if each of its samples is a microbatch, and these leave a slot partly empty. They fill
-        #   two slots, so it has three or more.
-        # - Its dummies are fewer than the ranks, and next to each other in the order in which slots are filled. So they
-        #   are in at most two slots.
+        # enough. For 'fsdp' four for each of the W ranks are enough, because one step slot has no dummies, and gives
+        # every rank a sample:
+        # - Samples with images and samples without are planned separately. One of these groups has 2 W samples or more.
+        # - The number of its microbatches is a multiple of W. It has dummies only if that is more than its samples, so
+        #   more than 2 W. Then there are at least three slots.
+        # - There are fewer than W dummies. They follow one another in the order in which slots are filled, so they are
+        #   in at most two slots.
         enough = self.num_replicas
         if self.rows.options.objective == 'fsdp':
             enough = 4 * self.num_replicas
@@ -341,7 +344,7 @@ class RegroupingBatchSampler(DistributedSampler):
                     f'`{name}` must be that of the saved run for the same global batches, got: {identity.get(name)}, '
                     f'saved: {state.get(name)}. Restore it, or start without the saved state.'
                 )
-        super().set_epoch(state['epoch'])
+        self.set_epoch(state['epoch'])
         self.skip_to(state['batch'])
 
     def plan_record(self, batch: int) -> PlanRecord:
@@ -364,7 +367,10 @@ class RegroupingBatchSampler(DistributedSampler):
 
     @cached_property
     def _facts(self) -> Facts:
-        """All arguments that decide the plans of a run, by name. Includes `_identity`. Tables are summaries."""
+        """All arguments that decide the plans of a run, by name: those of `_identity`, and all others.
+
+        Ranks must have the same ones. An error shows which of them differ, so tables are given as summaries.
+        """
         facts: Facts = {'number of ranks': self.num_replicas, 'number of samples': len(self.lengths)}
         tables = {
             'lengths': self.lengths,
@@ -389,7 +395,8 @@ class RegroupingBatchSampler(DistributedSampler):
     def _identity(self) -> dict[str, Any]:
         """Returns the arguments that decide which samples a global batch holds, as plain values by name.
 
-        A run that resumes must have the same ones. All others, such as the number of ranks, may change.
+        State dicts hold them, and a run that resumes must have the same ones. All other arguments, such as the number
+        of ranks, may change.
         """
         identity = self._global_batches.identity()
         for name in ('seed', 'shuffle', 'drop_last'):
@@ -425,7 +432,7 @@ def noting_progress(
     epoch: int,
     first: int,
 ) -> Iterator[Item]:
-    """Yields the batches of an epoch from batch `first` on, and notes in the sampler how far the run is."""
+    """Yields the batches of an epoch from batch `first` on, and keeps the sampler's place of the run up to date."""
     yield from sampler.progress.follow(batches, epoch, first)
     # The epoch is over. If it was resumed in the middle, `first_batch` is still above 0, but the next iteration must
     # start at 0. If the trainer has already set another epoch, `first_batch` belongs to that one, and stays.

@@ -18,7 +18,7 @@ from composer_tokacc import (
     token_data_spec,
     weighted_microbatches,
 )
-from composer_tokacc.sampling import LossShares
+from composer_tokacc.sampling import LossShares, Mixture
 from tests.support.exactness import loss_tokens
 from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples
 from tests.support.text import next_token_loss, text_model
@@ -71,6 +71,13 @@ def test_dataset_without_tokens_in_a_step(caplog):
 def test_bad_loss_shares_are_refused(shares, message):
     with pytest.raises(ValueError, match=f'`shares` .*{message}'):
         LossShares([2, 2], shares, [1, 1, 1, 1])
+
+
+@pytest.mark.parametrize('make', [LossShares, Mixture.from_loss_shares])
+@pytest.mark.parametrize('sizes', [[1.5, 1.5], [4, -1]])
+def test_bad_sizes_are_refused(make, sizes):
+    with pytest.raises(ValueError, match='`sizes`'):
+        make(sizes, [0.5, 0.5], [1, 1, 1])
 
 
 class NamedDataset(LengthDataset):

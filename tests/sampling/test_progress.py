@@ -112,6 +112,19 @@ def test_looks_after_resumption_keep_the_place(loop, looks, unbroken):
         assert steps == unbroken[position:]
 
 
+@pytest.mark.parametrize('loop', ['loader', 'persistent workers'])
+def test_older_iterator_takes_no_batch_of_a_resumed_run(loop, unbroken):
+    run = Run(loop)
+    older = iter(run.loader)
+    next(older)
+    run.loader.load_state_dict(run.loader.state_dict())
+    newer = iter(run.loader)
+    samples_of_steps = [run.samples(next(newer))]
+    next(older)
+    samples_of_steps += [run.samples(batch) for batch in newer]
+    assert samples_of_steps == [samples for _, samples in unbroken[1:BATCHES]]
+
+
 def test_other_epoch_than_the_saved_one(unbroken):
     """A user may load a state in the middle of an epoch, and begin the next epoch nevertheless."""
     run = Run('sampler')

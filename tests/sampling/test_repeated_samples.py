@@ -14,8 +14,11 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 from transformers.trainer_pt_utils import DistributedLengthGroupedSampler
 
 from composer_tokacc import repeated_samples
+from composer_tokacc.algorithm import token_accumulation
 from composer_tokacc.repeated_samples import num_repeated, warn_of_unknown_copies
 from tests.support.sampler_steps import samplers_of_ranks
+from tests.support.text import ragged_batch, text_model
+from tests.support.training import fit, reference_gradients, relative_error
 
 
 @settings(deadline=None, max_examples=150)
@@ -93,6 +96,28 @@ def test_ranks_without_a_sample(ranks):
         for step in range(3):
             copies_of_steps[step] += num_repeated(loader, step, num_rows=1)
     assert copies_of_steps == [0, 0, max(ranks - 2, 0)]
+
+
+def test_copy_in_several_rows():
+    """A collator may make several rows of a sample. The copy is the only sample of its rank, so all of them are its."""
+    last_of_three = list(samplers_of_ranks([5, 5], 3, global_batch_size=3, max_tokens=20))[2]
+    loader = DataLoader(range(2), batch_sampler=last_of_three, collate_fn=list)
+    assert num_repeated(loader, 0, num_rows=1) == 1
+    assert num_repeated(loader, 0, num_rows=2) == 2
+
+
+def test_no_row_of_a_copy_is_trained(monkeypatch):
+    """The gradient is that of the first row, if the other two rows are of a sample that another rank has."""
+    monkeypatch.setattr(token_accumulation, 'num_repeated', lambda *_: 2)
+    batch = ragged_batch([(4, 2), (9, 7), (6, 1)])
+    model = text_model()
+
+    recorder = fit(model, batch, slot_tokens=9)
+
+    first_row = {key: value[:1, :4] for key, value in batch.items()}
+    expected, _ = reference_gradients(model, first_row)
+    assert recorder.logged('token_accumulation/loss_generating_tokens') == [2]
+    assert relative_error(recorder.steps[0], expected) < 1e-6
 
 
 def test_other_samplers_repeat_nothing():
