@@ -569,9 +569,9 @@ class Probe:
         shapes = [tuple(labels_of(batch).shape)]
         at_labels = options.at_labels
         if at_labels is not None:
-            shapes.append(at_labels.positions.shape)
+            shapes.append(at_labels.positions.logits_shape)
             # The caller of run() disarms the selector afterwards, because a forward that raises may leave it armed.
-            at_labels.selector.arm(at_labels.rule, num_labels=len(at_labels.positions.of_labels))
+            at_labels.selector.arm(at_labels.rule, num_labels=len(at_labels.positions.label_indices))
         with (
             precision,
             self._weights.replaced(in_float32=self.uses_float32, varied=options.varies_weights),
