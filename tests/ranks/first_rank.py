@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from composer.utils import dist
 
-from composer_tokacc.collectives import of_first_rank
+from composer_tokacc.collectives import run_on_rank_0
 from composer_tokacc.refusals import InvalidInputError
 
 
@@ -40,7 +40,7 @@ def leave() -> int:
 def outcomes(compute: Callable[[], int]) -> list[tuple[str, str]]:
     """Returns the class and the text of the result or the error on each rank."""
     try:
-        outcome: object = of_first_rank(compute)
+        outcome: object = run_on_rank_0(compute)
     except (Exception, SystemExit) as error:
         outcome = error
     return dist.all_gather_object((type(outcome).__name__, str(outcome)))
