@@ -9,6 +9,7 @@ A single rank needs no process group. If it has one, it makes no collective neve
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
@@ -105,7 +106,7 @@ def run_on_rank_0(compute: Callable[[], T]) -> T:
 
     If the function raises a refusal, all ranks raise it. Any other error is raised on rank 0 only. The others then
     raise a refusal that names it, so that only rank 0 prints a traceback. A SystemExit of status 0 counts as an error,
-    too, because the others would wait for a result.
+    too, because the others would wait for a result. So does a result that cannot be pickled, if there are other ranks.
 
     ``compute`` must make no collective, so it must not call this function either. The other ranks already wait for the
     result of ``compute``, and would take the result of an inner call for it.
@@ -114,6 +115,10 @@ def run_on_rank_0(compute: Callable[[], T]) -> T:
     if get_global_rank() == 0:
         try:
             outcome = compute()
+            if _has_other_ranks():
+                # Raises an error if the result cannot be pickled. The broadcast would raise it on rank 0 only, while
+                # the others wait for the result.
+                pickle.dumps(outcome)
         except RefusalError as error:
             outcome = error  # raised below on all ranks, because the others wait for the outcome
         except (Exception, SystemExit) as error:  # not a KeyboardInterrupt, because Ctrl-C reaches all ranks

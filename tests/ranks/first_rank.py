@@ -37,7 +37,11 @@ def leave() -> int:
     sys.exit(0)
 
 
-def outcomes(compute: Callable[[], int]) -> list[tuple[str, str]]:
+def return_a_function() -> Callable[[], int]:
+    return lambda: 7
+
+
+def outcomes(compute: Callable[[], object]) -> list[tuple[str, str]]:
     """Returns the class and the text of the result or the error on each rank."""
     try:
         outcome: object = run_on_rank_0(compute)
@@ -47,4 +51,4 @@ def outcomes(compute: Callable[[], int]) -> list[tuple[str, str]]:
 
 
 def main() -> dict[str, list[tuple[str, str]]]:
-    return {compute.__name__: outcomes(compute) for compute in (answer, refuse, fail, leave)}
+    return {compute.__name__: outcomes(compute) for compute in (answer, refuse, fail, leave, return_a_function)}
