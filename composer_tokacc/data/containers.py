@@ -47,6 +47,7 @@ def open_stream(file: MediaFile, modality: Literal['video', 'audio']) -> Iterato
     Refuses a file without its end, without such a stream, or of a format that is not supported. The stream must not be
     used afterwards, because its memory is freed when the container is closed.
     """
+    import av.error
     import av.logging
     from av.stream import Disposition
 
@@ -69,8 +70,9 @@ def open_stream(file: MediaFile, modality: Literal['video', 'audio']) -> Iterato
             options={'format_whitelist': MEDIA_CONTAINERS},
             metadata_errors='replace',  # tags may be in any encoding. They are not read
         )
-    except ValueError as error:
-        if 'whitelist' not in str(error):  # FFmpeg's message about other containers has this word
+    except av.error.ArgumentError as error:
+        # `log` is FFmpeg's reason. Not `str(error)`, because it has the name of the file, too.
+        if 'Format not on whitelist' not in str(error.log):
             raise
         raise InvalidInputError(
             f'it is in a container that is not supported. Convert it to mp4, mkv or wav. Supported: {MEDIA_CONTAINERS}'

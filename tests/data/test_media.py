@@ -291,6 +291,19 @@ def test_bad_file_is_named(tmp_path):
     assert str(raised.value).startswith(f'sample "a" (data.json, line 3): video file {path} cannot be read: ')
 
 
+def test_damaged_file_in_folder_named_whitelist(tmp_path):
+    """FFmpeg's message about a container that is not supported has this word. The name of a file may have it, too."""
+    folder = tmp_path / 'whitelist'
+    folder.mkdir()
+    damaged = folder / 'a.mp4'
+    text_file(damaged)
+    with pytest.raises(BadSampleError, match='Invalid data'):
+        read_video(damaged)
+    other_container = write_video(folder / 'a.ts', codec='mpeg2video')
+    with pytest.raises(BadSampleError, match='container that is not supported'):
+        read_video(other_container)
+
+
 def test_ogg_page_needs_its_mark():
     """The bytes behind an Ogg file may look like the rest of a page."""
     assert not containers._ends_with_last_ogg_page(b'\4' * 70)
