@@ -49,7 +49,6 @@ def open_stream(file: MediaFile, modality: Literal['video', 'audio']) -> Iterato
     """
     import av.error
     import av.logging
-    from av.stream import Disposition
 
     if isinstance(file, PathLike):
         with open(file, 'rb') as opened:
@@ -78,17 +77,23 @@ def open_stream(file: MediaFile, modality: Literal['video', 'audio']) -> Iterato
             f'it is in a container that is not supported. Convert it to mp4, mkv or wav. Supported: {MEDIA_CONTAINERS}'
         ) from error
     with container:
-        streams = getattr(container.streams, modality)
-        # The picture on the cover of a song is also a stream of video.
-        candidates = [stream for stream in streams if not stream.disposition & Disposition.attached_pic]
-        if not candidates:
+        streams = _streams_of(container, modality)
+        if not streams:
             raise InvalidInputError(f'it holds no {modality}')
-        stream = candidates[0]
+        stream = streams[0]
         if stream.codec_context is None:
             raise InvalidInputError('it is in a codec that is not known. Convert it to mp4, flac or wav')
         # One thread, because several may deadlock: they wait for Python to write a log line, and Python waits for them.
         stream.codec_context.thread_count = 1
         yield container, stream
+
+
+def _streams_of(container: InputContainer, modality: Literal['video', 'audio']) -> list[Any]:
+    """Returns the streams of a modality. The picture on the cover of a song is no video, although PyAV says so."""
+    from av.stream import Disposition
+
+    streams = getattr(container.streams, modality)
+    return [stream for stream in streams if not stream.disposition & Disposition.attached_pic]
 
 
 def _check_marked_end(file: BinaryIO) -> None:
@@ -210,7 +215,7 @@ def fewest_seconds(duration: float, container: InputContainer) -> float:
     """Returns how many seconds a file or stream of this duration must at least have to count as complete."""
     # The last packet may have no duration. It holds one frame, up to 0.5 s of a video. The first packets of an audio
     # may fill the decoder, which returns nothing for them: up to 0.2 s (MP3 with 8,000 samples a second).
-    tolerance = 0.5 if container.streams.video else 0.2
+    tolerance = 0.5 if _streams_of(container, 'video') else 0.2
     return duration * (1 - MAX_MISSING_SHARE) - tolerance
 
 
