@@ -74,14 +74,14 @@ def gather_if_grouped(value: T) -> list[T]:
 
 
 class Gather(Protocol):
-    """A function that gathers values, such as :func:`all_gather_object` or :func:`only_of_this_rank`."""
+    """A function that gathers values, such as :func:`all_gather_object` or :func:`gather_this_rank_only`."""
 
     def __call__(self, value: T, /) -> list[T]:
         """Returns the values of all ranks."""
         ...
 
 
-def only_of_this_rank(value: T) -> list[T]:
+def gather_this_rank_only(value: T) -> list[T]:
     """Returns only the value of this rank. Replaces a gather in code that a rank runs without the others."""
     return [value]
 

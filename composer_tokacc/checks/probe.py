@@ -31,7 +31,7 @@ from composer_tokacc.batch import Batch, labels_of, with_copied_tensors
 from composer_tokacc.checks.logits import TINY, MeasuredTokens, are_logits, logits_of, measure, sketch
 from composer_tokacc.checks.replaced_weights import ReplacedWeights
 from composer_tokacc.checks.written_state import State, StateSnapshot, perturb, undisturbed
-from composer_tokacc.collectives import Gather, only_of_this_rank
+from composer_tokacc.collectives import Gather, gather_this_rank_only
 from composer_tokacc.compat import BatchNorm
 from composer_tokacc.counting import LossRule
 from composer_tokacc.graph import edge_of
@@ -235,7 +235,7 @@ class Probe:
         model: Module,
         precision: Callable[[], AbstractContextManager[object]] = nullcontext,
         terms: Callable[[Loss, Outputs], Mapping[str, Tensor]] | None = None,
-        gather: Gather = only_of_this_rank,
+        gather: Gather = gather_this_rank_only,
     ) -> None:
         self.model = model
         self.gather = gather
@@ -268,7 +268,7 @@ class Probe:
         in float32."""
 
     @classmethod
-    def from_model(cls, model: Any, gather: Gather = only_of_this_rank) -> Probe:
+    def from_model(cls, model: Any, gather: Gather = gather_this_rank_only) -> Probe:
         """Makes a probe of a ComposerModel, or of a Hugging Face model that computes its own loss."""
         if hasattr(model, 'eval_forward'):
             return cls(model, model.loss, model, gather=gather)
