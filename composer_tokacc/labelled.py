@@ -188,9 +188,9 @@ class LabelSelector:
       this tensor in the forward.
     - Around a norm and the output embedding: the hidden states are a new tensor. The positions are those of the last
       forward. If several forwards came before the backward, an error is raised.
-    - Around the whole model: the forward runs again, but is no longer armed, so it computes all logits. With
-      ``use_reentrant=True`` the gradient is the same, and no memory is saved. Otherwise torch raises an error, because
-      the forwards differ.
+    - Around the whole model: the forward runs again, and only :class:`.LogitsAtLabels` arms the hooks again. In the
+      training loop the second forward computes all logits. With ``use_reentrant=True`` the gradient is the same, but no
+      memory is saved. Otherwise torch raises an error, because the two forwards differ.
 
     Args:
         model: A Hugging Face model with an output embedding, not wrapped.
