@@ -9,6 +9,7 @@ A single rank needs no process group. If it has one, it makes no collective neve
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
@@ -57,13 +58,13 @@ def _has_other_ranks() -> bool:
 
 def all_gather_object(value: T) -> list[T]:
     """Returns the values of all ranks, in the order of the ranks; a collective."""
-    values = [value] * get_world_size()  # placeholders for the gather
+    values = [value] * get_world_size()  # the gather overwrites them. With one rank this is the result
     if _has_other_ranks():
         torch.distributed.all_gather_object(values, value)
     return values
 
 
-def values_of_ranks(value: T) -> list[T]:
+def gather_if_grouped(value: T) -> list[T]:
     """Returns the values of all ranks; a collective. Without a process group it returns only the value of this rank.
 
     It is for measurements of any training loop. A loop of several ranks without a process group is measured on each
@@ -73,24 +74,24 @@ def values_of_ranks(value: T) -> list[T]:
 
 
 class Gather(Protocol):
-    """A function that gathers values, such as :func:`all_gather_object` or :func:`only_of_this_rank`."""
+    """A function that gathers values, such as :func:`all_gather_object` or :func:`gather_this_rank_only`."""
 
     def __call__(self, value: T, /) -> list[T]:
         """Returns the values of all ranks."""
         ...
 
 
-def only_of_this_rank(value: T) -> list[T]:
+def gather_this_rank_only(value: T) -> list[T]:
     """Returns only the value of this rank. Replaces a gather in code that a rank runs without the others."""
     return [value]
 
 
-def from_any_rank(value: T | None) -> T | None:
-    """Returns the value of the first rank that has one, None if no rank has one; a collective."""
+def from_first_rank_with_value(value: T | None) -> T | None:
+    """Returns the value of the lowest rank whose value is not None, or None if there is no such rank; a collective."""
     num_ranks = get_world_size()
     # The first rank with a value is the smallest of these numbers, or `num_ranks` if no rank has a value.
     rank_with_value = num_ranks if value is None else get_global_rank()
-    # The smallest number is the largest of the negative numbers.
+    # min(x) = -max(-x), because there is only a maximum over ranks.
     (negative_first,) = max_over_ranks([-rank_with_value])
     first_rank = -negative_first
     values = [value]
@@ -100,11 +101,12 @@ def from_any_rank(value: T | None) -> T | None:
     return values[0]
 
 
-def of_first_rank(compute: Callable[[], T]) -> T:
+def run_on_rank_0(compute: Callable[[], T]) -> T:
     """Calls a function on rank 0 and returns its result, which is not None, on all ranks; a collective.
 
-    If the function raises a refusal, all ranks raise it. Any other error is raised on rank 0, also a SystemExit of
-    status 0. The others then raise a refusal that names it, so that only rank 0 prints a traceback.
+    If the function raises a refusal, all ranks raise it. Any other error is raised on rank 0 only. The others then
+    raise a refusal that names it, so that only rank 0 prints a traceback. A SystemExit of status 0 counts as an error,
+    too, because the others would wait for a result. So does a result that cannot be pickled, if there are other ranks.
 
     ``compute`` must make no collective, so it must not call this function either. The other ranks already wait for the
     result of ``compute``, and would take the result of an inner call for it.
@@ -113,13 +115,19 @@ def of_first_rank(compute: Callable[[], T]) -> T:
     if get_global_rank() == 0:
         try:
             outcome = compute()
+            if _has_other_ranks():
+                # Raises an error if the result cannot be pickled. The broadcast would raise it on rank 0 only, while
+                # the others wait for the result.
+                pickle.dumps(outcome)
         except RefusalError as error:
             outcome = error  # raised below on all ranks, because the others wait for the outcome
         except (Exception, SystemExit) as error:  # not a KeyboardInterrupt, because Ctrl-C reaches all ranks
             # The error itself is not sent, because not every error can be pickled.
-            from_any_rank(NotExactError(f'Rank 0 has failed, read its output: {type(error).__name__}: {error}'))
+            from_first_rank_with_value(
+                NotExactError(f'Rank 0 has failed, read its output: {type(error).__name__}: {error}')
+            )
             raise
-    outcome = from_any_rank(outcome)  # the one of rank 0, because the others have None
+    outcome = from_first_rank_with_value(outcome)  # the outcome of rank 0, because the others have None
     assert outcome is not None, 'rank 0 has an outcome'
     if isinstance(outcome, RefusalError):
         raise outcome
@@ -134,7 +142,7 @@ def raise_on_all_ranks(refusal: RefusalError | None) -> None:
     Args:
         refusal: The refusal of this rank. None: it has none. If no rank has one, nothing is raised.
     """
-    message = from_any_rank(None if refusal is None else str(refusal))
+    message = from_first_rank_with_value(None if refusal is None else str(refusal))
     if refusal is not None:
         raise refusal
     if message is not None:
@@ -156,13 +164,13 @@ def max_over_ranks(values: Sequence[int]) -> list[int]:
 
 
 def are_equal_on_ranks(total: float, total_of_squares: float, num_ranks: int) -> bool:
-    """Returns whether a number is the same on all ranks.
+    """Returns whether a number is the same on all ranks. Not a collective: the sums over the ranks are arguments.
 
     Numbers are all equal if and only if the mean of their squares is the square of their mean (Cauchy-Schwarz). For
     example 3 and 3 have the sums 6 and 18, and 2 * 18 = 6 * 6. But 2 and 4 have the sums 6 and 20.
 
-    That holds only without rounding, so the numbers must be integers. If they were added as int64, and
-    the sums are ints, nothing else is needed. If they were added as floats, or the sums are floats,
+    That holds only without rounding or overflow, so the numbers must be integers. If they were added as int64, and the
+    sums are ints, ``total_of_squares`` must be below 2**63. If they were added as floats, or the sums are floats,
     ``num_ranks * total_of_squares`` must be below 2**53, because larger floats do not hold every integer.
 
     Args:

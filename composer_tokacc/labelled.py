@@ -43,22 +43,22 @@ class LabelledPositions:
     selected positions, and one ignored label in front of the selected labels. The model's shift removes both, and each
     position meets the label that it predicts. In shapes ``(+ 1)`` stands for this addition.
 
-    For example, the labels 7, 8 and 9 count in two rows of four positions::
+    For example, the labels 70, 80 and 90 count in two rows of four positions::
 
         index      0     1     2     3  |    4     5     6     7
-        labels  -100  -100     7     8  | -100  -100  -100     9
+        labels  -100  -100    70    80  | -100    90  -100  -100
 
-    ``of_labels`` is 2, 3, 7. ``of_logits`` is 1, 2, 6, and 7, which is added. The selected labels are -100, which is
-    added, 7, 8, 9.
+    ``label_indices`` are 2, 3 and 5. The positions before them, 1, 2 and 4, predict these labels. The last index of the
+    batch is added, so ``logit_indices`` are 1, 2, 4 and 7. The selected labels are -100 (added), 70, 80 and 90.
 
     Args:
-        of_labels: Indices of the labels in the flattened batch, int64 ``(labels,)``.
-        of_logits: Indices of the positions at which logits are computed, int64 ``(labels (+ 1),)``.
+        label_indices: Indices of the labels in the flattened batch, int64 ``(labels,)``.
+        logit_indices: Indices of the positions at which logits are computed, int64 ``(labels (+ 1),)``.
         shifts_labels: Whether the model shifts labels itself.
     """
 
-    of_labels: torch.Tensor
-    of_logits: torch.Tensor
+    label_indices: torch.Tensor
+    logit_indices: torch.Tensor
     shifts_labels: bool
 
     @classmethod
@@ -71,38 +71,40 @@ class LabelledPositions:
             num_labels: The number of labels that count. Tokens were counted on the CPU, so it is known.
         """
         running_count = rule.mask(batch).flatten().cumsum(dim=0)
-        of_labels = places_of(running_count, range(1, num_labels + 1))
+        label_indices = places_of(running_count, range(1, num_labels + 1))
         if not rule.shifts_labels:
-            return cls(of_labels, of_labels, shifts_labels=False)
-        # The position before a label is in the same row, because these rules count no label in column 0. The last
-        # position of the batch is added, because it predicts no label.
-        of_logits = F.pad(of_labels - 1, (0, 1), value=len(running_count) - 1)
-        return cls(of_labels, of_logits, shifts_labels=True)
+            return cls(label_indices, label_indices, shifts_labels=False)
+        # These are in the same rows as the labels, because rules that shift labels count no label in column 0.
+        indices_before_labels = label_indices - 1
+        # No label is compared with the logits at the added position, so it may be any. The last one is taken.
+        added_index = label_indices.new_full((1,), len(running_count) - 1)
+        logit_indices = torch.cat([indices_before_labels, added_index])
+        return cls(label_indices, logit_indices, shifts_labels=True)
 
     @property
-    def shape(self) -> tuple[int, int]:
+    def logits_shape(self) -> tuple[int, int]:
         """Rows and width of the logits: one row, with the added position."""
-        return 1, len(self.of_logits)
+        return 1, len(self.logit_indices)
 
     def select(self, values: torch.Tensor) -> torch.Tensor:
         """Selects the values at the predicting positions, from ``(rows, width, ...)`` to ``(1, labels (+ 1), ...)``."""
         # Not with a mask, because the CPU would wait for the number of positions.
-        return values.flatten(0, 1).index_select(0, self.of_logits)[None]
+        return values.flatten(0, 1).index_select(0, self.logit_indices)[None]
 
     def select_labels(self, values: torch.Tensor, fill: float) -> torch.Tensor:
         """Selects the values at the labels, from ``(rows, width)`` to ``(1, labels (+ 1))``. Adds ``fill`` in front."""
-        selected = values.flatten().index_select(0, self.of_labels)
+        selected = values.flatten().index_select(0, self.label_indices)
         if self.shifts_labels:
             selected = F.pad(selected, (1, 0), value=fill)
         return selected[None]
 
     def put_back(self, selected: torch.Tensor, rows: int, width: int) -> torch.Tensor:
         """Reverses :meth:`select`. Returns values ``(rows, width, ...)``, 0 at positions that predict no label."""
-        num_labels = len(self.of_labels)  # leaves out the added position
+        num_labels = len(self.label_indices)
         placed = selected.new_zeros(rows * width, *selected.shape[2:])
-        # The positions may be on the GPU, but gradients of a probe are on the CPU.
-        of_predictions = self.of_logits[:num_labels].to(placed.device)
-        placed[of_predictions] = selected[0, :num_labels]
+        predicting_indices = self.logit_indices[:num_labels]  # without the added position
+        # The indices may be on the GPU, but gradients of a probe are on the CPU.
+        placed[predicting_indices.to(placed.device)] = selected[0, :num_labels]
         return placed.unflatten(0, (rows, width))
 
 
@@ -126,11 +128,11 @@ def batch_at_logits(batch: Batch, logits: torch.Tensor, rule: LossRule, num_labe
         num_labels: The number of labels that count.
     """
     labels = labels_of(batch)
-    shape = logits.shape[:2]
-    if shape == labels.shape:
+    logits_shape = logits.shape[:2]
+    if logits_shape == labels.shape:
         return BatchAtLogits(batch, None)
     positions = LabelledPositions.from_batch(batch, rule, num_labels)
-    if shape != positions.shape:
+    if logits_shape != positions.logits_shape:
         return None
     selected: dict[str, Any] = {'labels': positions.select_labels(labels, IGNORE_INDEX)}
     weights = batch.get(LOSS_WEIGHTS)
@@ -161,15 +163,15 @@ class RunningForward:
     """The forward of the model that runs now."""
 
     positions: LabelledPositions | None = None
-    """The positions whose hidden states are selected. None: it computes all logits."""
+    """The positions whose hidden states are selected. None: this forward computes all logits."""
     labels_shape: tuple[int, ...] = ()
-    """The shape of its labels before some were selected. Empty: it computes all logits."""
+    """The shape of its labels before some were selected. Empty: this forward computes all logits."""
     num_head_calls: int = 0
     """Calls of the output embedding so far."""
     has_graph: bool = False
     """Whether it will have a backward."""
     is_recomputed: bool = False
-    """Whether a backward runs it, because a checkpoint is around the model."""
+    """Whether a backward runs it again, because a checkpoint is around the model."""
 
 
 class LabelSelector:
@@ -178,6 +180,19 @@ class LabelSelector:
     Before training, the first-batch check (``RowComparison.selection_failure``) tries them. It reads ``num_head_calls``
     after a forward that computed all logits, calls :meth:`arm`, and compares the gradients of both forwards. If they
     are the same, the training loop calls :meth:`begin_forward` before each forward.
+
+    With activation checkpointing, a backward may compute the output embedding again. The hook must then select the same
+    positions as in the forward. It depends on the checkpoint how it finds them:
+
+    - Around the output embedding only, with ``use_reentrant=False``: the checkpoint keeps the tensor of hidden states.
+      The positions were noted for this tensor in the forward.
+    - Around a norm and the output embedding, or with ``use_reentrant=True``: the hidden states are a new tensor. The
+      positions are those of the last forward. If several forwards came since the embedding was last computed again, an
+      error is raised. Limit: a second backward of an earlier forward (``retain_graph=True``) is not noticed if only one
+      forward came since. It gets the positions of this last forward.
+    - Around the whole model: the forward runs again, and only :class:`.LogitsAtLabels` arms the hooks again. In the
+      training loop the second forward computes all logits. With ``use_reentrant=True`` the gradient is the same, but no
+      memory is saved. Otherwise torch raises an error, because the two forwards differ.
 
     Args:
         model: A Hugging Face model with an output embedding, not wrapped.
@@ -195,13 +210,13 @@ class LabelSelector:
         self._head = head
         # About the next forward, see arm().
         self._rule = LossRule.CAUSAL
-        self._num_labels: int | None = None  # None: it computes all logits
-        self._forward = RunningForward()  # an empty one if no forward runs
-        # About earlier forwards. If a checkpoint is around the output embedding only, a backward computes the embedding
-        # again, and must select the positions of the forward to which it belongs.
-        self._positions_at = WeakTensorKeyDictionary()  # the positions of a forward, by its hidden states
-        self._last_positions: LabelledPositions | None = None  # the positions of the last forward with gradients
-        self._num_open_forwards = 0  # forwards with gradients since an embedding was last computed again
+        self._num_labels: int | None = None  # None: the hooks are not armed, and it computes all logits
+        self._forward: RunningForward | None = None  # None: no forward runs
+        # About earlier forwards, for a backward that computes the output embedding again. Positions are None if the
+        # forward computed all logits.
+        self._positions_by_hidden_states = WeakTensorKeyDictionary()
+        self._last_positions: LabelledPositions | None = None  # of the last forward with gradients
+        self._forwards_since_recompute = 0  # forwards with gradients since a backward last computed the embedding again
         self.num_head_calls = 0
         """Calls of the output embedding in the last forward that computed all logits.
 
@@ -246,15 +261,20 @@ class LabelSelector:
 
         Labels that are not a named argument stay as they are.
         """
-        self._forward = RunningForward(has_graph=torch.is_grad_enabled(), is_recomputed=is_in_backward())
+        forward = RunningForward(has_graph=torch.is_grad_enabled(), is_recomputed=is_in_backward())
+        self._forward = forward
         num_labels = self._num_labels
         self._num_labels = None
+        if num_labels is None:  # not armed
+            return args, kwargs
         labels = kwargs.get('labels')
-        # Since the hooks were registered, the model may have got another output embedding, which has no hook.
-        has_hook = output_embedding(module) is self._head
+        if labels is None:
+            return args, kwargs
         # The loss reads `shift_labels` instead of `labels` if the batch has them, and they would not be selected.
-        has_shifted_labels = kwargs.get('shift_labels') is not None
-        if labels is None or num_labels is None or not has_hook or has_shifted_labels:
+        if kwargs.get('shift_labels') is not None:
+            return args, kwargs
+        # Since the hooks were registered, the model may have got another output embedding, which has no hook.
+        if output_embedding(module) is not self._head:
             return args, kwargs
         positions = LabelledPositions.from_batch(kwargs, self._rule, num_labels)
         kwargs = dict(kwargs)
@@ -262,8 +282,8 @@ class LabelSelector:
             # The model would make these ids from its labels, but it gets only some of the labels.
             kwargs['decoder_input_ids'] = module.prepare_decoder_input_ids_from_labels(labels=labels)
         kwargs['labels'] = positions.select_labels(labels, IGNORE_INDEX)
-        self._forward.positions = positions
-        self._forward.labels_shape = labels.shape
+        forward.positions = positions
+        forward.labels_shape = labels.shape
         return args, kwargs
 
     def _select_hidden_states(self, head: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -272,17 +292,18 @@ class LabelSelector:
         Raises RuntimeError if there are hidden states at other positions than labels.
         """
         forward = self._forward
-        forward.num_head_calls += 1
+        if forward is not None:
+            forward.num_head_calls += 1
         if not args:
             # They are given by name, so nothing is selected. If labels were selected, the model's loss raises an error,
             # because it gets more logits than labels.
             return None
         hidden_states = args[0]
-        if is_in_backward() and not forward.is_recomputed:
-            # Activation checkpointing of the output embedding computes this part of a forward again.
-            num_forwards = self._num_open_forwards
-            self._num_open_forwards = 0
-            positions = self._recomputed_positions(hidden_states, num_forwards)
+        if is_in_backward() and (forward is None or not forward.is_recomputed):
+            # The checkpoint is around the output embedding, and perhaps a norm before it, but not around the model.
+            positions = self._recomputed_positions(hidden_states)
+        elif forward is None:  # other code calls the output embedding between two forwards
+            positions = None
         else:
             positions = forward.positions
             if positions is not None and hidden_states.shape[:2] != forward.labels_shape:
@@ -291,25 +312,26 @@ class LabelSelector:
                     f'{tuple(forward.labels_shape)}, got: {tuple(hidden_states.shape[:2])} at the output embedding. '
                     'The model changes the sequence on the way.'
                 )
-            self._positions_at[hidden_states] = positions
+        self._positions_by_hidden_states[hidden_states] = positions
         if positions is None:
             return None
         return (positions.select(hidden_states), *args[1:])
 
-    def _recomputed_positions(self, hidden_states: torch.Tensor, num_forwards: int) -> LabelledPositions | None:
+    def _recomputed_positions(self, hidden_states: torch.Tensor) -> LabelledPositions | None:
         """Returns the positions of the forward whose output embedding is computed again; None: all positions.
 
-        It need not be the last forward, because a loss may be the sum of the losses of several forwards. A checkpoint
-        keeps the tensor that it got, which tells the forward. If the checkpoint begins before the hidden states (a norm
-        is in it), they are another tensor. Then only the last forward can be meant, so RuntimeError is raised if there
-        were several.
+        It need not be the last forward, because a loss may be the sum of the losses of several forwards. The tensor of
+        hidden states tells the forward. If it is a new tensor (a norm is in the checkpoint, or it is reentrant), the
+        last forward must be meant, so RuntimeError is raised if there were several since the embedding was last
+        computed again.
 
         Args:
             hidden_states: The hidden states at the output embedding.
-            num_forwards: The number of forwards with gradients since the embedding was last computed again.
         """
-        if hidden_states in self._positions_at:
-            return self._positions_at[hidden_states]
+        num_forwards = self._forwards_since_recompute
+        self._forwards_since_recompute = 0
+        if hidden_states in self._positions_by_hidden_states:
+            return self._positions_by_hidden_states[hidden_states]
         if num_forwards > 1:
             raise NotExactError(
                 'With logits at labels, and a checkpoint around the output embedding, each forward must have its '
@@ -326,11 +348,14 @@ class LabelSelector:
         Raises RuntimeError if labels were selected, but the output embedding was not called exactly once.
         """
         forward = self._forward
-        self._forward = RunningForward()  # the output embedding may be called between two forwards
+        self._forward = None
+        if forward is None:  # the model has called itself, and the inner call has ended the forward
+            self.num_head_calls = 0  # not known, so that nothing is selected
+            return
         if forward.has_graph:
             self._last_positions = forward.positions
             if not forward.is_recomputed:
-                self._num_open_forwards += 1
+                self._forwards_since_recompute += 1
         if forward.positions is None:
             self.num_head_calls = forward.num_head_calls
         elif forward.num_head_calls != 1:

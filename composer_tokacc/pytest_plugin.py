@@ -41,16 +41,16 @@ def _exact_step(model: torch.nn.Module) -> Iterator[TokenWeightsReport]:
     """Measures the step inside of the context. Fails the test on every rank if the step of any rank has a fault."""
     # Imported here, because pytest loads this module in every run, also in those that do not need torch.
     from composer_tokacc.checks.token_weights import measure_token_weights
-    from composer_tokacc.collectives import values_of_ranks
+    from composer_tokacc.collectives import gather_if_grouped
     from composer_tokacc.step_watch import StepWatch, listed, unequal_on_ranks
 
     with measure_token_weights(model) as report, StepWatch(model) as watch:
         yield report
-    # `spread` and `values_of_ranks` are collectives, so nothing may fail between them on one rank only.
+    # `spread` and `gather_if_grouped` are collectives, so nothing may fail between them on one rank only.
     spread = report.spread
-    signs_by_rank = values_of_ranks(_signs_of(report.weights))
-    gradients_by_rank = values_of_ranks(watch.gradients_at_step)
-    sentences_by_rank = values_of_ranks([*report.forwards_without_weight(), *watch.faults])
+    signs_by_rank = gather_if_grouped(_signs_of(report.weights))
+    gradients_by_rank = gather_if_grouped(watch.gradients_at_step)
+    sentences_by_rank = gather_if_grouped([*report.forwards_without_weight(), *watch.faults])
     faults = []
     # `known_to` is the round-off of the measured weights. Not written with `>`, which would be False for NaN.
     if not spread <= 1 + report.known_to:

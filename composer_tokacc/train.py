@@ -26,7 +26,7 @@ from composer.core import Callback, State
 from composer.loggers import InMemoryLogger, Logger
 from composer.utils import dist
 
-from composer_tokacc.collectives import of_first_rank
+from composer_tokacc.collectives import run_on_rank_0
 from composer_tokacc.programs import TrainConfig
 from composer_tokacc.programs.answers import answer_callback_of
 from composer_tokacc.programs.build import RunParts, TrainerParts, build_parts, build_trainer, build_trainer_parts
@@ -151,7 +151,7 @@ def _train(config: TrainConfig) -> None:
                 stack.enter_context(evaluated_weights(trainer.state, trainer.logger))
             return write_report(config, parts, result, metrics, history, last_answers)
 
-    summary = of_first_rank(write_on_first_rank)
+    summary = run_on_rank_0(write_on_first_rank)
     # All ranks end together. If a rank exited earlier, NCCL would report it as crashed.
     dist.barrier()
     trainer.close()  # before the summary, because this ends the line of the progress bar

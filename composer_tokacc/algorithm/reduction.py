@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
@@ -41,6 +42,19 @@ NOT_REDUCED = (
 
 GradientState: TypeAlias = tuple[torch.nn.Parameter, tuple[int, int]]
 """A parameter, and the state of its gradient, which changes if a backward writes it, see :func:`.state_of_gradient`."""
+
+
+@dataclass
+class _Attempt:
+    """What has been noted in an attempt to compute a step."""
+
+    reduces: list[bool] = field(default_factory=list)
+    """Under DDP, for each microbatch so far: whether its backward reduces gradients."""
+    states_before: list[GradientState] = field(default_factory=list)
+    """The parameters to watch in the next backward, each with the state of its gradient before that backward."""
+    reached_checksum: int = 0
+    """A checksum that tells which parameters of FSDP2 each backward has reached. It is one number, so that ranks can
+    compare it."""
 
 
 class ReductionWatch:
@@ -76,12 +90,12 @@ class ReductionWatch:
         self._parameters_of_fsdp = [
             parameter for parameter in state.model.parameters() if isinstance(parameter, DTensor)
         ]
+        self._attempt = _Attempt()
         self._is_unfinished = False  # whether an attempt has begun, and has not come to its end
-        self._forget_microbatches()
         # With automatic microbatching ranks wait after every forward, because Composer asks all whether memory ran out.
-        self.waits_only_to_reduce = self._ddp is not None and not state.auto_microbatching and not may_gather
-        """Whether ranks wait for each other only when DDP reduces gradients. If so, and if DDP reduces only in the last
-        microbatch of a step, ranks may have unequal numbers of microbatches."""
+        self.waits_only_in_reduction = self._ddp is not None and not state.auto_microbatching and not may_gather
+        """Whether ranks wait for each other only in reductions of DDP, and nowhere else. If so, and if DDP reduces only
+        in the last microbatch of a step, ranks may have unequal numbers of microbatches."""
 
     def start_attempt(self) -> None:
         """Forgets an earlier attempt of this step. Sets DDP back to its state before the step, if the attempt failed.
@@ -92,19 +106,10 @@ class ReductionWatch:
         if self._ddp is not None and self._is_unfinished:
             reset_reduction(self._ddp)
         self._is_unfinished = True
-        self._forget_microbatches()
-
-    def _forget_microbatches(self) -> None:
-        """Empties what is noted of the microbatches of an attempt."""
-        self._reduces: list[bool] = []  # under DDP, for each microbatch so far: whether its backward reduces gradients
-        # The parameters to watch in the next backward, each with the state of its gradient before that backward.
-        self._states_before: list[GradientState] = []
-        # A checksum that tells which parameters of FSDP2 each backward of the step has reached. It is one number, so
-        # that ranks can compare it.
-        self._reached_checksum = 0
+        self._attempt = _Attempt()
 
     def begin_microbatch(self, num_microbatches: int, *, must_reduce_once: bool) -> None:
-        """Notes whether DDP reduces in the next backward, and the states of the gradients that it should write.
+        """Checks that DDP reduces in the right microbatch, and notes the gradients that the next backward should write.
 
         Args:
             num_microbatches: The number of microbatches of this rank in the step. 0: it is not known, and neither an
@@ -120,27 +125,38 @@ class ReductionWatch:
             self._note_states(self._parameters_of_fsdp)
             return
         reduces = self._ddp.require_backward_grad_sync
-        self._reduces.append(reduces)
+        self._attempt.reduces.append(reduces)
+        self._check_reduces_in_time(self._ddp, num_microbatches, must_reduce_once=must_reduce_once)
         if not reduces:
-            if len(self._reduces) == num_microbatches:
-                # With `ddp_sync_strategy='forced_sync'` Composer reduces all gradients that are not None, even after
-                # this error. Ranks with gradients of different parameters would wait forever. So all become None.
-                self._ddp.zero_grad()
-                raise NotExactError(NOT_REDUCED)
             return
-        if must_reduce_once and len(self._reduces) < num_microbatches:
-            raise NotExactError(
-                'Gradients must be reduced only in the last microbatch of a step, because ranks may make different '
-                f'numbers of microbatches, got: a reduction in microbatch {len(self._reduces)} of {num_microbatches}. '
-                "Leave `equal_counts` at 'auto', and `Trainer(ddp_sync_strategy=)` at its default, or as it was when "
-                'the checkpoint was written.'
-            )
         trained = [parameter for parameter in self._parameters_of_ddp if parameter.requires_grad]
         self._check_reduces_all(self._ddp, trained)
         # With one of these options DDP itself finds the parameters that a backward does not reach.
         finds_unreached = self._ddp.find_unused_parameters or self._ddp.static_graph
         if not finds_unreached:
             self._note_states(trained)
+
+    def _check_reduces_in_time(
+        self, ddp: DistributedDataParallel, num_microbatches: int, *, must_reduce_once: bool
+    ) -> None:
+        """Raises RuntimeError if this microbatch reduces too early, or is the last one and does not reduce.
+
+        In the second case it also sets all gradients to None. With ``ddp_sync_strategy='forced_sync'`` Composer reduces
+        all gradients that are not None, even after this error. Ranks with gradients of different parameters would wait
+        forever.
+        """
+        reduces = self._attempt.reduces[-1]
+        number = len(self._attempt.reduces)  # of this microbatch; the first has the number 1
+        if not reduces and number == num_microbatches:
+            ddp.zero_grad()
+            raise NotExactError(NOT_REDUCED)
+        if reduces and must_reduce_once and number < num_microbatches:
+            raise NotExactError(
+                'Gradients must be reduced only in the last microbatch of a step, because ranks may make different '
+                f'numbers of microbatches, got: a reduction in microbatch {number} of {num_microbatches}. '
+                "Leave `equal_counts` at 'auto', and `Trainer(ddp_sync_strategy=)` at its default, or as it was when "
+                'the checkpoint was written.'
+            )
 
     def _check_reduces_all(self, ddp: DistributedDataParallel, trained: Collection[torch.nn.Parameter]) -> None:
         """Raises RuntimeError if DDP does not reduce some parameters, because they were frozen when it was made.
@@ -149,7 +165,7 @@ class ReductionWatch:
         """
         if self._reduced_parameters is None:
             # At least this many were unfrozen. There may be more, because DDP still counts parameters that were frozen
-            # since it was made.
+            # since it was made. So if as many parameters were frozen as unfrozen, this check misses the unfrozen ones.
             num_unfrozen = len(trained) - num_reduced_parameters(ddp)
         else:
             num_unfrozen = len(set(trained) - self._reduced_parameters)
@@ -162,34 +178,40 @@ class ReductionWatch:
 
     def _note_states(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Notes the states of the gradients, so that :meth:`end_microbatch` sees which the backward has written."""
-        self._states_before = [(parameter, state_of_gradient(parameter)) for parameter in parameters]
+        self._attempt.states_before = [(parameter, state_of_gradient(parameter)) for parameter in parameters]
 
     def end_microbatch(self) -> None:
-        """Notes which parameters the backward has reached. Under DDP it adds the gradients that DDP still waits for."""
-        states_before = self._states_before
-        self._states_before = []
+        """Notes which parameters of FSDP2 the backward has reached. Under DDP it adds the gradients that DDP waits for.
+
+        Does nothing if :meth:`begin_microbatch` has noted no states: the model has no such wrapper, DDP did not reduce
+        in this backward, or DDP itself finds the parameters that are not reached.
+        """
+        states_before = self._attempt.states_before
+        self._attempt.states_before = []
+        if not states_before:
+            return
         if self._ddp is None:
             self._add_to_checksum(states_before)
         else:
-            # Empty if this backward did not reduce, or if DDP itself finds these parameters: no states were noted then.
             self._add_missing_gradients(self._ddp, states_before)
 
     def _add_to_checksum(self, states_before: Sequence[GradientState]) -> None:
         """Adds to the checksum which parameters of FSDP2 the backward has reached."""
         # One byte for each parameter. The checksum goes on from the earlier microbatches.
         reached_flags = bytes(state_of_gradient(parameter) != before for parameter, before in states_before)
-        self._reached_checksum = zlib.crc32(reached_flags, self._reached_checksum)
+        self._attempt.reached_checksum = zlib.crc32(reached_flags, self._attempt.reached_checksum)
 
     def _add_missing_gradients(self, ddp: DistributedDataParallel, states_before: Sequence[GradientState]) -> None:
         """Adds a gradient of zero to parameters that the backward has not reached, because DDP waits for them."""
         unreached = [parameter for parameter, before in states_before if state_of_gradient(parameter) == before]
         if not unreached:
             return
-        # If DDP has reduced, it waits for nothing. Another algorithm may have set gradients to None since, so that the
-        # optimizer leaves these parameters out. But has_finished_reduction() also returns True if the backward has
-        # reached no parameter at all, because DDP then has not begun to reduce.
-        has_reached_any = len(unreached) < len(states_before)
-        if has_reached_any and has_finished_reduction(ddp):
+        # DDP begins to reduce if a backward reaches any parameter. has_finished_reduction() is also True if DDP has not
+        # begun.
+        has_begun = len(unreached) < len(states_before)
+        if has_begun and has_finished_reduction(ddp):
+            # DDP has finished, so it has got all gradients. Another algorithm has set some of them to None since, so
+            # that the optimizer leaves these parameters out.
             return
         # This backward adds zeros to the gradients, and calls the hooks of DDP.
         torch.autograd.backward([empty_sum(parameter) for parameter in unreached])
@@ -203,13 +225,14 @@ class ReductionWatch:
         ranks have gradients of different parameters, and the tensors have the same size by chance, FSDP2 adds the
         gradients of different parameters without an error. In this case all ranks raise here.
         """
-        self._is_unfinished = False
-        if self._ddp is not None and not (self._reduces[-1] and has_finished_reduction(self._ddp)):
+        self._is_unfinished = False  # all microbatches were computed. If a check fails here, no further attempt follows
+        if self._ddp is not None and not (self._attempt.reduces[-1] and has_finished_reduction(self._ddp)):
             raise NotExactError(NOT_REDUCED)
         if not self._parameters_of_fsdp:
             return
         # A maximum over the ranks gives the smallest checksum, too, as the negative of the largest negative.
-        largest, largest_negative = max_over_ranks([self._reached_checksum, -self._reached_checksum])
+        checksum = self._attempt.reached_checksum
+        largest, largest_negative = max_over_ranks([checksum, -checksum])
         smallest = -largest_negative
         if largest != smallest:
             raise NotExactError(
@@ -225,9 +248,10 @@ class ReductionWatch:
         None: the step does not show it, because it has only one microbatch, or it does not matter, because ranks wait
         for each other in every microbatch anyway.
         """
-        if len(self._reduces) < 2 or not self.waits_only_to_reduce:
+        reduces = self._attempt.reduces
+        if len(reduces) < 2 or not self.waits_only_in_reduction:
             return None
-        return not any(self._reduces[:-1])
+        return not any(reduces[:-1])
 
 
 def unsharded_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
@@ -258,9 +282,10 @@ def check_unsharded_are_frozen(unsharded: Mapping[str, torch.nn.Parameter]) -> N
 
 
 def check_clipping(state: State) -> None:
-    """Raises RuntimeError if Composer clips gradients by the norms of rows and vectors under FSDP2.
+    """Raises RuntimeError if adaptive gradient clipping (AGC) is on under FSDP2.
 
-    Composer would take norms of shards. Under FSDP1 it refuses this itself.
+    AGC clips by the norms of rows and vectors, and Composer would take the norms of their shards. Under FSDP1 Composer
+    refuses it itself.
     """
     clips_adaptively = any(getattr(algorithm, 'clipping_type', None) == 'adaptive' for algorithm in state.algorithms)
     if clips_adaptively and any(isinstance(unit, FSDPModule) for unit in fsdp_units(state.model)):

@@ -441,7 +441,7 @@ class TokenAccumulation(Algorithm):
         """Sets up the fit at its first batch, and runs the first-batch check, which finds the loss rule."""
         check_equal_on_ranks(arguments_to_compare(state, self.options))
         context = RunContext(state, self.options)
-        if not context.reductions.waits_only_to_reduce:
+        if not context.reductions.waits_only_in_reduction:
             # It may be True from a checkpoint or an earlier fit, but now ranks may wait for each other in every
             # microbatch. So they must make equally many.
             self._reduces_once = False

@@ -506,7 +506,7 @@ class RowComparison:
         # 'tokens' is the only unit, because a run with `loss_units` computes all logits and does not come here.
         for gradient in result.gradients['tokens']:
             # Gradients by the states of other layers are at all positions already.
-            if gradient is not None and tuple(gradient.shape[:2]) == positions.shape:
+            if gradient is not None and tuple(gradient.shape[:2]) == positions.logits_shape:
                 gradient = positions.put_back(gradient, height, width)
             gradients.append(gradient)
         return replace(result, gradients={'tokens': gradients})

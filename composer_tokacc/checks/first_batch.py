@@ -50,7 +50,7 @@ from composer_tokacc.checks.probe import Probe, ProbeResult
 from composer_tokacc.checks.row_ranges import MIN_ROWS, RowProperty, RowRanges, chosen_rows, ranges_of
 from composer_tokacc.collectives import (
     all_gather_object,
-    from_any_rank,
+    from_first_rank_with_value,
     get_global_rank,
     get_world_size,
     max_over_ranks,
@@ -302,7 +302,7 @@ class FirstBatchCheck:
             except RefusalError as refusal_of_rows:
                 refusal = refusal_of_rows
         raise_on_all_ranks(refusal)
-        shared = from_any_rank(rows_to_share)
+        shared = from_first_rank_with_value(rows_to_share)
         assert shared is not None  # one rank has rows
         return shared
 

@@ -31,7 +31,7 @@ from composer_tokacc.batch import Batch, labels_of, with_copied_tensors
 from composer_tokacc.checks.logits import TINY, MeasuredTokens, are_logits, logits_of, measure, sketch
 from composer_tokacc.checks.replaced_weights import ReplacedWeights
 from composer_tokacc.checks.written_state import State, StateSnapshot, perturb, undisturbed
-from composer_tokacc.collectives import Gather, only_of_this_rank
+from composer_tokacc.collectives import Gather, gather_this_rank_only
 from composer_tokacc.compat import BatchNorm
 from composer_tokacc.counting import LossRule
 from composer_tokacc.graph import edge_of
@@ -235,7 +235,7 @@ class Probe:
         model: Module,
         precision: Callable[[], AbstractContextManager[object]] = nullcontext,
         terms: Callable[[Loss, Outputs], Mapping[str, Tensor]] | None = None,
-        gather: Gather = only_of_this_rank,
+        gather: Gather = gather_this_rank_only,
     ) -> None:
         self.model = model
         self.gather = gather
@@ -268,7 +268,7 @@ class Probe:
         in float32."""
 
     @classmethod
-    def from_model(cls, model: Any, gather: Gather = only_of_this_rank) -> Probe:
+    def from_model(cls, model: Any, gather: Gather = gather_this_rank_only) -> Probe:
         """Makes a probe of a ComposerModel, or of a Hugging Face model that computes its own loss."""
         if hasattr(model, 'eval_forward'):
             return cls(model, model.loss, model, gather=gather)
@@ -569,9 +569,9 @@ class Probe:
         shapes = [tuple(labels_of(batch).shape)]
         at_labels = options.at_labels
         if at_labels is not None:
-            shapes.append(at_labels.positions.shape)
+            shapes.append(at_labels.positions.logits_shape)
             # The caller of run() disarms the selector afterwards, because a forward that raises may leave it armed.
-            at_labels.selector.arm(at_labels.rule, num_labels=len(at_labels.positions.of_labels))
+            at_labels.selector.arm(at_labels.rule, num_labels=len(at_labels.positions.label_indices))
         with (
             precision,
             self._weights.replaced(in_float32=self.uses_float32, varied=options.varies_weights),

@@ -185,7 +185,7 @@ class MicrobatchRecord:
 
         Args:
             logits: ``(rows, width, vocabulary)``. If they are only at labels, rows and width are
-                :attr:`.LabelledPositions.shape`.
+                :attr:`.LabelledPositions.logits_shape`.
             weights: Relative weights of the tokens, ``(rows, width)`` of the logits; None: they are equal.
             plain_token_weight: The weight of a token whose relative weight is 1. None: tokens are not measured, and the
                 hook only notes that a gradient has come.
@@ -277,7 +277,7 @@ class MicrobatchRecord:
             index_of_logits = int(self.measured_positions[place])
         index_in_rows = index_of_logits
         if self.positions_of_logits is not None:
-            index_in_rows = int(self.positions_of_logits.of_logits[index_of_logits])
+            index_in_rows = int(self.positions_of_logits.logit_indices[index_of_logits])
         targets = self.rule.targets(self.batch)
         width = targets.shape[1]
         row, column = divmod(index_in_rows, width)

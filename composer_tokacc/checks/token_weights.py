@@ -19,7 +19,7 @@ from torch import Tensor
 
 from composer_tokacc.batch import IGNORE_INDEX
 from composer_tokacc.checks.logits import logits_of, measure, tolerance_of
-from composer_tokacc.collectives import get_world_size, values_of_ranks
+from composer_tokacc.collectives import gather_if_grouped, get_world_size
 from composer_tokacc.compat import inner_model, is_in_backward
 from composer_tokacc.counting import LossRule, with_one_label
 from composer_tokacc.graph import edge_of
@@ -159,7 +159,7 @@ class TokenWeightsReport:
 
         If ``torch.distributed`` is initialised, every rank must read it.
         """
-        extremes = torch.tensor(values_of_ranks(self._extremes()))  # (ranks, 2)
+        extremes = torch.tensor(gather_if_grouped(self._extremes()))  # (ranks, 2)
         largest = extremes[:, 0].max()
         smallest = extremes[:, 1].min()
         return float(largest / smallest)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from composer_tokacc.data.containers import check_duration, end_of, fewest_seconds, open_stream, timestamp_of
+from composer_tokacc.data.containers import check_duration, end_of, least_seconds, open_stream, timestamp_of
 from composer_tokacc.data.records import MediaFile
 from composer_tokacc.refusals import InvalidInputError
 
@@ -104,7 +104,7 @@ def _audio_frames(container: InputContainer, stream: AudioStream) -> Iterator[Au
         raise InvalidInputError('it holds no audio')
     check_duration(container, max(end_of_file, end_of_audio))  # packets may have no duration, but frames have one
     duration = _duration_of_audio(stream, packet_times)
-    if decoded_seconds < fewest_seconds(duration, container):
+    if decoded_seconds < least_seconds(duration, container):
         raise InvalidInputError(
             f'only {decoded_seconds:.1f} of its {duration:.1f} s of audio can be decoded: it is damaged, or has '
             'pauses. Write it again, with silence for the pauses: `ffmpeg -i FILE -af aresample=async=1 other.wav`'

@@ -70,6 +70,15 @@ class _TextsOfExample(NamedTuple):
     """The text after the last answer."""
 
 
+class _RoleContent(NamedTuple):
+    """The content that a template takes in turns of a role."""
+
+    is_parts: bool
+    """Whether it takes a list of parts. If not, it takes a string, and the turn can have no media."""
+    modalities: frozenset[str] = frozenset()
+    """The modalities for which it writes a placeholder, one for each part of this modality."""
+
+
 class ChatTemplate:
     """The chat template of a processor or tokenizer. Its properties, such as its ending token, are found by rendering.
 
@@ -98,11 +107,11 @@ class ChatTemplate:
         self._owner = owner
         self._adds_end_token = add_end_token
         self._takes_media = takes_media
-        self._media_of_roles: dict[str, set[str] | None] = {}
-        """The results of `_media_of`, by role."""
+        self._content_by_role: dict[str, _RoleContent] = {}
+        """The results of `_content_of`, by role."""
         self._checked_shapes: set[tuple[tuple[str, ...], ...]] = set()
         """Shapes of conversations (see `_shape_of`) for which a rendering with markers has shown that the template
-        writes all turns, see `_check_all_written`."""
+        writes all turns, see `_check_markers_written`."""
         example = self._texts_of_example()
         added_tokens = _added_tokens_of(tokenizer)
         self._endings = _find_endings(example, tokenizer, added_tokens)
@@ -123,10 +132,11 @@ class ChatTemplate:
         Nearly all templates write answers as they are. Some change them: templates of reasoning models drop the
         thoughts of earlier answers. So three ways are tried in this order:
 
-        1. With a marker for every answer. Answers without loss get the ending token only in this way.
-        2. With a marker for every answer that carries loss. The template may change the others.
+        1. With a marker for every answer. If ending tokens are added, answers without loss get one, too.
+        2. With a marker for every answer that carries loss. The template may change the others. Their text stays as the
+           template writes it, and they get no ending token.
         3. If the last message carries loss: with a marker for every earlier answer that does. The last one is looked
-           for after the generation prompt.
+           for after the generation prompt. For all other answers it is as in way 2.
 
         Raises:
             ValueError: If the template leaves out or changes a turn. It may change only an answer without loss.
@@ -191,7 +201,7 @@ class ChatTemplate:
     def _for_template(self, message: Message) -> dict[str, Any]:
         """Returns a message in the form that the template takes: its content is a list of parts, or a string."""
         role = message['role']
-        if self._media_of(role) is None:
+        if not self._content_of(role).is_parts:
             return {'role': role, 'content': text_of(message)}
         # An empty turn gets an empty text, because some templates read the first part (SmolVLM).
         content = message['content'] or text_message(role, '')['content']
@@ -204,40 +214,38 @@ class ChatTemplate:
             role: ``user`` or ``tool``, because only their turns may hold media in a record.
             modality: The modality of the media.
         """
-        modalities = self._media_of(role) or ()
-        return modality in modalities
+        return modality in self._content_of(role).modalities
 
-    def _media_of(self, role: str) -> set[str] | None:
-        """Returns the modalities for which the template writes a placeholder in turns of a role.
+    def _content_of(self, role: str) -> _RoleContent:
+        """Returns the content that the template takes in turns of a role. It is a string if messages never hold media.
 
-        Returns None if the template needs a string in such turns instead of a list of parts, or if messages never hold
-        media. Each role is tried once, by rendering examples.
+        Each role is tried once, by rendering examples.
         """
         if not self._takes_media:
-            return None
-        if role not in self._media_of_roles:
-            self._media_of_roles[role] = self._try_media(role)
-        return self._media_of_roles[role]
+            return _RoleContent(is_parts=False)
+        if role not in self._content_by_role:
+            self._content_by_role[role] = self._try_content(role)
+        return self._content_by_role[role]
 
-    def _try_media(self, role: str) -> set[str] | None:
-        """Finds the result of :meth:`_media_of` by rendering examples with a list of parts in a turn of this role."""
+    def _try_content(self, role: str) -> _RoleContent:
+        """Finds the result of :meth:`_content_of` by rendering examples with a list of parts in a turn of this role."""
         text = self._text_of_trial(role)
         # A template for strings raises, or writes the list as Python or JSON prints it.
         if not text or PRINTED_PART.search(text):
-            return None
+            return _RoleContent(is_parts=False)
         modalities = set()
         for modality in MODALITIES:
             text_with_one = self._text_of_trial(role, [modality])
             text_with_two = self._text_of_trial(role, [modality] * 2)
             if len(text) < len(text_with_one) < len(text_with_two):  # it writes something for each medium
                 modalities.add(modality)
-        return modalities
+        return _RoleContent(is_parts=True, modalities=frozenset(modalities))
 
     def _text_of_trial(self, role: str, modalities: Sequence[str] = ()) -> str:
         """Returns the text of a conversation with a turn of this role and media. '' if the template raises an error."""
         question, answer = example_conversation()
         turn_of_user, _ = example_conversation(modalities)
-        # Not given to `_for_template`, which would try the media of this role again.
+        # Not given to `_for_template`, which would try this role again.
         conversation: list[Any] = [{**turn_of_user, 'role': role}]
         if role == 'system':
             conversation = [*conversation, self._for_template(question)]
@@ -303,6 +311,15 @@ class ChatTemplate:
         comparison ignores white space. Everything after the prompt must belong to the answer, because all of it is
         learned.
 
+        For example, a template leaves the first answer, ``one``, open, and ends the last one, ``two``. (Here
+        ``text_after_prompt`` begins with a space.) ::
+
+            text                 Q: 1? A: one Q: 2? A: two<end>
+            prompt               Q: 1? A: one Q: 2? A:
+            text_after_prompt                          two<end>
+            earlier.text         Q: 1? A: one<end>Q: 2? A: two<end>
+            prompt_with_endings  Q: 1? A: one<end>Q: 2? A:
+
         Args:
             messages: The conversation. Its last message is an answer that carries loss.
             text: The conversation as the template writes it.
@@ -315,6 +332,7 @@ class ChatTemplate:
         text_after_prompt = text.removeprefix(prompt)
         reply = text_after_prompt.rstrip()
         space_after_reply = text_after_prompt.removeprefix(reply)
+        # `end_token` is the only ending to look for, because it is the ending of last answers, see _find_endings().
         reply_without_ending = reply.removesuffix(self.end_token)
         answer_letters = _without_space(text_of(messages[-1]))
         # The prompt may hold the first letters of the answer: some prompts end in `<think>`.
@@ -326,7 +344,8 @@ class ChatTemplate:
             space_after_reply = ''  # after an answer without an ending, white space is dropped
             if self._adds_end_token:
                 reply += self.end_token
-        # Before the reply, `earlier.text` may have more ending tokens than `text`. From the reply on it is the same.
+        # `earlier.text` differs from `text` only directly after earlier answers: ending tokens were added there, and
+        # spaces dropped. All these places are in the prompt, so it still ends with `text_after_prompt`.
         prompt_with_endings = earlier.text.removesuffix(text_after_prompt)
         start = len(prompt_with_endings)
         span = AnswerSpan(start, start + len(reply))
@@ -339,11 +358,17 @@ class ChatTemplate:
         """
         for message in messages:
             # Answers are not looked for in the text: `_render` has compared those that carry loss, and the template may
-            # change the others. The markers below show that none is left out.
+            # change the others. The markers show that none is left out.
             if message['role'] != 'assistant':
                 _check_written(message, text)
-        # This is not enough, because the text of a dropped turn may also stand in another turn. A marker cannot. So the
-        # conversation is rendered again with markers, once for all conversations of the same shape.
+        # The text of a dropped turn may also stand in another turn. A marker cannot.
+        self._check_markers_written(messages)
+
+    def _check_markers_written(self, messages: Sequence[Message]) -> None:
+        """Renders the conversation with a marker for every text, and raises ValueError if one is left out or changed.
+
+        It is done once for all conversations of the same shape.
+        """
         shape = _shape_of(messages)
         if shape in self._checked_shapes:
             return
@@ -368,12 +393,15 @@ class ChatTemplate:
         return [*pieces, remaining]
 
     def _texts_of_example(self) -> _TextsOfExample:
-        """Renders an example of two questions and answers, or of one if the template refuses a second question."""
+        """Renders an example of two questions and answers, or of one if the template raises an error for two.
+
+        An error for one question is passed on.
+        """
         try:
             conversation = example_conversation() + example_conversation()
             # `_` is the text after the second question. It is not needed, because the first question has the same.
             before, after_question, after_answer, _, after_last = self._text_around(conversation, range(4))
-        except ValueError:
+        except ValueError:  # perhaps the template refuses a second question
             before, after_question, after_last = self._text_around(example_conversation(), range(2))
             after_answer = after_last
         return _TextsOfExample(before, after_question, after_answer, after_last)
@@ -433,6 +461,9 @@ def _added_tokens_of(tokenizer: Any) -> set[str]:
 def _control_tokens_of(example: _TextsOfExample, endings: Iterable[str], tokens: set[str]) -> set[str]:
     """Returns the tokens that end answers, end questions and begin a conversation.
 
+    A token that begins only later turns, such as ``<|assistant|>``, is not among them. If it is a special token,
+    `ControlTokenPolicy` finds it all the same.
+
     Args:
         example: The texts around questions and answers.
         endings: The texts that may end an answer.
@@ -440,11 +471,15 @@ def _control_tokens_of(example: _TextsOfExample, endings: Iterable[str], tokens:
     """
     control_tokens = set(_first_tokens(example.before, tokens))
     # Only the first token after a question may end it. The next ones begin a turn.
-    control_tokens.update(_first_tokens(example.after_question, tokens)[:1])
+    token_after_question = _first_token(example.after_question, tokens)
+    if token_after_question is not None:
+        control_tokens.add(token_after_question)
     for ending in endings:
         tokens_of_ending = _first_tokens(ending, tokens)
-        control_tokens.update(tokens_of_ending)
-        if not tokens_of_ending:  # the `eos_token`, if it is a plain token of the vocabulary
+        if tokens_of_ending:
+            control_tokens.update(tokens_of_ending)
+        else:
+            # Only the `eos_token` may be none of `tokens`. It is a plain token of the vocabulary then.
             control_tokens.add(ending)
     return control_tokens
 
@@ -464,11 +499,11 @@ def _find_endings(example: _TextsOfExample, tokenizer: Any, tokens: set[str]) ->
         tokenizer: The tokenizer. Has the ``eos_token``.
         tokens: Its special and added tokens. An ending consists of them.
     """
-    prompt_start = _start_of_prompt(example, tokens)
-    ending = _ending_of_all_answers(example, tokens, prompt_start)
+    tail_start = _first_token_of_common_tail(example, tokens)
+    ending = _ending_of_all_answers(example, tokens, tail_start)
     if ending:
         return (ending,)
-    endings = _endings_by_place(example, tokens, prompt_start)
+    endings = _endings_by_place(example, tokens, tail_start)
     if endings:
         return tuple(endings)
     if tokenizer.eos_token is None:
@@ -479,23 +514,28 @@ def _find_endings(example: _TextsOfExample, tokenizer: Any, tokens: set[str]) ->
     return (tokenizer.eos_token,)
 
 
-def _start_of_prompt(example: _TextsOfExample, tokens: set[str]) -> str | None:
-    """Returns the first token of a generation prompt that the template writes after every conversation.
+def _first_token_of_common_tail(example: _TextsOfExample, tokens: set[str]) -> str | None:
+    """Returns the first token of the text that ``after_question`` and ``after_last`` both end with.
 
-    Some templates do so even if none is asked for (Llama 3's first template). Then ``after_last`` and
-    ``after_question`` both end with the prompt, and either may have an ending before it. So if one of them ends with
-    the other, the shorter one is taken as the prompt. It includes the ending if both have the same. Returns None if
-    there is no such prompt, or if it begins with no token.
+    It is needed for templates that write a generation prompt after every conversation, even if none is asked for (Llama
+    3's first template). Then both texts end with the prompt, and either may have an ending before it::
+
+        after_question   <turn>model:        <end><turn>model:   <end><turn>model:
+        after_last       <end><turn>model:   <turn>model:        <end><turn>model:
+        common tail      <turn>model:        <turn>model:        <end><turn>model:
+        returned         <turn>              <turn>              <end>
+
+    So one text ends with the other, and the tail is the shorter one. The returned token begins the prompt, or an ending
+    if both texts have the same ending. It is None if neither text ends with the other, or if no token begins the tail.
     """
     texts = [example.after_last.rstrip(), example.after_question.rstrip()]
     shorter_text, longer_text = sorted(texts, key=len)
     if not longer_text.endswith(shorter_text):
         return None
-    tokens_of_prompt = _first_tokens(shorter_text, tokens)
-    return tokens_of_prompt[0] if tokens_of_prompt else None
+    return _first_token(shorter_text, tokens)
 
 
-def _ending_of_all_answers(example: _TextsOfExample, tokens: set[str], prompt_start: str | None) -> str:
+def _ending_of_all_answers(example: _TextsOfExample, tokens: set[str], tail_start: str | None) -> str:
     """Returns the ending that both the last answer and earlier ones have. '' if there is none.
 
     After an earlier answer comes its ending, and then the next question. After the last answer comes only its ending
@@ -518,32 +558,39 @@ def _ending_of_all_answers(example: _TextsOfExample, tokens: set[str], prompt_st
         if token != token_after_answer:
             break
         # A token that also stands before a question begins the next turn, if it comes after an ending or begins the
-        # prompt. Otherwise it is an ending: EXAONE 4 writes an empty system turn, with an ending, before the first
-        # question.
-        if token in before_questions and (ending or token == prompt_start):
+        # common tail, which is the prompt then. (The tail may also begin with an ending, but an ending rarely stands
+        # before a question.) Otherwise it is an ending: EXAONE 4 writes an empty system turn, with an ending, before
+        # the first question.
+        if token in before_questions and (ending or token == tail_start):
             break
         ending += token
     return ending
 
 
-def _endings_by_place(example: _TextsOfExample, tokens: set[str], prompt_start: str | None) -> list[str]:
+def _endings_by_place(example: _TextsOfExample, tokens: set[str], tail_start: str | None) -> list[str]:
     """Returns the ending of the last answer, and that of earlier answers, if the template writes them.
 
     Used if the two are not the same.
     """
     endings = []
-    tokens_after_last = _first_tokens(example.after_last, tokens)
-    if tokens_after_last and tokens_after_last[0] != prompt_start:
-        endings.append(tokens_after_last[0])
+    token_after_last = _first_token(example.after_last, tokens)
+    if token_after_last is not None and token_after_last != tail_start:
+        endings.append(token_after_last)
     # The first token after an earlier answer may end this answer, or begin the next question. It is an ending if it
-    # also ends questions, and begins neither the conversation nor a question. A token before the text of a question
-    # begins something. But before another token it may end a system turn that the template adds.
-    turn_starts = {*_first_tokens(example.before, tokens), *_tokens_before_text(example.before, tokens)}
-    ends_of_questions = _first_tokens(example.after_question, tokens)[:1]
-    for token in _first_tokens(example.after_answer, tokens)[:1]:  # one or none
-        if token in ends_of_questions and token not in turn_starts:
-            endings.append(token)
+    # also ends questions, and begins nothing in the text before the first question.
+    token_after_answer = _first_token(example.after_answer, tokens)
+    token_after_question = _first_token(example.after_question, tokens)
+    if token_after_answer is not None and token_after_answer == token_after_question:
+        beginning_tokens = {*_first_tokens(example.before, tokens), *_tokens_that_begin(example.before, tokens)}
+        if token_after_answer not in beginning_tokens:
+            endings.append(token_after_answer)
     return endings
+
+
+def _first_token(text: str, tokens: Iterable[str]) -> str | None:
+    """Returns the token at the beginning of a text, after white space. None if there is no token."""
+    first_tokens = _first_tokens(text, tokens)
+    return first_tokens[0] if first_tokens else None
 
 
 def _first_tokens(text: str, tokens: Iterable[str]) -> list[str]:
@@ -567,22 +614,30 @@ def _first_tokens(text: str, tokens: Iterable[str]) -> list[str]:
         remaining = remaining.removeprefix(token)
 
 
-def _tokens_before_text(text: str, tokens: Iterable[str]) -> list[str]:
-    """Returns the tokens after which other text comes, and the last token of the text.
+def _tokens_that_begin(text: str, tokens: Iterable[str]) -> set[str]:
+    """Returns the tokens that begin something: those before other text than white space, and the last one.
 
-    White space does not count as text. Only the last place of each token counts: a token that ends two parts of a
-    system turn also stands before the text of the second part. Of the tokens that fit at a place, takes the longest.
+    A token before another token may end a part instead. Only the last place of each token counts. For example,
+    ``<begin><system>one<end>two<end><user>`` gives ``<system>`` and ``<user>``. The first ``<end>`` stands before
+    ``two``, but the last one before another token.
+
+    Args:
+        text: The text before a question.
+        tokens: The tokens to look for. Of those that fit at a place, the longest is taken.
     """
     longest_first = sorted(tokens, key=len, reverse=True)
     pattern = '|'.join(re.escape(token) for token in longest_first)
     pieces = re.split(f'({pattern})', text)  # text, token, text, token, ..., text
     found_tokens = pieces[1::2]
-    last_texts_after = dict(zip(found_tokens, pieces[2::2], strict=True))  # later places replace earlier ones
-    before_text = found_tokens[-1:]
+    texts_after_tokens = pieces[2::2]
+    last_texts_after: dict[str, str] = {}
+    for token, text_after in zip(found_tokens, texts_after_tokens, strict=True):
+        last_texts_after[token] = text_after  # a later place replaces an earlier one
+    beginning_tokens = set(found_tokens[-1:])
     for token, text_after in last_texts_after.items():
         if text_after.strip():
-            before_text.append(token)
-    return before_text
+            beginning_tokens.add(token)
+    return beginning_tokens
 
 
 def _without_space(text: str) -> str:

@@ -26,15 +26,17 @@ if TYPE_CHECKING:
     from av.container import InputContainer
 
 MAX_MISSING_SHARE = 0.05
-"""Share of a duration that may be missing, because the durations in headers are rounded or estimated."""
+"""Share of a duration that may be missing, because the durations in headers are rounded or estimated. A fixed number of
+seconds may be missing in addition, see :func:`least_seconds`."""
 MEDIA_CONTAINERS = 'aiff,asf,au,avi,flac,flv,gif,ivf,matroska,mov,mp3,mxf,nistsphere,ogg,tta,wav,wv'
 """Containers that are read, by FFmpeg's names. Each is a single file. Playlists are not read, because they name other
 files, which may lie outside of the media folder. Transport streams, elementary streams, caf, nut, voc and w64 are not
 read, because they may end anywhere, so a missing half could not be noticed."""
-HEAD_BYTES = 4096
+NUM_FIRST_BYTES = 4096
 """Bytes at the start of a file that are searched for the mark of its format, and for the segment of a Matroska file."""
-MAX_OGG_PAGE = 27 + 255 + 255 * 255
-"""Bytes of the longest page of an Ogg file: a header, a size for each of 255 segments, and 255 bytes in each."""
+NUM_LAST_BYTES = 27 + 255 + 255 * 255
+"""Bytes at the end of a file in which the mark of its end is looked for. They hold the longest page of an Ogg file: a
+header, a size for each of 255 segments, and 255 bytes in each. A GIF file needs fewer."""
 MIN_UNKNOWN_SIZE = 2**31 - 2**16
 """From this value on, the size in the header of a WAV or AIFF file means that the size is unknown. So does 0. Programs
 that write to a pipe write 0, or a size near 2**31 or 2**32 bytes."""
@@ -47,8 +49,8 @@ def open_stream(file: MediaFile, modality: Literal['video', 'audio']) -> Iterato
     Refuses a file without its end, without such a stream, or of a format that is not supported. The stream must not be
     used afterwards, because its memory is freed when the container is closed.
     """
+    import av.error
     import av.logging
-    from av.stream import Disposition
 
     if isinstance(file, PathLike):
         with open(file, 'rb') as opened:
@@ -59,8 +61,10 @@ def open_stream(file: MediaFile, modality: Literal['video', 'audio']) -> Iterato
         _check_marked_end(file)
         file.seek(0)
         source = file
-    if av.logging.get_level() is None:  # else the user has set it, or torchvision before 0.23
-        # With a level, the errors of PyAV hold FFmpeg's reason. PANIC prints nothing.
+    # The errors of PyAV hold FFmpeg's reason only if a log level is set. PANIC prints nothing. A level that the user or
+    # torchvision (before 0.23) has set is kept. The level is not restored, because errors may come until the container
+    # is closed, and other threads may read files at the same time.
+    if av.logging.get_level() is None:
         av.logging.set_level(av.logging.PANIC)
     try:
         container = av.open(
@@ -69,19 +73,18 @@ def open_stream(file: MediaFile, modality: Literal['video', 'audio']) -> Iterato
             options={'format_whitelist': MEDIA_CONTAINERS},
             metadata_errors='replace',  # tags may be in any encoding. They are not read
         )
-    except ValueError as error:
-        if 'whitelist' not in str(error):  # FFmpeg's message about other containers has this word
+    except av.error.ArgumentError as error:
+        # `log` is FFmpeg's reason. Not `str(error)`, because it has the name of the file, too.
+        if 'Format not on whitelist' not in str(error.log):
             raise
         raise InvalidInputError(
             f'it is in a container that is not supported. Convert it to mp4, mkv or wav. Supported: {MEDIA_CONTAINERS}'
         ) from error
     with container:
-        streams = getattr(container.streams, modality)
-        # The picture on the cover of a song is also a stream of video.
-        candidates = [stream for stream in streams if not stream.disposition & Disposition.attached_pic]
-        if not candidates:
+        streams = _streams_of(container, modality)
+        if not streams:
             raise InvalidInputError(f'it holds no {modality}')
-        stream = candidates[0]
+        stream = streams[0]
         if stream.codec_context is None:
             raise InvalidInputError('it is in a codec that is not known. Convert it to mp4, flac or wav')
         # One thread, because several may deadlock: they wait for Python to write a log line, and Python waits for them.
@@ -89,16 +92,25 @@ def open_stream(file: MediaFile, modality: Literal['video', 'audio']) -> Iterato
         yield container, stream
 
 
-def _check_marked_end(file: BinaryIO) -> None:
-    """Refuses a file whose end is missing, if its format marks the end or says the size.
+def _streams_of(container: InputContainer, modality: Literal['video', 'audio']) -> list[Any]:
+    """Returns the streams of a modality. The picture on the cover of a song is no video, although PyAV says so."""
+    from av.stream import Disposition
 
-    FFmpeg may read such a file up to the missing part without an error. All files are also checked by their duration,
-    see :func:`check_duration`.
+    streams = getattr(container.streams, modality)
+    return [stream for stream in streams if not stream.disposition & Disposition.attached_pic]
+
+
+def _check_marked_end(file: BinaryIO) -> None:
+    """Refuses an Ogg, Matroska, WAV, AIFF or GIF file whose end is missing.
+
+    These formats mark the end or say the size, and FFmpeg may read such a file up to the missing part without an error.
+    Other formats (mp4, FLAC, MP3) are not checked here. If the end of such a file is missing, FFmpeg or
+    :func:`check_duration` raises an error.
     """
     file.seek(0)
-    head = file.read(HEAD_BYTES)
+    head = file.read(NUM_FIRST_BYTES)
     file_size = file.seek(0, os.SEEK_END)
-    file.seek(max(0, file_size - MAX_OGG_PAGE))
+    file.seek(max(0, file_size - NUM_LAST_BYTES))
     last_bytes = file.read()
     is_complete = True
     if head.startswith(b'OggS'):
@@ -135,9 +147,9 @@ def _ends_with_last_ogg_page(last_bytes: bytes) -> bool:
 def _is_complete_matroska(file: BinaryIO, file_size: int, head: bytes) -> bool:
     """Tells whether the segment of a Matroska file, which holds everything, ends inside the file.
 
-    The segment begins with an id. Its size comes next, in one to eight bytes. The first of these bytes begins with a
-    zero bit for each further byte, and a 1. All bits after this 1 are the size. If each of them is 1, the writer did
-    not know the size.
+    The segment begins with an id. Its size comes next, in one to eight bytes (EBML, RFC 8794, section 4). The first of
+    these bytes begins with a zero bit for each further byte, and a 1. All bits after this 1 are the size. If each of
+    them is 1, the writer did not know the size.
 
     Args:
         file: The open file.
@@ -153,15 +165,15 @@ def _is_complete_matroska(file: BinaryIO, file_size: int, head: bytes) -> bool:
     size_bytes = file.read(8)
     if not size_bytes:
         return False
-    # For example, the byte 0b0001xxxx has three zero bits, so the size has four bytes. The zeros and the 1 take as many
-    # bits as there are bytes.
+    # For example, the bytes 0x10 0x00 0x01 0x02 begin with 0b00010000. Its three zero bits say that the size has four
+    # bytes. These zeros and the 1 take four of the 32 bits. The other 28 bits are the size: 0x102, or 258.
     num_zero_bits = 8 - size_bytes[0].bit_length()
     num_bytes = num_zero_bits + 1
     num_size_bits = 8 * num_bytes - num_bytes
-    all_size_bits = (1 << num_size_bits) - 1
-    length = int.from_bytes(size_bytes[:num_bytes], 'big') & all_size_bits
-    is_unknown = length == all_size_bits
-    return is_unknown or offset + num_bytes + length <= file_size
+    size_mask = (1 << num_size_bits) - 1
+    segment_size = int.from_bytes(size_bytes[:num_bytes], 'big') & size_mask
+    is_unknown = segment_size == size_mask
+    return is_unknown or offset + num_bytes + segment_size <= file_size
 
 
 def _has_complete_chunk(
@@ -196,19 +208,24 @@ def check_duration(container: InputContainer, end: float) -> None:
     if container.duration is None:
         raise InvalidInputError('it does not say how long it is. Write it again: `ffmpeg -i FILE -c copy other.mkv`')
     duration = container.duration / 1e6  # PyAV counts the times of a container in microseconds
-    start = (container.start_time or 0) / 1e6
     if container.format.name.startswith('matroska'):
-        start = 0  # its duration may count from 0, even if the video begins later
+        # The first frame may be later than 0. Some programs count the duration in the header from 0 all the same.
+        start = 0.0
+    else:
+        start = (container.start_time or 0) / 1e6
     seconds = end - start
-    if seconds < fewest_seconds(duration, container):
+    if seconds < least_seconds(duration, container):
         raise InvalidInputError(f'it ends after {seconds:.1f} of {duration:.1f} s')
 
 
-def fewest_seconds(duration: float, container: InputContainer) -> float:
-    """Returns how many seconds a file or stream of this duration must at least have to count as complete."""
+def least_seconds(duration: float, container: InputContainer) -> float:
+    """Returns the shortest time, in seconds, that still counts as complete for a file or stream of this duration.
+
+    For example 0.95 * 10 - 0.5 = 9.0 s of a video of 10 s.
+    """
     # The last packet may have no duration. It holds one frame, up to 0.5 s of a video. The first packets of an audio
     # may fill the decoder, which returns nothing for them: up to 0.2 s (MP3 with 8,000 samples a second).
-    tolerance = 0.5 if container.streams.video else 0.2
+    tolerance = 0.5 if _streams_of(container, 'video') else 0.2
     return duration * (1 - MAX_MISSING_SHARE) - tolerance
 
 

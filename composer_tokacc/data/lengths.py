@@ -29,7 +29,7 @@ from composer_tokacc.cache import (
     load_kept,
     whole_file,
 )
-from composer_tokacc.collectives import values_of_ranks
+from composer_tokacc.collectives import gather_if_grouped
 from composer_tokacc.data.identity import (
     class_name,
     identify_data,
@@ -206,7 +206,7 @@ def length_table(
     # Bad samples are read again, because the user may have repaired a file, or installed a decoder.
     is_complete = table is not None and not table.errors
     # If any rank cannot load its file, or has bad samples in it, all ranks measure together.
-    are_all_complete = all(values_of_ranks(is_complete))
+    are_all_complete = all(gather_if_grouped(is_complete))
     if table is not None and are_all_complete:
         return _check_table(table, on_error)
     table = build_length_table(dataset, processor, earlier=table, **options)
@@ -246,7 +246,7 @@ def build_length_table(
     measurer = SampleMeasurer(dataset, processor, patch_size_of(patch_size, processor), map_items)
     indices = range(rank, len(dataset), num_ranks)
     rows: list[MeasuredRow] = [None] * len(dataset)
-    for rows_of_rank in values_of_ranks(_measure_rows(measurer, indices, on_error, earlier)):
+    for rows_of_rank in gather_if_grouped(_measure_rows(measurer, indices, on_error, earlier)):
         for index, row in rows_of_rank.items():
             rows[index] = row
     return _check_table(LengthTable.from_rows(rows), on_error)
@@ -336,7 +336,7 @@ def _verified_rows(rows: Mapping[int, TableRow], measurer: SampleMeasurer) -> di
             verified[index] = row
         elif row != rows[index]:
             has_difference = True
-    if not any(values_of_ranks(has_difference)):
+    if not any(gather_if_grouped(has_difference)):
         return verified
     log.warning('Sizes from headers are not those of the samples, so all %d samples are read.', num_samples)
     return {}

@@ -44,7 +44,7 @@ from composer_tokacc.checks.cut_rules import CutRules, padded_candidates
 from composer_tokacc.checks.step import Step
 from composer_tokacc.collectives import (
     all_gather_object,
-    from_any_rank,
+    from_first_rank_with_value,
     get_world_size,
     max_over_ranks,
     raise_on_all_ranks,
@@ -654,7 +654,7 @@ def _dummies_of_ranks(facts_of_batches: Sequence[RowFacts]) -> DummyRows:
         if not some_rank_has[number]:
             continue
         if some_rank_lacks[number]:
-            shared_row = from_any_rank(row)  # a collective, so ranks that have the modality call it, too
+            shared_row = from_first_rank_with_value(row)  # a collective, so ranks that have the modality call it, too
             if row is None:
                 row = shared_row
         assert row is not None  # some rank has one

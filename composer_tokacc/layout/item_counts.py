@@ -24,6 +24,7 @@ import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from composer_tokacc.batch import Batch, num_runs
@@ -42,20 +43,24 @@ def carried_counts(batch: Batch, modality: str) -> list[int] | None:
     values = carried
     if isinstance(carried, torch.Tensor):
         values = carried.flatten().tolist()  # (rows,) or (rows, 1)
-    if isinstance(values, Sequence) and all(_is_count(value) for value in values):
-        return [int(value) for value in values]
+    if isinstance(values, Sequence):
+        counts = [_count_of(value) for value in values]
+        if min(counts, default=0) >= 0:
+            return counts
     raise InvalidInputError(
         f'`num_{modality}s` must be a list of ints from 0, one per row, got: {carried}. Count the {modality}s of each '
         'row again.'
     )
 
 
-def _is_count(value: Any) -> bool:
-    """Returns whether a value is an integer from 0, of Python or numpy, or a tensor with one such integer."""
+def _count_of(value: Any) -> int:
+    """Returns an integer of Python or numpy, or the one in a tensor or an array of one element. -1: it is none."""
     try:
-        return operator.index(value) >= 0
-    except TypeError:
-        return False
+        if isinstance(value, np.ndarray):
+            value = value.item()
+        return operator.index(value)
+    except (TypeError, ValueError):
+        return -1
 
 
 # If the number of placeholders of each item is known.

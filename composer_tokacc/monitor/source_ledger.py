@@ -175,15 +175,15 @@ def _token_losses(batch: Batch, outputs: Any, num_tokens: int) -> torch.Tensor |
     labels = labels_of(batch)
     labelled = LabelledPositions.from_batch(batch, rule, num_tokens)
     if logits.shape[:2] == labels.shape:
-        # The model computed all logits. `of_logits` are the positions that predict tokens. It may end with an added
-        # position, which predicts none; see LabelledPositions.
-        positions = labelled.of_logits[:num_tokens]
-    elif logits.shape[:2] == labelled.shape:
+        # The model computed all logits. `logit_indices` are the positions that predict tokens. They may end with an
+        # added position, which predicts none; see LabelledPositions.
+        positions = labelled.logit_indices[:num_tokens]
+    elif logits.shape[:2] == labelled.logits_shape:
         # The model computed logits only for the tokens, in their order, and perhaps for the added position behind them.
         positions = torch.arange(num_tokens, device=logits.device)
     else:
         return None
-    targets = labels.flatten()[labelled.of_labels]
+    targets = labels.flatten()[labelled.label_indices]
     return token_losses_at(logits, positions, targets)
 
 

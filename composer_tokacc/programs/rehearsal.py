@@ -34,7 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 from composer_tokacc.algorithm import TokenAccumulation
 from composer_tokacc.batch import Batch
 from composer_tokacc.checks.written_state import undisturbed
-from composer_tokacc.collectives import max_over_ranks, of_first_rank
+from composer_tokacc.collectives import max_over_ranks, run_on_rank_0
 from composer_tokacc.compat import inner_model
 from composer_tokacc.counting import LossRule
 from composer_tokacc.data_spec.split import split_of
@@ -210,7 +210,7 @@ def rehearse(state: State, memory: MemoryModel | None = None) -> RehearsalReport
     if not isinstance(state.dataloader, RegroupingDataLoader):
         return None
     run = _planned_run(state, memory)
-    candidates, num_batches = of_first_rank(partial(heaviest_of_run, run))
+    candidates, num_batches = run_on_rank_0(partial(heaviest_of_run, run))
     # Without a size, 1 stands for it. It cannot be halved, so no smaller size is tried.
     size = state.device_train_microbatch_size or 1
     lines: list[str] = []

@@ -11,7 +11,7 @@ from typing import Any
 
 from composer.utils import dist
 
-from composer_tokacc.collectives import of_first_rank
+from composer_tokacc.collectives import run_on_rank_0
 from composer_tokacc.data import LengthTable
 from composer_tokacc.programs.devices import device_memory_gib
 from composer_tokacc.programs.errors import building
@@ -45,7 +45,7 @@ def suggested_microbatch(source: Source) -> tuple[int, int]:
         log.info('Suggested microbatch size: %s', report.yaml())
         return report.device_train_microbatch_size, report.slot_tokens
 
-    return of_first_rank(suggest)
+    return run_on_rank_0(suggest)
 
 
 def suggest_for_run(

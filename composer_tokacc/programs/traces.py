@@ -25,7 +25,7 @@ from composer.models import HuggingFaceModel
 from composer.utils import dist
 
 from composer_tokacc.cache import cache_folder
-from composer_tokacc.collectives import from_any_rank
+from composer_tokacc.collectives import from_first_rank_with_value
 from composer_tokacc.data import TABLE_COLUMNS, LengthTable
 from composer_tokacc.data.identity import class_name
 from composer_tokacc.layout import BatchLayout
@@ -260,7 +260,7 @@ def watch_flops(
     if dist.get_global_rank() == 0:
         say('counting the operations of the model ...')
         coefficients = _flop_coefficients(source.config, source.train_dataset, source.processor, table)
-    coefficients = from_any_rank(coefficients)  # None on all ranks if the trace failed
+    coefficients = from_first_rank_with_value(coefficients)  # None on all ranks if the trace failed
     monitor.flops = None
     if coefficients is not None:
         layout = BatchLayout.for_model(model)  # not sent: each rank makes it from its own model

@@ -25,7 +25,7 @@ from composer_tokacc import BatchLayout, LogitsAtLabels, TokenMonitor, weighted_
 from composer_tokacc.algorithm import logits_at_labels
 from composer_tokacc.compat import TorchDispatchMode
 from composer_tokacc.counting import LossRule
-from composer_tokacc.labelled import LabelledPositions, batch_at_logits
+from composer_tokacc.labelled import LabelledPositions, LabelSelector, batch_at_logits
 from tests.support.families import FAMILIES
 from tests.support.masked_text import masked_batch, masked_model
 from tests.support.mixtures import mixture_of_experts
@@ -807,6 +807,60 @@ def test_checkpoint_begins_before_the_head():
         losses = [model(**batch).loss, model(**other_batch).loss]
         with pytest.raises(RuntimeError, match='got: 2 forwards before a backward'):
             losses[0].backward()
+
+
+@pytest.mark.parametrize(
+    ('arms_again', 'shape_in_backward'),
+    [
+        pytest.param(True, (1, 7), id='LogitsAtLabels'),
+        pytest.param(False, (2, 14), id='armed for one forward'),
+    ],
+)
+def test_checkpoint_around_the_model(arms_again, shape_in_backward):
+    """The backward runs the forward again, with or without the selection. The gradient is the same."""
+    model = one_layer_model()
+    batch = without_sample_ids(batch_of(shape=TWO_SHAPES[0]))
+    input_ids = batch.pop('input_ids')
+    shapes_of_logits = []
+
+    def loss_of(embeddings):
+        outputs = model(inputs_embeds=embeddings, **batch)
+        shapes_of_logits.append(tuple(outputs.logits.shape[:2]))
+        return outputs.loss
+
+    def gradients_with_checkpoint():
+        embeddings = model.get_input_embeddings()(input_ids)
+        return gradients_of(model, checkpoint(loss_of, embeddings, use_reentrant=True))
+
+    expected = gradients_with_checkpoint()
+    shapes_of_logits.clear()
+    if arms_again:
+        with LogitsAtLabels(model):
+            gradients = gradients_with_checkpoint()
+    else:
+        LabelSelector(model).arm(LossRule.CAUSAL, 6)
+        gradients = gradients_with_checkpoint()
+    assert shapes_of_logits == [(1, 7), shape_in_backward]
+    assert relative_error(gradients, expected) < TOLERANCE
+
+
+def test_model_that_calls_itself():
+    """Which call the output embedding belongs to is not known, so nothing is selected later."""
+    model = one_layer_model()
+    batch = without_sample_ids(batch_of(shape=TWO_SHAPES[0]))
+    selector = LabelSelector(model)
+    model(**batch)
+    assert selector.num_head_calls == 1
+
+    is_inner_call = iter([False, True])
+
+    def call_again(module, args, output):
+        if not next(is_inner_call):
+            model(**batch)
+
+    model.model.register_forward_hook(call_again)
+    model(**batch)
+    assert selector.num_head_calls == 0
 
 
 @pytest.mark.parametrize('model_class', [CheckpointedHead, CheckpointedNormAndHead])

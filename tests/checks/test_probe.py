@@ -19,7 +19,7 @@ from composer_tokacc.checks import replaced_weights
 from composer_tokacc.checks.comparison import RowComparison
 from composer_tokacc.checks.first_batch import LOOK_AGAIN, FirstBatchCheck, find_loss_rule, rule_batch
 from composer_tokacc.checks.probe import Probe
-from composer_tokacc.collectives import only_of_this_rank
+from composer_tokacc.collectives import gather_this_rank_only
 from composer_tokacc.counting import LossRule
 from composer_tokacc.layout import BatchLayout
 from tests.checks.test_written_state import Cache, Statistic, with_layers
@@ -354,7 +354,7 @@ def do_nothing(tensor):
     pass
 
 
-def probe_in_bfloat16(before=do_nothing, after=do_nothing, gather=only_of_this_rank):
+def probe_in_bfloat16(before=do_nothing, after=do_nothing, gather=gather_this_rank_only):
     """Returns a probe of a float32 model that trains in bfloat16.
 
     Args:

@@ -291,6 +291,19 @@ def test_bad_file_is_named(tmp_path):
     assert str(raised.value).startswith(f'sample "a" (data.json, line 3): video file {path} cannot be read: ')
 
 
+def test_damaged_file_in_folder_named_whitelist(tmp_path):
+    """FFmpeg's message about a container that is not supported has this word. The name of a file may have it, too."""
+    folder = tmp_path / 'whitelist'
+    folder.mkdir()
+    damaged = folder / 'a.mp4'
+    text_file(damaged)
+    with pytest.raises(BadSampleError, match='Invalid data'):
+        read_video(damaged)
+    other_container = write_video(folder / 'a.ts', codec='mpeg2video')
+    with pytest.raises(BadSampleError, match='container that is not supported'):
+        read_video(other_container)
+
+
 def test_ogg_page_needs_its_mark():
     """The bytes behind an Ogg file may look like the rest of a page."""
     assert not containers._ends_with_last_ogg_page(b'\4' * 70)
@@ -327,13 +340,13 @@ def cut(path, share):
     path.write_bytes(content[: int(len(content) * share)])
 
 
-def test_song_cover_is_no_video(tmp_path):
-    path = tmp_path / 'song.m4a'
+def write_song(path, *, codec, seconds):
+    """Writes a tone, after a picture of its cover."""
     black = av.VideoFrame.from_ndarray(np.zeros((32, 32, 3), np.uint8), format='rgb24')
-    tone = av.AudioFrame.from_ndarray(sine(0.5)[None], format='fltp', layout='mono')
+    tone = av.AudioFrame.from_ndarray(sine(seconds)[None], format='fltp', layout='mono')
     tone.sample_rate = 16000
-    with av.open(str(path), 'w', format='mp4') as container:
-        audio = container.add_stream('aac', rate=16000, layout='mono')
+    with av.open(str(path), 'w') as container:
+        audio = container.add_stream(codec, rate=16000, layout='mono')
         cover = container.add_stream('png', rate=1)
         cover.width = 32
         cover.height = 32
@@ -342,9 +355,23 @@ def test_song_cover_is_no_video(tmp_path):
         container.mux(cover.encode(black))
         container.mux(audio.encode(tone))
         container.mux(audio.encode())
+    return path
+
+
+def test_song_cover_is_no_video(tmp_path):
+    path = write_song(tmp_path / 'song.mp4', codec='aac', seconds=0.5)
     with pytest.raises(BadSampleError, match='it holds no video'):
         read('video', path)
     assert len(read('audio', path)) == pytest.approx(8000, abs=2100)
+
+
+def test_cut_song_with_cover_is_refused(tmp_path):
+    """Only a file with a video may lack up to 0.5 s, for the frame of its last packet. A cover is no video."""
+    path = write_song(tmp_path / 'song.mp3', codec='libmp3lame', seconds=1)
+    assert len(read('audio', path)) == pytest.approx(16000, abs=1200)
+    cut(path, 0.65)
+    with pytest.raises(BadSampleError, match=r'it ends after 0\.6 of 1\.0 s'):
+        read('audio', path)
 
 
 @pytest.mark.parametrize(

@@ -286,7 +286,7 @@ def other_rank_has_images(two_ranks, monkeypatch):
 def receive(monkeypatch, row):
     """Lets the other rank send this row as its dummy row."""
     dummy = zero_weight(row)
-    monkeypatch.setattr(split, 'from_any_rank', lambda row_of_this_rank: row_of_this_rank or dummy)
+    monkeypatch.setattr(split, 'from_first_rank_with_value', lambda row_of_this_rank: row_of_this_rank or dummy)
 
 
 def facts_with_codes(lengths):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -245,7 +246,11 @@ def test_runs_count_images_unless_carried():
     assert LAYOUT.images_per_row(batch) == [2, 0, 1]
 
 
-@pytest.mark.parametrize('counts', [[2, 0, 1], torch.tensor([0, 3, 0])], ids=['list', 'tensor'])
+@pytest.mark.parametrize(
+    'counts',
+    [[2, 0, 1], torch.tensor([0, 3, 0]), [np.int64(2), np.array([1]), torch.tensor([0])]],
+    ids=['list', 'tensor', 'numpy'],
+)
 def test_carried_counts_come_first(counts):
     """Three images in three rows would be one a row if the batch did not carry their numbers."""
     batch = text_batch([3, 2, 4], pixel_values=numbered_images(3), num_images=counts)

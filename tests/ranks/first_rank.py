@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from composer.utils import dist
 
-from composer_tokacc.collectives import of_first_rank
+from composer_tokacc.collectives import run_on_rank_0
 from composer_tokacc.refusals import InvalidInputError
 
 
@@ -37,14 +37,18 @@ def leave() -> int:
     sys.exit(0)
 
 
-def outcomes(compute: Callable[[], int]) -> list[tuple[str, str]]:
+def return_a_function() -> Callable[[], int]:
+    return lambda: 7
+
+
+def outcomes(compute: Callable[[], object]) -> list[tuple[str, str]]:
     """Returns the class and the text of the result or the error on each rank."""
     try:
-        outcome: object = of_first_rank(compute)
+        outcome: object = run_on_rank_0(compute)
     except (Exception, SystemExit) as error:
         outcome = error
     return dist.all_gather_object((type(outcome).__name__, str(outcome)))
 
 
 def main() -> dict[str, list[tuple[str, str]]]:
-    return {compute.__name__: outcomes(compute) for compute in (answer, refuse, fail, leave)}
+    return {compute.__name__: outcomes(compute) for compute in (answer, refuse, fail, leave, return_a_function)}

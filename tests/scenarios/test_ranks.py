@@ -149,6 +149,11 @@ def test_all_ranks_end_with_the_first_rank():
     first, second = results['leave']
     assert first == ['SystemExit', '0']
     assert second == ['NotExactError', 'Rank 0 has failed, read its output: SystemExit: 0']
+    # A local function cannot be pickled. The other rank would wait for it.
+    first, second = results['return_a_function']
+    assert "Can't pickle local object" in first[1]
+    assert second[0] == 'NotExactError'
+    assert second[1] == f'Rank 0 has failed, read its output: {first[0]}: {first[1]}'
 
 
 @pytest.mark.slow
