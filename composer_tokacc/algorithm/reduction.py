@@ -78,14 +78,19 @@ class ReductionWatch:
         self._ddp = state.model if isinstance(state.model, DistributedDataParallel) else None
         # A model may tell DDP to ignore parameters (such as experts), because it reduces their gradients itself.
         self._parameters_of_ddp: list[torch.nn.Parameter] = []
-        # The parameters that were trained when DDP was made, so that it reduces their gradients. None: DDP does not
-        # tell which they are, only how many.
+        # The parameters that were trained when DDP was made, so that it reduces their gradients. None: not known. DDP
+        # always tells how many they are, but not always which.
         self._reduced_parameters: set[torch.nn.Parameter] | None = None
         if self._ddp is not None:
             self._reduced_parameters = reduced_parameters(self._ddp)
             for name, parameter in self._ddp.module.named_parameters():
                 if name not in self._ddp.parameters_to_ignore:
                     self._parameters_of_ddp.append(parameter)
+            if self._reduced_parameters is None:
+                trained = self._trained_parameters_of_ddp()
+                # If there are as many as DDP reduces, they are very probably the same, and later changes will be seen.
+                if len(trained) == num_reduced_parameters(self._ddp):
+                    self._reduced_parameters = set(trained)
         # Only parameters of FSDP2 are DTensors.
         self._parameters_of_fsdp = [
             parameter for parameter in state.model.parameters() if isinstance(parameter, DTensor)
@@ -129,12 +134,15 @@ class ReductionWatch:
         self._check_reduces_in_time(self._ddp, num_microbatches, must_reduce_once=must_reduce_once)
         if not reduces:
             return
-        trained = [parameter for parameter in self._parameters_of_ddp if parameter.requires_grad]
+        trained = self._trained_parameters_of_ddp()
         self._check_reduces_all(self._ddp, trained)
         # With one of these options DDP itself finds the parameters that a backward does not reach.
         finds_unreached = self._ddp.find_unused_parameters or self._ddp.static_graph
         if not finds_unreached:
             self._note_states(trained)
+
+    def _trained_parameters_of_ddp(self) -> list[torch.nn.Parameter]:
+        return [parameter for parameter in self._parameters_of_ddp if parameter.requires_grad]
 
     def _check_reduces_in_time(
         self, ddp: DistributedDataParallel, num_microbatches: int, *, must_reduce_once: bool
@@ -165,7 +173,7 @@ class ReductionWatch:
         """
         if self._reduced_parameters is None:
             # At least this many were unfrozen. There may be more, because DDP still counts parameters that were frozen
-            # since it was made. So if as many parameters were frozen as unfrozen, this check misses the unfrozen ones.
+            # between the making of DDP and of this object.
             num_unfrozen = len(trained) - num_reduced_parameters(ddp)
         else:
             num_unfrozen = len(set(trained) - self._reduced_parameters)

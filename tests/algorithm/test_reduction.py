@@ -198,15 +198,28 @@ def test_unfrozen_parameters_are_refused(options, freezes_others):
         backward(watch, model, HEADS)
 
 
-def test_unfrozen_parameters_beside_a_sparse_embedding():
-    """DDP then tells only how many parameters it reduces."""
+def watch_of_sparse_embedding():
+    """Returns a watch, and its model with a frozen second head. DDP tells only how many parameters it reduces."""
     inner = TwoHeads()
     inner.embedding = torch.nn.Embedding(2, 2, sparse=True)
     inner.second.requires_grad_(False)
     watch, model = watch_of(inner, find_unused_parameters=True)
+    return watch, model, inner
+
+
+def test_unfrozen_parameters_beside_a_sparse_embedding():
+    watch, model, inner = watch_of_sparse_embedding()
     inner.second.requires_grad_(True)
     with pytest.raises(RuntimeError, match='2 others that are trained now'):
         backward(watch, model, ('first',))
+
+
+def test_equally_many_parameters_are_frozen_and_unfrozen():
+    watch, model, inner = watch_of_sparse_embedding()
+    inner.second.requires_grad_(True)
+    inner.first.requires_grad_(False)
+    with pytest.raises(RuntimeError, match='2 others that are trained now'):
+        backward(watch, model, HEADS)
 
 
 def test_unfrozen_parameters_that_ddp_ignores():
