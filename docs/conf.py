@@ -75,7 +75,8 @@ nitpick_ignore_regex = [
     ('py:.*', rf'({"|".join(_ELSEWHERE)})\..*'),
     ('py:class', r'FieldInfo|NoneType|Ge|Gt|Le|Lt|AllowInfNan|MinLen|MaxLen|Strict|[A-Z]\w*Validator'),
     ('py:class', r'pydantic\..*|composer_tokacc\.programs\.schema\._.*'),
-    ('py:class', r'TrainOn|OnError|composer_tokacc\.(plan_agreement|layout\.readings|programs\.metrics_file|sampling\.progress)\..*'),
+    ('py:class', r'TrainOn|OnError|composer_tokacc\.(plan_agreement|layout\.readings|sampling\.progress)\..*'),
+    ('py:class', r'composer_tokacc\.programs\.metrics_file\..*'),
 ]
 
 
