@@ -158,7 +158,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _open_writer(out: Path, size_limit: int | str) -> MDSWriter:
-    """Returns an MDSWriter that writes no empty shards. Plain MDSWriter writes one before a sample over the limit."""
+    """Returns an MDSWriter that writes no empty shards.
+
+    The class itself writes one before a sample that is larger than ``size_limit``.
+    """
     from streaming import MDSWriter  # pyright: ignore[reportMissingImports]
     from streaming.base.util import bytes_to_int  # pyright: ignore[reportMissingImports]
 
@@ -216,11 +219,11 @@ def _read_row(record: Record | BadSampleError) -> ShardRow | BadSampleError:
         return record
     try:
         decode_media(record, open_files(record))  # only a check, see `write_shards`
+        files = open_files(record)  # again, because decoding may have read an open file to its end
     except BadSampleError as error:
         return error
     contents = []
-    # Opened again, because decoding may have read an open file to its end.
-    for file in open_files(record):  # a path, or the open content of a file that is embedded in the data file
+    for file in files:  # a path, or the open content of a file that is embedded in the data file
         content = file.read_bytes() if isinstance(file, Path) else file.read()
         contents.append(content)
     return _to_row(record, contents)
