@@ -12,7 +12,7 @@ right changes nothing. On the left it may change a row in two ways:
 If a row is changed, the gradient depends on the number of ranks.
 
 A rotary embedding that changes beyond some width (dynamic, long-rope) must be the same on all ranks, whichever side is
-padded.
+padded. Otherwise, too, the gradient depends on the number of ranks.
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ from composer_tokacc.layout.facts import is_beyond_rotary_limit
 from composer_tokacc.refusals import NotExactError
 
 log = logging.getLogger(__name__)
+
+FIRST_LABEL = 'the first token of a row has a label, which the pad before it would predict'
+"""The reason against more padding that the user can remove by masking a label."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +108,8 @@ def _are_beyond_rotary_limit(facts_of_batches: Sequence[RowFacts]) -> bool | Non
         has_label = labels_of(facts.batch) != IGNORE_INDEX
         if not has_label.any():
             continue
-        # One microbatch of a pre-split batch is enough. The split then joins all, so that they get the widest width.
+        # One microbatch of a pre-split batch is enough. The split then joins all microbatches, and all rows get the
+        # widest width.
         if is_beyond_rotary_limit(facts):
             return True
         are_beyond = False
@@ -121,13 +125,13 @@ def _reason_against_padding(
     # Rows that are padded on the right get no padding on the left. All others may, if the batch is wider: those that
     # are padded on the left, and those that are not padded.
     may_get_padding = [facts for facts in facts_of_batches if not (facts.is_padded and facts.side == 'right')]
-    # A label on a first token is named first, because the user can mask it. It may even cause the other reason: rows
-    # with such a label are never trimmed, so the check cannot see how the model counts positions.
+    # A label on a first token is named first, because the user can mask it. It may also be why the other reason holds:
+    # rows with such a label are never trimmed, so the check cannot see how the model counts positions.
     may_shift_labels = rule is None or rule.shifts_labels
     if may_shift_labels and any(any(facts.has_first_label) for facts in may_get_padding):
-        return 'the first token of a row has a label, which the pad before it would predict'
+        return FIRST_LABEL
     if any(_may_depend_on_padding(facts, rules) for facts in may_get_padding):
-        return 'more padding changes its losses (the model may count positions from the first column)'
+        return 'more padding changes their losses (the model may count positions from the first column)'
     return ''
 
 
@@ -145,14 +149,15 @@ def _may_depend_on_padding(facts: RowFacts, rules: CutRules | None) -> bool:
     if rules.has_trimmed_left(facts):
         return False  # the check has trimmed such rows, and their losses stayed the same
     # The check has not trimmed such rows, for one of three reasons:
-    # 1. They may not be trimmed: they are beyond a rotary limit, or have audio along the text (Voxtral). Both kinds of
-    #    models have rotary embeddings, which see only distances. (check_widths() compares the limit itself.)
+    # 1. They may not be trimmed (`may_be_trimmed`, which does not look at labels): they are beyond a rotary limit, or
+    #    have audio along the text (Voxtral). Both kinds of models have rotary embeddings, which see only distances.
+    #    (check_widths() compares the limit itself.) Or the batch has no input text (Whisper).
     # 2. They have no padding.
     # 3. Their first token has a label, which the pad before it predicts.
     # In cases 2 and 3 the model may count positions from the first column. `position_ids` in the batch would prove
     # nothing, because the model may ignore them.
-    is_first_case = facts.is_padded and not facts.may_be_trimmed
-    return not is_first_case
+    sees_only_distances = facts.is_padded and not facts.may_be_trimmed
+    return not sees_only_distances
 
 
 def check_widths(
@@ -172,7 +177,7 @@ def check_widths(
         sums: The sums over the ranks.
         width_of_rank: Returns the width of this rank by the rules that hold now. Called only for this exchange.
         are_sums_outdated: Whether the first-batch check ran after the sums were made. It may have found that padding
-            matters, which the sums do not show. So the ranks exchange their widths.
+            matters, which the sums do not show. So the ranks exchange their widths. It must be the same on all ranks.
         is_trimmed: Whether the run trims rows. If not, :meth:`RankWidth.of` gets no rules, and no check shows whether
             the model counts positions from the first column. Then unequal widths give a warning.
     """
@@ -195,10 +200,11 @@ def check_widths(
     # The reason of a rank that is as wide as the widest does not matter, because its rows get no more padding.
     for rank, rank_width in enumerate(widths):
         if rank_width.reason and rank_width.width < widest:
+            mask_label = 'mask that label (-100) and ' if rank_width.reason == FIRST_LABEL else ''
             raise NotExactError(
                 f'Rows padded on the left must be equally wide on all ranks, got: {rank_width.width} on rank {rank}, '
                 f'{widest} on another, and {rank_width.reason}. The gradient would depend on the number of ranks. '
-                'Pad all rows to one width, pad on the right, or mask that label (-100) and give `position_ids` '
+                f'Pad all rows to one width, pad on the right, or {mask_label}give `position_ids` '
                 '(docs/errors.md#padding).'
             )
 
