@@ -125,7 +125,7 @@ def compare(path: Path, processor: Any) -> Row:
         seconds_of_rounds.append(seconds)
     headers_seconds = statistics.median(seconds_of_rounds)
     # The package reads all samples of a dataset that has at most this many.
-    with mock.patch('composer_tokacc.data.lengths.MOST_SAMPLES_WITHOUT_HEADERS', len(dataset)):
+    with mock.patch('composer_tokacc.data.lengths.MAX_SAMPLES_TO_READ', len(dataset)):
         from_samples, reading_seconds = timed(dataset, processor)
     equal = {}
     for column in TABLE_COLUMNS:

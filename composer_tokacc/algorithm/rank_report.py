@@ -26,7 +26,7 @@ class RankFlags(NamedTuple):
 
 
 class RankReport(NamedTuple):
-    """Numbers about the batch of one rank, or their sums over all ranks."""
+    """Numbers about the batch of one rank, or their sums over all ranks. Only ``counts.loss_weight`` is a float."""
 
     counts: CountSums = CountSums()
     widths: WidthSums = WidthSums()
@@ -40,7 +40,7 @@ def summed_over_ranks(
     *,
     is_weighted: bool,
 ) -> RankReport:
-    """Adds up the reports of all ranks, number by number; one all-reduce.
+    """Adds up the reports of all ranks, number by number; one all-reduce. With one rank, returns its report.
 
     Args:
         report: The report of this rank.
@@ -49,9 +49,9 @@ def summed_over_ranks(
     """
     if get_world_size() == 1:
         return report
-    numbers = list(chain.from_iterable(report))
-    # float64 holds the sums of the integers exactly, see CHECKSUM_BITS in plan_agreement.py. Some devices lack float64,
-    # so it is only used for weights.
+    numbers = list(chain.from_iterable(report))  # of all parts. Below they are divided into the parts again
+    # float64 holds the sums of the integers exactly, because they are below 2**53, see CHECKSUM_BITS in
+    # plan_agreement.py. Some devices lack float64, so it is only used for weights.
     dtype = torch.float64 if is_weighted else torch.int64
     sums_over_ranks = sum_over_ranks(to_device(torch.tensor(numbers, dtype=dtype)))
     sums: list[float] = []

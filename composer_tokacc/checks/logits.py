@@ -33,12 +33,13 @@ CHUNK = 2**23
 ENTRY_TOLERANCE = 1e-3
 """Largest relative difference that round-off makes between two entries of equal size in a float32 gradient, if the
 probability of the label is at most 0.999."""
-ZERO_SUM = 1e-3
-"""A float32 gradient whose entries sum to less than this part of their absolute sum is the gradient by logits. The
-entries of a gradient by a hidden state of size n sum to about 1.25 / sqrt(n) of it, 2e-2 for n = 4096."""
+ZERO_SUM_TOLERANCE = 1e-3
+"""If the entries of a float32 gradient sum to less than this part of their absolute sum, it is the gradient by logits.
+The entries of a gradient by a hidden state of size n sum to about 1.25 / sqrt(n) of their absolute sum, 2e-2 for
+n = 4096."""
 SKETCH_WIDTH = 64
 """Number of random sums that stand for a gradient in a comparison. Differences keep their size to 18 % (Johnson and
-Lindenstrauss). The compared values are two to five orders of magnitude apart, so that is enough."""
+Lindenstrauss). That is enough, because a fault is 100 to 100,000 times as large as the round-off."""
 SKETCH_BLOCK = 128
 """Number of entries that one kernel sums. For 1 to 3 positions a CPU sums all entries in one pass, which is wrong by
 5e-6 (a vocabulary of 32,000) to 1e-5 (262,144), because the label's entry is near -1 and the others are tiny. With
@@ -60,7 +61,7 @@ class MeasuredTokens(NamedTuple):
 
     @property
     def norms(self) -> Tensor:
-        """Norms of the gradient. The part that a weight explains is orthogonal to the rest."""
+        """Norms of the gradient, by Pythagoras: the part that a weight explains is orthogonal to the rest."""
         return torch.hypot(self.weights * self.plain_norms, self.residual_norms)
 
     @property
@@ -72,7 +73,7 @@ class MeasuredTokens(NamedTuple):
         """Returns how far the gradient at each position is from the expected one, as a multiple of ``unit``.
 
         Args:
-            unit: The weight of a plain token in the loss, whose relative weight is 1.
+            unit: The weight in the loss of a token whose relative weight is 1.
             expected: The relative weight that each token should have.
         """
         explained = (self.weights / unit - expected) * self.plain_norms
@@ -100,7 +101,8 @@ def are_logits(gradient: Tensor, targets: Tensor) -> bool | None:
 
     If the tensor holds logits, the gradient at more than half of its positions has one of two properties: the entry of
     the label is its largest or its smallest one, or the entries sum to zero, as in every loss that is computed from a
-    softmax. If the tensor holds hidden states, because the loss contains the head, the gradient has neither property.
+    softmax. (It is the largest one if the token has a negative weight.) If the tensor holds hidden states, because the
+    loss contains the head, the gradient has neither property.
 
     Args:
         gradient: The gradient of the loss by the tensor, ``(rows, width, entries)``.
@@ -113,14 +115,14 @@ def are_logits(gradient: Tensor, targets: Tensor) -> bool | None:
     if int(targets.max()) >= size:
         return False
     flat_targets = targets.flatten()
-    # The first labels are enough. The gradients at all labels could take much memory.
+    # The first labels are enough, at most CHUNK entries. The gradients at all labels could take much memory.
     positions = (flat_targets != IGNORE_INDEX).nonzero().flatten()[: max(CHUNK // size, 1)]
     gradients = whole_vocabulary(gradient).flatten(0, 1).index_select(0, positions).float()
     label_entries = gradients.gather(1, flat_targets[positions, None])[:, 0]
     is_smallest = label_entries == gradients.amin(dim=-1)
     is_largest = label_entries == gradients.amax(dim=-1)
     absolute_sums = gradients.abs().sum(dim=-1)
-    sums_to_zero = gradients.sum(dim=-1).abs() <= (ZERO_SUM + torch.finfo(gradient.dtype).eps) * absolute_sums
+    sums_to_zero = gradients.sum(dim=-1).abs() <= (ZERO_SUM_TOLERANCE + torch.finfo(gradient.dtype).eps) * absolute_sums
     # A model that is sure of a token has no gradient there.
     has_gradient = absolute_sums > 0
     if not has_gradient.any():
@@ -244,9 +246,10 @@ def token_losses_at(logits: Tensor, positions: Tensor, targets: Tensor) -> Tenso
 
 
 def weigh_tokens(logits: Tensor, weights: Tensor) -> None:
-    """Multiplies the weight of each token in any loss of these logits. Only the gradient changes, not the loss.
+    """Adds a hook that multiplies the gradient of each token by its weight. The value of the loss stays the same.
 
-    ``weights`` are ``(rows, width)``, each at the position that predicts the token.
+    It holds for any loss that is made of these logits. ``weights`` are ``(rows, width)``, each at the position that
+    predicts the token.
     """
 
     def weighted(gradient: Tensor) -> Tensor:
@@ -263,7 +266,10 @@ def weigh_tokens(logits: Tensor, weights: Tensor) -> None:
 
 
 def whole_vocabulary(tensor: Tensor) -> Tensor:
-    """Returns the tensor, or if ranks hold parts of its vocabulary, the whole tensor."""
+    """Returns the tensor, or if ranks hold parts of its vocabulary, the whole tensor.
+
+    In the second case all these ranks must call it.
+    """
     if isinstance(tensor, DTensor):
         return tensor.full_tensor()
     return tensor

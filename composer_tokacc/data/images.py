@@ -35,7 +35,7 @@ IMAGE_FORMATS = (
     'WEBP',
 )
 """Formats of PIL that are read. Others start programs (EPS), hold several sizes, or are recognized only by name."""
-TURNS = {
+UPRIGHT_OPERATIONS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
     4: Image.Transpose.FLIP_TOP_BOTTOM,
@@ -45,21 +45,22 @@ TURNS = {
     8: Image.Transpose.ROTATE_90,
 }
 """The operation that turns an image upright, by EXIF's orientation."""
-TURNS_TO_THE_SIDE = (5, 6, 7, 8)
+SIDEWAYS_ORIENTATIONS = (5, 6, 7, 8)
 """Orientations of EXIF whose operation exchanges width and height."""
 
 
 def read_image(file: MediaFile) -> Image.Image:
     """Returns an image in RGB, turned as its EXIF entry says. 16 bits a channel are scaled to 8."""
     with _open_image(file) as image:
-        _check_white(image)  # before `_upright`, which may drop the file's entries
+        _check_white(image)  # before `_upright`, which may drop the tags of a TIFF file
         return _to_rgb(_upright(image))
 
 
 def image_size(file: MediaFile) -> tuple[int, int]:
-    """Returns width and height of the image that :func:`read_image` returns. Reads only the header if it has them.
+    """Returns width and height of the image that :func:`read_image` returns.
 
-    In a PNG, EXIF may come after the pixels. It is not read here, so width and height are then those before the turn.
+    Reads only the header, if the format has them there. Exception: if the EXIF of a PNG comes after the pixels, it is
+    not read, so width and height are those before the turn.
     """
     with _open_image(file) as image:
         if image.format not in FORMATS_WITH_SIZE_IN_HEADER:
@@ -67,7 +68,7 @@ def image_size(file: MediaFile) -> tuple[int, int]:
         # The base class's `getexif`, because PNG's own method would decode the image to look for EXIF after the pixels.
         orientation = Image.Image.getexif(image).get(ExifTags.Base.Orientation)
         width, height = image.size
-        if orientation in TURNS_TO_THE_SIDE:
+        if orientation in SIDEWAYS_ORIENTATIONS:
             return height, width
         return width, height
 
@@ -79,8 +80,8 @@ def _upright(image: Image.Image) -> Image.Image:
     """
     image.load()
     orientation = image.getexif().get(ExifTags.Base.Orientation)
-    if orientation in TURNS:
-        return image.transpose(TURNS[orientation])
+    if orientation in UPRIGHT_OPERATIONS:
+        return image.transpose(UPRIGHT_OPERATIONS[orientation])
     return image
 
 
@@ -120,33 +121,33 @@ def _check_white(image: Image.Image) -> None:
     """Raises ValueError if it is not known which value of a channel is white.
 
     It is 255 in images of 8 bits a channel, and 65535 in images of 16 bits. But floats have no white. And in a TIFF
-    file, white may be the largest value of 12 or 32 bits, or 0. PIL inverts the values of a file whose white is 0 only
-    in images of up to 8 bits.
+    file, white may be the largest value of 12 or 32 bits, or 0. If white is 0, PIL inverts the values, but only in
+    images of up to 8 bits.
     """
     is_float = image.mode == 'F'
-    is_long_tiff = image.format == 'TIFF' and _has_long_integers(image)
-    if is_float or (is_long_tiff and not _is_white_65535(image)):
+    is_deep_tiff = image.format == 'TIFF' and _has_more_than_8_bits(image)
+    if is_float or (is_deep_tiff and not _is_white_65535(image)):
         raise _error_of_unknown_white(image)
 
 
-def _has_long_integers(image: Image.Image) -> bool:
+def _has_more_than_8_bits(image: Image.Image) -> bool:
     """Tells whether an image has integers of 16 or 32 bits. PIL's modes for them begin with I."""
     return image.mode.startswith('I')
 
 
 def _is_white_65535(image: Image.Image) -> bool:
-    """Tells whether 0 is black and 65535 is white in a TIFF file of long integers, by its entries."""
+    """Tells whether 0 is black and 65535 is white in a TIFF file of 16 or 32 bits a value, by its TIFF tags."""
     # In a TIFF file, mode I is for 32 bits, or for 16 bits with a sign. (An older PIL uses it for any PNG of 16 bits.)
     if image.mode == 'I':
         return False
-    entries: Any = getattr(image, 'tag_v2', {})
-    is_black_zero = entries.get(ExifTags.Base.PhotometricInterpretation) == 1
-    return is_black_zero and entries.get(ExifTags.Base.BitsPerSample) == (16,)
+    tags: Any = getattr(image, 'tag_v2', {})
+    is_black_zero = tags.get(ExifTags.Base.PhotometricInterpretation) == 1
+    return is_black_zero and tags.get(ExifTags.Base.BitsPerSample) == (16,)
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
     """Converts to RGB, and scales 16 bits a channel to 8. PIL itself would turn all values above 255 white."""
-    if _has_long_integers(image):
+    if _has_more_than_8_bits(image):
         values = np.asarray(image)
         if values.min() < 0 or values.max() > MAX_16_BIT:
             raise _error_of_unknown_white(image)

@@ -51,9 +51,9 @@ TABLE_VERSION = 10
 TABLE_COLUMNS = ('lengths', 'image_tokens', 'loss_tokens', 'vision_patches', 'shrink_steps')
 """Attributes of :class:`LengthTable` that hold a number for each sample, in the order of the fields of
 :class:`.TableRow`."""
-MOST_SAMPLES_WITHOUT_HEADERS = 512
+MAX_SAMPLES_TO_READ = 512
 """Up to this number of samples, all are read, so that the bad ones are known at the start."""
-NUM_CHECKED = 64
+NUM_CHECKED_ROWS = 64
 """If headers are used, the ranks together still read this number of samples, to check their rows from headers."""
 
 log = logging.getLogger(__name__)
@@ -161,10 +161,11 @@ def length_table(
     A dataset may have these methods and attributes, which are then used:
 
     - The method ``fingerprint()`` identifies the data, see ``table_name()``.
-    - The attribute ``measured`` is a length table that is returned as it is.
+    - The attribute ``measured`` is a length table of the dataset's own. It is returned as it is, without any check.
     - The method ``unexpanded`` of :class:`.LlavaDataset`, only together with its ``encoder`` and ``shapes_of_videos``.
-      With them, ``'raise'``, and more than 512 samples, most samples are measured from headers. A file that is damaged
-      after its header is then noticed only in training.
+      It returns the text of a sample before the placeholders are expanded, and the sizes of its images. With them,
+      ``'raise'``, and more than 512 samples, most samples are measured from headers. A file that is damaged after its
+      header is then noticed only in training.
 
     Args:
         dataset: A map-style dataset, or a ``ConcatDataset`` of some, each with its own file. Samples hold ``input_ids``
@@ -179,11 +180,12 @@ def length_table(
 
     Raises:
         BadSampleError: For the first bad sample (``'raise'``), on all ranks.
-        ValueError: If ``on_error`` is unknown, the dataset is empty, or no good sample has a label.
+        ValueError: If ``on_error`` is unknown, or if the dataset or a part of it is empty, or has no good sample with a
+            label.
     """
     check_choice('on_error', on_error, ('raise', 'skip'))
     if not len(dataset):
-        raise InvalidInputError('`dataset` must hold at least one sample, got: none.')
+        raise InvalidInputError('`dataset`, and each part of a ConcatDataset, must hold samples, got: none.')
     patch_size = patch_size_of(patch_size, processor)
     options: dict[str, Any] = {
         'patch_size': patch_size,
@@ -204,10 +206,10 @@ def length_table(
     path = folder / f'{name}.npz'
     table = load_kept(path, LengthTable.load)
     # Bad samples are read again, because the user may have repaired a file, or installed a decoder.
-    is_complete = table is not None and not table.errors
+    is_usable = table is not None and not table.errors
     # If any rank cannot load its file, or has bad samples in it, all ranks measure together.
-    are_all_complete = all(gather_if_grouped(is_complete))
-    if table is not None and are_all_complete:
+    are_all_usable = all(gather_if_grouped(is_usable))
+    if table is not None and are_all_usable:
         return _check_table(table, on_error)
     table = build_length_table(dataset, processor, earlier=table, **options)
     if dist.get_local_rank() == 0:
@@ -258,7 +260,7 @@ def _measure_rows(
     on_error: OnError,
     earlier: LengthTable | None,
 ) -> dict[int, TableRow | str]:
-    """Returns the rows of this rank's samples, by index. Every rank must call it, because headers are checked together.
+    """Returns the rows of this rank's samples, by index. Every rank must call it, see :func:`_verified_rows`.
 
     Samples without a row from headers or ``earlier`` are read. With ``'raise'``, this ends after the first bad one.
 
@@ -311,7 +313,7 @@ def table_name(dataset: Any, processor: Any, *, patch_size: int | None = None) -
 
 def _uses_headers(dataset: Any, on_error: OnError) -> bool:
     """Tells whether most samples are measured from headers. Not with ``'skip'``, which must find all bad samples."""
-    return on_error == 'raise' and len(dataset) > MOST_SAMPLES_WITHOUT_HEADERS and hasattr(dataset, 'unexpanded')
+    return on_error == 'raise' and len(dataset) > MAX_SAMPLES_TO_READ and hasattr(dataset, 'unexpanded')
 
 
 def _verified_rows(rows: Mapping[int, TableRow], measurer: SampleMeasurer) -> dict[int, TableRow | str]:
@@ -327,7 +329,7 @@ def _verified_rows(rows: Mapping[int, TableRow], measurer: SampleMeasurer) -> di
     num_samples = len(measurer.dataset)
     # Every rank and every run chooses the same samples, so that the result does not change between starts.
     generator = np.random.default_rng(0)
-    chosen = set(generator.choice(num_samples, NUM_CHECKED, replace=False).tolist())
+    chosen = set(generator.choice(num_samples, NUM_CHECKED_ROWS, replace=False).tolist())
     verified: dict[int, TableRow | str] = dict(rows)
     has_difference = False
     for index in chosen.intersection(rows):
@@ -349,7 +351,7 @@ def _check_table(table: LengthTable, on_error: OnError) -> LengthTable:
     has_good_samples = len(table.errors) < len(table)
     if has_good_samples and not table.loss_tokens.any():
         raise InvalidInputError(
-            '`dataset` must have labels to learn, got: samples whose labels are all -100. Mask fewer of '
-            'them, or add turns of the assistant.'
+            '`dataset`, and each part of a ConcatDataset, must have labels to learn, got: samples whose labels are all '
+            '-100. Mask fewer of them, or add turns of the assistant.'
         )
     return table

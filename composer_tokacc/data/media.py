@@ -121,15 +121,15 @@ def decode_media(
     Args:
         record: The record of the media.
         files: One path or open file for each file of ``record.media``.
-        video: The choice of frames from its videos. None: ``VideoSampling()``.
+        video: How frames of videos are chosen. None: ``VideoSampling()``.
         sampling_rate: Samples a second of the audio that is returned. Audio of another rate is resampled.
         shapes_only: Decode less, because only shapes and times must be right. Images are black, and all frames of a
             video file are its first chosen one. Audio, and videos of several files, are decoded as usual.
 
     Returns:
-        Media by modality. ``'image'``: in RGB, turned as a camera's EXIF entry says, 16 bits a channel scaled to 8.
-        ``'video'``: :class:`.Video`, turned in the same way. ``'audio'``: float32 ``(samples,)``, the mean of the
-        channels.
+        A list of media for each modality, in the order of the record. ``'image'``: in RGB, turned as a camera's EXIF
+        entry says, 16 bits a channel scaled to 8. ``'video'``: :class:`.Video`, turned in the same way. ``'audio'``:
+        float32 ``(samples,)``, the mean of the channels.
 
     Raises:
         BadSampleError: If a file cannot be decoded.

@@ -73,15 +73,15 @@ class CountingDataSpec(DataSpec):
         # Set by the first-batch check of _check_rows(), which finds the rule of the model.
         self._proven_rule: LossRule | None = None
         self._batch_transforms = batch_transforms
-        self._first_batch: FirstBatchCheck | None = None
+        self._first_batch_check: FirstBatchCheck | None = None
         # Composer asks for samples and tokens of the current microbatch after its counts were removed.
         self._removed: _RemovedCounts | None = None
         super().__init__(
             dataloader,
-            batch_transforms=self._transform,
+            batch_transforms=self._begin_step,
             microbatch_transforms=self._transform_microbatch,
             split_batch=self._count_and_split,
-            get_num_samples_in_batch=self._num_samples,
+            get_num_samples_in_batch=self._samples_for_composer,
             get_num_tokens_in_batch=None,  # this class has the method
             **kwargs,
         )
@@ -106,21 +106,21 @@ class CountingDataSpec(DataSpec):
             # rule need not be proven, because this number weights no loss.
             counts = row_counts_of(with_counts(batch, self._counting_rule))
         elif not self._split.checked:
-            # The tokens were counted by a rule that no check has proven, and Composer may ask, which would weight the
-            # loss of a microbatch by this number.
+            # Composer would weight the loss of a microbatch by this number, but no check has compared the rule with the
+            # model.
             raise NotExactError(
                 '`token_data_spec` must know the model to count for `accumulate_train_batch_on_tokens`, got: no '
-                "`model=`, or an evaluation before any training. A loss rule that is not the model's own would weight "
-                'tokens wrongly, and nobody would notice. Pass `model=`, or use TokenAccumulation with the flag off.'
+                '`model=`, or an evaluation before any training. The loss rule was not compared with the model, and a '
+                'wrong one would weight tokens wrongly. Pass `model=`, or use TokenAccumulation with the flag off.'
             )
         return sum(row.loss_tokens for row in counts)
 
     # Before the split.
 
-    def _transform(self, batch: Any) -> Any:
-        """Returns a batch of the loader after the user's transforms. Raises ValueError if it cannot be split.
+    def _begin_step(self, batch: Any) -> Any:
+        """Begins a step: returns a batch of the loader after the user's transforms, and makes the split ready for it.
 
-        Also begins a step: the split forgets the previous one, and is the split of this loader from now on.
+        Raises ValueError if the batch cannot be split.
         """
         if self._batch_transforms is not None:
             if isinstance(batch, PreSplitBatch):
@@ -146,9 +146,9 @@ class CountingDataSpec(DataSpec):
         The check is left out without ``model=``, in evaluation, and in a run that wants packing.
         """
         if microbatch_size is None:  # in evaluation, if the loader has no `batch_size` but a batch sampler
-            microbatch_size = sys.maxsize
+            microbatch_size = sys.maxsize  # so the batch stays whole
         if not is_counted(batch):
-            is_training = torch.is_grad_enabled()
+            is_training = torch.is_grad_enabled()  # Composer evaluates without gradients
             # Packing changes the model's attention, and only an algorithm can restore it at the end of a fit. So a run
             # that wants packing is not checked here, and without a check the split refuses to pack.
             wants_packing = bool(self._split.options.packing)
@@ -179,18 +179,18 @@ class CountingDataSpec(DataSpec):
         the check. The check gives the split its rules, and computes only rows unlike those that it has seen before.
         """
         split = self._split
-        if self._first_batch is None:
+        if self._first_batch_check is None:
             check_weights_are_used(self.dataloader, batch, 'token')  # Composer weights all tokens alike
             split.start(model, batch, microbatch_size)
-            self._first_batch = FirstBatchCheck(
+            self._first_batch_check = FirstBatchCheck(
                 Probe.from_model(model, all_gather_object),
                 split.layout,
-                self._on_models_device,
+                self._as_model_input,
                 cutter=split,
                 named_rule=self._named_rule,
                 check_loss=True,
             )
-        loss_facts = self._first_batch.prove(batch, microbatch_size)
+        loss_facts = self._first_batch_check.prove(batch, microbatch_size)
         self._proven_rule = loss_facts.rule
         self._check_widths(batch, loss_facts.rule)
 
@@ -208,7 +208,7 @@ class CountingDataSpec(DataSpec):
         sums = WidthSums._make(sums_of_ranks.sum(axis=0).tolist())
         check_widths(sums, lambda: width, are_sums_outdated=False, is_trimmed=True)  # prove() ran before
 
-    def _on_models_device(self, batch: Batch) -> Any:
+    def _as_model_input(self, batch: Batch) -> Any:
         """Returns a microbatch on the device of the model, transformed there as by the trainer."""
         assert self._model is not None
         device = next(self._model.parameters()).device
@@ -239,7 +239,7 @@ class CountingDataSpec(DataSpec):
             return self._removed.counts
         return row_counts_of(batch)
 
-    def _num_samples(self, batch: Any) -> int:
+    def _samples_for_composer(self, batch: Any) -> int:
         return sum(row.samples for row in self._counts_of(batch))
 
 
@@ -250,8 +250,8 @@ def _num_real_tokens(batch: Batch) -> int:
     """
     num_real = 0
     for microbatch in microbatches_of(batch):
-        # The algorithm has not marked repeated samples yet. Only a loader that plans microbatches may have marked them,
-        # and then the repeated sample is alone in its microbatch.
+        # A repeated sample counts as 0 samples. The algorithm has not marked it yet. Only a loader that plans
+        # microbatches may have marked it, and then it is alone in its microbatch, which is left out here.
         if num_samples(microbatch) > 0:
             num_real += sum(real_tokens(microbatch))
     return num_real

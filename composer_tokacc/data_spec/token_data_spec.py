@@ -47,7 +47,7 @@ def token_data_spec(
 
     :class:`.TokenAccumulation` finds the layout and the loss rule of the model on the first batch. If you use
     Composer's own ``accumulate_train_batch_on_tokens`` instead, give the ``model``, so that both are found as well.
-    Composer does not notice a wrong rule.
+    Without it, a step with that flag is refused, because a wrong rule would weight tokens wrongly.
 
     Args:
         dataloader: Yields mappings with ``input_ids``, ``attention_mask`` and ``labels`` of shape ``(rows, width)``, as
@@ -55,12 +55,12 @@ def token_data_spec(
         model: The model that is trained (a ``HuggingFaceModel``, any ``ComposerModel``, or the Hugging Face model
             itself). Only needed without :class:`.TokenAccumulation`, which knows it.
         loss_tokens: Which labels carry loss: ``'causal'``, ``'causal_attended'`` or ``'unshifted'``, a rule that is
-            compared with the model's own loss. ``'auto'``: the rule of that loss is found.
+            compared with the loss of the model, if the model is known. ``'auto'``: the rule of that loss is found.
         layout: How tensors belong to rows. Default: the layout of the model, or if no model is known, the layout that
             the keys of each batch imply.
-        slot_tokens: Width of a slot, in tokens. Default: the width of the device batch, or if the loader has planned
-            the microbatches (:class:`.RegroupingDataLoader`), its ``max_tokens`` divided by the
-            ``device_train_microbatch_size`` of the first batch. With this default a single row always fits.
+        slot_tokens: The tokens of one of these ``k`` rows. Default: the width of the device batch, or if the loader has
+            planned the microbatches (:class:`.RegroupingDataLoader`), its ``max_tokens`` divided by the
+            ``device_train_microbatch_size`` of the first batch. With either default a single row always fits.
         max_image_tokens: Most placeholders of images, videos and audios in a microbatch. A hard cap as well, for vision
             encoders that need much memory. Default: no cap.
         max_loss_tokens: Most loss tokens in a microbatch. A hard cap as well. If logits are only computed at labels, it
@@ -101,7 +101,7 @@ def token_data_spec(
     """
     from composer_tokacc.data_spec.counting_spec import CountingDataSpec
 
-    rule = LossRule.named(loss_tokens)
+    named_rule = LossRule.named(loss_tokens)  # None for 'auto'
     if not isinstance(dataloader, Iterable):
         raise TypeError(
             f'`dataloader` must be a dataloader, got: {type(dataloader).__name__}. If it is a DataSpec, pass its '
@@ -124,7 +124,8 @@ def token_data_spec(
         check_kind('model', model, Module)
         if layout is None:
             layout = layout_of_model(model)  # None without a config of Transformers
+    # The split applies them, because the first-batch check must transform its rows in the same way.
     microbatch_transforms = data_spec_kwargs.pop('microbatch_transforms', None)
     split = MicrobatchSplit(dataloader, layout, options, microbatch_transforms)
-    register_split(dataloader, split)
-    return CountingDataSpec(dataloader, split, model, rule, **data_spec_kwargs)
+    register_split(dataloader, split)  # for TokenAccumulation, which knows only the loader
+    return CountingDataSpec(dataloader, split, model, named_rule, **data_spec_kwargs)

@@ -55,11 +55,12 @@ log = logging.getLogger(__name__)
 AUTOCAST = {'fp32': None, 'amp_bf16': torch.bfloat16, 'amp_fp16': torch.float16}
 """The type in which autocast computes, by the name of Composer's precision. None: no autocast."""
 TEXT_TERMS = ('tokens', 'area')
-"""Attributes of ``BatchShape`` that set the operations of the language model: in linear layers, and in attention."""
+"""Attributes of ``BatchShape`` that set the operations of the language model: ``tokens`` (rows x width) in linear
+layers, ``area`` (rows x width^2) in attention."""
 MEDIA_TERMS = ('image_tokens', 'image_area')
 """The same two sizes for the vision encoder."""
 FLOP_TERMS = TEXT_TERMS + MEDIA_TERMS
-TRACED_LOGITS = ('all', 'labels', 'auto')
+LOGITS_CHOICES = ('all', 'labels', 'auto')
 """Where logits are computed: see `calibrate_fake`."""
 LABEL_SPACINGS = (4, 16, 1, 32, 2, 8)
 """For logits at labels, each traced microbatch has a label at every n-th position, with another n for each. So the
@@ -84,12 +85,13 @@ MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 class MicrobatchPeaks(NamedTuple):
     """Bytes that one microbatch takes on top of parameters, gradients, optimizer states and inputs.
 
-    The logits of the microbatch before it are included, see ``StepTracer._step``.
+    The logits of the microbatch before it are included, because Composer still holds them, see
+    ``StepTracer._logits_of_previous_microbatch``.
     """
 
     shape: BatchShape
     phases: Mapping[str, Mapping[str, int]]
-    """Bytes at the peak of each phase (``PHASES``), by part (``TRACKED_PARTS``)."""
+    """Bytes at the peak of each phase (``PHASES``), by part (``TRACKED_PARTS`` of ``torch_modes.py``)."""
 
 
 class _PhaseRecorder:
@@ -108,8 +110,8 @@ class _PhaseRecorder:
 
     def finish(self) -> dict[str, dict[str, int]]:
         """Ends the last phase. Returns the bytes by part at the peak of each phase."""
-        # The ends of other phases may not have been seen: no gradient came, or the model does not name an embedding. In
-        # the last case another phase has their peak, and the highest peak is the same.
+        # The ends of other phases may not have been seen: no gradient came, or the model does not name an embedding. If
+        # the end of a phase was not seen, the phase that ends next has its peak. The highest peak stays the same.
         for phase in PHASES:
             self._end(phase)
         for handle in self._handles:
@@ -186,7 +188,7 @@ class StepTracer:
         # Real inputs are allowed, because a model may compute with a tensor that exists already, such as a constant of
         # its module.
         self._mode = SharedFakeMode(allow_non_fake_inputs=True)
-        with self._mode, let_fake_weights_be_swapped():  # a cast in `build` swaps weights
+        with self._mode, let_fake_weights_be_swapped():  # otherwise a cast in `build` (`model.to(dtype)`) fails
             self.model: Any = transformers_model(build())
         self.layout = BatchLayout.for_model(self.model)
         self.strategy = strategy
@@ -213,7 +215,7 @@ class StepTracer:
             self._step(first_batch)  # again, so that the next microbatch begins with gradients of the cast type
 
     def measure(self, batch: Batch) -> MicrobatchPeaks | None:
-        """Returns the peaks of one microbatch. Gradients were in memory before, so they do not count.
+        """Returns the peaks of one microbatch. Gradients do not count, because they are in memory since the first step.
 
         Returns None if the loss needs no gradient, for example without images if only the projector is trained. Such a
         microbatch has no backward pass, so nothing can be fitted to it.
@@ -236,8 +238,11 @@ class StepTracer:
         """
         if self._selector is None:
             return batch['input_ids'].numel()
-        num_labels = int(LossRule.CAUSAL.mask(batch).sum())
-        return num_labels + 1  # LabelSelector adds a position, because causal models shift labels
+        return self._num_labels(batch) + 1  # LabelSelector adds a position, because causal models shift labels
+
+    def _num_labels(self, batch: Batch) -> int:
+        """Returns the number of labels of a batch that carry loss in a causal model."""
+        return int(LossRule.CAUSAL.mask(batch).sum())
 
     def count_flops(self, batch: Batch) -> int | None:
         """Returns the floating point operations of a microbatch's matrix products, forward and backward.
@@ -249,19 +254,23 @@ class StepTracer:
         return counter.get_total_flops() if has_gradient else None
 
     def _step(self, batch: Batch, counter: FlopCounterMode | None = None) -> bool:
-        """Runs forward and backward as the Trainer does, and keeps the gradients. Returns whether the loss needs any.
+        """Runs forward and backward as the Trainer does, and keeps the gradients.
+
+        Returns whether the loss has a gradient. If not, there is no backward.
 
         Notes the type of the logits for the next call, which holds logits of this type during its forward.
         """
         batch_with_media = self.layout.with_media(batch)  # some models need an image in every batch
         inputs = {key: value for key, value in batch_with_media.items() if key in self._forward_parameters}
-        num_logits = self._num_logits(batch)  # before the modes, so that the memory of this count is not tracked
+        # Counted before the modes are on, so that the memory of counting is not tracked.
+        num_labels = self._num_labels(batch)
+        num_logits = self._num_logits(batch)
         autocast_of_gpu = CudaAutocast() if self._on_gpu else nullcontext()
         # The modes are on in the backward pass, too. There checkpointing repeats parts of the forward pass.
         with self._tracked(), counter or nullcontext(), autocast_of_gpu:
             last_logits = self._logits_of_previous_microbatch(num_logits)
             if self._selector is not None:
-                self._selector.arm(LossRule.CAUSAL, num_labels=num_logits - 1)  # without the position that is added
+                self._selector.arm(LossRule.CAUSAL, num_labels=num_labels)
             # Fake tensors of a GPU would need its driver. Fake tensors of the CPU have the same sizes.
             with torch.autocast('cpu', self._autocast_dtype, enabled=self._autocast_dtype is not None):
                 outputs = self.model(**inputs)
@@ -306,7 +315,8 @@ class StepTracer:
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         optimizer = make_optimizer(trained)
         for group in optimizer.param_groups:
-            # None: torch decides. It takes foreach on GPUs. An optimizer without the option has no such key.
+            # None: torch decides, and takes foreach on GPUs. The traced tensors are on the CPU, so it is set here. An
+            # optimizer without the option has no such key.
             torch_decides = 'foreach' in group and group['foreach'] is None
             if self._on_gpu and torch_decides and not group.get('fused'):
                 group['foreach'] = True
@@ -372,7 +382,7 @@ def calibrate_fake(
         ValueError: Precision, strategy or logits is unknown, no sample gives a gradient, or the model's control flow
             depends on values of its weights.
     """
-    check_choice('logits', logits, TRACED_LOGITS)
+    check_choice('logits', logits, LOGITS_CHOICES)
     batches = probe_batches(BatchLayout.for_model(config), samples, width)
     make_tracer = partial(
         StepTracer,
@@ -407,7 +417,7 @@ def _traced_memory(
     measured = []
     for batch in batches:
         if not has_mask:
-            # Attention builds no mask if no position is padding.
+            # The attention of the run (Flash) holds no mask. The traced one builds none if no position is padding.
             batch = {**batch, 'attention_mask': torch.ones_like(batch['attention_mask'])}
         peaks = tracer.measure(batch)
         if peaks is not None:

@@ -33,8 +33,8 @@ def lengths_of(samples: Iterable[dict[str, Any]]) -> list[int]:
 
 def use_headers(monkeypatch: pytest.MonkeyPatch, *, num_checked: int = 0) -> None:
     """Measures even few samples by the headers of their images. ``num_checked`` of them are read to compare."""
-    monkeypatch.setattr(lengths, 'MOST_SAMPLES_WITHOUT_HEADERS', 0)
-    monkeypatch.setattr(lengths, 'NUM_CHECKED', num_checked)
+    monkeypatch.setattr(lengths, 'MAX_SAMPLES_TO_READ', 0)
+    monkeypatch.setattr(lengths, 'NUM_CHECKED_ROWS', num_checked)
 
 
 def assert_same_table(table: LengthTable, expected: LengthTable) -> None:

@@ -19,7 +19,7 @@ def main(path: str, num_checked: str) -> list[dict[str, Any]]:
     """Returns for each rank the table, and which samples it has read."""
     processor = PROCESSORS['llava_next']()
     dataset = open_dataset(Path(path), processor)
-    with mock.patch.multiple(lengths, MOST_SAMPLES_WITHOUT_HEADERS=0, NUM_CHECKED=int(num_checked)):
+    with mock.patch.multiple(lengths, MAX_SAMPLES_TO_READ=0, NUM_CHECKED_ROWS=int(num_checked)):
         table = lengths.build_length_table(dataset, dataset.encoder.processor, num_workers=0)
     columns = {}
     for name in lengths.TABLE_COLUMNS:
