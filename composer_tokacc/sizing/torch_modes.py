@@ -195,12 +195,12 @@ class MemoryTracker(TorchDispatchMode):
         self._num_running_encoders = 0  # may be several, because vision modules are nested
         # By the key of each storage that counts. A finalizer is called when its storage is freed.
         self._finalizers: dict[int, weakref.finalize] = {}
-        self.find_parameters(model)
+        self.note_parameters(model)
         for module in media_modules(model):
             module.register_forward_pre_hook(self._enter_encoder)
             module.register_forward_hook(self._leave_encoder)
 
-    def find_parameters(self, model: nn.Module) -> None:
+    def note_parameters(self, model: nn.Module) -> None:
         """Notes the memory of all parameters and buffers. Must be called again when the model has new ones."""
         parameters = [*model.parameters(), *model.buffers()]
         self._parameters = {storage_key(tensor) for tensor in parameters}

@@ -211,7 +211,7 @@ class StepTracer:
             # so its states were counted first.
             with self._mode, let_fake_weights_be_swapped():
                 self.model.to(self._autocast_dtype)
-            self._tracker.find_parameters(self.model)
+            self._tracker.note_parameters(self.model)  # the cast has made new tensors
             self._step(first_batch)  # again, so that the next microbatch begins with gradients of the cast type
 
     def measure(self, batch: Batch) -> MicrobatchPeaks | None:
@@ -244,7 +244,7 @@ class StepTracer:
         """Returns the number of labels of a batch that carry loss in a causal model."""
         return int(LossRule.CAUSAL.mask(batch).sum())
 
-    def count_flops(self, batch: Batch) -> int | None:
+    def measure_flops(self, batch: Batch) -> int | None:
         """Returns the floating point operations of a microbatch's matrix products, forward and backward.
 
         Returns None if the loss needs no gradient, see `measure`.
@@ -517,7 +517,7 @@ def count_flops(
     table = []
     flops = []
     for batch in batches:
-        flops_of_batch = tracer.count_flops(batch)
+        flops_of_batch = tracer.measure_flops(batch)
         if flops_of_batch is not None:
             shape = BatchShape.from_batch(batch, tracer.layout)
             table.append([getattr(shape, name) for name in FLOP_TERMS])

@@ -75,7 +75,7 @@ def test_logits_only_at_labels_cost_less(flops_of_llama):
     (batch,) = text_rows([(length, num_labels)])
     step = StepTracer(build_llama, batch, on_gpu=False, logits='labels')
 
-    flops = step.count_flops(batch)
+    flops = step.measure_flops(batch)
 
     saved = flops_of_llama.logits(length - num_logits)
     expected = flops_of_llama.text(1, length) - saved
