@@ -196,6 +196,11 @@ class TokenMonitor(Callback):
             has_logits = all(getattr(algorithm, 'has_logits', True) for algorithm in state.algorithms)
             self._ledger.note(state.batch, state.outputs, has_logits=has_logits)
 
+    def after_train_batch(self, state: State, logger: Logger) -> None:
+        """Forgets the norm if an algorithm has dropped all gradients since. :class:`.TokenAccumulation` may do so."""
+        if all(parameter.grad is None for parameter in state.model.parameters()):
+            self._gradient_norm.forget()
+
     def batch_end(self, state: State, logger: Logger) -> None:
         """Gathers the counts of all ranks, logs the metrics of the step, and shows a few in the progress bar."""
         reports = all_gather_object((self._step_counts(), self._ledger.sums_of_rank()))
@@ -419,6 +424,10 @@ class GradientNorm(Algorithm):
         self._norms = {}
         for num_copies, tensors in gradients.items():
             self._norms[num_copies] = torch.nn.utils.get_total_norm(tensors)
+
+    def forget(self) -> None:
+        """Sets the norm to 0."""
+        self._norms = {}
 
     def square_on_rank(self) -> float:
         """Returns this rank's share of the squared norm. Waits for the device.
