@@ -348,7 +348,8 @@ def _speed_metrics(total: StepCounts, seconds: float) -> dict[str, float]:
 def _source_metrics(sources: Mapping[str, SourceSums], total: StepCounts) -> dict[str, float]:
     """Returns the metrics of each source. The shares do not add up to 1 if some rows have no source.
 
-    A source has no loss if it has no tokens in the step, if the model returns no logits, or if the loss is infinite.
+    A source has no loss if it has no tokens in the step, or if the model returns no logits. A loss that is not finite
+    is logged, so that a source of a diverged run does not seem to keep its last finite loss.
     """
     metrics = {}
     for name, sums in sources.items():
@@ -356,7 +357,7 @@ def _source_metrics(sources: Mapping[str, SourceSums], total: StepCounts) -> dic
         # If all weights of the step are 0, the share is 0.
         metrics[f'source/{name}/weight'] = sums.weight / (total.loss_weight or 1.0)
         metrics[f'source/{name}/positions'] = sums.positions / max(total.positions, 1)
-        if sums.tokens and math.isfinite(sums.loss):
+        if sums.tokens and sums.tokens_without_logits == 0:
             metrics[f'source/{name}/loss'] = sums.loss / sums.tokens
     return metrics
 
