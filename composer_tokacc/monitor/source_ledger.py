@@ -9,7 +9,6 @@ The source of a row is a name in the batch's list ``source``. A token is a label
 from __future__ import annotations
 
 import logging
-import math
 import re
 import zlib
 from collections.abc import Iterable, Mapping
@@ -37,8 +36,9 @@ OTHERS = 'others'
 class SourceSums(NamedTuple):
     """Sums of one source in a step."""
 
-    loss: float = 0.0  # cross-entropies of its tokens, not weighted; NaN if the model gives no logits
+    loss: float = 0.0  # cross-entropies of its tokens, not weighted
     tokens: float = 0.0  # number of its tokens
+    tokens_without_logits: float = 0.0  # those of its tokens whose cross-entropy is not known
     weight: float = 0.0  # weights of its tokens
     positions: float = 0.0  # number of its computed positions, padding included
 
@@ -47,6 +47,7 @@ class SourceSums(NamedTuple):
         return SourceSums(
             loss=self.loss + other.loss,
             tokens=self.tokens + other.tokens,
+            tokens_without_logits=self.tokens_without_logits + other.tokens_without_logits,
             weight=self.weight + other.weight,
             positions=self.positions + other.positions,
         )
@@ -63,7 +64,8 @@ class SourceLedger:
 
     def begin_attempt(self) -> None:
         """Forgets the microbatches of the step, before they are computed for the first time or again."""
-        self._rows: list[tuple[RowCounts, int]] = []  # each row with its number of positions
+        # Each row with its number of positions, and whether its tokens have logits.
+        self._rows: list[tuple[RowCounts, int, bool]] = []
         # For each microbatch, the losses of its tokens in the order of the rows, float32 (tokens,) on the device.
         self._losses: list[torch.Tensor] = []
 
@@ -82,15 +84,14 @@ class SourceLedger:
         rows = rows_with_positions(batch)
         if all(row.source is None for row, _ in rows):
             return
-        self._rows += rows
         num_tokens = sum(row.loss_tokens for row, _ in rows)
         losses = None
         if has_logits:
             losses = _token_losses(batch, outputs, num_tokens)
         # sums_of_rank() divides the losses among the rows by their numbers of tokens, so each token needs one.
-        if losses is None:
-            losses = torch.full((num_tokens,), math.nan)
-        self._losses.append(losses)
+        self._losses.append(torch.zeros(num_tokens) if losses is None else losses)
+        for row, positions in rows:
+            self._rows.append((row, positions, losses is not None))
 
     def sums_of_rank(self) -> dict[str, SourceSums]:
         """Returns the sums of each source on this rank, by the name in the batch. Waits for the device."""
@@ -100,12 +101,18 @@ class SourceLedger:
         sums: dict[str, SourceSums] = {}
         start = 0
         # A plain loop, because numpy takes longer for a few rows.
-        for row, positions in self._rows:
+        for row, positions, are_losses_known in self._rows:
             end = start + row.loss_tokens
             loss = sum(losses[start:end])
             start = end
             if row.source is not None:
-                sums_of_row = SourceSums(loss, row.loss_tokens, row.loss_weight, positions)
+                sums_of_row = SourceSums(
+                    loss=loss,
+                    tokens=row.loss_tokens,
+                    tokens_without_logits=0 if are_losses_known else row.loss_tokens,
+                    weight=row.loss_weight,
+                    positions=positions,
+                )
                 earlier = sums.get(row.source, SourceSums())
                 sums[row.source] = earlier.plus(sums_of_row)
         return sums

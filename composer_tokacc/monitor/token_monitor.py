@@ -196,6 +196,11 @@ class TokenMonitor(Callback):
             has_logits = all(getattr(algorithm, 'has_logits', True) for algorithm in state.algorithms)
             self._ledger.note(state.batch, state.outputs, has_logits=has_logits)
 
+    def after_train_batch(self, state: State, logger: Logger) -> None:
+        """Forgets the norm if an algorithm has dropped all gradients since. :class:`.TokenAccumulation` may do so."""
+        if all(parameter.grad is None for parameter in state.model.parameters()):
+            self._gradient_norm.forget()
+
     def batch_end(self, state: State, logger: Logger) -> None:
         """Gathers the counts of all ranks, logs the metrics of the step, and shows a few in the progress bar."""
         reports = all_gather_object((self._step_counts(), self._ledger.sums_of_rank()))
@@ -343,7 +348,8 @@ def _speed_metrics(total: StepCounts, seconds: float) -> dict[str, float]:
 def _source_metrics(sources: Mapping[str, SourceSums], total: StepCounts) -> dict[str, float]:
     """Returns the metrics of each source. The shares do not add up to 1 if some rows have no source.
 
-    A source has no loss if it has no tokens in the step, if the model returns no logits, or if the loss is infinite.
+    A source has no loss if it has no tokens in the step, or if the model returns no logits. A loss that is not finite
+    is logged, so that a source of a diverged run does not seem to keep its last finite loss.
     """
     metrics = {}
     for name, sums in sources.items():
@@ -351,7 +357,7 @@ def _source_metrics(sources: Mapping[str, SourceSums], total: StepCounts) -> dic
         # If all weights of the step are 0, the share is 0.
         metrics[f'source/{name}/weight'] = sums.weight / (total.loss_weight or 1.0)
         metrics[f'source/{name}/positions'] = sums.positions / max(total.positions, 1)
-        if sums.tokens and math.isfinite(sums.loss):
+        if sums.tokens and sums.tokens_without_logits == 0:
             metrics[f'source/{name}/loss'] = sums.loss / sums.tokens
     return metrics
 
@@ -419,6 +425,10 @@ class GradientNorm(Algorithm):
         self._norms = {}
         for num_copies, tensors in gradients.items():
             self._norms[num_copies] = torch.nn.utils.get_total_norm(tensors)
+
+    def forget(self) -> None:
+        """Sets the norm to 0."""
+        self._norms = {}
 
     def square_on_rank(self) -> float:
         """Returns this rank's share of the squared norm. Waits for the device.

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -16,7 +18,7 @@ from tests.ranks.source_ledger import SHAPE as RANK_SHAPE
 from tests.ranks.source_ledger import STEPS
 from tests.support.launch import launch_json
 from tests.support.text import next_token_loss, ragged_batch, text_model, text_rows
-from tests.support.training import fit, loader
+from tests.support.training import fit, hugging_face, loader
 
 SHAPE = [(4, 2), (5, 0), (9, 7), (14, 11), (6, 1), (3, 2), (12, 5)]
 """Length and number of labels of each row."""
@@ -147,6 +149,18 @@ def test_source_that_comes_late():
     assert field(recorder, 'tokens') == [NUM_TOKENS, NUM_TOKENS - tokens_of_first_row, 0]
     assert field(recorder, 'tokens', 'late') == [NUM_TOKENS]
     assert len(field(recorder, 'loss')) == 2, 'no tokens have no mean'
+
+
+def test_loss_of_a_diverged_run():
+    """It must not seem to be that of an earlier step."""
+    model = hugging_face(text_model())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e30)
+
+    recorder = fit(model, batch_of(), batch_of(), callbacks=[TokenMonitor()], optimizer=optimizer)
+
+    first_loss, last_loss = field(recorder, 'loss')
+    assert math.isfinite(first_loss)
+    assert math.isnan(last_loss)
 
 
 def test_rows_without_a_source_have_weight():

@@ -19,6 +19,7 @@ from composer_tokacc.compat import TorchDispatchMode
 from composer_tokacc.monitor.token_monitor import GradientNorm
 from composer_tokacc.row_counts import RowCounts, attach_row_counts
 from tests.support.launch import ROOT, launch_json
+from tests.support.mixtures import mixture_of_experts
 from tests.support.text import ragged_batch, text_model
 from tests.support.training import assert_exact, fit, loader, reference_gradients
 
@@ -267,18 +268,32 @@ def test_hours_left_of_epochs(batch):
     assert figures(recorder, 'hours_left') == pytest.approx(expected_hours)
 
 
+def norm_of(gradients):
+    entries = torch.cat([gradient.flatten() for gradient in gradients.values()])
+    return float(entries.double().norm())
+
+
 @pytest.mark.parametrize('algorithms', [[], [GradientClipping('norm', 1e-3)]], ids=['plain', 'clipped'])
 def test_gradient_norm_is_before_clipping(algorithms, batch):
     model = text_model()
     expected, _ = reference_gradients(model, batch)
-    entries = torch.cat([gradient.flatten() for gradient in expected.values()])
-    expected_norm = float(entries.double().norm())
+    expected_norm = norm_of(expected)
     assert expected_norm > 0.1, 'clipping to 0.001 changes it'
 
     algorithms = [*algorithms, TokenAccumulation()]
     recorder = fit(model, loader(batch), algorithms=algorithms, callbacks=[TokenMonitor()], max_duration='1ba')
 
     assert figures(recorder, 'gradient_norm') == pytest.approx([expected_norm], rel=1e-5)
+
+
+def test_gradient_norm_of_a_step_without_loss_tokens():
+    """The router has a gradient, but TokenAccumulation drops it, so that the step changes no weight."""
+    without_labels = ragged_batch([(4, 0), (6, 0)])
+
+    recorder = fit(mixture_of_experts(), ragged_batch(), without_labels, callbacks=[TokenMonitor()])
+
+    norms = figures(recorder, 'gradient_norm')
+    assert norms == [pytest.approx(norm_of(recorder.steps[0]), rel=1e-5), 0.0]
 
 
 def test_gradient_norm_of_sparse_gradients(batch):
