@@ -279,6 +279,8 @@ def equal_cost_cut(
     high_enough = len(row_costs) * row_costs[0] + vision_before[-1]
     while high_enough - too_low > PRECISION * high_enough:
         middle = 0.5 * (too_low + high_enough)
+        if not too_low < middle < high_enough:  # costs near 1e-323, which have no float between them
+            break
         if len(fill(row_costs, vision_before, reach, middle)) - 1 <= count:
             high_enough = middle
         else:

@@ -133,6 +133,19 @@ def test_costliest_microbatch_matches_exhaustive_search(drawn, max_tokens, num_m
     assert costliest == pytest.approx(least_costliest(rows, count), rel=2e-4)
 
 
+def test_costs_without_a_float_between_them():
+    """The bisection between two neighbouring floats must end."""
+    smallest = 5e-324
+    vision_before = smallest * np.arange(6.0)
+    reach = np.full(5, 5)
+
+    bounds = equal_cost_cut(np.zeros(5), vision_before, reach, 4)
+
+    assert bounds[0] == 0
+    assert bounds[-1] == 5
+    assert len(bounds) - 1 <= 4
+
+
 # Splitting microbatches further
 
 
