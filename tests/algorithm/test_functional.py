@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from composer_tokacc import RegroupingBatchSampler, RegroupingDataLoader
 from composer_tokacc.algorithm import (
     apply_token_weights,
     sample_weight,
@@ -31,6 +32,29 @@ def weighted_backward(model, microbatch, weight):
     weighted_loss = loss * weight
     weighted_loss.backward()
     return weighted_loss
+
+
+def test_copy_with_labels_of_another_key():
+    """docs/trainer.md names this way. The loader cannot mask labels that it does not know, but it marks the copy."""
+    sampler_options = {'lengths': [9, 5], 'global_batch_size': 4, 'max_tokens': 32, 'num_replicas': 4}
+    rows = text_rows([(9, 3), (5, 4)])
+    microbatches = []
+    for rank in range(4):
+        sampler = RegroupingBatchSampler(rows, rank=rank, **sampler_options)
+        loader = RegroupingDataLoader(rows, batch_sampler=sampler, collate_fn=collate_with_targets)
+        for batch in loader:
+            microbatches += batch.microbatches
+    assert len(microbatches) == 4
+
+    weights = step_loss_weights([{**each, 'labels': each['targets']} for each in microbatches])
+
+    assert sorted(weights) == [0, 0, 3 / 7, 4 / 7]
+
+
+def collate_with_targets(rows):
+    batch = collate(rows)
+    batch['targets'] = batch.pop('labels')
+    return batch
 
 
 def test_weights_of_a_step_by_hand():
