@@ -238,11 +238,8 @@ class StepTracer:
         """
         if self._selector is None:
             return batch['input_ids'].numel()
-        return self._num_labels(batch) + 1  # LabelSelector adds a position, because causal models shift labels
-
-    def _num_labels(self, batch: Batch) -> int:
-        """Returns the number of labels of a batch that carry loss in a causal model."""
-        return int(LossRule.CAUSAL.mask(batch).sum())
+        num_labels = int(LossRule.CAUSAL.mask(batch).sum())
+        return num_labels + 1  # LabelSelector adds a position, because causal models shift labels
 
     def measure_flops(self, batch: Batch) -> int | None:
         """Returns the floating point operations of a microbatch's matrix products, forward and backward.
@@ -262,14 +259,13 @@ class StepTracer:
         """
         batch_with_media = self.layout.with_media(batch)  # some models need an image in every batch
         inputs = {key: value for key, value in batch_with_media.items() if key in self._forward_parameters}
-        # Counted before the modes are on, so that the memory of counting is not tracked.
-        num_labels = self._num_labels(batch)
-        num_logits = self._num_logits(batch)
+        num_logits = self._num_logits(batch)  # before the modes are on, so that the memory of counting is not tracked
         autocast_of_gpu = CudaAutocast() if self._on_gpu else nullcontext()
         # The modes are on in the backward pass, too. There checkpointing repeats parts of the forward pass.
         with self._tracked(), counter or nullcontext(), autocast_of_gpu:
             last_logits = self._logits_of_previous_microbatch(num_logits)
             if self._selector is not None:
+                num_labels = num_logits - 1  # without the position that LabelSelector adds
                 self._selector.arm(LossRule.CAUSAL, num_labels=num_labels)
             # Fake tensors of a GPU would need its driver. Fake tensors of the CPU have the same sizes.
             with torch.autocast('cpu', self._autocast_dtype, enabled=self._autocast_dtype is not None):
