@@ -111,10 +111,10 @@ def repeat_lost_exits() -> None:
     callback of a weak reference runs, Python only prints this SystemExit, and the process would go on.
     """
 
-    def handle(lost: sys.UnraisableHookArgs) -> None:
-        exit_status = lost.exc_value.code if isinstance(lost.exc_value, SystemExit) else None
+    def handle(unraisable: sys.UnraisableHookArgs) -> None:
+        exit_status = unraisable.exc_value.code if isinstance(unraisable.exc_value, SystemExit) else None
         if exit_status not in (128 + signal.SIGTERM, 128 + signal.SIGINT):
-            sys.__unraisablehook__(lost)
+            sys.__unraisablehook__(unraisable)
             return
         # Later, because an exit that is raised in this function would be lost, too.
         repeat = threading.Timer(SECONDS_BEFORE_REPEAT, os.kill, (os.getpid(), exit_status - 128))
