@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -230,6 +231,25 @@ def test_worker_seeds_of_ranks_and_epochs():
     seed_of_other_rank = seed_of_worker(rank=1, epoch=0)
     seed_of_other_epoch = seed_of_worker(rank=0, epoch=1)
     assert len({seed, seed_of_other_rank, seed_of_other_epoch}) == 3
+
+
+def test_persistent_workers_read_every_epoch():
+    class ProcessIds(LengthDataset):
+        def __getitem__(self, index):
+            return {'process': str(os.getpid())}
+
+    sampler = build().batch_sampler
+    loader = RegroupingDataLoader(ProcessIds(30), batch_sampler=sampler, num_workers=1, persistent_workers=True)
+    workers_of_epochs = []
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        workers = set()
+        for batch in loader:
+            workers.update(batch['process'])
+        workers_of_epochs.append(workers)
+    first_workers, second_workers = workers_of_epochs
+    assert len(first_workers) == 1
+    assert second_workers == first_workers
 
 
 @pytest.mark.parametrize('num_workers', [0, 2])

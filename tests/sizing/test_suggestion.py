@@ -526,7 +526,7 @@ def test_report_as_text_json_yaml_picture(tmp_path):
         assert words in text
     assert report.yaml() in text
 
-    json_path = tmp_path / 'size.json'
+    json_path = tmp_path / 'new folder' / 'size.json'
     report.save(json_path)
     stored = json.loads(json_path.read_text())
     assert stored['profile']['num_samples'] == 600
