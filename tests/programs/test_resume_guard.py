@@ -19,6 +19,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from composer_tokacc.programs import ConfigError
 from composer_tokacc.programs.checkpoints import SameData, arguments_to_resume
+from composer_tokacc.programs.schema import load_config
+from composer_tokacc.programs.sources import source_of
 from composer_tokacc.train import main
 from examples.digits import build_digits_processor
 from tests.support.conversations import turns
@@ -471,6 +473,22 @@ def test_older_checkpoint_of_parts_resumes():
     """It does not say whether its parts were mixed."""
     saved = same_data(Named('ab'), batches={'seed': 1}, trainer={})
     callback = same_data(Named('ab'), batches={'seed': 1, 'loader.regroup_ranks': False}, trainer={})
+    callback.load_state_dict(saved.state_dict())
+    callback.after_load(SimpleNamespace(timestamp=SimpleNamespace(batch_in_epoch=3)), None)
+
+
+def test_settings_of_batches_of_this_version_resume_later():
+    """A later version may save more, and must still resume: see `_batches_as_saved_today` of `checkpoints.py`."""
+    saved_batches = {
+        'seed': 17,
+        'loader.shuffle': True,
+        'loader.drop_last': True,
+        'loader.modality': 'mixed',
+        'loader.global_batch_size': 64,
+    }
+    saved = same_data(Named('ab'), batches=saved_batches, trainer={})
+    batches = source_of(load_config(DIGITS, [])).settings_of_batches()
+    callback = same_data(Named('ab'), batches=batches, trainer={})
     callback.load_state_dict(saved.state_dict())
     callback.after_load(SimpleNamespace(timestamp=SimpleNamespace(batch_in_epoch=3)), None)
 
