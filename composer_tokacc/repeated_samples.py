@@ -1,7 +1,21 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Finds the samples that a sampler repeats so that every rank has equally many. They must not count in the loss."""
+"""Finds the samples that a sampler repeats so that every rank has equally many. They must not count in the loss.
+
+A repeated sample is in the batches of two ranks. The one that must not count goes through these steps:
+
+1. *Found.* :func:`num_repeated` finds it by its place in the order of torch's DistributedSampler, because nothing in
+   the batch shows it. A RegroupingDataLoader knows its own (``RankAssignment.is_copy``), and marks them when it
+   collates. An ExchangingDataLoader leaves those of torch's sampler out when it reads (``_read``).
+2. *Marked.* ``TokenAccumulation._count_batch`` gives its row 0 samples (``RowCounts.samples``). From here on nobody
+   else has to find it.
+3. *Masked.* ``with_counts`` of ``row_counts.py`` masks the labels of rows of 0 samples, so it is in no sum of tokens.
+4. *Left out.* With our split and several ranks, ``MicrobatchSplit._cut`` takes no row of 0 samples. Without our
+   split the row is computed, without labels.
+
+In evaluation Composer drops repeated samples by itself, and ``MicrobatchSplit._split_in_order`` keeps the order for it.
+"""
 
 from __future__ import annotations
 

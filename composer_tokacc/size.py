@@ -63,6 +63,7 @@ from composer_tokacc.programs.sources import source_of
 from composer_tokacc.programs.suggest import suggest_for_run
 from composer_tokacc.programs.traces import memory_of_run
 from composer_tokacc.sizing import MicrobatchTimer, SizingReport, draw_report, fit_cost
+from composer_tokacc.sizing.suggestion import DEFAULT_SAFETY
 
 __all__ = ['KEPT_SETTINGS', 'TIMED_STEPS', 'SizeOptions', 'main', 'size', 'time_shapes', 'time_steps']
 
@@ -80,7 +81,7 @@ class SizeOptions:
     """The program's own keys; see the module's docstring. For ``device_memory_gib`` see ``main``."""
 
     num_ranks: Count = 1
-    safety: Annotated[float, Field(gt=0, le=1)] = 0.92
+    safety: Annotated[float, Field(gt=0, le=1)] = DEFAULT_SAFETY
     time_steps: bool = False
     folder: str = 'runs/size'
     lengths: Any = None

@@ -69,3 +69,22 @@ def test_names_are_in_the_files_of_the_docs():
             assert not missing, f'{page}: {match.group()}'
             num_found += 1
     assert num_found
+
+
+def test_calls_are_in_the_files_of_the_way_of_a_batch():
+    """The list of calls in docs/architecture.md has lines such as "check_plans                   plan_agreement.py"."""
+    page = ROOT / 'docs/architecture.md'
+    _, _, section = page.read_text().partition('## The way of a batch')
+    _, calls, *_ = section.split('```')
+    # A line may begin with the name of a stage. Text without a file right after the call is a remark.
+    call_and_files = re.compile(r'^[a-z]* +(\S.*?) {2,}([\w/]+\.py(?:, [\w/]+\.py)*)', re.MULTILINE)
+    num_found = 0
+    for match in call_and_files.finditer(calls):
+        call, files = match.groups()
+        words = set()
+        for file_name in files.split(', '):
+            words |= words_of_files(file_name, page)
+        missing = set(re.findall(r'\w+', call)) - words
+        assert not missing, match.group()
+        num_found += 1
+    assert num_found > 30

@@ -456,11 +456,11 @@ class TokenAccumulation(Algorithm):
         run = self._run
         rule = run.loss_facts.rule
         batch: Batch = state.batch
-        num_copied_rows = num_repeated(state.dataloader, batch_index, num_rows(batch))
-        if num_copied_rows > 0:
-            # The rows of a copy of another rank's sample are the last ones.
+        num_repeated_rows = num_repeated(state.dataloader, batch_index, num_rows(batch))
+        if num_repeated_rows > 0:
+            # The rows of a repeated sample are the last ones.
             rows = list(row_counts_of(batch))  # they have no other counts yet
-            for number in range(len(rows) - num_copied_rows, len(rows)):
+            for number in range(len(rows) - num_repeated_rows, len(rows)):
                 rows[number] = replace(rows[number], samples=0)
             batch = attach_row_counts(batch, rows)
         # The counts become an entry of the batch, so that the split cuts them together with the rows. Rows of 0 samples

@@ -429,7 +429,7 @@ def _check_totals(step: Step) -> None:
 def check_total_of_loss(error: float) -> None:
     """Raises RuntimeError if the total of a dict loss is not the sum of its terms.
 
-    A NaN passes. The first-batch check refuses it in its own way. In later steps the trainer's callbacks handle it.
+    A NaN passes. The first-batch check refuses it in its own way. In later steps it is left to Composer's NaNMonitor.
 
     Args:
         error: The difference, as a multiple of the round-off, see ``LossTerms.total_error``.
@@ -508,7 +508,7 @@ def _check_tokens(microbatches: Sequence[_ObservedMicrobatch], *, forbids_bypass
                 'first batch on, or name the terms of a dict in `loss_units` (docs/errors.md#model-loss).'
             )
         deviation = microbatch.largest_deviation
-        # A NaN or inf is not refused here. Callbacks of the trainer handle it.
+        # A NaN or inf is not refused here. It is left to Composer's NaNMonitor.
         if math.isfinite(deviation) and deviation > record.tolerance:
             sample, token = record.worst_token()
             raise NotExactError(

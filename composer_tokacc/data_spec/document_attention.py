@@ -40,6 +40,7 @@ from torch import Tensor, nn
 
 from composer_tokacc.batch import Batch
 from composer_tokacc.compat import attention_of
+from composer_tokacc.layout.tensors import GRID_KEYS
 from composer_tokacc.model_structure import HALF_PRECISION
 from composer_tokacc.refusals import NotExactError
 
@@ -172,9 +173,8 @@ class DocumentAttention:
 
     def rotary_positions(self, batch: Batch) -> Tensor | None:
         """Returns multimodal rotary positions, ``(3, rows, width)``, or None if text positions are enough."""
-        has_images = batch.get('image_grid_thw') is not None
-        has_videos = batch.get('video_grid_thw') is not None
-        if self._rope_index is None or not (has_images or has_videos):
+        has_grids = any(batch.get(key) is not None for key in GRID_KEYS)
+        if self._rope_index is None or not has_grids:
             return None
         names = inspect.signature(self._rope_index).parameters
         arguments = {key: value for key, value in batch.items() if key in names}

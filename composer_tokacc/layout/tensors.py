@@ -43,6 +43,9 @@ PART_UNITS = {
     'patch': PartUnit('image', 'image_grid_thw'),
     'video_patch': PartUnit('video', 'video_grid_thw'),
 }
+"""Units that are parts of an image or video. A model whose grids have another key needs a unit of its own here."""
+GRID_KEYS = tuple(part.grid_key for part in PART_UNITS.values())
+"""Keys of all grids. A batch with one of them has images or videos that are cut into patches."""
 
 
 def inferred_unit(modality: str, num_entries: int) -> str:

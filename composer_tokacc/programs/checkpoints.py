@@ -621,9 +621,7 @@ class SameData(Callback):
         batches = self._fingerprints.get('batches')
         if saved_batches is None or batches is None:
             return
-        saved_batches = dict(saved_batches)
-        if 'loader.regroup_ranks' in batches:  # older checkpoints lack it
-            saved_batches.setdefault('loader.regroup_ranks', batches['loader.regroup_ranks'])
+        saved_batches = _batches_as_saved_today(saved_batches, batches)
         if saved_batches != batches:
             self._difference_of_batches = f'{saved_batches} there, {batches} here'
 
@@ -668,6 +666,23 @@ class SameData(Callback):
             log.warning('%s; goes on because of `loader.on_other_data`.', message)
             return
         raise ConfigError('', f'{message}. {remedy}; to go on: loader.on_other_data=warn')
+
+
+def _batches_as_saved_today(saved_batches: Section, batches: Section) -> Section:
+    """Returns the settings of batches that any version has saved, with the names of this version.
+
+    If a setting is added to ``FileSource.settings_of_batches``, older checkpoints lack it, and would be refused. So
+    give it here the value that all earlier versions had, such as ``completed.setdefault('loader.reverse', False)``.
+
+    Args:
+        saved_batches: The saved settings.
+        batches: Those of this run.
+    """
+    completed = dict(saved_batches)
+    # Nothing tells the value in older checkpoints, so it is not compared. Only runs with parts have this setting.
+    if 'loader.regroup_ranks' in batches:
+        completed.setdefault('loader.regroup_ranks', batches['loader.regroup_ranks'])
+    return completed
 
 
 def _fingerprints_of_data(dataset: Any, processor: Processor) -> dict[str, Any]:

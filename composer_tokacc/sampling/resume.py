@@ -64,7 +64,8 @@ class RestoreRandomState(Callback):
         """Returns the states of the generators of all ranks; a collective, because Composer's function gathers them.
 
         They are one string, because a sharded checkpoint must have the same entries as the state of the run that loads
-        it. A list would have an entry for each rank, so it could not be loaded on another number of ranks.
+        it. A list would have an entry for each rank, so it could not be loaded on another number of ranks. For the same
+        reason no further key may be added: older sharded checkpoints would lack it.
         """
         states = reproducibility.get_rng_state()
         # Tensors and arrays become lists.

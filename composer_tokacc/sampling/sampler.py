@@ -10,7 +10,7 @@ that it computes, by microbatch. The *place* of a run is the epoch, and the numb
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import cached_property
@@ -329,13 +329,7 @@ class RegroupingBatchSampler(DistributedSampler):
         """
         check_state(state, {'epoch', 'batch'}, counts=('epoch', 'batch'))
         identity = self._identity()
-        state = dict(state)
-        # Earlier versions saved a single size as a schedule of one stage, and did not save two of the names.
-        size = identity.get('global_batch_size')
-        if state.get('global_batch_size') == [['0ba', size]]:
-            state['global_batch_size'] = size
-        for name in ('checksum_of_media', 'sizes'):
-            state.setdefault(name, identity.get(name))
+        state = _as_saved_today(state, identity)
         names = {*identity, *state} - {'epoch', 'batch'}
         for name in sorted(names):
             # A name that only the saved state has, or only this sampler, is a difference, too: `get` returns None.
@@ -424,6 +418,27 @@ class RegroupingBatchSampler(DistributedSampler):
             checksum = extended_checksum(self._checksum, window.tobytes())
             checksum = extended_checksum(checksum, repr(indices_of_ranks).encode())
         return RankAssignment.from_plan(plan.ranks[self.rank], window, self.loss_shares, checksum)
+
+
+def _as_saved_today(state: Mapping[str, Any], identity: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a state that any version has saved, with the names and forms of this version.
+
+    If an argument is added to ``GlobalBatches.identity``, earlier states lack its name, and would be refused. So give
+    it here the value that all earlier versions had, such as ``state.setdefault('reverse', False)``.
+
+    Args:
+        state: The saved state.
+        identity: The arguments of this sampler that decide its global batches.
+    """
+    state = dict(state)
+    # Earlier versions saved a single size as a schedule of one stage.
+    size = identity.get('global_batch_size')
+    if state.get('global_batch_size') == [['0ba', size]]:
+        state['global_batch_size'] = size
+    # Earlier versions did not save these, and nothing else tells their values. So they are not compared.
+    for name in ('checksum_of_media', 'sizes'):
+        state.setdefault(name, identity.get(name))
+    return state
 
 
 def noting_progress(

@@ -30,8 +30,8 @@ from composer_tokacc.sizing.shapes import BatchShape
 
 GIB = 1 << 30
 LARGE_RESIDUAL = 0.05
-"""If the residual is larger, a report warns that its figures are rough. The default ``safety`` of a report leaves 8 %
-of the device free, which covers a smaller error."""
+"""If the residual is larger, a report warns that its figures are rough. The share of the device that the default
+``safety`` of a report leaves free covers a smaller error."""
 CALIBRATION_VERSION = 9
 """Increased when the content of a calibration changes, so that files of older versions are not read."""
 

@@ -14,7 +14,7 @@ import torch
 from composer_tokacc.batch import IGNORE_INDEX, Batch
 from composer_tokacc.labelled import is_worth_selecting
 from composer_tokacc.layout import BatchLayout
-from composer_tokacc.layout.tensors import cat_padded
+from composer_tokacc.layout.tensors import GRID_KEYS, cat_padded
 from composer_tokacc.refusals import InvalidInputError
 
 
@@ -91,7 +91,7 @@ def _image_area(
     For example an image of 4 x 6 image tokens and one of 2 x 2 have the area 24^2 + 4^2. Without grids both count as
     14 tokens.
     """
-    grids = [batch[key] for key in ('image_grid_thw', 'video_grid_thw') if key in batch]
+    grids = [batch[key] for key in GRID_KEYS if key in batch]
     if not grids:
         # All images count as equally large: n images of (tokens / n) tokens.
         num_images = max(sum(layout.media_per_row(batch)), 1)

@@ -39,6 +39,9 @@ from composer_tokacc.sizing.simulate import METHOD_NAMES, StepFigures, draw_batc
 if TYPE_CHECKING:
     from composer_tokacc.data import LengthTable
 
+DEFAULT_SAFETY = 0.92
+"""Share of the device memory that may be planned for, for runs and for the program ``size``. Measured peaks were up to
+1.7 % above the predicted ones (docs/benchmarks.md, "On a GPU")."""
 NUM_BATCHES = 24
 """Number of global batches that are simulated for each figure. More would take longer, and hardly change the means."""
 MOST_TOKENS = 1 << 30
@@ -157,7 +160,7 @@ def suggest_microbatching(
     cost: CostModel | None = None,
     measured_cost: CostModel | None = None,
     seconds_per_step: float = 0.0,
-    safety: float = 0.92,
+    safety: float = DEFAULT_SAFETY,
     slot_tokens: int | None = None,
     max_image_tokens: int | None = None,
     max_loss_tokens: int | None = None,

@@ -28,6 +28,7 @@ from composer_tokacc.checks.step import MicrobatchRecord
 from tests.support.exactness import family_batch
 from tests.support.families import FAMILIES
 from tests.support.half_precision import SCALE, EnabledScaler, set_precision
+from tests.support.launch import ROOT
 from tests.support.mixtures import mixture_of_experts
 from tests.support.text import (
     ONE_UNLABELLED,
@@ -443,6 +444,21 @@ def test_step_without_labels_moves_nothing(model, batch):
         assert_same_tensors(moments_after[index], moments)
     assert recorder.logged('token_accumulation/empty_steps') == [0, 1]
     assert recorder.logged('loss/train/total')[1] == 0.0
+
+
+def test_all_metrics_are_documented():
+    """With token weights, because one of the metrics is only logged with them."""
+    recorder = fit(one_layer_model(), ragged_batch(), token_weights='sqrt')
+
+    page = (ROOT / 'docs/trainer.md').read_text()
+    names = []
+    for key in recorder.memory.data:
+        room, _, name = key.partition('/')
+        if room == 'token_accumulation':
+            names.append(name)
+    assert 'token_mean_loss' in names
+    for name in names:
+        assert f'`token_accumulation/{name}`' in page or f'`{name}`' in page, name
 
 
 # Other parts of a trainer.

@@ -14,11 +14,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed.checkpoint as dist_cp
+from composer.core import Callback
 from PIL import Image
 from torch.distributed.fsdp import FullyShardedDataParallel
 
+from composer_tokacc import TokenMonitor
 from composer_tokacc.programs import ConfigError
+from composer_tokacc.programs.answers import Answers
 from composer_tokacc.programs.checkpoints import SameData, arguments_to_resume
+from composer_tokacc.programs.rehearsal import Rehearsal
+from composer_tokacc.programs.schema import load_config
+from composer_tokacc.programs.sources import source_of
+from composer_tokacc.sampling import SkipReadBatches
 from composer_tokacc.train import main
 from examples.digits import build_digits_processor
 from tests.support.conversations import turns
@@ -473,6 +480,28 @@ def test_older_checkpoint_of_parts_resumes():
     callback = same_data(Named('ab'), batches={'seed': 1, 'loader.regroup_ranks': False}, trainer={})
     callback.load_state_dict(saved.state_dict())
     callback.after_load(SimpleNamespace(timestamp=SimpleNamespace(batch_in_epoch=3)), None)
+
+
+def test_settings_of_batches_of_this_version_resume_later():
+    """A later version may save more, and must still resume: see `_batches_as_saved_today` of `checkpoints.py`."""
+    saved_batches = {
+        'seed': 17,
+        'loader.shuffle': True,
+        'loader.drop_last': True,
+        'loader.modality': 'mixed',
+        'loader.global_batch_size': 64,
+    }
+    saved = same_data(Named('ab'), batches=saved_batches, trainer={})
+    batches = source_of(load_config(DIGITS, [])).settings_of_batches()
+    callback = same_data(Named('ab'), batches=batches, trainer={})
+    callback.load_state_dict(saved.state_dict())
+    callback.after_load(SimpleNamespace(timestamp=SimpleNamespace(batch_in_epoch=3)), None)
+
+
+@pytest.mark.parametrize('callback', [Answers, Rehearsal, SkipReadBatches, TokenMonitor])
+def test_other_callbacks_save_nothing(callback):
+    """With a first key no older sharded checkpoint could be read: docs/architecture.md#what-a-checkpoint-holds."""
+    assert callback.state_dict is Callback.state_dict
 
 
 def test_autoresume_ignores_load_ignore_keys(tmp_path):

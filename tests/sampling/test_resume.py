@@ -37,6 +37,11 @@ def test_generators_go_on_after_resume():
     assert draw() != expected
 
 
+def test_state_has_one_key():
+    """With a further one no older sharded checkpoint could be read: docs/architecture.md#what-a-checkpoint-holds."""
+    assert set(RestoreRandomState().state_dict()) == {'generators'}
+
+
 def test_nothing_is_touched_without_a_checkpoint():
     state_before = torch.get_rng_state()
     callback = RestoreRandomState()

@@ -337,6 +337,24 @@ def test_state_of_earlier_version_continues():
     assert sampler.state_dict() == state
 
 
+def test_state_of_this_version_is_loaded_later():
+    """A later version may save more, and must still load this state: see `_as_saved_today` of `sampler.py`."""
+    state = {
+        'epoch': 1,
+        'batch': 3,
+        'drop_last': False,
+        'global_batch_size': 8,
+        'num_samples': 40,
+        'seed': 0,
+        'shuffle': True,
+    }
+    sampler = build_sampler(FORTY_LENGTHS, global_batch_size=8)
+
+    sampler.load_state_dict(state)
+
+    assert (sampler.epoch, sampler.first_batch) == (1, 3)
+
+
 @pytest.mark.parametrize('stages', [8, [(0, 8)], [('0tok', 8)], OmegaConf.create([[0, 8]])])
 def test_saved_schedule_of_one_stage(stages):
     """Such a schedule is saved as its size. Earlier versions saved a list."""
