@@ -1,9 +1,11 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""What memory meets before training: which microbatches are rehearsed, and samples that were made to fit.
+"""Draws how memory is tried before training: which microbatches are rehearsed, and samples that were made to fit.
 
-python -m docs.figures.memory writes rehearsal.svg and fit.svg; needs Pillow and PyAV, no GPU.
+    python -m docs.figures.memory
+
+writes rehearsal.svg and fit.svg. Needs Pillow and PyAV, but no GPU.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from typing import Any
 import matplotlib as mpl
 import numpy as np
 from composer.core import Time, Timestamp
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image
 
@@ -26,81 +29,121 @@ from composer_tokacc.data import LlavaDataset
 from composer_tokacc.programs.rehearsal import PlannedRun, heaviest_of_run
 from tests.support.families import MEDIA
 
-HERE, GREY, BLUE, RED = Path(__file__).parent, '#b8c4d6', '#3b6fb6', '#c8553d'
-BUDGET, MAX_LENGTH = 2_048, 60
-"""Tokens of a microbatch and of a sample."""
+FOLDER = Path(__file__).parent
+GREY = '#b8c4d6'
+BLUE = '#3b6fb6'
+RED = '#c8553d'
+NUM_SAMPLES = 2_000
+NUM_EPOCHS = 3
+BUDGET = 2_048
+"""Most tokens of a microbatch."""
+MAX_LENGTH = 60
+"""Most tokens of a sample that is made to fit."""
 
 
-def rehearsal(path: Path) -> None:
-    """All planned microbatches of three epochs of samples with up to four images, and those that come first."""
+def draw_rehearsal(path: Path) -> None:
+    """Draws all planned microbatches of three epochs, and marks those that are rehearsed before the first step.
+
+    The samples have up to four images of 64 tokens.
+    """
     rng = np.random.default_rng(5)
-    images = 64 * rng.choice(5, size=2_000, p=[0.5, 0.3, 0.1, 0.06, 0.04])
-    lengths = np.minimum(images + rng.lognormal(4.3, 0.9, 2_000).astype(int) + 4, BUDGET)
+    num_images = rng.choice(5, size=NUM_SAMPLES, p=[0.5, 0.3, 0.1, 0.06, 0.04])
+    image_tokens = 64 * num_images
+    text_tokens = rng.lognormal(4.3, 0.9, NUM_SAMPLES).astype(int) + 4
+    lengths = np.minimum(image_tokens + text_tokens, BUDGET)
     sampler = RegroupingBatchSampler(
-        range(2_000),
+        range(NUM_SAMPLES),
         lengths=lengths,
-        image_tokens=images,
+        image_tokens=image_tokens,
         global_batch_size=64,
         max_tokens=BUDGET,
         num_replicas=2,
         rank=0,
     )
+    # Stands for Composer's state at the start of a run.
     state: Any = SimpleNamespace(
-        dataloader=None, dataloader_len=None, max_duration=Time.from_epoch(3), timestamp=Timestamp()
+        dataloader=None, dataloader_len=None, max_duration=Time.from_epoch(NUM_EPOCHS), timestamp=Timestamp()
     )
     run = PlannedRun(state=state, accumulation=None, sampler=sampler, memory=None, labels_per_sample=None)
-    chosen, num_steps = heaviest_of_run(run)
-    planned = []
-    for epoch in range(3):
-        sampler.set_epoch(epoch)
-        for batch in range(len(sampler)):
-            window = sampler.window(batch)
-            planned += [
-                (one.num_tokens, int(images[[window[i] for i in one.indices]].sum()))
-                for rank in sampler.plan(batch).ranks
-                for one in rank
-            ]
+    rehearsed, num_steps = heaviest_of_run(run)
+    planned = sizes_of_microbatches(sampler, image_tokens)
+
     figure = Figure(figsize=(7, 3.4), layout='constrained')
     axes = figure.subplots()
-    axes.scatter(*zip(*planned, strict=True), s=6, color=GREY, label=f'{len(planned):,} microbatches')
-    heavy = [(one.shape.tokens, one.shape.image_tokens) for one in chosen]
-    axes.scatter(*zip(*heavy, strict=True), s=60, color=RED, marker='x', label='rehearsed before the first step')
+    tokens, tokens_of_images = zip(*planned, strict=True)
+    axes.scatter(tokens, tokens_of_images, s=6, color=GREY, label=f'{len(planned):,} microbatches')
+    axes.scatter(
+        [microbatch.shape.tokens for microbatch in rehearsed],
+        [microbatch.shape.image_tokens for microbatch in rehearsed],
+        s=60,
+        color=RED,
+        marker='x',
+        label='rehearsed before the first step',
+    )
     axes.axvline(BUDGET, color='black', lw=0.8, ls='--', label='token budget')
-    finish(figure, axes, path, f'{num_steps} steps on two ranks', 'positions of a microbatch', 'image tokens in it')
+    axes.set_xlabel('positions of a microbatch', fontsize=8)
+    axes.set_ylabel('image tokens in it', fontsize=8)
+    save(figure, axes, path, f'{num_steps} steps on two ranks')
 
 
-def fit(path: Path) -> None:
-    """Tokens of samples with images of many sizes, as they are and as they are made to fit."""
-    rng, processor = np.random.default_rng(3), MEDIA['qwen2_vl']().processor
+def sizes_of_microbatches(sampler: RegroupingBatchSampler, image_tokens: np.ndarray) -> list[tuple[int, int]]:
+    """Returns the positions and the image tokens of every microbatch of all ranks and epochs."""
+    sizes = []
+    for epoch in range(NUM_EPOCHS):
+        sampler.set_epoch(epoch)
+        for batch in range(len(sampler)):
+            window = np.asarray(sampler.window(batch))  # the samples of the global batch
+            for microbatches_of_rank in sampler.plan(batch).ranks:
+                for microbatch in microbatches_of_rank:
+                    samples = window[list(microbatch.indices)]
+                    sizes.append((microbatch.num_tokens, int(image_tokens[samples].sum())))
+    return sizes
+
+
+def draw_fit(path: Path) -> None:
+    """Draws the tokens of samples with images of many sizes, as they are and as they are made to fit."""
+    rng = np.random.default_rng(3)
+    processor = MEDIA['qwen2_vl']().processor
     processor.image_processor.size = {'shortest_edge': 64, 'longest_edge': 160 * 160}
     with tempfile.TemporaryDirectory() as folder:
         os.environ['XDG_CACHE_HOME'] = folder
-        records = []
-        for number in range(40):
-            size = tuple(int(side) for side in rng.integers(16, 160, size=2))
-            Image.effect_noise(size, 90).convert('RGB').save(f'{folder}/{number}.png')
-            turns = [{'role': 'user', 'content': '<image> bi da'}, {'role': 'assistant', 'content': 'fo gu'}]
-            records.append({'images': [f'{number}.png'], 'messages': turns})
-        data = Path(folder, 'data.json')
-        data.write_text(json.dumps(records))
-        found = []
-        for options in ({}, {'fit': True, 'max_length': MAX_LENGTH}):
-            dataset = LlavaDataset(data, processor, num_workers=0, **options)
-            found.append([dataset[index]['input_ids'].shape[1] for index in range(len(dataset))])
-    order = np.argsort(found[0])
+        path_of_records = write_records(Path(folder), rng)
+        lengths = lengths_of(LlavaDataset(path_of_records, processor, num_workers=0))
+        fitted = LlavaDataset(path_of_records, processor, num_workers=0, fit=True, max_length=MAX_LENGTH)
+        fitted_lengths = lengths_of(fitted)
+
+    order = np.argsort(lengths)
     figure = Figure(figsize=(7, 3.2), layout='constrained')
     axes = figure.subplots()
-    for lengths, colour, label in zip(found, (GREY, BLUE), ('as it is', 'fit: true'), strict=True):
-        axes.bar(range(len(order)), np.asarray(lengths)[order], color=colour, label=label)
+    axes.bar(range(len(order)), lengths[order], color=GREY, label='as it is')
+    axes.bar(range(len(order)), fitted_lengths[order], color=BLUE, label='fit: true')
     axes.axhline(MAX_LENGTH, color='black', lw=0.8, ls='--', label='max_length')
-    finish(figure, axes, path, '40 images, 16 to 160 pixels a side', 'samples, by length', 'tokens')
+    axes.set_xlabel('samples, by length', fontsize=8)
+    axes.set_ylabel('tokens', fontsize=8)
+    save(figure, axes, path, '40 images, 16 to 160 pixels a side')
 
 
-def finish(figure: Figure, axes: mpl.axes.Axes, path: Path, title: str, xlabel: str, ylabel: str) -> None:
-    """Writes a picture with one pair of axes."""
+def write_records(folder: Path, rng: np.random.Generator) -> Path:
+    """Writes 40 images of random sizes, and a file of records with one image each. Returns the path of the file."""
+    records = []
+    for number in range(40):
+        width, height = rng.integers(16, 160, size=2).tolist()
+        Image.effect_noise((width, height), 90).convert('RGB').save(folder / f'{number}.png')
+        turns = [{'role': 'user', 'content': '<image> bi da'}, {'role': 'assistant', 'content': 'fo gu'}]
+        records.append({'images': [f'{number}.png'], 'messages': turns})
+    path = folder / 'data.json'
+    path.write_text(json.dumps(records))
+    return path
+
+
+def lengths_of(dataset: LlavaDataset) -> np.ndarray:
+    """Returns the number of tokens of each sample."""
+    return np.array([dataset[index]['input_ids'].shape[1] for index in range(len(dataset))])
+
+
+def save(figure: Figure, axes: Axes, path: Path, title: str) -> None:
+    """Adds the title and the legend, and writes the picture."""
     axes.set_title(title, loc='left', fontsize=9)
-    axes.set_xlabel(xlabel, fontsize=8)
-    axes.set_ylabel(ylabel, fontsize=8)
     axes.tick_params(labelsize=8)
     axes.spines[['top', 'right']].set_visible(False)
     axes.legend(fontsize=8, frameon=False)
@@ -108,6 +151,6 @@ def finish(figure: Figure, axes: mpl.axes.Axes, path: Path, title: str, xlabel: 
 
 
 if __name__ == '__main__':
-    mpl.rcParams['svg.hashsalt'] = 'composer_tokacc'
-    rehearsal(HERE / 'rehearsal.svg')
-    fit(HERE / 'fit.svg')
+    mpl.rcParams['svg.hashsalt'] = 'composer_tokacc'  # otherwise the files differ each time
+    draw_rehearsal(FOLDER / 'rehearsal.svg')
+    draw_fit(FOLDER / 'fit.svg')
