@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Looks at the page of a run in a headless browser: docs/figures/report.png.
+"""Draws the report page of a run in a headless browser: docs/figures/report.png.
 
     python docs/figures/report_page.py runs/digits/report.html
 
@@ -14,11 +14,21 @@ import subprocess
 import sys
 from pathlib import Path
 
-SIZE, SCALE = (1400, 2330), 0.6
+WINDOW = '1400,2330'  # width and height of the page, in pixels
+SCALE = 0.6
 
 if __name__ == '__main__':
     page = Path(sys.argv[1]).resolve()
-    command = ['chromium', '--headless', '--no-sandbox', '--disable-gpu', '--hide-scrollbars']
-    command += [f'--window-size={SIZE[0]},{SIZE[1]}', f'--force-device-scale-factor={SCALE}']
     picture = Path(__file__).with_name('report.png')
-    subprocess.run([*command, f'--screenshot={picture}', page.as_uri()], check=True, capture_output=True)
+    command = [
+        'chromium',
+        '--headless',
+        '--no-sandbox',
+        '--disable-gpu',
+        '--hide-scrollbars',
+        f'--window-size={WINDOW}',
+        f'--force-device-scale-factor={SCALE}',
+        f'--screenshot={picture}',
+        page.as_uri(),
+    ]
+    subprocess.run(command, check=True, capture_output=True)
