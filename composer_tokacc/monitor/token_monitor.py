@@ -198,7 +198,7 @@ class TokenMonitor(Callback):
 
     def after_train_batch(self, state: State, logger: Logger) -> None:
         """Forgets the norm if an algorithm has dropped all gradients since. :class:`.TokenAccumulation` may do so."""
-        if all(parameter.grad is None for parameter in state.model.parameters()):
+        if not _have_gradients(state.optimizers):
             self._gradient_norm.forget()
 
     def batch_end(self, state: State, logger: Logger) -> None:
@@ -209,9 +209,8 @@ class TokenMonitor(Callback):
         total = StepCounts.total(counts_by_rank)
         metrics = _token_metrics(total)
         metrics |= _rank_metrics(counts_by_rank)
-        # A norm of NaN is not logged. An infinite one is, because it tells of an overflow.
-        if not math.isnan(total.gradient_square):
-            metrics['gradient_norm'] = math.sqrt(total.gradient_square)
+        # Also if it is not finite. Otherwise a diverged run would seem to keep its last finite norm.
+        metrics['gradient_norm'] = math.sqrt(total.gradient_square)
         assert state.timestamp.batch_wct is not None, 'Composer sets the wall-clock time of the step before BATCH_END'
         seconds = state.timestamp.batch_wct.total_seconds()
         if seconds > 0:
@@ -440,6 +439,18 @@ class GradientNorm(Algorithm):
         for num_copies, norm in self._norms.items():
             square += float(norm) ** 2 / num_copies
         return square
+
+
+def _have_gradients(optimizers: Sequence[torch.optim.Optimizer]) -> bool:
+    """Returns whether any parameter of the optimizers has a gradient.
+
+    Parameters that no optimizer trains do not count, because nothing drops their gradients.
+    """
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            if any(parameter.grad is not None for parameter in group['params']):
+                return True
+    return False
 
 
 def _shards_of_fsdp1(model: torch.nn.Module) -> dict[torch.nn.Parameter, int]:

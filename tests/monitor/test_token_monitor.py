@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -21,7 +22,7 @@ from composer_tokacc.row_counts import RowCounts, attach_row_counts
 from tests.support.launch import ROOT, launch_json
 from tests.support.mixtures import mixture_of_experts
 from tests.support.text import ragged_batch, text_model
-from tests.support.training import assert_exact, fit, loader, reference_gradients
+from tests.support.training import assert_exact, fit, hugging_face, loader, reference_gradients
 
 SHAPE = [(4, 2), (5, 0), (9, 7), (14, 11), (6, 1), (3, 2)]
 """Length and number of labels of each row."""
@@ -294,6 +295,33 @@ def test_gradient_norm_of_a_step_without_loss_tokens():
 
     norms = figures(recorder, 'gradient_norm')
     assert norms == [pytest.approx(norm_of(recorder.steps[0]), rel=1e-5), 0.0]
+
+
+def test_gradient_norm_of_a_diverged_run(batch):
+    """It must not seem to be that of an earlier step."""
+    model = hugging_face(text_model())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e30)
+
+    recorder = fit(model, batch, batch, callbacks=[TokenMonitor()], optimizer=optimizer)
+
+    first_norm, last_norm = figures(recorder, 'gradient_norm')
+    assert math.isfinite(first_norm)
+    assert math.isnan(last_norm)
+
+
+def test_gradient_norm_if_no_optimizer_has_some_parameters():
+    """Nothing drops the gradients of such parameters, but they change no weight."""
+    model = hugging_face(mixture_of_experts())
+    embedding = model.model.get_input_embeddings()
+    others = [parameter for parameter in model.parameters() if parameter is not embedding.weight]
+    optimizer = torch.optim.SGD(others, lr=0.1)
+    without_labels = ragged_batch([(4, 0), (6, 0)])
+
+    recorder = fit(model, ragged_batch(), without_labels, callbacks=[TokenMonitor()], optimizer=optimizer)
+
+    first_norm, last_norm = figures(recorder, 'gradient_norm')
+    assert first_norm > 0
+    assert last_norm == 0
 
 
 def test_gradient_norm_of_sparse_gradients(batch):
