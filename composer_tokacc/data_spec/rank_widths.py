@@ -156,8 +156,8 @@ def _may_depend_on_padding(facts: RowFacts, rules: CutRules | None) -> bool:
     # 3. Their first token has a label, which the pad before it predicts.
     # In cases 2 and 3 the model may count positions from the first column. `position_ids` in the batch would prove
     # nothing, because the model may ignore them.
-    sees_only_distances = facts.is_padded and not facts.may_be_trimmed
-    return not sees_only_distances
+    is_first_case = facts.is_padded and not facts.may_be_trimmed
+    return not is_first_case
 
 
 def check_widths(
@@ -200,12 +200,16 @@ def check_widths(
     # The reason of a rank that is as wide as the widest does not matter, because its rows get no more padding.
     for rank, rank_width in enumerate(widths):
         if rank_width.reason and rank_width.width < widest:
-            mask_label = 'mask that label (-100) and ' if rank_width.reason == FIRST_LABEL else ''
+            if rank_width.reason == FIRST_LABEL:
+                remedy = 'mask that label (-100) and give `position_ids`'
+            else:
+                # Only if rows may be trimmed can the check see that positions are given. It never trims a row that has
+                # a label on its first token, also if it is a row of another rank.
+                remedy = 'give `position_ids` and mask labels (-100) of first tokens'
             raise NotExactError(
                 f'Rows padded on the left must be equally wide on all ranks, got: {rank_width.width} on rank {rank}, '
                 f'{widest} on another, and {rank_width.reason}. The gradient would depend on the number of ranks. '
-                f'Pad all rows to one width, pad on the right, or {mask_label}give `position_ids` '
-                '(docs/errors.md#padding).'
+                f'Pad all rows to one width, pad on the right, or {remedy} (docs/errors.md#padding).'
             )
 
 

@@ -207,6 +207,19 @@ def test_check_of_this_step_counts(monkeypatch):
         check_two_ranks(monkeypatch, are_sums_outdated=True, **options)
 
 
+@pytest.mark.parametrize(
+    ('reason', 'remedy'),
+    [
+        (rank_widths.FIRST_LABEL, r'or mask that label \(-100\) and give `position_ids` \('),
+        ('positions', r'or give `position_ids` and mask labels \(-100\) of first tokens \('),
+    ],
+)
+def test_remedy_for_padding(monkeypatch, reason, remedy):
+    """Rows with a label on the first token are never trimmed, so `position_ids` alone prove nothing."""
+    with pytest.raises(RuntimeError, match=remedy):
+        check_two_ranks(monkeypatch, reason, are_sums_outdated=True, is_trimmed=True)
+
+
 @pytest.mark.parametrize('is_trimmed', [True, False])
 def test_unknown_padding_is_warned_of(is_trimmed, monkeypatch, caplog):
     """Without `token_data_spec` rows are not trimmed, so no check shows how the model counts positions."""
