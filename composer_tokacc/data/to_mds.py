@@ -29,6 +29,7 @@ from composer_tokacc.data.records import (
     Medium,
     Record,
     Turn,
+    is_from_file,
 )
 from composer_tokacc.refusals import InvalidInputError
 
@@ -219,14 +220,25 @@ def _read_row(record: Record | BadSampleError) -> ShardRow | BadSampleError:
         return record
     try:
         decode_media(record, open_files(record))  # only a check, see `write_shards`
-        files = open_files(record)  # again, because decoding may have read an open file to its end
+        contents = _read_files(record)
     except BadSampleError as error:
         return error
-    contents = []
-    for file in files:  # a path, or the open content of a file that is embedded in the data file
-        content = file.read_bytes() if isinstance(file, Path) else file.read()
-        contents.append(content)
     return _to_row(record, contents)
+
+
+def _read_files(record: Record) -> list[bytes]:
+    """Returns the contents of the files of a record, in order. Raises BadSampleError if one of them cannot be read."""
+    contents = []
+    # Opened again, because decoding may have read an open file to its end.
+    for file in open_files(record):  # a path, or the open content of a file that is embedded in the data file
+        try:
+            content = file.read_bytes() if isinstance(file, Path) else file.read()
+        except OSError as error:  # decoding need not have read all of it
+            if not is_from_file(error):
+                raise
+            raise record.error(f'file {file} cannot be read: {error}') from error
+        contents.append(content)
+    return contents
 
 
 def _to_row(record: Record, contents: Sequence[bytes]) -> ShardRow:

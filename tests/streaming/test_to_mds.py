@@ -9,6 +9,7 @@ import errno
 import json
 import os
 import re
+from pathlib import Path
 
 import pytest
 
@@ -201,6 +202,40 @@ def test_sample_of_failing_disk_is_skipped(tmp_path, monkeypatch):
     written = convert(path, tmp_path / 'out', on_error='skip')
     (reason,) = written.skipped
     assert re.search(r'sample "s0" .*0_0\.png cannot be read: .*Input/output error', reason)
+    rows, _ = read_shards(tmp_path / 'out')
+    assert ids_of(rows) == ['s1', 's2']
+
+
+@pytest.mark.parametrize('number', [errno.EIO, errno.ENOENT])
+def test_file_that_fails_after_decoding_is_skipped(tmp_path, monkeypatch, number):
+    """Decoding need not read all of a file. It may also go in between."""
+    path = write_llava_folder(tmp_path / 'in', 3)
+    read_bytes = Path.read_bytes
+
+    def read_or_fail(file):
+        if file.name == '0_0.png':
+            raise OSError(number, os.strerror(number), str(file))
+        return read_bytes(file)
+
+    monkeypatch.setattr(Path, 'read_bytes', read_or_fail)
+    written = convert(path, tmp_path / 'out', on_error='skip')
+    (reason,) = written.skipped
+    assert re.search(rf'sample "s0" .*0_0\.png cannot be read: .*{os.strerror(number)}', reason)
+
+
+def test_file_that_goes_after_decoding_is_skipped(tmp_path, monkeypatch):
+    path = write_llava_folder(tmp_path / 'in', 3)
+    read_image = media.read_image
+
+    def read_and_remove(file):
+        image = read_image(file)
+        if file.name == '0_0.png':
+            file.unlink()
+        return image
+
+    monkeypatch.setattr(media, 'read_image', read_and_remove)
+    written = convert(path, tmp_path / 'out', on_error='skip')
+    assert len(written.skipped) == 1
     rows, _ = read_shards(tmp_path / 'out')
     assert ids_of(rows) == ['s1', 's2']
 
