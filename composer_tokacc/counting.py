@@ -258,8 +258,8 @@ def count_tokens(batch: Mapping[str, Any], loss_tokens: str = 'causal') -> Token
 def real_tokens(batch: Mapping[str, Any]) -> list[int]:
     """Returns the number of attended positions of each row. Without a mask of the text, all positions are attended."""
     mask = batch.get('attention_mask')
-    # If the batch has neither ids nor embeddings, text_of() returns its labels. Then attended_positions() would ignore
-    # the mask, but LossRule.mask() reads one in the shape of the labels, so it also counts here.
+    # If the batch has neither ids nor embeddings (Whisper), text_of() returns the labels, and attended_positions()
+    # ignores the mask. But LossRule.mask() reads a mask in the shape of the labels. So it is read here, too.
     if mask is not None and mask.shape == text_of(batch).shape:
         is_attended = mask != 0
     else:

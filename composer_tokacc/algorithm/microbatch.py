@@ -192,7 +192,7 @@ class CurrentMicrobatch:
         The means over tokens are NaN, or the loss of the label that was added for the model.
         """
         terms = self._run.terms
-        statistics = terms.of_unit(loss, 'microbatches')  # also refuses a loss without tensors
+        statistics = terms.of_unit(loss, 'microbatches')  # raises for a loss without tensors, before attached_zero()
         # The router's loss does not count padding. If all positions are padding, it is 0 / 0.
         is_all_padding = bool(statistics) and not any(real_tokens(batch))
         has_samples = self._record.counts.samples > 0
@@ -297,8 +297,9 @@ class CurrentMicrobatch:
 
     @property
     def _divisor_of_microbatch_terms(self) -> int:
-        """What terms of the unit ``'microbatches'`` are divided by: the number of microbatches with samples."""
-        # None if there are no such terms. 0 if this rank has only dummy rows, and _scales() multiplies by 0.
+        """The divisor of terms of the unit ``'microbatches'``: the number of microbatches with samples, at least 1."""
+        # The number is None if there are no such terms. It is 0 if this rank has only dummy rows. Then any divisor is
+        # right, because _scales() returns 0.
         return self._record.num_microbatches or 1
 
     def _check_other_terms(self, loss: Any) -> None:
@@ -331,7 +332,7 @@ class CurrentMicrobatch:
 
         Added rows are dummy rows and repeated samples. Means over tokens leave them out, because they have no labels.
         Other terms may not. In the backward, hooks on the outputs note the gradient in added rows, and check_step()
-        refuses it. Raises RuntimeError if such a gradient is certain before.
+        refuses it. Raises RuntimeError at once if the first-batch check has shown that there will be such a gradient.
         """
         record = self._record
         added_rows = [number for number, row in enumerate(record.rows) if row.samples == 0]

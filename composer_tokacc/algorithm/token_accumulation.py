@@ -18,8 +18,8 @@ Three words:
   They are checked before they are cut.
 - A token is *measured* if a hook on the logits reads its weight off the gradient.
 - A *bypass* is a part of the model's loss that is made neither of the logits nor of the router's loss, such as a
-  penalty on weights. The measured weights say nothing about it. A term that ``loss_units`` does not call a mean over
-  tokens is no bypass.
+  penalty on weights. The measured weights say nothing about it. Terms of a dict loss to which ``loss_units`` gives
+  another unit than ``'tokens'`` do not count as a bypass.
 """
 
 from __future__ import annotations
@@ -622,8 +622,8 @@ class TokenAccumulation(Algorithm):
 def _length_of_shortest_loader(state: State) -> int | None:
     """Returns after how many batches some ranks end the epoch, and others would wait for them; a collective.
 
-    None: all ranks end it together, or their loaders do not wait for other ranks. A run that ends earlier is not
-    refused, so the caller raises an error only before the next batch is read.
+    None: all ranks end it together, or their loaders do not wait for other ranks. No error is raised here, because the
+    run may end before this batch. The caller raises it when it would read a further batch.
     """
     # No limit if the loader does not wait for other ranks. Nor if its length is not known: such a loader gives batches
     # until no rank has samples.

@@ -216,9 +216,10 @@ class MicrobatchRecord:
         self.trains_added_rows = has_gradient
 
     def observe(self, gradient: Tensor) -> None:
-        """Notes Composer's weight times the gradient scale: the gradient of Composer's loss by a term that it adds up.
+        """Notes the factor that Composer has applied to the loss: its weight times the gradient scale.
 
-        It is a hook on the first term. Several backwards add their gradients, as they do in the model.
+        It is a hook on a scaled term of the loss, see ``LossTerms.scaled``. The gradient there is this factor. If there
+        are several backwards, their factors are added, as their gradients are in the model.
         """
         factor = gradient.detach().sum(dtype=torch.float32)
         if self.applied_factor is not None:

@@ -163,7 +163,7 @@ def length_table(
     - The method ``fingerprint()`` identifies the data, see ``table_name()``.
     - The attribute ``measured`` is a length table of the dataset's own. It is returned as it is, without any check.
     - The method ``unexpanded`` of :class:`.LlavaDataset`, only together with its ``encoder`` and ``shapes_of_videos``.
-      It returns the text of a sample before the placeholders are expanded, and the sizes of its images. With them,
+      For each index it returns the tokens before placeholders are expanded, and the sizes of the images. With them,
       ``'raise'``, and more than 512 samples, most samples are measured from headers. A file that is damaged after its
       header is then noticed only in training.
 

@@ -327,7 +327,7 @@ class MicrobatchSplit:
         piece = all_rows.take(rows)
         if rules.needs_media:
             dummies = _dummies_of_first_modality([facts])
-            (piece,) = with_dummies([piece], dummies)  # a single piece, because there are no caps to halve it
+            (piece,) = with_dummies([piece], dummies)  # no caps, so the piece fits and is not halved
         (microbatch,) = build([piece], self._attention)
         return without_row_counts(microbatch)
 
@@ -568,7 +568,8 @@ class MicrobatchSplit:
         if layout is None:
             return True
         may_be_media = any(Reading.MEDIA in possible for possible in layout.readings.values())
-        # Every entry that the user has registered counts. If none is of media, this costs no more than a collective.
+        # Any entry that the user has registered counts, although it may not be of media. Then the ranks only exchange
+        # flags for nothing.
         return bool(layout.family.media or layout.extra or may_be_media)
 
     def _num_microbatches(self, num_pieces: int) -> int:

@@ -215,7 +215,7 @@ class StepTracer:
             self._step(first_batch)  # again, so that the next microbatch begins with gradients of the cast type
 
     def measure(self, batch: Batch) -> MicrobatchPeaks | None:
-        """Returns the peaks of one microbatch. Gradients do not count, because they are in memory since the first step.
+        """Returns the peaks of one microbatch. Gradients do not count, because the first step has left them in memory.
 
         Returns None if the loss needs no gradient, for example without images if only the projector is trained. Such a
         microbatch has no backward pass, so nothing can be fitted to it.
