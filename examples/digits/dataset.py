@@ -39,8 +39,9 @@ def load_scans() -> tuple[np.ndarray, np.ndarray]:
     except ImportError as error:
         raise ImportError("the scans need scikit-learn: pip install 'composer_tokacc[demo]'") from error
 
-    pixels, digits = load_digits(return_X_y=True)
-    return (pixels.reshape(-1, 8, 8) * (255 / 16)).round().astype(np.uint8), digits
+    values, digits = load_digits(return_X_y=True)  # values from 0 to 16, shape (1797, 64)
+    pixels = (values * (255 / 16)).round().astype(np.uint8)
+    return pixels.reshape(-1, 8, 8), digits
 
 
 @cache
@@ -52,22 +53,28 @@ def split_scans(split: str) -> np.ndarray:
     """
     if split not in SPLITS:
         raise ValueError(f'`split` must be one of {SPLITS}, got: {split!r}.')
-    order = np.random.default_rng(0).permutation(len(load_scans()[1]))
+    _, digits = load_scans()
+    order = np.random.default_rng(0).permutation(len(digits))
     num_held_out = round(len(order) * HELD_OUT_SHARE)
-    return order[:num_held_out] if split == 'eval' else order[num_held_out:]
+    if split == 'eval':
+        return order[:num_held_out]
+    return order[num_held_out:]
 
 
 def build_digits_processor(*, image_size: int = 8, patch_size: int = 8) -> LlavaProcessor:
     """Returns a processor with one token for a word, and ``(image_size / patch_size)**2`` tokens for an image."""
-    vocab = {token: index for index, token in enumerate(dict.fromkeys([*RESERVED_TOKENS, *WORDS]))}
-    words = Tokenizer(models.WordLevel(vocab, unk_token='<unk>'))
-    words.pre_tokenizer = pre_tokenizers.Split(Regex(r'[a-z]+|\d|[^\sa-z\d]'), behavior='removed', invert=True)
-    tokenizer = wrap_tokenizer(words, model_max_length=2048)
+    tokens = dict.fromkeys([*RESERVED_TOKENS, *WORDS])  # each once
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    word_tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token='<unk>'))
+    # A token is a word, a digit, or any other character. What lies between tokens is removed.
+    token_pattern = Regex(r'[a-z]+|\d|[^\sa-z\d]')
+    word_tokenizer.pre_tokenizer = pre_tokenizers.Split(token_pattern, behavior='removed', invert=True)
+    tokenizer = wrap_tokenizer(word_tokenizer, model_max_length=2048)
     return small_llava_processor(tokenizer, image_size=image_size, patch_size=patch_size)
 
 
 class DigitsDataset(Dataset):
-    """Map-style dataset; sample ``i`` is a pure function of ``(seed, split, i)``.
+    """Map-style dataset. A sample depends only on the seed, the split and its index.
 
     Args:
         processor: From :func:`build_digits_processor`, or any Hugging Face vision-language processor.
@@ -96,11 +103,14 @@ class DigitsDataset(Dataset):
         max_length: int | None = None,
         cache: bool = True,
     ) -> None:
-        for name, value in (('max_images', max_images), ('num_samples', num_samples)):
-            if value < 1:
-                raise ValueError(f'`{name}` must be at least 1, got: {value}.')
-        self.processor = processor if processor is not None else self.build_processor()
-        self.encoder = ConversationEncoder(self.processor, max_length=max_length)
+        if max_images < 1:
+            raise ValueError(f'`max_images` must be at least 1, got: {max_images}.')
+        if num_samples < 1:
+            raise ValueError(f'`num_samples` must be at least 1, got: {num_samples}.')
+        if processor is None:
+            processor = self.build_processor()
+        self.processor = processor
+        self.encoder = ConversationEncoder(processor, max_length=max_length)
         self.split = split
         self.scans = split_scans(split)
         self.num_samples = num_samples
@@ -121,12 +131,15 @@ class DigitsDataset(Dataset):
         pixels, labels = load_scans()
         digits = labels[scans].tolist()
         shown_scans = scans if question.has_images else scans[:0]
-        images = [Image.fromarray(pixels[scan]).convert('RGB') for scan in shown_scans]
-        prompt = {'type': 'text', 'text': question.prompt(digits)}
+        images = []
+        content: list[dict[str, str]] = []
+        for scan in shown_scans:
+            images.append(Image.fromarray(pixels[scan]).convert('RGB'))
+            content.append({'type': 'image'})
+        content.append({'type': 'text', 'text': question.prompt(digits)})
         answer = {'type': 'text', 'text': question.answer(digits)}
-        placeholders = [{'type': 'image'} for _ in images]
         messages = [
-            {'role': 'user', 'content': [*placeholders, prompt]},
+            {'role': 'user', 'content': content},
             {'role': 'assistant', 'content': [answer]},
         ]
         return messages, images, shown_scans

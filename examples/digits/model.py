@@ -31,7 +31,8 @@ def digits_model_config(
         vision_hidden_size: Hidden size of the vision encoder.
         num_vision_layers: Layers of the vision encoder. The projector reads the last one.
     """
-    tokenizer, patch_size = processor.tokenizer, processor.patch_size
+    tokenizer = processor.tokenizer
+    patch_size = processor.patch_size
     image_size = processor.image_processor.crop_size['height']
     vision_config = CLIPVisionConfig(
         hidden_size=vision_hidden_size,

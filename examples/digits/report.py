@@ -10,6 +10,7 @@ from composer_tokacc.programs.run_result import FinishedRun
 
 __all__ = ['answer_and_draw']
 
+# The metric of each curve of the picture.
 _CURVES = {
     'loss': 'loss/train/total',
     'eval_loss': 'metrics/eval/LanguageCrossEntropy',
@@ -19,7 +20,11 @@ _CURVES = {
 
 
 def answer_and_draw(
-    run: FinishedRun, *, num_samples: int = 0, max_new_tokens: int = 64, picture: bool = False
+    run: FinishedRun,
+    *,
+    num_samples: int = 0,
+    max_new_tokens: int = 64,
+    picture: bool = False,
 ) -> list[tuple[str, str]]:
     """Adds ``answers`` to the result and draws ``result.png``. yamls/digits.yaml names it under ``report.name``.
 
@@ -36,7 +41,11 @@ def answer_and_draw(
     # This function runs only on rank 0, which cannot run a sharded model.
     if run.eval_dataset is not None and not run.is_sharded:
         answers = answer_eval_samples(
-            run.model, run.eval_dataset, run.processor, num_samples=num_samples, max_new_tokens=max_new_tokens
+            run.model,
+            run.eval_dataset,
+            run.processor,
+            num_samples=num_samples,
+            max_new_tokens=max_new_tokens,
         )
     run.result['answers'] = [answer.as_json() for answer in answers]
     lines = []
@@ -47,7 +56,8 @@ def answer_and_draw(
         try:
             from examples.digits.picture import draw_result
 
-            draw_result(run.folder / 'result.png', {key: run.series(name) for key, name in _CURVES.items()}, answers)
+            curves = {key: run.series(metric) for key, metric in _CURVES.items()}
+            draw_result(run.folder / 'result.png', curves, answers)
         except ImportError as error:
             lines.append(('no picture', str(error)))
     return lines
