@@ -85,7 +85,8 @@ class Texts(Dataset):
     """Yields the index of a text, from which the collator seeds its masks, and its token ids."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> None:
-        self.rows = [torch.tensor(ids) for ids in tokenizer(list(texts), truncation=True)['input_ids']]
+        encoded = tokenizer(list(texts), truncation=True)
+        self.rows = [torch.tensor(ids) for ids in encoded['input_ids']]
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -106,7 +107,9 @@ class MaskingCollator:
 
     def __call__(self, samples: Sequence[tuple[int, torch.Tensor]]) -> dict[str, torch.Tensor]:
         """Returns a batch, as a Hugging Face collator makes it."""
-        inputs, labels = [], []
+        inputs = []
+        masks = []
+        labels = []
         for index, ids in samples:
             generator = torch.Generator().manual_seed(self.epoch * NUM_TEXTS + index)
             is_word = ids >= len(SPECIAL_TOKENS)
@@ -114,10 +117,11 @@ class MaskingCollator:
             # As in BERT, a few words with a label stay unmasked, so that the model cannot tell which words have one.
             is_masked = has_label & (torch.rand(len(ids), generator=generator) < 0.9)
             inputs.append(ids.masked_fill(is_masked, SPECIAL_TOKENS.index('[MASK]')))
+            masks.append(torch.ones_like(ids))
             labels.append(ids.masked_fill(~has_label, -100))
         return {
             'input_ids': pad_sequence(inputs, batch_first=True, padding_value=SPECIAL_TOKENS.index('[PAD]')),
-            'attention_mask': pad_sequence([torch.ones_like(ids) for ids in inputs], batch_first=True),
+            'attention_mask': pad_sequence(masks, batch_first=True),
             'labels': pad_sequence(labels, batch_first=True, padding_value=-100),
         }
 
@@ -159,7 +163,12 @@ def build_model() -> ModernBertForMaskedLM:
 
 
 def build_trainer(
-    *, microbatch: int, packing: bool, duration: str, warmup: str, callbacks: Sequence[Callback] = ()
+    *,
+    microbatch: int,
+    packing: bool,
+    duration: str,
+    warmup: str,
+    callbacks: Sequence[Callback] = (),
 ) -> tuple[Trainer, InMemoryLogger]:
     """Returns a Trainer that reads this rank's texts, and the logger that keeps its losses."""
     num_ranks = dist.get_world_size()
@@ -217,7 +226,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument('--warmup', default='2000tok')
     options = parser.parse_args(arguments)
     trainer, memory = build_trainer(
-        microbatch=options.microbatch, packing=options.packing, duration=options.duration, warmup=options.warmup
+        microbatch=options.microbatch,
+        packing=options.packing,
+        duration=options.duration,
+        warmup=options.warmup,
     )
     trainer.fit()
     if dist.get_global_rank() == 0:

@@ -46,8 +46,11 @@ def main() -> None:
     if 'RANK' in os.environ:
         torch.distributed.init_process_group('gloo')  # on GPUs 'nccl', and device='cuda' for weighted_microbatches
 
-    dataset, model = Rows(), SmallModel()
-    trained = torch.nn.parallel.DistributedDataParallel(model) if torch.distributed.is_initialized() else model
+    dataset = Rows()
+    model = SmallModel()
+    trained = model
+    if torch.distributed.is_initialized():
+        trained = torch.nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     # A microbatch may hold 64 tokens, padding included. The sampler groups rows of similar lengths into a microbatch.
     sampler = RegroupingBatchSampler(dataset, lengths=dataset.lengths, global_batch_size=GLOBAL_BATCH, max_tokens=64)
@@ -80,8 +83,13 @@ def main() -> None:
         if step == options.steps:
             break
     if sampler.rank == 0:
-        states = {'model': model.state_dict(), 'optimizer': optimizer.state_dict(), 'loader': loader.state_dict()}
-        torch.save({**states, 'step': step}, options.checkpoint)
+        states = {
+            'model': model.state_dict(),
+            'optimizer': optimizer.state_dict(),
+            'loader': loader.state_dict(),
+            'step': step,
+        }
+        torch.save(states, options.checkpoint)
 
 
 if __name__ == '__main__':

@@ -10,33 +10,46 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-VOCABULARY, GLOBAL_BATCH, EPOCHS, LEARNING_RATE = 64, 8, 2, 0.5
+VOCABULARY = 64
+GLOBAL_BATCH = 8
+EPOCHS = 2
+LEARNING_RATE = 0.5
+IGNORED = -100  # label of a position without loss
 
 
 class Rows(torch.utils.data.Dataset):
-    """25 rows of 3 to 60 random tokens. The first 0 to 2 are the prompt. Row 7 is all prompt, so it has no label."""
+    """25 rows of 3 to 60 random tokens, most of them short. A row begins with a prompt of 0 to 2 tokens.
+
+    Row 7 is all prompt, so it has no label.
+    """
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(0)
-        self.lengths = (3 + 8 * torch.randn(25, generator=generator).exp()).clamp(max=60).long().tolist()
+        sizes = 3 + 8 * torch.randn(25, generator=generator).exp()
+        self.lengths = sizes.clamp(max=60).long().tolist()
         self.rows = [torch.randint(3, VOCABULARY, (length,), generator=generator) for length in self.lengths]
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        """The tokens, and how many of them are the prompt."""
-        return self.rows[index], len(self.rows[index]) if index == 7 else index % 3
+        """Returns the tokens of a row, and how many of them are the prompt."""
+        ids = self.rows[index]
+        prompt_length = len(ids) if index == 7 else index % 3
+        return ids, prompt_length
 
 
 def collate(samples: list[tuple[torch.Tensor, int]]) -> dict[str, torch.Tensor]:
-    """Pads on the right. Labels of the prompt and of padding are -100."""
+    """Returns a batch of rows, padded on the right. Labels of the prompt and of padding are -100."""
     width = max(len(ids) for ids, _ in samples)
-    ids = torch.stack([functional.pad(ids, (0, width - len(ids))) for ids, _ in samples])
-    columns = torch.arange(width)
-    real = torch.stack([columns < len(ids) for ids, _ in samples])
-    prompt = torch.stack([columns < num_prompt for _, num_prompt in samples])
-    return {'input_ids': ids, 'attention_mask': real.long(), 'labels': ids.masked_fill(~real | prompt, -100)}
+    input_ids = torch.zeros(len(samples), width, dtype=torch.long)
+    attention_mask = torch.zeros_like(input_ids)
+    labels = torch.full_like(input_ids, IGNORED)
+    for row, (ids, prompt_length) in enumerate(samples):
+        input_ids[row, : len(ids)] = ids
+        attention_mask[row, : len(ids)] = 1
+        labels[row, prompt_length : len(ids)] = ids[prompt_length:]
+    return {'input_ids': input_ids, 'attention_mask': attention_mask, 'labels': labels}
 
 
 class SmallModel(torch.nn.Module):
@@ -50,13 +63,16 @@ class SmallModel(torch.nn.Module):
         self.head = torch.nn.Linear(32, VOCABULARY)
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """The mean cross-entropy."""
-        logits = self.head(self.layer(self.embedding(input_ids))[0])
-        return functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        """Returns the mean cross-entropy. Padding is on the right, so no label depends on it, and no mask is needed."""
+        states, _ = self.layer(self.embedding(input_ids))
+        logits = self.head(states)
+        predictions = logits[:, :-1].flatten(0, 1)  # each position predicts the next token
+        targets = labels[:, 1:].flatten()
+        return functional.cross_entropy(predictions, targets, ignore_index=IGNORED)
 
 
 def small_llama() -> Any:
-    """A Llama of Transformers, with the same weights every time."""
+    """Returns a Llama of Transformers, with the same weights every time."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)

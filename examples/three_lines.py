@@ -13,15 +13,27 @@ from composer_tokacc import TokenAccumulation, token_data_spec
 torch.manual_seed(0)
 config = LlamaConfig(vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2)
 llama = LlamaForCausalLM(config)
+
 # Eight rows of 4 to 60 tokens, padded to 60. The first quarter of each row is the prompt.
-lengths = torch.tensor([4, 7, 9, 12, 16, 25, 40, 60])
+lengths = torch.tensor([[4], [7], [9], [12], [16], [25], [40], [60]])
 columns = torch.arange(60)
-ids, real = torch.randint(3, 64, (8, 60)), columns < lengths[:, None]
-labels = ids.masked_fill(~real | (columns < lengths[:, None] // 4), -100)
-batch = {'input_ids': ids, 'attention_mask': real.long(), 'labels': labels}
+is_real = columns < lengths
+is_prompt = columns < lengths // 4
+ids = torch.randint(3, 64, (8, 60))
+batch = {
+    'input_ids': ids,
+    'attention_mask': is_real.long(),
+    'labels': ids.masked_fill(~is_real | is_prompt, -100),
+}
+
+
+def gradient_of(model: torch.nn.Module) -> torch.Tensor:
+    """Returns the gradients of all parameters as one vector."""
+    return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+
 
 llama(**batch).loss.backward()
-expected = torch.cat([parameter.grad.flatten() for parameter in llama.parameters()])
+expected = gradient_of(llama)
 
 
 class ShowError(Callback):
@@ -29,13 +41,18 @@ class ShowError(Callback):
 
     def after_train_batch(self, state: State, logger: Logger) -> None:
         """Runs after the last microbatch."""
-        gradient = torch.cat([parameter.grad.flatten() for parameter in state.model.parameters()])
-        print(f'gradient error {(gradient - expected).norm() / expected.norm():.1e}')
+        difference = gradient_of(state.model) - expected
+        error = difference.norm() / expected.norm()
+        print(f'gradient error {error:.1e}')
 
 
-for data, algorithms in ([batch], None), (token_data_spec([batch]), [TokenAccumulation()]):
-    print('stock Composer' if algorithms is None else 'with TokenAccumulation and token_data_spec', end=': ')
-    Trainer(
+runs = {
+    'stock Composer': ([batch], None),
+    'with TokenAccumulation and token_data_spec': (token_data_spec([batch]), [TokenAccumulation()]),
+}
+for name, (data, algorithms) in runs.items():
+    print(name, end=': ')
+    trainer = Trainer(
         model=HuggingFaceModel(llama, shift_labels=True),
         train_dataloader=data,
         algorithms=algorithms,
@@ -45,4 +62,5 @@ for data, algorithms in ([batch], None), (token_data_spec([batch]), [TokenAccumu
         optimizers=torch.optim.SGD(llama.parameters(), lr=0.0),
         device='cpu',
         progress_bar=False,
-    ).fit()
+    )
+    trainer.fit()
