@@ -13,11 +13,12 @@ def step(model, microbatches):
     """One optimizer step."""
     accelerator = Accelerator(gradient_accumulation_steps=len(microbatches), cpu=True)
     prepared, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
-    targets = sum((batch['labels'][:, 1:] != -100).sum() for batch in microbatches)
-    num_items = accelerator.gather(targets).sum().item()
-    for batch in microbatches:
-        logits, labels = prepared(**batch).logits[:, :-1], batch['labels'][:, 1:]
-        loss = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction='sum') / num_items
+    targets = [batch['labels'][:, 1:] for batch in microbatches]
+    num_targets = sum((target != -100).sum() for target in targets)
+    num_items = accelerator.gather(num_targets).sum().item()
+    for batch, target in zip(microbatches, targets, strict=True):
+        logits = prepared(**batch).logits[:, :-1]
+        loss = cross_entropy(logits.flatten(0, 1), target.flatten(), reduction='sum') / num_items
         accelerator.backward(loss * len(microbatches) * accelerator.num_processes)
     optimizer.step()
 

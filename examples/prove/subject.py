@@ -10,6 +10,7 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -20,24 +21,34 @@ Batch = dict[str, Any]
 
 
 def rows_of_text() -> list[Batch]:
-    """One-row batches of random tokens, all of which carry loss."""
+    """Returns batches of one row of random tokens. All tokens have a label."""
     generator = torch.Generator().manual_seed(0)
-    ids = [torch.randint(3, 64, (1, length), generator=generator) for length in LENGTHS]
-    return [{'input_ids': row, 'attention_mask': torch.ones_like(row), 'labels': row.clone()} for row in ids]
+    rows = []
+    for length in LENGTHS:
+        ids = torch.randint(3, 64, (1, length), generator=generator)
+        rows.append({'input_ids': ids, 'attention_mask': torch.ones_like(ids), 'labels': ids.clone()})
+    return rows
 
 
 def small_llama() -> Any:
     """Returns a Llama with the same weights at every call."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, use_cache=False
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        use_cache=False,
     )
     return LlamaForCausalLM(config)
 
 
-def whole(gradient: torch.Tensor) -> torch.Tensor:
-    """Returns the full gradient of a parameter, also if it is sharded (a DTensor of FSDP2)."""
-    return getattr(gradient, 'full_tensor', gradient.clone)()
+def unsharded_copy(gradient: torch.Tensor) -> torch.Tensor:
+    """Returns a copy of a gradient, and all of it if it is sharded (FSDP2)."""
+    if isinstance(gradient, DTensor):
+        return gradient.full_tensor()
+    return gradient.clone()
 
 
 def prove(trainer: str, package: str, step: Callable[[Any, list[Batch]], None], model: Any = None) -> None:
@@ -60,26 +71,37 @@ def prove(trainer: str, package: str, step: Callable[[Any, list[Batch]], None], 
         # Called after the optimizer step, before the trainer clears the gradients.
         for name, parameter in model.named_parameters():
             if parameter.grad is not None:
-                recorded[name.removeprefix('module.')] = whole(parameter.grad)
+                recorded[name.removeprefix('module.')] = unsharded_copy(parameter.grad)
 
-    def gradients(microbatches: list[Batch]) -> dict[str, torch.Tensor]:
+    def gradients_of_trainer(microbatches: list[Batch]) -> dict[str, torch.Tensor]:
         recorded.clear()
         model.train().zero_grad()
         step(model, microbatches)
         return dict(recorded)
 
-    def reference(batch: Batch) -> dict[str, torch.Tensor]:
-        gradients = torch.autograd.grad(plain(**batch).loss, [*plain.parameters()])
-        return dict(zip(dict(plain.named_parameters()), gradients, strict=True))
+    def gradients_of_one_forward(batch: Batch) -> dict[str, torch.Tensor]:
+        parameters = dict(plain.named_parameters())
+        gradients = torch.autograd.grad(plain(**batch).loss, list(parameters.values()))
+        return dict(zip(parameters, gradients, strict=True))
 
     hook = register_optimizer_step_post_hook(record)
+    microbatches_of_three = [layout.concat(rows[start : start + 3]) for start in (0, 3, 6)]
     with measure_token_weights(model) as report:
-        gradients([layout.concat(rows[start : start + 3]) for start in (0, 3, 6)])
+        gradients_of_trainer(microbatches_of_three)
     print(report)
-    cuts = verify_invariance(gradients, rows, layout=layout, reference=reference, padding_sides=['right'])
+    cuts = verify_invariance(
+        gradients_of_trainer,
+        rows,
+        layout=layout,
+        reference=gradients_of_one_forward,
+        padding_sides=['right'],
+    )
     hook.remove()
     print(cuts)
     weights = torch.cat(report.weights)
-    low, high = float(weights.min() / weights.mean()), float(weights.max() / weights.mean())
+    relative_weights = weights / weights.mean()
+    lightest = float(relative_weights.min())
+    heaviest = float(relative_weights.max())
+    error = cuts.worst.error
     verdict = 'exact' if cuts.is_exact else 'NOT exact'
-    print(f'{trainer} | {package} {version(package)} | {low:.2f} to {high:.2f} | {cuts.worst.error:.0e} | {verdict}')
+    print(f'{trainer} | {package} {version(package)} | {lightest:.2f} to {heaviest:.2f} | {error:.0e} | {verdict}')

@@ -10,10 +10,11 @@ from torch.nn.functional import cross_entropy
 
 def step(model, microbatches):
     """One optimizer step. On several ranks torchtitan sums the count over them, and does not average the gradients."""
-    global_valid_tokens = sum((batch['labels'][:, 1:] != -100).sum() for batch in microbatches)
-    for batch in microbatches:
-        logits, labels = model(**batch).logits[:, :-1].float(), batch['labels'][:, 1:]
-        loss = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction='sum', ignore_index=-100)
+    targets = [batch['labels'][:, 1:] for batch in microbatches]
+    global_valid_tokens = sum((target != -100).sum() for target in targets)
+    for batch, target in zip(microbatches, targets, strict=True):
+        logits = model(**batch).logits[:, :-1].float()
+        loss = cross_entropy(logits.flatten(0, 1), target.flatten(), reduction='sum', ignore_index=-100)
         (loss / global_valid_tokens).backward()
     torch.optim.SGD(model.parameters(), lr=0.0).step()
 
