@@ -636,15 +636,22 @@ def test_ranges_keep_readings_of_all_microbatches():
     assert ranges.readings == {'tags': (Reading.ROWS,)}
 
 
-def test_joined_ranges_cover_both():
+@pytest.mark.parametrize(
+    ('side', 'missing'),
+    [
+        pytest.param('right', [PADDED_RIGHT], id='shorter but narrower rows'),
+        pytest.param('left', [PADDED_LEFT], id='other side'),
+    ],
+)
+def test_joined_ranges_cover_both(side, missing):
     first = ranges_of_batch([5, 20])
-    second = ranges_of_batch([3, 9, 10], side='left')
+    second = ranges_of_batch([3, 9, 10], side=side)
 
     joined = first.joined(second)
 
     assert joined.missing(first) == []
     assert joined.missing(second) == []
-    assert first.missing(joined) == [PADDED_LEFT]
+    assert first.missing(joined) == missing
 
 
 def test_small_ids_and_counts_are_not_new():
