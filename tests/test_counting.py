@@ -25,7 +25,14 @@ from composer_tokacc.row_counts import (
 )
 from composer_tokacc.weights import LOSS_WEIGHTS
 from tests.support.small_batches import additive, square_mask
-from tests.support.text import collate, one_layer_model, packed_row, positions_of, ragged_batch, text_row
+from tests.support.text import (
+    collate,
+    one_layer_model,
+    packed_row,
+    positions_of,
+    ragged_batch,
+    text_row,
+)
 from tests.support.training import assert_exact, fit, loader
 
 
@@ -45,59 +52,97 @@ def test_padding_is_no_loss():
     assert stock_data.get_num_tokens_in_batch(batch, token_type='loss_generating') == 48
 
 
-@pytest.mark.parametrize('place', [0, 1, None])
-def test_new_label_in_a_packed_row(place):
-    documents = [RowCounts(has_new_label=number == place) for number in range(2)]
-    assert packed_counts(documents).has_new_label is (place is not None)
+@pytest.mark.parametrize(
+    ('new_labels', 'expected'),
+    [
+        ([True, False], True),
+        ([False, True], True),
+        ([False, False], False),
+    ],
+)
+def test_new_label_in_a_packed_row(new_labels, expected):
+    documents = [RowCounts(has_new_label=is_new) for is_new in new_labels]
+    counts = packed_counts(documents)
+    assert counts.has_new_label is expected
 
 
 def test_one_token_has_no_loss():
     batch = collate([text_row(1, 1)])
-    assert count_tokens(batch) == TokenCounts(loss_generating=(0,), real=(1,), padded=(0,))
+
+    counts = count_tokens(batch)
+
+    assert counts == TokenCounts(loss_generating=(0,), real=(1,), padded=(0,))
 
 
-@pytest.mark.parametrize(('has_data_spec', 'has_ids'), [(False, True), (True, True), (True, False)])
+@pytest.fixture
+def two_rows():
+    """Rows of 3 and 6 tokens. Their last 2 and 4 tokens have labels."""
+    return ragged_batch([(3, 2), (6, 4)])
+
+
+def one_label_per_row(labels):
+    return labels[:, 0]
+
+
+def as_codes(labels):
+    return labels[..., None]
+
+
+@pytest.mark.parametrize(
+    ('make_spec', 'has_ids'),
+    [
+        (DataSpec, True),
+        (token_data_spec, True),
+        (token_data_spec, False),
+    ],
+)
 @pytest.mark.parametrize(
     ('change', 'description'),
     [
-        pytest.param(lambda labels: labels[:, 0], r'int64 of shape \(2,\)', id='one label per row'),
-        pytest.param(lambda labels: labels[..., None], r'int64 of shape \(2, 6, 1\)', id='codes'),
-        pytest.param(lambda labels: labels.float(), r'float32 of shape \(2, 6\)', id='floats'),
+        (one_label_per_row, r'int64 of shape \(2,\)'),
+        (as_codes, r'int64 of shape \(2, 6, 1\)'),
+        (torch.Tensor.float, r'float32 of shape \(2, 6\)'),
     ],
 )
-def test_other_labels_are_refused(change, description, has_data_spec, has_ids):
-    batch = ragged_batch([(3, 2), (6, 4)])
+def test_other_labels_are_refused(two_rows, change, description, make_spec, has_ids):
+    batch = two_rows
     if not has_ids:
         del batch['input_ids']
     batch['labels'] = change(batch['labels'])
-    data = loader(batch)
-    if has_data_spec:
-        data = token_data_spec(data)
+    data = make_spec(loader(batch))
     with pytest.raises(ValueError, match=f'`labels` .* integers .*{description}'):
         fit(one_layer_model(), data)
+
+
+def first_row(tensor):
+    return tensor[:1]
+
+
+def without_first_column(tensor):
+    return tensor[:, 1:]
 
 
 @pytest.mark.parametrize(
     ('key', 'change', 'message'),
     [
-        ('labels', lambda labels: labels[:1], '`labels` must have as many rows as `input_ids`, 2, got: 1'),
-        ('attention_mask', lambda mask: mask[:1], '`attention_mask` must be'),
-        ('attention_mask', lambda mask: mask.tolist(), '`attention_mask` must be .* list'),
-        ('position_ids', lambda positions: positions[:, 1:], '`position_ids` must be as wide'),
+        ('labels', first_row, '`labels` must have as many rows as `input_ids`, 2, got: 1'),
+        ('attention_mask', first_row, '`attention_mask` must be'),
+        ('attention_mask', torch.Tensor.tolist, '`attention_mask` must be .* list'),
+        ('position_ids', without_first_column, '`position_ids` must be as wide'),
     ],
 )
-def test_entries_of_other_rows_are_not_counted(key, change, message):
-    batch = ragged_batch([(3, 2), (6, 4)])
+def test_entries_of_other_rows_are_not_counted(two_rows, key, change, message):
+    batch = two_rows
     batch['position_ids'] = positions_of(batch)
     batch[key] = change(batch[key])
     with pytest.raises(ValueError, match=message):
         count_tokens(batch)
 
 
-def test_positions_in_a_list_are_not_read():
-    batch = ragged_batch([(3, 2), (6, 4)])
-    positions = positions_of(batch).tolist()
-    assert count_tokens({**batch, 'position_ids': positions}) == count_tokens(batch)
+def test_positions_in_a_list_are_not_read(two_rows):
+    expected = count_tokens(two_rows)
+    two_rows['position_ids'] = positions_of(two_rows).tolist()
+    assert count_tokens(two_rows) == expected
 
 
 def test_left_padding_is_not_packing():
@@ -139,8 +184,11 @@ def test_rule_reads_as_its_value(rule):
     assert f'{rule} {rule!r} {rule:>20} {[rule]}' == f'{value} {value!r} {value:>20} {[value]}'
     assert json.dumps({'rule': rule}) == json.dumps({'rule': value})
     assert {value: 'found'}[rule] == 'found'
-    assert LossRule(value) is LossRule(rule) is LossRule.named(value) is rule
-    assert pickle.loads(pickle.dumps(rule)) is rule
+    assert LossRule(value) is rule
+    assert LossRule(rule) is rule
+    assert LossRule.named(value) is rule
+    pickled = pickle.dumps(rule)
+    assert pickle.loads(pickled) is rule
     assert copy.deepcopy(rule) is rule
 
 
@@ -152,7 +200,9 @@ def test_unknown_rule_is_refused(value):
 
 def test_rule_may_be_left_open():
     assert LossRule.named('auto') is None
-    with pytest.raises(ValueError, match="must be 'auto', 'causal', 'causal_attended' or 'unshifted', got: 'shifted'"):
+
+    message = "must be 'auto', 'causal', 'causal_attended' or 'unshifted', got: 'shifted'"
+    with pytest.raises(ValueError, match=message):
         LossRule.named('shifted')
 
 
@@ -161,12 +211,27 @@ def test_each_rule_counts_its_own_tokens():
 
     A batch that is already counted by another rule is counted once more.
     """
+    tokens_by_rule = [
+        (LossRule.CAUSAL, 2),
+        (LossRule.UNSHIFTED, 3),
+        (LossRule.CAUSAL, 2),
+    ]
     batch = ragged_batch([(3, 3), (6, 4)])
-    for rule, num_first_tokens in [(LossRule.CAUSAL, 2), (LossRule.UNSHIFTED, 3), (LossRule.CAUSAL, 2)]:
+    for rule, num_tokens in tokens_by_rule:
         batch = with_counts(batch, rule)
         first, second = row_counts_of(batch)
-        assert first == RowCounts(real_tokens=3, loss_tokens=num_first_tokens, loss_weight=num_first_tokens, rule=rule)
-        assert second == RowCounts(real_tokens=6, loss_tokens=4, loss_weight=4, rule=rule)
+        assert first == RowCounts(
+            real_tokens=3,
+            loss_tokens=num_tokens,
+            loss_weight=num_tokens,
+            rule=rule,
+        )
+        assert second == RowCounts(
+            real_tokens=6,
+            loss_tokens=4,
+            loss_weight=4,
+            rule=rule,
+        )
         # Not numbers of torch or numpy, because checkpoints and loggers get them.
         assert type(first.loss_tokens) is int
         assert type(first.real_tokens) is int
@@ -185,9 +250,8 @@ def test_token_weights_are_added_to_counts():
     assert sums_of_tokens.tolist() == pytest.approx([1.0, 1.0])
 
 
-def test_dummy_rows_count_nothing():
-    batch = ragged_batch([(3, 2), (6, 4)])
-    batch = attach_row_counts(batch, [RowCounts(samples=0), RowCounts()])
+def test_dummy_rows_count_nothing(two_rows):
+    batch = attach_row_counts(two_rows, [RowCounts(samples=0), RowCounts()])
 
     counted = with_counts(batch, LossRule.CAUSAL, 'sqrt')
 
@@ -264,7 +328,11 @@ def test_document_of_one_token(has_mask):
 
 # If a row is padded on the left, a pad predicts the label of its first token.
 @pytest.mark.parametrize(
-    ('columns', 'num_tokens'), [(slice(2, 8), 5), (slice(0, 6), 4)], ids=['padded left', 'padded right']
+    ('columns', 'num_tokens'),
+    [
+        pytest.param(slice(2, 8), 5, id='padded left'),
+        pytest.param(slice(0, 6), 4, id='padded right'),
+    ],
 )
 def test_packing_ignores_padding(columns, num_tokens):
     """The second row has the first six tokens of the first one, and two pads."""

@@ -33,8 +33,13 @@ def batch_of(**entries: Any) -> dict[str, Any]:
 NO_BATCH: list[dict[str, Any]] = []
 ONE_BATCH = [batch_of()]
 first_or_later_batch = pytest.mark.parametrize(
-    'batches_before', [NO_BATCH, ONE_BATCH], ids=['first batch', 'later batch']
+    'batches_before',
+    [
+        pytest.param(NO_BATCH, id='first batch'),
+        pytest.param(ONE_BATCH, id='later batch'),
+    ],
 )
+each_split = pytest.mark.parametrize('make_spec', [token_data_spec, DataSpec])
 
 
 def with_id(entry: str, number: int) -> dict[str, Any]:
@@ -44,11 +49,9 @@ def with_id(entry: str, number: int) -> dict[str, Any]:
     return batch
 
 
-def refusal(*batches: dict[str, Any], model: Any = None, has_spec: bool = True) -> str:
+def refusal(*batches: dict[str, Any], model: Any = None, make_spec: Any = token_data_spec) -> str:
     """Returns the error of a run on these batches. The last one is refused."""
-    data = loader(*batches)
-    if has_spec:
-        data = token_data_spec(data)
+    data = make_spec(loader(*batches))
     if model is None:
         model = one_layer_model()
     with pytest.raises((ValueError, RuntimeError), match='got:') as caught:
@@ -58,14 +61,22 @@ def refusal(*batches: dict[str, Any], model: Any = None, has_spec: bool = True) 
     return message
 
 
-@pytest.mark.parametrize(('dtype', 'has_spec'), [(torch.int32, True), (torch.int32, False), (torch.uint8, True)])
-def test_labels_that_are_not_int64(dtype, has_spec):
+@pytest.mark.parametrize(
+    ('dtype', 'make_spec'),
+    [
+        (torch.int32, token_data_spec),
+        (torch.int32, DataSpec),
+        (torch.uint8, token_data_spec),
+    ],
+)
+def test_labels_that_are_not_int64(dtype, make_spec):
     batch = batch_of()
+    labels = batch['labels']
     if dtype == torch.uint8:
-        batch['labels'] = batch['labels'].clamp(min=0)  # uint8 has no negative numbers
-    batch['labels'] = batch['labels'].to(dtype)
+        labels = labels.clamp(min=0)  # uint8 has no negative numbers
+    batch['labels'] = labels.to(dtype)
 
-    message = refusal(batch, has_spec=has_spec)
+    message = refusal(batch, make_spec=make_spec)
 
     assert f'int64 for cross-entropy, got: {dtype}' in message
     assert '.long()' in message
@@ -78,7 +89,13 @@ def test_ids_in_lists():
     assert re.search('`input_ids`, which must be a tensor.*list', message)
 
 
-@pytest.mark.parametrize(('number', 'batches_before'), [(VOCABULARY, NO_BATCH), (-1, ONE_BATCH)])
+@pytest.mark.parametrize(
+    ('number', 'batches_before'),
+    [
+        pytest.param(VOCABULARY, NO_BATCH, id='too large, first batch'),
+        pytest.param(-1, ONE_BATCH, id='negative, later batch'),
+    ],
+)
 @pytest.mark.parametrize('entry', ['labels', 'input_ids'])
 def test_id_outside_vocabulary_names_sample(entry, number, batches_before):
     message = refusal(*batches_before, with_id(entry, number))
@@ -89,11 +106,25 @@ def test_id_outside_vocabulary_names_sample(entry, number, batches_before):
 @pytest.mark.parametrize(
     ('batch', 'model', 'cause'),
     [
-        (with_id('labels', VOCABULARY), Terms(by_token), f'Target {VOCABULARY} is out of bounds'),
-        (with_id('input_ids', VOCABULARY), Terms(by_token), f'ids up to {VOCABULARY}'),
-        (named_batch([(65, 20), (9, 3)]), gpt2(), 'rows of 65 tokens'),
+        pytest.param(
+            with_id('labels', VOCABULARY),
+            Terms(by_token),
+            f'Target {VOCABULARY} is out of bounds',
+            id='label',
+        ),
+        pytest.param(
+            with_id('input_ids', VOCABULARY),
+            Terms(by_token),
+            f'ids up to {VOCABULARY}',
+            id='token',
+        ),
+        pytest.param(
+            named_batch([(65, 20), (9, 3)]),
+            gpt2(),
+            'rows of 65 tokens',
+            id='too long',
+        ),
     ],
-    ids=['label', 'token', 'too long'],
 )
 def test_error_of_the_first_forward(batch, model, cause):
     """Torch says only that an index is out of range. `Terms` hides its vocabulary, and GPT-2 has 64 positions."""
@@ -150,11 +181,10 @@ def without_images(batch):
 @pytest.mark.parametrize(
     ('key', 'model_class', 'transform'),
     [
-        ('image_scores', HuggingFaceModel, None),
-        ('pixel_values', LossOfImages, None),
-        ('pixel_values', HuggingFaceModel, without_images),
+        pytest.param('image_scores', HuggingFaceModel, None, id='notes'),
+        pytest.param('pixel_values', LossOfImages, None, id='loss of the batch'),
+        pytest.param('pixel_values', HuggingFaceModel, without_images, id='transform'),
     ],
-    ids=['notes', 'loss of the batch', 'transform'],
 )
 def test_images_that_need_not_reach_the_forward(key, model_class, transform):
     batch = batch_of(num_images=[0, 0, 2, 0])
@@ -164,13 +194,13 @@ def test_images_that_need_not_reach_the_forward(key, model_class, transform):
     fit(model, data)
 
 
-@pytest.mark.parametrize('has_spec', [True, False])
+@each_split
 @pytest.mark.parametrize('queries', [1, 14])
-def test_mask_of_three_dimensions(queries, has_spec):
+def test_mask_of_three_dimensions(queries, make_spec):
     batch = batch_of()
     mask = batch['attention_mask'][:, None]
     batch['attention_mask'] = mask.expand(-1, queries, -1)
-    message = refusal(batch, has_spec=has_spec)
+    message = refusal(batch, make_spec=make_spec)
     assert f'of shape (4, {queries}, 14)' in message
     assert "'sample-0'" in message
 
@@ -182,11 +212,11 @@ def test_mask_of_four_dimensions_is_exact():
     assert_exact(one_layer_model(), batch_with_square_mask, batch=batch)
 
 
-@pytest.mark.parametrize('has_spec', [True, False])
+@each_split
 @first_or_later_batch
-def test_batch_without_rows(batches_before, has_spec):
+def test_batch_without_rows(batches_before, make_spec):
     empty_batch = {key: rows[:0] for key, rows in batch_of().items()}
-    message = refusal(*batches_before, empty_batch, has_spec=has_spec)
+    message = refusal(*batches_before, empty_batch, make_spec=make_spec)
     assert 'got: labels of shape (0, 14)' in message
 
 

@@ -7,21 +7,33 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 from unittest.mock import Mock
 
 import pytest
 import torch
+from composer import Algorithm
 from composer.algorithms import SAM
 from composer.algorithms.sam import SAMOptimizer
 from composer.core import Event
 from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
 
 from composer_tokacc import TokenAccumulation
 from composer_tokacc.algorithm import closures
 from tests.support.launch import launch_json
 from tests.support.text import one_layer_model, ragged_batch
-from tests.support.training import TOTAL, On, fit, full, hugging_face, num_hooks, relative_error, unwrapped
+from tests.support.training import (
+    TOTAL,
+    Gradients,
+    On,
+    fit,
+    full,
+    hugging_face,
+    num_hooks,
+    relative_error,
+    unwrapped,
+)
 
 SAM_INTERVAL = 2
 FIRST_RANK_UNLABELLED = [(4, 0), (9, 0), (5, 3), (14, 11)]
@@ -32,11 +44,15 @@ TOLERANCE = 1e-4
 """More than round-off, because LBFGS divides by the change of the gradient."""
 
 
-def sgd(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+Parameters: TypeAlias = Iterable[torch.Tensor]
+MakeOptimizer: TypeAlias = Callable[[Parameters], Optimizer]
+
+
+def sgd(parameters: Parameters) -> Optimizer:
     return torch.optim.SGD(parameters, lr=0.1)
 
 
-def lbfgs(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+def lbfgs(parameters: Parameters) -> Optimizer:
     return torch.optim.LBFGS(parameters, lr=0.5, max_iter=3, line_search_fn='strong_wolfe')
 
 
@@ -57,15 +73,15 @@ class CallsClosureItself(torch.optim.SGD):
         return loss
 
 
-def lbfgs_subclass(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+def lbfgs_subclass(parameters: Parameters) -> Optimizer:
     return PassesClosureOn(parameters, lr=0.5, max_iter=3, line_search_fn='strong_wolfe')
 
 
-def sgd_subclass(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+def sgd_subclass(parameters: Parameters) -> Optimizer:
     return CallsClosureItself(parameters, lr=0.1)
 
 
-def patched_lbfgs(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+def patched_lbfgs(parameters: Parameters) -> Optimizer:
     """Has a step that was replaced on the object, and that passes the closure on by position."""
     optimizer = lbfgs(parameters)
     step = optimizer.step
@@ -73,9 +89,19 @@ def patched_lbfgs(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
     return optimizer
 
 
+def algorithms_with(*, with_sam: bool) -> list[Algorithm]:
+    """Returns TokenAccumulation, with or without SAM before it."""
+    if with_sam:
+        return [SAM(interval=SAM_INTERVAL), TokenAccumulation()]
+    return [TokenAccumulation()]
+
+
 def weights_of_plain_loop(
-    batches: Sequence[Any], make_optimizer: Callable[..., Any], *, with_sam: bool
-) -> tuple[dict[str, torch.Tensor], list[float]]:
+    batches: Sequence[Any],
+    make_optimizer: MakeOptimizer,
+    *,
+    with_sam: bool,
+) -> tuple[Gradients, list[float]]:
     """Returns the changes of the weights, and the loss at the start of each step."""
     model = one_layer_model().double()
     before = copy.deepcopy(dict(model.named_parameters()))
@@ -88,21 +114,25 @@ def weights_of_plain_loop(
 
         def closure(batch: Any = batch, losses: list[float] = losses, **_: Any) -> float:
             model.zero_grad()
-            loss = model(**batch).loss
-            loss.backward()
-            losses.append(loss.item())
-            return losses[-1]
+            outputs = model(**batch)
+            outputs.loss.backward()
+            loss = outputs.loss.item()
+            losses.append(loss)
+            return loss
 
         optimizer.step(closure)
         first_losses.append(losses[0])
-    changes = {f'model.{name}': weight.detach() - before[name] for name, weight in model.named_parameters()}
+
+    changes = {}
+    for name, weight in model.named_parameters():
+        changes[f'model.{name}'] = weight.detach() - before[name]
     return changes, first_losses
 
 
 def errors_of_training(
     batches: Sequence[Any],
     batches_of_rank: Sequence[Any],
-    make_optimizer: Callable[..., Any],
+    make_optimizer: MakeOptimizer,
     *,
     with_sam: bool,
     wrap: Callable[[torch.nn.Module], Any] = hugging_face,
@@ -111,18 +141,22 @@ def errors_of_training(
     """Returns the relative errors of the change of the weights and of the logged losses."""
     expected, expected_losses = weights_of_plain_loop(batches, make_optimizer, with_sam=with_sam)
     model = wrap(one_layer_model())
-    before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
-    algorithms = [SAM(interval=SAM_INTERVAL)] if with_sam else []
+    before = {}
+    for name, weight in model.named_parameters():
+        before[name] = weight.detach().clone()
+
     recorder = fit(
         model,
         *batches_of_rank,
-        algorithms=[*algorithms, TokenAccumulation()],
+        algorithms=algorithms_with(with_sam=with_sam),
         optimizer=make_optimizer(model.parameters()),
         microbatch_size=1,
         **options,
     )
+
+    trained_model = unwrapped(recorder.trainer.state.model)
     changes = {}
-    for name, weight in unwrapped(recorder.trainer.state.model).named_parameters():
+    for name, weight in trained_model.named_parameters():
         changes[name] = full(weight).detach() - before[name]
     errors = [relative_error(changes, expected)]
     for loss, expected_loss in zip(recorder.logged(TOTAL), expected_losses, strict=True):
@@ -130,10 +164,16 @@ def errors_of_training(
     return errors
 
 
-OPTIMIZERS = [(lbfgs, False), (sgd, True), (lbfgs_subclass, False), (sgd_subclass, False), (patched_lbfgs, False)]
-
-
-@pytest.mark.parametrize(('make_optimizer', 'with_sam'), OPTIMIZERS)
+@pytest.mark.parametrize(
+    ('make_optimizer', 'with_sam'),
+    [
+        (lbfgs, False),
+        (sgd, True),
+        (lbfgs_subclass, False),
+        (sgd_subclass, False),
+        (patched_lbfgs, False),
+    ],
+)
 def test_optimizer_gets_the_loss_of_each_evaluation(make_optimizer, with_sam):
     """Composer adds the losses of all evaluations of a step, which misleads a line search."""
     batches = [ragged_batch(step) for step in STEPS[:2]]
@@ -143,16 +183,21 @@ def test_optimizer_gets_the_loss_of_each_evaluation(make_optimizer, with_sam):
 
 @pytest.mark.parametrize(
     ('unit', 'make_optimizer', 'with_sam'),
-    [(torch.nn.Linear, lbfgs, False), (torch.nn.Linear, sgd, True), (FSDPModule, lbfgs, False)],
-    ids=['FSDP1 LBFGS', 'FSDP1 SAM', 'FSDP2 LBFGS'],
+    [
+        pytest.param(torch.nn.Linear, lbfgs, False, id='FSDP1 LBFGS'),
+        pytest.param(torch.nn.Linear, sgd, True, id='FSDP1 SAM'),
+        pytest.param(FSDPModule, lbfgs, False, id='FSDP2 LBFGS'),
+    ],
 )
 def test_optimizer_must_see_whole_gradients(unit, make_optimizer, with_sam, monkeypatch):
     monkeypatch.setattr(closures, 'fsdp_units', lambda _: [Mock(spec=unit)])
     model = hugging_face(one_layer_model())
-    algorithms = [SAM()] if with_sam else []
+    algorithms = algorithms_with(with_sam=with_sam)
     optimizer = make_optimizer(model.parameters())
+
     with pytest.raises(RuntimeError, match='must see the gradients of all weights'):
-        fit(model, ragged_batch(), algorithms=[*algorithms, TokenAccumulation()], optimizer=optimizer)
+        fit(model, ragged_batch(), algorithms=algorithms, optimizer=optimizer)
+
     assert num_hooks(model) == 0
 
 
@@ -164,10 +209,12 @@ def test_hooked_step_without_a_closure():
 
     def call_hook_without_closure(state):
         (hook,) = optimizer._optimizer_step_pre_hooks.values()
-        results_of_hook.append(hook(optimizer, (optimizer,), {'closure': None}))
-        results_of_hook.append(hook(optimizer, (optimizer,), {}))
+        for arguments in ({'closure': None}, {}):
+            result = hook(optimizer, (optimizer,), arguments)
+            results_of_hook.append(result)
 
-    fit(model, ragged_batch(), optimizer=optimizer, callbacks=[On(Event.BATCH_END, call_hook_without_closure)])
+    callback = On(Event.BATCH_END, call_hook_without_closure)
+    fit(model, ragged_batch(), optimizer=optimizer, callbacks=[callback])
     assert results_of_hook == [None, None]
 
 

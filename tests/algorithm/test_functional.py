@@ -28,33 +28,46 @@ SHAPE = [(4, 2), (14, 11), (9, 9), (3, 1), (6, 1), (7, 2)]
 
 def weighted_backward(model, microbatch, weight):
     """Computes one microbatch: multiplies the model's loss by a weight, and calls the backward. Returns the product."""
-    loss = model(**microbatch).loss
-    weighted_loss = loss * weight
+    outputs = model(**microbatch)
+    weighted_loss = outputs.loss * weight
     weighted_loss.backward()
     return weighted_loss
 
 
-def test_copy_with_labels_of_another_key():
-    """docs/trainer.md names this way. The loader cannot mask labels that it does not know, but it marks the copy."""
-    sampler_options = {'lengths': [9, 5], 'global_batch_size': 4, 'max_tokens': 32, 'num_replicas': 4}
-    rows = text_rows([(9, 3), (5, 4)])
-    microbatches = []
-    for rank in range(4):
-        sampler = RegroupingBatchSampler(rows, rank=rank, **sampler_options)
-        loader = RegroupingDataLoader(rows, batch_sampler=sampler, collate_fn=collate_with_targets)
-        for batch in loader:
-            microbatches += batch.microbatches
-    assert len(microbatches) == 4
-
-    weights = step_loss_weights([{**each, 'labels': each['targets']} for each in microbatches])
-
-    assert sorted(weights) == [0, 0, 3 / 7, 4 / 7]
+def without_rows(batch):
+    """Returns a batch of no rows, with the entries of this one."""
+    return {key: value[:0] for key, value in batch.items()}
 
 
 def collate_with_targets(rows):
     batch = collate(rows)
     batch['targets'] = batch.pop('labels')
     return batch
+
+
+def test_copy_with_labels_of_another_key():
+    """docs/trainer.md names this way. The loader cannot mask labels that it does not know, but it marks the copy."""
+    rows = text_rows([(9, 3), (5, 4)])
+    microbatches = []
+    for rank in range(4):
+        sampler = RegroupingBatchSampler(
+            rows,
+            lengths=[9, 5],
+            global_batch_size=4,
+            max_tokens=32,
+            num_replicas=4,
+            rank=rank,
+        )
+        loader = RegroupingDataLoader(rows, batch_sampler=sampler, collate_fn=collate_with_targets)
+        for batch in loader:
+            microbatches += batch.microbatches
+    assert len(microbatches) == 4
+    for microbatch in microbatches:
+        microbatch['labels'] = microbatch['targets']
+
+    weights = step_loss_weights(microbatches)
+
+    assert sorted(weights) == [0, 0, 3 / 7, 4 / 7]
 
 
 def test_weights_of_a_step_by_hand():
@@ -96,21 +109,23 @@ def test_unknown_rule_is_refused():
         apply_token_weights(logits, batch, 'sqrt', loss_tokens='shifted')
 
 
-def test_microbatch_without_loss_tokens():
-    with_labels = ragged_batch([(5, 3)])
-    without_labels = ragged_batch([(5, 0)])
-    assert step_loss_weights([with_labels, without_labels]) == [1.0, 0.0]
+def repeated_samples():
+    """Returns a microbatch of two rows that count nothing."""
+    batch = ragged_batch([(6, 4), (5, 3)])
+    return attach_row_counts(batch, [RowCounts(samples=0)] * 2)
 
 
-def test_microbatch_without_rows():
-    with_labels = ragged_batch([(5, 3)])
-    without_rows = {key: value[:0] for key, value in with_labels.items()}
-    assert step_loss_weights([with_labels, without_rows]) == [1.0, 0.0]
-
-
-def test_microbatch_of_repeated_samples():
-    repeated = attach_row_counts(ragged_batch([(6, 4), (5, 3)]), [RowCounts(samples=0)] * 2)
-    assert step_loss_weights([ragged_batch([(5, 3)]), repeated]) == [1.0, 0.0]
+@pytest.mark.parametrize(
+    'other_microbatch',
+    [
+        pytest.param(ragged_batch([(5, 0)]), id='no loss tokens'),
+        pytest.param(without_rows(ragged_batch([(5, 3)])), id='no rows'),
+        pytest.param(repeated_samples(), id='repeated samples'),
+    ],
+)
+def test_microbatch_that_weighs_nothing(other_microbatch):
+    weights = step_loss_weights([ragged_batch([(5, 3)]), other_microbatch])
+    assert weights == [1.0, 0.0]
 
 
 @pytest.mark.parametrize('side', ['left', 'right'])
@@ -120,16 +135,20 @@ def test_loss_of_no_labels_is_a_number(side):
     padded = ragged_batch([(6, 0), (1, 0)], side=side)
     single_token = {key: value[1:] for key, value in padded.items()}
     for batch in (padded, single_token):
-        ((microbatch, weight),) = weighted_microbatches([batch])
-        weighted_loss = weighted_backward(model, microbatch, weight)
-        assert weighted_loss == 0
+        for microbatch, weight in weighted_microbatches([batch]):
+            weighted_loss = weighted_backward(model, microbatch, weight)
+            assert weighted_loss == 0
     for gradient in composer_gradients(model).values():
         assert not gradient.any()
 
 
 @pytest.mark.parametrize(
     ('rule', 'first_count', 'second_count'),
-    [('causal', 3, 1), ('causal_attended', 2, 1), ('unshifted', 4, 2)],
+    [
+        ('causal', 3, 1),
+        ('causal_attended', 2, 1),
+        ('unshifted', 4, 2),
+    ],
 )
 def test_each_rule_counts_other_labels(rule, first_count, second_count):
     """Neither causal rule counts the first label of a row. ``causal_attended`` also leaves out labels on padding."""
@@ -149,10 +168,8 @@ def test_each_rule_counts_other_labels(rule, first_count, second_count):
 def test_microbatch_without_rows_is_refused():
     """It can get no label, so its mean loss would be NaN."""
     rows = ragged_batch([(5, 5)])
-    no_rows = {key: value[:0] for key, value in rows.items()}
     with pytest.raises(ValueError, match='at least one row of one token each'):
-        listed_microbatches([rows, no_rows])
-    assert step_loss_weights([rows, no_rows]) == [1.0, 0.0]
+        listed_microbatches([rows, without_rows(rows)])
 
 
 def listed_microbatches(batch, **options):
@@ -160,39 +177,62 @@ def listed_microbatches(batch, **options):
     return list(weighted_microbatches(batch, **options))
 
 
-@pytest.mark.parametrize('function', [step_loss_weights, listed_microbatches])
-def test_first_label_after_padding_is_refused(function):
-    """Whether a pad predicts it depends on the cut into microbatches."""
-    two_rows = [(9, 9), (4, 4)]
-    padded_left = ragged_batch(two_rows, side='left')
-    padded_right = ragged_batch(two_rows)
-    unpadded = ragged_batch([(5, 5)])
+both_functions = pytest.mark.parametrize('function', [step_loss_weights, listed_microbatches])
 
-    batch = PreSplitBatch([padded_left, unpadded], max_tokens=18)
+
+def padded_on_the_left(*, unlabelled_rows):
+    """Returns rows of 9 and 4 tokens. All tokens have labels, except the first ones of some rows."""
+    batch = ragged_batch([(9, 9), (4, 4)], side='left')
+    first_columns = [0, 5]
+    for row in unlabelled_rows:
+        batch['labels'][row, first_columns[row]] = -100
+    return batch
+
+
+def padded_on_both_sides():
+    """Returns a row of 6 tokens in the width 9. All of its tokens have labels."""
+    batch = ragged_batch([(9, 9)])
+    padded_columns = [0, 1, 8]
+    batch['labels'][0, padded_columns] = -100
+    batch['attention_mask'][0, padded_columns] = 0
+    return batch
+
+
+UNPADDED = ragged_batch([(5, 5)])
+
+
+@both_functions
+@pytest.mark.parametrize(
+    'microbatches',
+    [
+        pytest.param([padded_on_the_left(unlabelled_rows=[]), UNPADDED], id='in the first microbatch'),
+        # In one batch of all rows, the row of the second microbatch would get padding.
+        pytest.param([padded_on_the_left(unlabelled_rows=[1]), UNPADDED], id='in a longer batch'),
+        pytest.param([padded_on_the_left(unlabelled_rows=[0, 1]), padded_on_both_sides()], id='both sides'),
+    ],
+)
+def test_first_label_after_padding_is_refused(microbatches, function):
+    """Whether a pad predicts it depends on the cut into microbatches."""
+    batch = PreSplitBatch(microbatches, max_tokens=18)
     with pytest.raises(ValueError, match='first token of a row must have no label'):
         function(batch)
+
+
+@both_functions
+def test_first_label_after_padding_if_unshifted(function):
+    microbatches = [padded_on_the_left(unlabelled_rows=[]), UNPADDED]
+    batch = PreSplitBatch(microbatches, max_tokens=18)
     assert len(function(batch, loss_tokens='unshifted')) == 2
 
-    # The second row of the first microbatch has no label on its first token. In one batch of all rows, the row of the
-    # second microbatch would get padding.
-    padded_left['labels'][1, 5] = -100
-    batch = PreSplitBatch([padded_left, unpadded], max_tokens=18)
-    with pytest.raises(ValueError, match='first token of a row must have no label'):
-        function(batch)
 
-    padded_on_both_sides = ragged_batch([(9, 9)])
-    padded_on_both_sides['labels'][0, [0, 1, 8]] = -100
-    padded_on_both_sides['attention_mask'][0, [0, 1, 8]] = 0
-    padded_left['labels'][0, 0] = -100
-    batch = PreSplitBatch([padded_left, padded_on_both_sides], max_tokens=18)
-    with pytest.raises(ValueError, match='first token of a row must have no label'):
-        function(batch)
-
-    batch = PreSplitBatch([padded_right, unpadded], max_tokens=18)
+@both_functions
+def test_first_label_before_padding(function):
+    padded_on_the_right = ragged_batch([(9, 9), (4, 4)])
+    batch = PreSplitBatch([padded_on_the_right, UNPADDED], max_tokens=18)
     assert len(function(batch)) == 2
 
 
-@pytest.mark.parametrize('function', [step_loss_weights, listed_microbatches])
+@both_functions
 def test_hidden_token_predicts_first_label(function):
     """A mask of ``input_ids != pad`` hides a BOS that is the pad, too. It stays before its row in every cut.
 
@@ -205,10 +245,11 @@ def test_hidden_token_predicts_first_label(function):
         microbatch['attention_mask'][:, 0] = 0
         microbatch['labels'][:, 0] = -100
         microbatches.append({key: value[1:] for key, value in microbatch.items()})
-    assert len(function(PreSplitBatch(microbatches, max_tokens=18))) == 2
+    batch = PreSplitBatch(microbatches, max_tokens=18)
+    assert len(function(batch)) == 2
 
 
-def packed_by_user() -> list[dict[str, torch.Tensor]]:
+def packed_by_user():
     """Returns two microbatches of a packed row each. The first token of every document has a label.
 
     Plain collators leave these labels.
@@ -223,13 +264,23 @@ LABELS_OF_DOCUMENTS = [(4, 9, 4), (2, 6)]
 """The number of labels that are predicted in each document. Nothing predicts the first token of a row."""
 
 
-def token_losses(model, microbatch) -> torch.Tensor:
+def token_losses(model, microbatch):
     """Returns the cross-entropy at every label that the model's own loss averages, by plain torch."""
-    outputs = model(input_ids=microbatch['input_ids'], position_ids=microbatch['position_ids'])
+    outputs = model(
+        input_ids=microbatch['input_ids'],
+        position_ids=microbatch['position_ids'],
+    )
     return next_token_loss(outputs.logits, microbatch['labels'], reduction='none')
 
 
-@pytest.mark.parametrize(('token_weights', 'power'), [('token', 0.0), ('sqrt', 0.5), ('sample', 1.0)])
+@pytest.mark.parametrize(
+    ('token_weights', 'power'),
+    [
+        ('token', 0.0),
+        ('sqrt', 0.5),
+        ('sample', 1.0),
+    ],
+)
 def test_packed_rows_of_the_user(token_weights, power):
     """Factors count every label that the caller's loss averages, also the first one of a document."""
     model = one_layer_model()
@@ -285,24 +336,24 @@ def test_microbatches_that_are_no_list(as_iterable):
         step_loss_weights(microbatches)
 
 
-@pytest.mark.parametrize('function', [step_loss_weights, listed_microbatches])
+@both_functions
 def test_number_of_items_is_refused(function):
     """The model would divide its loss by this number, and the factor would weigh it again: an error of 66 %."""
-    microbatches = [ragged_batch(SHAPE[:2]), ragged_batch(SHAPE[2:])]
-    microbatches[1]['num_items_in_batch'] = torch.tensor(26)
+    first = ragged_batch(SHAPE[:2])
+    second = ragged_batch(SHAPE[2:])
+    second['num_items_in_batch'] = torch.tensor(26)
     with pytest.raises(ValueError, match=r'must not hold `num_items_in_batch`, got: 26'):
-        function(microbatches)
+        function([first, second])
 
 
 def test_step_of_zero_weights_is_refused():
-    microbatches = [{**ragged_batch(SHAPE), 'loss_weights': [0.0] * len(SHAPE)}] * 2
+    microbatch = ragged_batch(SHAPE)
+    microbatch['loss_weights'] = [0.0] * len(SHAPE)
     with pytest.raises(RuntimeError, match='weights of a step must not all be 0, got: 0 for each of its 50'):
-        step_loss_weights(microbatches, token_weights='column')
+        step_loss_weights([microbatch, microbatch], token_weights='column')
 
 
-@pytest.mark.parametrize(
-    'function', [step_loss_weights, lambda microbatches: list(weighted_microbatches(microbatches))]
-)
+@both_functions
 def test_other_ignored_labels_are_refused(function):
     """A model with `ignore_index=-1` would leave out labels that are counted."""
     microbatch = ragged_batch(SHAPE)
@@ -329,7 +380,13 @@ def compiled_model():
     return torch.compile(one_layer_model(), backend='aot_eager')
 
 
-@pytest.mark.parametrize('make_model', [OtherLogits, pytest.param(compiled_model, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    'make_model',
+    [
+        OtherLogits,
+        pytest.param(compiled_model, marks=pytest.mark.slow),
+    ],
+)
 def test_loss_of_other_logits_is_refused(make_model):
     """The hook on the returned logits would change no gradient, so all tokens would weigh the same."""
     model = make_model()
@@ -347,10 +404,19 @@ def test_equal_weights_need_no_logits():
     apply_token_weights(None, ragged_batch(SHAPE), 'token')
 
 
-@pytest.mark.parametrize('change', [torch.Tensor.detach, lambda logits: None, lambda logits: logits[:, 1:]])
-def test_unsuitable_logits_are_refused(change):
+@pytest.mark.parametrize(
+    'unsuitable',
+    [
+        pytest.param(lambda logits: logits.detach(), id='without a graph'),
+        pytest.param(lambda logits: None, id='none'),
+        pytest.param(lambda logits: logits[:, 1:], id='too few positions'),
+    ],
+)
+def test_unsuitable_logits_are_refused(unsuitable):
     microbatch = ragged_batch(SHAPE)
-    logits = change(one_layer_model()(**microbatch).logits)
+    model = one_layer_model()
+    outputs = model(**microbatch)
+    logits = unsuitable(outputs.logits)
     with pytest.raises(ValueError, match='`logits` must be a tensor of shape'):
         apply_token_weights(logits, microbatch, 'sqrt')
 
@@ -358,15 +424,17 @@ def test_unsuitable_logits_are_refused(change):
 def test_second_term_of_hidden_states_keeps_its_gradient():
     """A backward that comes to the hidden states through the logits and in another way is not refused."""
     model = one_layer_model()
-    microbatch = ragged_batch(SHAPE)
-    weights = torch.ones(len(SHAPE))  # they change nothing
+    inputs = ragged_batch(SHAPE)
+    equal_weights = torch.ones(len(SHAPE))  # they change nothing
+    microbatch = {**inputs, 'loss_weights': equal_weights}
 
-    def loss_of_two_terms(*, is_weighted):
-        outputs = model(**microbatch, output_hidden_states=True)
+    def gradients_of_two_terms(*, is_weighted):
+        outputs = model(**inputs, output_hidden_states=True)
         if is_weighted:
-            apply_token_weights(outputs.logits, {**microbatch, 'loss_weights': weights}, 'column')
-        return outputs.loss + outputs.hidden_states[-1].square().mean()
+            apply_token_weights(outputs.logits, microbatch, 'column')
+        second_term = outputs.hidden_states[-1].square().mean()
+        return gradients_of(model, outputs.loss + second_term)
 
-    expected = gradients_of(model, loss_of_two_terms(is_weighted=False))
-    gradients = gradients_of(model, loss_of_two_terms(is_weighted=True))
+    expected = gradients_of_two_terms(is_weighted=False)
+    gradients = gradients_of_two_terms(is_weighted=True)
     assert relative_error(gradients, expected) < 1e-6

@@ -83,7 +83,12 @@ def fused(*, logits_in_eval: bool, shift_in_training: int = 1):
 
 @pytest.mark.parametrize(
     ('logits_in_eval', 'packing', 'microbatch_size'),
-    [(True, False, 6), (True, True, 2), (False, False, 1), (False, True, 2)],
+    [
+        (True, False, 6),
+        (True, True, 2),
+        (False, False, 1),
+        (False, True, 2),
+    ],
 )
 def test_rule_is_found_without_logits(logits_in_eval, packing, microbatch_size, caplog):
     batch = ragged_batch(ONE_UNLABELLED)
@@ -91,7 +96,13 @@ def test_rule_is_found_without_logits(logits_in_eval, packing, microbatch_size, 
     model = fused(logits_in_eval=logits_in_eval)
     algorithm = TokenAccumulation()
 
-    recorder = fit(model, batch, packing=packing, microbatch_size=microbatch_size, algorithms=[algorithm])
+    recorder = fit(
+        model,
+        batch,
+        packing=packing,
+        microbatch_size=microbatch_size,
+        algorithms=[algorithm],
+    )
 
     assert algorithm.rule == 'causal'
     assert relative_error(recorder.gradients, expected) < 1e-6
@@ -134,8 +145,8 @@ def test_wrong_rule_is_refused(logits_in_eval):
 def test_loss_that_shifts_only_in_evaluation(logits_in_eval):
     model = fused(logits_in_eval=logits_in_eval, shift_in_training=0)
     batch = ragged_batch([(4, 4), (9, 9), (5, 2)])
-    expected_loss = model(**batch).loss
-    expected = gradients_of(model, expected_loss)
+    outputs = model(**batch)
+    expected = gradients_of(model, outputs.loss)
     algorithm = TokenAccumulation()
 
     recorder = fit(model, batch, algorithms=[algorithm])

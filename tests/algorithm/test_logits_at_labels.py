@@ -30,7 +30,15 @@ from tests.support.families import FAMILIES
 from tests.support.masked_text import masked_batch, masked_model
 from tests.support.mixtures import mixture_of_experts
 from tests.support.process_group import group_of_one_rank
-from tests.support.text import collate, named_batch, next_token_loss, one_layer_model, single_rows, text_rows
+from tests.support.text import (
+    collate,
+    named_batch,
+    next_token_loss,
+    one_layer_model,
+    ragged_batch,
+    single_rows,
+    text_rows,
+)
 from tests.support.training import (
     TOLERANCE,
     On,
@@ -65,7 +73,15 @@ HEADS = {'num_attention_heads': 4, 'num_key_value_heads': 4, 'head_dim': 8}
 # Scales its embeddings, ties them to the head, and caps its logits.
 gemma2 = partial(make, 'Gemma2ForCausalLM', **HEADS, final_logit_softcapping=5.0)
 modern_bert = partial(masked_model, 'modernbert')
-t5 = partial(make, 'T5ForConditionalGeneration', d_ff=48, num_heads=4, d_kv=8, decoder_start_token_id=0, dropout_rate=0)
+t5 = partial(
+    make,
+    'T5ForConditionalGeneration',
+    d_ff=48,
+    num_heads=4,
+    d_kv=8,
+    decoder_start_token_id=0,
+    dropout_rate=0,
+)
 
 
 def resized():
@@ -136,9 +152,15 @@ def batch_of(side='right', shape=FEW_LABELS):
     return named_batch(shape, side=side)
 
 
-def without_sample_ids(batch):
-    """Returns only the inputs of the model."""
-    return {key: value for key, value in batch.items() if key != 'sample_ids'}
+def inputs_of(shape=FEW_LABELS, side='right'):
+    """Returns the rows of :func:`batch_of` as inputs of a model, without their names."""
+    return ragged_batch(shape, side=side)
+
+
+def forward_gradients(model, batch):
+    """Returns the gradients of one forward of a model over its inputs."""
+    outputs = model(**batch)
+    return gradients_of(model, outputs.loss)
 
 
 @pytest.mark.parametrize(
@@ -178,8 +200,7 @@ def test_gradient_of_an_adapted_head(microbatch_size):
     model = with_lora()
     batch = batch_of()
     reference = copy.deepcopy(model).double()
-    outputs = reference(**without_sample_ids(batch))
-    expected = gradients_of(reference, outputs.loss)
+    expected = forward_gradients(reference, inputs_of())
 
     composer_model = hugging_face(model)
     recorder = fit(composer_model, batch, logits='labels', microbatch_size=microbatch_size)
@@ -187,7 +208,14 @@ def test_gradient_of_an_adapted_head(microbatch_size):
     assert relative_error(recorder.gradients, expected) < TOLERANCE
 
 
-@pytest.mark.parametrize(('make_model', 'microbatch_size'), [(modern_bert, 1), (modern_bert, 6), (t5, 2)])
+@pytest.mark.parametrize(
+    ('make_model', 'microbatch_size'),
+    [
+        (modern_bert, 1),
+        (modern_bert, 6),
+        (t5, 2),
+    ],
+)
 def test_gradient_of_unshifted_labels(make_model, microbatch_size, shapes):
     model = make_model()
     model.eval()  # without dropout
@@ -205,13 +233,11 @@ def test_gradient_is_that_of_sparse_prediction():
     batch = masked_batch(LENGTHS)
     reference = modern_bert()
     reference.sparse_prediction = True
-    expected_loss = reference(**batch).loss
-    expected = gradients_of(reference, expected_loss)
+    expected = forward_gradients(reference, batch)
 
     model = modern_bert()
     with LogitsAtLabels(model):
-        loss = model(**batch).loss
-        gradients = gradients_of(model, loss)
+        gradients = forward_gradients(model, batch)
 
     for name, gradient in expected.items():
         torch.testing.assert_close(gradients[name], gradient, rtol=1e-5, atol=1e-8, msg=name)
@@ -233,14 +259,27 @@ def test_mixture_of_experts(router_balance):
         assert relative_error(at_labels.gradients, expected) < TOLERANCE
 
 
-@pytest.mark.parametrize(('token_weights', 'microbatch_size'), [('sqrt', 1), ('sample', 4), ('column', 4)])
+@pytest.mark.parametrize(
+    ('token_weights', 'microbatch_size'),
+    [
+        ('sqrt', 1),
+        ('sample', 4),
+        ('column', 4),
+    ],
+)
 def test_token_weights(token_weights, microbatch_size):
     model = one_layer_model()
     batch = batch_of()
     batch['loss_weights'] = column(batch)
     expected, weighted_mean, plain_mean = weighted_reference(model, batch, token_weights)
 
-    recorder = fit(model, batch, token_weights=token_weights, logits='labels', microbatch_size=microbatch_size)
+    recorder = fit(
+        model,
+        batch,
+        token_weights=token_weights,
+        logits='labels',
+        microbatch_size=microbatch_size,
+    )
 
     assert relative_error(recorder.gradients, expected) < TOLERANCE
     logged_total = recorder.logged('loss/train/total')
@@ -260,16 +299,14 @@ def test_column_that_is_not_used():
 def test_dropout_keeps_the_gradient():
     """Hidden states are selected after the last dropout, so the same entries are dropped."""
     model = one_layer_model(attention_dropout=0.5)
-    batch = without_sample_ids(batch_of())
+    batch = inputs_of()
     torch.manual_seed(3)
-    expected_loss = model(**batch).loss
-    expected = gradients_of(model, expected_loss)
+    expected = forward_gradients(model, batch)
 
     with LogitsAtLabels(model, shifts_labels=True):
         model(**batch)  # the first forward is checked, and draws random numbers
         torch.manual_seed(3)
-        loss = model(**batch).loss
-        gradients = gradients_of(model, loss)
+        gradients = forward_gradients(model, batch)
 
     assert relative_error(gradients, expected) < TOLERANCE
 
@@ -294,8 +331,8 @@ def test_losses_by_source():
     batch = batch_of()
     batch['source'] = ['a', 'b', 'a', 'b', 'c', 'c']
 
-    at_all = fit(model, batch, logits='all', callbacks=[TokenMonitor()], microbatch_size=2)
-    at_labels = fit(model, batch, logits='labels', callbacks=[TokenMonitor()], microbatch_size=2)
+    at_all = fit(model, batch, logits='all', callbacks=[TokenMonitor()])
+    at_labels = fit(model, batch, logits='labels', callbacks=[TokenMonitor()])
 
     for source in ('a', 'b', 'c'):
         name = f'token_monitor/source/{source}/loss'
@@ -332,10 +369,16 @@ def test_error_names_sample_and_label():
     labels_of_first_row = second_batch['labels'][0][has_label[0]]
     _, second_label = labels_of_first_row.tolist()
 
-    callbacks = [On(Event.AFTER_FORWARD, double_weight_in_second_step)]
-    options = {'logits': 'labels', 'microbatch_size': 5, 'slot_tokens': 19}
     with pytest.raises(RuntimeError, match=f'label {second_label} of .*sample-0'):
-        fit(one_layer_model(), first_batch, second_batch, callbacks=callbacks, **options)
+        fit(
+            one_layer_model(),
+            first_batch,
+            second_batch,
+            callbacks=[On(Event.AFTER_FORWARD, double_weight_in_second_step)],
+            logits='labels',
+            microbatch_size=5,
+            slot_tokens=19,
+        )
 
 
 class Waits(TorchDispatchMode):
@@ -499,7 +542,13 @@ def test_evaluation_computes_all_logits():
         """Returns the metric after a run with this option of the algorithm."""
         model = hugging_face(one_layer_model(), eval_metrics=[LanguageCrossEntropy()])
         eval_rows = DataLoader(text_rows(FEW_LABELS), batch_size=6, collate_fn=collate)
-        recorder = fit(model, batch_of(), logits=logits, eval_interval='1ba', eval_dataloader=eval_rows)
+        recorder = fit(
+            model,
+            batch_of(),
+            logits=logits,
+            eval_interval='1ba',
+            eval_dataloader=eval_rows,
+        )
         metrics = recorder.trainer.state.eval_metrics['eval']
         return float(metrics['LanguageCrossEntropy'].compute())
 
@@ -511,7 +560,7 @@ def test_evaluation_computes_all_logits():
 def test_plain_loop(shifts_labels):
     """Logits are computed only at labels in training, and only within the ``with`` block."""
     model = one_layer_model()
-    batch = without_sample_ids(batch_of())
+    batch = inputs_of()
     expected, _ = reference_gradients(model, batch)
 
     with LogitsAtLabels(model, shifts_labels=shifts_labels):
@@ -537,7 +586,7 @@ def assert_one_logit_per_position(model, batch):
 
 def assert_one_forward_is_exact(model, call, **options):
     """Compares one forward with logits at labels with a forward that computes all logits."""
-    batch = without_sample_ids(batch_of(**options))
+    batch = inputs_of(**options)
     expected, _ = reference_gradients(model, batch)
     with LogitsAtLabels(model):
         outputs = call(**batch)
@@ -556,8 +605,8 @@ def test_plain_loop_begins_with_one_column():
     """The loss of such a microbatch is NaN in a plain forward, too. The next microbatch is checked."""
     model = one_layer_model()
     with LogitsAtLabels(model):
-        model(**without_sample_ids(batch_of(shape=[(1, 0)])))
-        outputs = model(**without_sample_ids(batch_of()))
+        model(**inputs_of([(1, 0)]))
+        outputs = model(**inputs_of())
     assert outputs.logits.shape[0] == 1
 
 
@@ -570,7 +619,7 @@ def test_arguments_by_position_are_refused():
 
 def test_masks_by_layer_type_are_refused():
     model = one_layer_model()
-    batch = without_sample_ids(batch_of())
+    batch = inputs_of()
     batch['attention_mask'] = {'full_attention': batch['attention_mask']}
     with LogitsAtLabels(model), pytest.raises(ValueError, match='`attention_mask` must be a tensor, got: dict'):
         model(**batch)
@@ -585,7 +634,7 @@ def test_adapted_model_without_a_task():
 def test_logits_that_accelerate_converts():
     """In mixed precision it returns a copy of the outputs in float32. The noise of bfloat16 remains."""
     accelerate = pytest.importorskip('accelerate')
-    batch = without_sample_ids(batch_of())
+    batch = inputs_of()
     model = one_layer_model()
     expected, _ = reference_gradients(model, batch)
     trained = copy.deepcopy(model)  # accelerate wraps it in DDP if an earlier test has made a process group
@@ -612,15 +661,15 @@ def test_compiled_model_in_a_plain_loop():
 def test_sharded_model_in_a_plain_loop(tmp_path):
     """The check runs the model before FSDP2 has gathered the weights for the forward of the loop."""
     model = one_layer_model()
-    batch = without_sample_ids(batch_of())
+    batch = inputs_of()
     expected, _ = reference_gradients(model, batch)
     with group_of_one_rank(tmp_path):
         fully_shard(model, mesh=init_device_mesh('cpu', (1,)))
         with LogitsAtLabels(model):
             outputs = model(**batch)
         assert outputs.logits.shape[0] == 1
-        outputs.loss.backward()
-        gradients = {name: gradient.full_tensor() for name, gradient in composer_gradients(model).items()}
+        sharded_gradients = gradients_of(model, outputs.loss)
+        gradients = {name: gradient.full_tensor() for name, gradient in sharded_gradients.items()}
     assert relative_error(gradients, expected) < TOLERANCE
 
 
@@ -630,19 +679,19 @@ def test_labels_that_are_shifted_already():
     next_labels = batch['labels'][:, 1:]
     batch['shift_labels'] = torch.nn.functional.pad(next_labels, (0, 1), value=-100)
     model = one_layer_model()
-    expected_loss = model(**batch).loss
-    expected = gradients_of(model, expected_loss)
+    expected = forward_gradients(model, batch)
 
     with LogitsAtLabels(model):
         outputs = model(**batch)
+    gradients = gradients_of(model, outputs.loss)
 
     assert outputs.logits.shape[:2] == batch['labels'].shape
-    assert relative_error(gradients_of(model, outputs.loss), expected) < TOLERANCE
+    assert relative_error(gradients, expected) < TOLERANCE
 
 
 def test_plain_loop_refuses_a_wrong_shift():
     model = one_layer_model()
-    batch = without_sample_ids(batch_of())
+    batch = inputs_of()
     with pytest.raises(RuntimeError, match='logits-at-labels'), LogitsAtLabels(model, shifts_labels=False):
         model(**batch)
 
@@ -652,9 +701,12 @@ class MeanOfRows(transformers.LlamaForCausalLM):
 
     def forward(self, labels=None, **inputs):
         outputs = super().forward(**inputs)
-        losses = torch.nn.functional.cross_entropy(outputs.logits[:, :-1].mT, labels[:, 1:], reduction='none')
-        num_labels = (labels[:, 1:] != -100).sum(dim=1).clamp(min=1)
-        outputs.loss = (losses.sum(dim=1) / num_labels).mean()
+        losses = next_token_loss(outputs.logits, labels, reduction='none')
+        losses_of_rows = losses.view(len(labels), -1).sum(dim=1)
+        is_counted = labels[:, 1:] != -100
+        num_labels = is_counted.sum(dim=1).clamp(min=1)
+        means_of_rows = losses_of_rows / num_labels
+        outputs.loss = means_of_rows.mean()
         return outputs
 
 
@@ -667,14 +719,14 @@ NO_LABEL = [(14, 0), (9, 0)]
 def test_plain_loop_checks_how_rows_are_joined(shape):
     """The rows of the first forward do not show that logits in one row change the loss of several rows."""
     model = MeanOfRows(one_layer_model().config)
-    batch = without_sample_ids(batch_of(shape=shape))
+    batch = inputs_of(shape)
     with pytest.raises(RuntimeError, match='logits-at-labels'), LogitsAtLabels(model):
         model(**batch)
 
 
 def test_plain_loop_checks_a_batch_without_labels():
     model = one_layer_model()
-    batch = without_sample_ids(batch_of(shape=NO_LABEL))
+    batch = inputs_of(NO_LABEL)
     with pytest.raises(RuntimeError, match='logits-at-labels'), LogitsAtLabels(model, shifts_labels=False):
         model(**batch)
 
@@ -686,30 +738,44 @@ class TakesAnything(transformers.LlamaForCausalLM):
         return super().forward(**inputs)
 
 
-@pytest.mark.parametrize('option', [{}, {'num_items_in_batch': 21}, {'return_dict': False}])
+@pytest.mark.parametrize(
+    'option',
+    [
+        pytest.param({}, id='no option'),
+        pytest.param({'num_items_in_batch': 21}, id='divisor of the loss'),
+        pytest.param({'return_dict': False}, id='outputs in a tuple'),
+    ],
+)
 def test_plain_loop_passes_all_arguments(option):
     model = TakesAnything(one_layer_model().config)
-    batch = {**without_sample_ids(batch_of()), **option}
-    expected = gradients_of(model, loss_in(model(**batch)))
+    batch = inputs_of()
+
+    def gradients_with_option():
+        outputs = model(**batch, **option)
+        loss = outputs[0]
+        return gradients_of(model, loss)
+
+    expected = gradients_with_option()
     with LogitsAtLabels(model):
-        gradients = gradients_of(model, loss_in(model(**batch)))
+        gradients = gradients_with_option()
+
     assert relative_error(gradients, expected) < TOLERANCE
-
-
-def loss_in(outputs):
-    return outputs[0]
 
 
 def test_rows_that_cannot_be_told_apart_compute_all_logits():
     """The check had only one row, and nothing tells how to copy it. So batches of one row compute logits at labels."""
     model = one_layer_model()
-    number_of_logits = []
+    one_row = inputs_of(ONE_ROW)
+    one_row['cu_seq_lens_q'] = torch.arange(3)
+    several_rows = inputs_of(FEW_LABELS)
+    several_rows['cu_seq_lens_q'] = torch.arange(8)
+
     with LogitsAtLabels(model):
-        for shape in (ONE_ROW, FEW_LABELS):
-            batch = without_sample_ids(batch_of(shape=shape))
-            outputs = model(**batch, cu_seq_lens_q=torch.arange(2 + len(shape)))
-            number_of_logits.append(tuple(outputs.logits.shape[:2]))
-    assert number_of_logits == [(1, 5), (len(FEW_LABELS), max(LENGTHS))]
+        outputs_of_one_row = model(**one_row)
+        outputs_of_several_rows = model(**several_rows)
+
+    assert outputs_of_one_row.logits.shape[:2] == (1, 5)
+    assert outputs_of_several_rows.logits.shape[:2] == (len(FEW_LABELS), max(LENGTHS))
 
 
 class OneRow(transformers.LlamaForCausalLM):
@@ -745,7 +811,7 @@ def test_rows_that_failed_are_freed(monkeypatch):
     monkeypatch.setattr(logits_at_labels, '_with_unequal_row', watched_rows)
     with LogitsAtLabels(model):
         model.lm_head.register_forward_pre_hook(note_whether_freed)
-        model(**without_sample_ids(batch_of(shape=ONE_ROW)))
+        model(**inputs_of(ONE_ROW))
 
     assert len(labels_with_added_row) == 1
     assert are_freed
@@ -756,10 +822,12 @@ def test_embeddings_with_a_graph():
     """A model around the language model makes its `inputs_embeds`, and trains what it makes them with."""
     model = one_layer_model()
     number_of_logits = []
+    embed = model.get_input_embeddings()
     with LogitsAtLabels(model):
         for shape in (ONE_ROW, FEW_LABELS):
-            batch = without_sample_ids(batch_of(shape=shape))
-            batch['inputs_embeds'] = model.get_input_embeddings()(batch.pop('input_ids'))
+            batch = inputs_of(shape)
+            ids = batch.pop('input_ids')
+            batch['inputs_embeds'] = embed(ids)
             expected_loss = model.eval()(**batch).loss
             outputs = model.train()(**batch)
             torch.testing.assert_close(outputs.loss, expected_loss)
@@ -772,41 +840,55 @@ class CheckpointedNormAndHead(CheckpointedHead):
 
     def __init__(self, config):
         super().__init__(config)
-        self.lm_head.register_forward_pre_hook(lambda head, args: (1.0 * args[0],), prepend=True)
+        self.lm_head.register_forward_pre_hook(self.times_one, prepend=True)
+
+    @staticmethod
+    def times_one(head, args):
+        (hidden_states,) = args
+        return (1.0 * hidden_states,)
 
 
-TWO_SHAPES = [[(14, 4), (9, 2)], [(14, 3), (9, 3)]]
+FIRST_SHAPE = [(14, 4), (9, 2)]
+SECOND_SHAPE = [(14, 3), (9, 3)]
 
 
 @pytest.mark.parametrize('has_frozen_body', [False, True])
 def test_checkpointed_head_of_several_forwards(has_frozen_body):
     """A backward of two losses computes the output embedding of both forwards again, each at its own labels."""
     model = checkpointed_head()
-    batches = [without_sample_ids(batch_of(shape=shape)) for shape in TWO_SHAPES]
+    batch = inputs_of(FIRST_SHAPE)
+    other_batch = inputs_of(SECOND_SHAPE)
     if has_frozen_body:
         model.model.requires_grad_(False)
 
-    def sum_of_losses():
-        return sum(model(**batch).loss for batch in batches)
+    def gradients_of_both():
+        first_loss = model(**batch).loss
+        second_loss = model(**other_batch).loss
+        return gradients_of(model, first_loss + second_loss)
 
-    expected = gradients_of(model, sum_of_losses())
+    expected = gradients_of_both()
     with LogitsAtLabels(model):
-        assert relative_error(gradients_of(model, sum_of_losses()), expected) < TOLERANCE
+        gradients = gradients_of_both()
+    assert relative_error(gradients, expected) < TOLERANCE
 
 
 def test_checkpoint_begins_before_the_head():
     """Then nothing tells which forward is computed again, so it must be the last one."""
     model = CheckpointedNormAndHead(checkpointed_head().config)
-    batch, other_batch = [without_sample_ids(batch_of(shape=shape)) for shape in TWO_SHAPES]
-    expected = gradients_of(model, model(**batch).loss)
+    batch = inputs_of(FIRST_SHAPE)
+    other_batch = inputs_of(SECOND_SHAPE)
+    expected = forward_gradients(model, batch)
     with LogitsAtLabels(model):
-        loss = model(**batch).loss
+        outputs = model(**batch)
         with torch.no_grad():
             model(**other_batch)
-        assert relative_error(gradients_of(model, loss), expected) < TOLERANCE
-        losses = [model(**batch).loss, model(**other_batch).loss]
+        gradients = gradients_of(model, outputs.loss)
+        assert relative_error(gradients, expected) < TOLERANCE
+
+        outputs = model(**batch)
+        model(**other_batch)
         with pytest.raises(RuntimeError, match='got: 2 forwards before a backward'):
-            losses[0].backward()
+            outputs.loss.backward()
 
 
 @pytest.mark.parametrize(
@@ -819,7 +901,7 @@ def test_checkpoint_begins_before_the_head():
 def test_checkpoint_around_the_model(arms_again, shape_in_backward):
     """The backward runs the forward again, with or without the selection. The gradient is the same."""
     model = one_layer_model()
-    batch = without_sample_ids(batch_of(shape=TWO_SHAPES[0]))
+    batch = inputs_of(FIRST_SHAPE)
     input_ids = batch.pop('input_ids')
     shapes_of_logits = []
 
@@ -829,8 +911,9 @@ def test_checkpoint_around_the_model(arms_again, shape_in_backward):
         return outputs.loss
 
     def gradients_with_checkpoint():
-        embeddings = model.get_input_embeddings()(input_ids)
-        return gradients_of(model, checkpoint(loss_of, embeddings, use_reentrant=True))
+        embed = model.get_input_embeddings()
+        loss = checkpoint(loss_of, embed(input_ids), use_reentrant=True)
+        return gradients_of(model, loss)
 
     expected = gradients_with_checkpoint()
     shapes_of_logits.clear()
@@ -847,7 +930,7 @@ def test_checkpoint_around_the_model(arms_again, shape_in_backward):
 def test_model_that_calls_itself():
     """Which call the output embedding belongs to is not known, so nothing is selected later."""
     model = one_layer_model()
-    batch = without_sample_ids(batch_of(shape=TWO_SHAPES[0]))
+    batch = inputs_of(FIRST_SHAPE)
     selector = LabelSelector(model)
     model(**batch)
     assert selector.num_head_calls == 1
@@ -868,21 +951,22 @@ def test_model_that_calls_itself():
 def test_forward_that_fails_before_a_backward(has_frozen_body, model_class):
     """It leaves nothing behind that the backward of an earlier forward would use."""
     model = model_class(checkpointed_head().config)
-    batch, other_batch = [without_sample_ids(batch_of(shape=shape)) for shape in TWO_SHAPES]
+    batch = inputs_of(FIRST_SHAPE)
+    other_batch = inputs_of(SECOND_SHAPE)
     if has_frozen_body:
         model.model.requires_grad_(False)
-    expected = gradients_of(model, model(**batch).loss)
+    expected = forward_gradients(model, batch)
 
     def fail(head, args, output):
         raise RuntimeError('out of memory')
 
     with LogitsAtLabels(model):
-        loss = model(**batch).loss
-        handle = model.lm_head.register_forward_hook(fail)
-        with pytest.raises(RuntimeError, match='out of memory'):
+        outputs = model(**batch)
+        with model.lm_head.register_forward_hook(fail), pytest.raises(RuntimeError, match='out of memory'):
             model(**other_batch)
-        handle.remove()
-        assert relative_error(gradients_of(model, loss), expected) < TOLERANCE
+        gradients = gradients_of(model, outputs.loss)
+
+    assert relative_error(gradients, expected) < TOLERANCE
 
 
 def text_model_without_head():
@@ -927,7 +1011,7 @@ def test_plain_loop_enters_once():
 def test_validation_in_inference_mode_before_training():
     """The check of the first forward needs gradients, so it waits for a forward that has some."""
     model = one_layer_model()
-    batch = without_sample_ids(batch_of())
+    batch = inputs_of()
     with LogitsAtLabels(model):
         with torch.inference_mode():
             assert_one_logit_per_position(model, batch)

@@ -27,6 +27,7 @@ NORM_UNITS = {'lm': 'tokens', 'norm': 'samples'}
 """Units of the models with a term called ``norm``."""
 LENGTH_OF_ALL = 10
 """The constant that SequenceLoss divides by."""
+ONE = torch.tensor(1.0)
 
 
 def value_of_rows(first_logits):
@@ -130,7 +131,8 @@ class LossOfEverySecondToken(CausalModel):
     def loss(self, outputs, batch):
         losses = token_losses(outputs['logits'], batch['labels'])
         every_second = losses[:, ::2]
-        return every_second.sum() / labels_per_row(batch).sum()
+        num_labels = labels_per_row(batch).sum()
+        return every_second.sum() / num_labels
 
 
 @pytest.fixture
@@ -145,12 +147,22 @@ def batch():
 
 def outputs_of(model, batch):
     """Returns the outputs of one plain forward over the whole batch, without a loss."""
-    return model(input_ids=batch['input_ids'], attention_mask=batch['attention_mask'])
+    return model(
+        input_ids=batch['input_ids'],
+        attention_mask=batch['attention_mask'],
+    )
 
 
 def logits_of(model, batch):
     """Returns the logits of one plain forward over the whole batch."""
-    return outputs_of(model, batch).logits.float()
+    outputs = outputs_of(model, batch)
+    return outputs.logits.float()
+
+
+def values_of_rows(model, batch):
+    """Returns the values of rows that the term of samples of TermsModel averages."""
+    logits = logits_of(model, batch)
+    return value_of_rows(logits[:, 0])
 
 
 def with_dummy_rows(batch, num_dummies):
@@ -165,9 +177,8 @@ def expected_terms(model, batch, microbatch_size):
     """Returns each term by its definition: sums over tokens, samples or microbatches, divided by their number."""
     logits = logits_of(model, batch)
     first_logits = logits[:, 0]
-    router_values = []
-    for logits_of_microbatch in first_logits.split(microbatch_size):
-        router_values.append(value_of_microbatch(logits_of_microbatch))
+    logits_of_microbatches = first_logits.split(microbatch_size)
+    router_values = [value_of_microbatch(part) for part in logits_of_microbatches]
     return {
         'lm': next_token_loss(logits, batch['labels']),
         'contrastive': value_of_rows(first_logits).mean(),
@@ -177,11 +188,19 @@ def expected_terms(model, batch, microbatch_size):
 
 def assert_logged(recorder, name, expected):
     """Compares the logged value of a term of a run of one step."""
-    assert recorder.logged(f'loss/train/{name}') == pytest.approx([expected.item()], rel=1e-6)
+    logged_values = recorder.logged(f'loss/train/{name}')
+    assert logged_values == pytest.approx([expected.item()], rel=1e-6)
 
 
 @pytest.mark.parametrize(
-    ('form', 'microbatch_size'), [('dict', 1), ('dict', 3), ('total', 1), ('total', 2), ('total', 5)]
+    ('form', 'microbatch_size'),
+    [
+        ('dict', 1),
+        ('dict', 3),
+        ('total', 1),
+        ('total', 2),
+        ('total', 5),
+    ],
 )
 def test_every_term_has_its_own_denominator(model, batch, form, microbatch_size):
     terms = expected_terms(model, batch, microbatch_size)
@@ -211,13 +230,15 @@ def test_term_that_is_only_in_the_total(model, batch):
     """Composer takes the gradient of the total, but the package takes the gradient of the terms."""
     terms_model = TermsModel(model, form='total')
     algorithms = [AddsToTotal(), TokenAccumulation(loss_units=UNITS)]
-    with weights_unchanged(model), pytest.raises(RuntimeError, match='must be the sum of the other terms'):
+    message = 'must be the sum of the other terms'
+
+    with weights_unchanged(model), pytest.raises(RuntimeError, match=message):
         fit(terms_model, loader(batch), algorithms=algorithms)
 
 
 def test_loss_without_a_gradient_at_each_label(model, batch):
     composer_model = LossOfEverySecondToken(model)
-    outputs = {'logits': logits_of(model, batch)}
+    outputs = outputs_of(model, batch)
     loss = composer_model.loss(outputs, batch)
     expected = gradients_of(model, loss)
 
@@ -231,12 +252,13 @@ def test_loss_without_a_gradient_at_each_label(model, batch):
 def test_term_absent_in_some_microbatches(model, batch):
     """The last of five rows does not have the term, and is a separate microbatch. The term is still divided by five."""
     terms = expected_terms(model, batch, 2)
-    first_logits = logits_of(model, batch)[:, 0]
-    terms['contrastive'] = value_of_rows(first_logits)[:4].sum() / 5
+    first_four_values = values_of_rows(model, batch)[:4]
+    terms['contrastive'] = first_four_values.sum() / 5
     expected = gradients_of(model, sum(terms.values()))
-    first_ids = batch['input_ids'][:, 0].tolist()
-    assert first_ids.count(first_ids[-1]) == 1
-    terms_model = TermsModel(model, first_id_without_term=first_ids[-1])
+
+    *other_first_ids, id_of_last_row = batch['input_ids'][:, 0].tolist()
+    assert id_of_last_row not in other_first_ids
+    terms_model = TermsModel(model, first_id_without_term=id_of_last_row)
 
     recorder = fit(terms_model, loader(batch), loss_units=UNITS)
 
@@ -250,8 +272,8 @@ def test_term_of_one_short_row(model):
     batch['input_ids'][:, 0] = torch.tensor([5, 6, 5])
     terms_model = TermsModel(model, first_id_without_term=5)
     terms = expected_terms(model, batch, 3)
-    first_logits = logits_of(model, batch)[:, 0]
-    terms['contrastive'] = value_of_rows(first_logits)[1] / 3
+    value_of_short_row = values_of_rows(model, batch)[1]
+    terms['contrastive'] = value_of_short_row / 3
     expected = gradients_of(model, sum(terms.values()))
 
     recorder = fit(terms_model, loader(batch), loss_units=UNITS, microbatch_size=3)
@@ -259,11 +281,18 @@ def test_term_of_one_short_row(model):
     assert relative_error(recorder.gradients, expected) < 1e-6
 
 
-@pytest.mark.parametrize(('form', 'names'), [('tuple', {'loss0', 'loss1', 'total'}), ('only total', {'total'})])
+@pytest.mark.parametrize(
+    ('form', 'names'),
+    [
+        ('tuple', {'loss0', 'loss1', 'total'}),
+        ('only total', {'total'}),
+    ],
+)
 @pytest.mark.parametrize('microbatch_size', [1, 2])
 def test_losses_without_units_are_token_means(model, batch, microbatch_size, form, names):
     """Both forms add up to three times the mean over tokens."""
-    token_mean = next_token_loss(logits_of(model, batch), batch['labels'])
+    logits = logits_of(model, batch)
+    token_mean = next_token_loss(logits, batch['labels'])
     expected = gradients_of(model, 3 * token_mean)
     terms_model = TermsModel(model, form=form)
 
@@ -282,8 +311,9 @@ def test_terms_of_microbatches_of_the_split(model, batch):
     data = token_data_spec(loader(batch), regroup=False)
     # In order, with a budget of 2 * 14 tokens.
     transformed_batch = data.batch_transforms(batch)
-    microbatches = data.split_batch(transformed_batch, 2)
-    assert [len(microbatch['input_ids']) for microbatch in microbatches] == [3, 2]
+    first, second = data.split_batch(transformed_batch, 2)
+    assert len(first['input_ids']) == 3
+    assert len(second['input_ids']) == 2
     # Microbatches of three rows: the same cut.
     terms = expected_terms(model, batch, 3)
     expected = gradients_of(model, sum(terms.values()))
@@ -318,11 +348,11 @@ def test_units_without_a_dict_loss(model, batch):
 @pytest.mark.parametrize(
     ('loss', 'message'),
     [
-        (None, 'must be a tensor.* got: None'),
-        ({}, 'must be a tensor.* got: {}'),
-        (1.5, 'must be a tensor.* got: 1.5'),
-        ((torch.tensor(1.0), 2.0), 'must be a tensor, got: 2.0'),
-        ({'lm': torch.tensor(1.0), 'boxes': torch.tensor(1.0)}, "no unit for 'lm'"),
+        pytest.param(None, 'must be a tensor.* got: None', id='none'),
+        pytest.param({}, 'must be a tensor.* got: {}', id='no terms'),
+        pytest.param(1.5, 'must be a tensor.* got: 1.5', id='number'),
+        pytest.param((ONE, 2.0), 'must be a tensor, got: 2.0', id='term that is a number'),
+        pytest.param({'lm': ONE, 'boxes': ONE}, "no unit for 'lm'", id='terms without units'),
     ],
 )
 def test_loss_must_be_a_tensor_or_have_units(loss, message):
@@ -353,85 +383,100 @@ def test_total_is_rounded(values, dtype):
     lm, boxes, entropy = values_of_terms
     rounded_total = entropy + boxes + lm
     assert rounded_total.float() != other_total
-    loss = {'lm': lm, 'boxes': boxes, 'entropy': entropy}
+    terms_of_loss = {'lm': lm, 'boxes': boxes, 'entropy': entropy}
     terms = LossTerms({'lm': 'tokens', 'boxes': 'samples', 'entropy': 'samples'})
 
-    loss['total'] = rounded_total
-    assert terms.losses_to_compare(loss, {}) == {'tokens': lm, 'samples': boxes + entropy}
+    loss = {**terms_of_loss, 'total': rounded_total}
+    losses_by_unit = terms.losses_to_compare(loss, {})
+    assert losses_by_unit == {'tokens': lm, 'samples': boxes + entropy}
 
-    loss['total'] = other_total[None]  # a total may be a tensor of shape (1,)
+    loss = {**terms_of_loss, 'total': other_total[None]}  # a total may be a tensor of shape (1,)
     assert terms.total_error(loss).item() < 1
 
-    loss['total'] = rounded_total - boxes
+    loss = {**terms_of_loss, 'total': rounded_total - boxes}
     with pytest.raises(RuntimeError, match='must be the sum'):
         terms.losses_to_compare(loss, {})
 
-    loss['total'] = float(rounded_total)
+
+def test_total_must_be_a_tensor():
+    loss = {'lm': ONE, 'total': 1.0}
+    terms = LossTerms({'lm': 'tokens'})
     with pytest.raises(RuntimeError, match='must be a tensor'):
         terms.losses_to_compare(loss, {})
 
 
 @pytest.mark.parametrize(
-    ('num_copies', 'microbatch_size', 'has_data_spec'),
+    ('num_copies', 'microbatch_size', 'make_spec'),
     [
-        (0, 1, False),
-        (0, 2, True),
-        (0, 5, False),
-        (1, 1, True),
-        (1, 2, True),
-        (1, 1, False),
-        (1, 2, False),
-        (1, 5, False),
+        (0, 1, DataSpec),
+        (0, 2, token_data_spec),
+        (0, 5, DataSpec),
+        (1, 1, token_data_spec),
+        (1, 2, token_data_spec),
+        (1, 1, DataSpec),
+        (1, 2, DataSpec),
+        (1, 5, DataSpec),
     ],
 )
-def test_loss_of_samples_only(model, batch, num_copies, microbatch_size, has_data_spec):
-    """The last rows may be copies of a sample, which count nothing. Composer's own split gives them a weight."""
+def test_loss_of_samples_only(model, batch, num_copies, microbatch_size, make_spec):
+    """The last rows may be copies of a sample, which count nothing. Composer's own split (DataSpec) weighs them."""
     num_samples = len(SHAPE) - num_copies
-    losses = summed_by_row(logits_of(model, batch), batch['labels'])
+    logits = logits_of(model, batch)
+    losses = summed_by_row(logits, batch['labels'])
     expected_loss = losses[:num_samples].mean() / LENGTH_OF_ALL
     expected = gradients_of(model, expected_loss)
     if num_copies:
         batch = with_dummy_rows(batch, num_copies)
-    data = loader(batch)
-    if has_data_spec:
-        data = token_data_spec(data)
 
-    recorder = fit(SequenceLoss(model), data, loss_units={'lm': 'samples'}, microbatch_size=microbatch_size)
+    recorder = fit(
+        SequenceLoss(model),
+        make_spec(loader(batch)),
+        loss_units={'lm': 'samples'},
+        microbatch_size=microbatch_size,
+    )
 
     assert relative_error(recorder.gradients, expected) < 1e-6
 
 
-class NormTerm(CausalModel):
-    """Its loss has a mean over tokens, and a mean over rows that does not look at their labels."""
+class TwoTerms(CausalModel):
+    """Its loss has a mean over tokens, and another term, which subclasses define."""
 
     def loss(self, outputs, batch):
+        return {'lm': outputs['loss'], 'norm': self.second_term(outputs, batch)}
+
+
+class NormTerm(TwoTerms):
+    """Its second term is a mean over rows that does not look at their labels."""
+
+    def second_term(self, outputs, batch):
         first_logits = outputs['logits'][:, 0]
-        return {'lm': outputs['loss'], 'norm': first_logits.square().mean()}
+        return first_logits.square().mean()
 
 
-class TermOfLabels(CausalModel):
+class TermOfLabels(TwoTerms):
     """Its second term is the mean over rows of each row's mean over its labels. It is NaN if a row has no labels."""
 
-    def loss(self, outputs, batch):
+    def second_term(self, outputs, batch):
         is_label = batch['labels'] != -100
         squares = outputs['logits'][..., 0].square() * is_label
         row_means = squares.sum(dim=1) / is_label.sum(dim=1)
-        return {'lm': outputs['loss'], 'norm': row_means.mean()}
+        return row_means.mean()
 
 
-class StatesTerm(CausalModel):
+class StatesTerm(TwoTerms):
     """Its second term is a mean over all rows, made of hidden states, not of logits, like the loss of a value head."""
 
-    def loss(self, outputs, batch):
-        first_states = outputs['hidden_states'][-1][:, 0]
-        return {'lm': outputs['loss'], 'norm': first_states.square().mean()}
+    def second_term(self, outputs, batch):
+        last_states = outputs['hidden_states'][-1]
+        first_states = last_states[:, 0]
+        return first_states.square().mean()
 
 
-class ZeroTerm(CausalModel):
+class ZeroTerm(TwoTerms):
     """Its second term is 0 times the logits, as of a microbatch that does not have the term."""
 
-    def loss(self, outputs, batch):
-        return {'lm': outputs['loss'], 'norm': 0 * outputs['logits'].sum()}
+    def second_term(self, outputs, batch):
+        return 0 * outputs['logits'].sum()
 
 
 def test_nan_of_a_dummy_row_is_zero(model):
@@ -440,11 +485,17 @@ def test_nan_of_a_dummy_row_is_zero(model):
     batch = ragged_batch([(4, 2), (5, 3), (6, 1)])
     samples = {key: value[:2] for key, value in batch.items()}
     outputs = composer_model(samples)
-    expected_loss = sum(composer_model.loss(outputs, samples).values())
+    terms = composer_model.loss(outputs, samples)
+    expected_loss = sum(terms.values())
     expected = gradients_of(model, expected_loss)
 
-    batch = with_dummy_rows(batch, 1)
-    recorder = fit(composer_model, batch, loss_units=NORM_UNITS, microbatch_size=1, regroup=False)
+    recorder = fit(
+        composer_model,
+        with_dummy_rows(batch, 1),
+        loss_units=NORM_UNITS,
+        microbatch_size=1,
+        regroup=False,
+    )
 
     assert_logged(recorder, 'total', expected_loss)
     assert relative_error(recorder.gradients, expected) < 1e-6
@@ -482,35 +533,37 @@ def test_nan_of_a_sample_stays(model):
 def test_term_of_a_dummy_row_is_refused(model_class, unit, model, batch):
     model.config.output_hidden_states = True
     composer_model = model_class(model)
-    options = {'loss_units': {'lm': 'tokens', 'norm': unit}, 'microbatch_size': 5}
-    fit(composer_model, batch, regroup=False, **options)
-
+    units = {'lm': 'tokens', 'norm': unit}
     batch_with_dummy = with_dummy_rows(batch, 1)
+
+    fit(composer_model, batch, loss_units=units, microbatch_size=5, regroup=False)
     with pytest.raises(RuntimeError, match='1 of 5 rows fill up'):
-        fit(composer_model, loader(batch_with_dummy), **options)
+        fit(composer_model, loader(batch_with_dummy), loss_units=units, microbatch_size=5)
 
 
-class LastRowTerm(CausalModel):
+class LastRowTerm(TwoTerms):
     """Its second term sees only the last row of a microbatch."""
 
-    def loss(self, outputs, batch):
-        return {'lm': outputs['loss'], 'norm': outputs['logits'][-1].square().mean()}
+    def second_term(self, outputs, batch):
+        logits_of_last_row = outputs['logits'][-1]
+        return logits_of_last_row.square().mean()
 
 
 def test_term_of_the_last_dummy_row_is_refused(model, batch):
     batch_with_dummies = with_dummy_rows(batch, 2)
-    options = {'loss_units': {'lm': 'tokens', 'norm': 'coupled_samples'}, 'microbatch_size': 5}
+    units = {'lm': 'tokens', 'norm': 'coupled_samples'}
     with pytest.raises(RuntimeError, match='2 of 5 rows fill up'):
-        fit(LastRowTerm(model), loader(batch_with_dummies), **options)
+        fit(LastRowTerm(model), loader(batch_with_dummies), loss_units=units, microbatch_size=5)
 
 
-class LabelledTerm(CausalModel):
+class LabelledTerm(TwoTerms):
     """Its second term is a mean over rows, to which rows without labels add 0."""
 
-    def loss(self, outputs, batch):
-        has_labels = (batch['labels'] != -100).any(dim=1)
-        squares = outputs['logits'][:, 0].square().mean(dim=1) * has_labels
-        return {'lm': outputs['loss'], 'norm': squares.sum() / len(squares)}
+    def second_term(self, outputs, batch):
+        values = value_of_rows(outputs['logits'][:, 0])
+        has_label = batch['labels'] != -100
+        values_of_labelled = values * has_label.any(dim=1)
+        return values_of_labelled.mean()
 
 
 def test_states_in_another_order_are_not_rows(model, batch):
@@ -528,27 +581,47 @@ def test_states_in_another_order_are_not_rows(model, batch):
 
     model.model.embed_tokens.register_forward_hook(make_images)
     model.register_forward_hook(add_output)
-    data = loader(with_dummy_rows(batch, 1))
-    fit(LabelledTerm(model), data, loss_units=NORM_UNITS, microbatch_size=len(batch['labels']))
+    batch_with_dummy = with_dummy_rows(batch, 1)
+    fit(LabelledTerm(model), loader(batch_with_dummy), loss_units=NORM_UNITS, microbatch_size=5)
+
+
+OPTIONS_OF_WEIGHTS = {
+    'loss_units': NORM_UNITS,
+    'token_weights': 'column',
+    'microbatch_size': 1,
+}
 
 
 def test_token_weights_and_another_term(model, batch):
     """The weights would also change the gradient of another term that is made of the logits."""
-    model.config.output_hidden_states = True
-    weights = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])
-    batch['loss_weights'] = weights
-    options = {'loss_units': NORM_UNITS, 'token_weights': 'column', 'microbatch_size': 1}
+    batch['loss_weights'] = torch.arange(1.0, 6)
     with pytest.raises(RuntimeError, match=r'another term .* made of the logits'):
-        fit(NormTerm(model), batch, **options)
+        fit(NormTerm(model), batch, **OPTIONS_OF_WEIGHTS)
 
-    # A term of the hidden states is not changed by the weights of tokens, and neither is 0 times the logits.
-    fit(ZeroTerm(model), batch, **options)
+
+def test_token_weights_and_a_zero_term(model, batch):
+    """A term of 0 times the logits has no gradient that weights could change."""
+    batch['loss_weights'] = torch.arange(1.0, 6)
+    fit(ZeroTerm(model), batch, **OPTIONS_OF_WEIGHTS)
+
+
+def test_token_weights_and_a_term_of_states(model, batch):
+    """The weights of tokens do not change a term of the hidden states."""
+    model.config.output_hidden_states = True
+    weights = torch.arange(1.0, 6)
+    batch['loss_weights'] = weights
     outputs = outputs_of(model, batch)
     losses = summed_by_row(outputs.logits, batch['labels'])
-    weighted_mean = (weights * losses).sum() / (weights * labels_per_row(batch)).sum()
+    sum_of_weights = (weights * labels_per_row(batch)).sum()
     first_states = outputs.hidden_states[-1][:, 0]
-    expected = gradients_of(model, weighted_mean + first_states.square().mean())
-    recorder = fit(StatesTerm(model), batch, **options)
+    terms = {
+        'lm': (weights * losses).sum() / sum_of_weights,
+        'norm': first_states.square().mean(),
+    }
+    expected = gradients_of(model, sum(terms.values()))
+
+    recorder = fit(StatesTerm(model), batch, **OPTIONS_OF_WEIGHTS)
+
     assert relative_error(recorder.gradients, expected) < 1e-6
 
 
@@ -577,7 +650,7 @@ def test_zero_reaches_only_parameters_of_the_loss(uses_logits):
     outputs = {'logits': logits, 'scaled': scaled, 'pooled': pooler(hidden)}
     if uses_logits:
         no_labels = torch.full((2, 4), -100)
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), no_labels.flatten())
+        loss = next_token_loss(logits, no_labels)
         assert loss.isnan()
     else:
         # Some losses do not use the logits if there is no label.

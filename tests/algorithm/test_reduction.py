@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -32,8 +31,10 @@ from tests.support.text import one_layer_model, ragged_batch
 from tests.support.training import TOLERANCE, On, fit, relative_error, weights_unchanged
 from tests.support.weights import weighted_reference
 
-HEADS = ('first', 'second')
+HEADS = ['first', 'second']
 """The names of the heads of TwoHeads."""
+FIRST = ['first']
+SECOND = ['second']
 
 
 class TwoHeads(torch.nn.Module):
@@ -44,7 +45,7 @@ class TwoHeads(torch.nn.Module):
         self.first = torch.nn.Linear(2, 1)
         self.second = torch.nn.Linear(2, 1)
 
-    def forward(self, inputs: torch.Tensor, heads: tuple[str, ...]) -> torch.Tensor:
+    def forward(self, inputs, heads):
         zero = torch.zeros((), requires_grad=True)
         total = inputs.sum() * zero  # has a gradient also without heads
         for name in heads:
@@ -62,7 +63,8 @@ def process_group(tmp_path):
 def with_ignored_head():
     """Returns a model whose second head DDP ignores."""
     model = TwoHeads()
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ['second.weight', 'second.bias'])
+    names = ['second.weight', 'second.bias']
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
     return model
 
 
@@ -82,7 +84,7 @@ def backward(watch, model, heads, *, num_microbatches=1, reduces=True, must_redu
     watch.end_microbatch()
 
 
-@pytest.mark.parametrize('heads', [('first',), ('second',), (), ('first', 'second')])
+@pytest.mark.parametrize('heads', [FIRST, SECOND, [], HEADS])
 def test_unused_parameters_get_zeros(heads):
     """DDP itself would raise at the second forward if it still waited for a gradient."""
     watch, model = watch_of(TwoHeads())
@@ -114,7 +116,7 @@ def test_ddp_that_finds_unused_parameters(options, expected):
         head = getattr(model.module, name)
         head.weight.register_hook(lambda gradient, name=name: reached_heads.add(name))
 
-    backward(watch, model, ())
+    backward(watch, model, [])
 
     assert reached_heads == expected
 
@@ -123,10 +125,10 @@ def test_microbatches_before_the_last_reach_nothing():
     watch, model = watch_of(TwoHeads())
     unused_weight = model.module.second.weight
 
-    backward(watch, model, ('first',), num_microbatches=2, reduces=False)
+    backward(watch, model, FIRST, num_microbatches=2, reduces=False)
     assert unused_weight.grad is None
 
-    backward(watch, model, ('first',), num_microbatches=2)
+    backward(watch, model, FIRST, num_microbatches=2)
     assert unused_weight.grad.tolist() == [[0.0, 0.0]]
     assert watch.has_reduced_once() is True
 
@@ -134,48 +136,65 @@ def test_microbatches_before_the_last_reach_nothing():
 def test_early_reduction_is_refused():
     watch, model = watch_of(TwoHeads())
     options = {'num_microbatches': 2, 'must_reduce_once': True}
-    backward(watch, model, ('first',), reduces=False, **options)
-    backward(watch, model, ('first',), **options)  # the last microbatch may
+    backward(watch, model, FIRST, reduces=False, **options)
+    backward(watch, model, FIRST, **options)  # the last microbatch may
     watch.start_attempt()
     with pytest.raises(RuntimeError, match=r'microbatch 1 of 2.*`equal_counts`.*ddp_sync_strategy'):
-        backward(watch, model, ('first',), **options)
+        backward(watch, model, FIRST, **options)
 
 
 def test_last_microbatch_must_reduce():
     """Composer would reduce the gradients that a rank has, even after an error. Other ranks may have other ones."""
     watch, model = watch_of(TwoHeads())
-    backward(watch, model, ('first',), num_microbatches=2, reduces=False)
+    backward(watch, model, FIRST, num_microbatches=2, reduces=False)
     with pytest.raises(RuntimeError, match='must have reduced'):
-        backward(watch, model, ('first',), num_microbatches=2, reduces=False)
-    assert all(parameter.grad is None for parameter in model.parameters())
+        backward(watch, model, FIRST, num_microbatches=2, reduces=False)
+    for parameter in model.parameters():
+        assert parameter.grad is None
+
+
+@pytest.fixture
+def watch_of_one_backward():
+    """Returns a function that computes a microbatch, and returns the watch.
+
+    The number of microbatches is not known, so only the end of the step shows whether all gradients are reduced.
+    """
+
+    def compute(*, reduces=True, ends_microbatch=True):
+        watch, model = watch_of(TwoHeads())
+        model.require_backward_grad_sync = reduces
+        loss = model(torch.ones(1, 2), FIRST)
+        watch.begin_microbatch(0, must_reduce_once=False)
+        loss.backward()
+        if ends_microbatch:
+            watch.end_microbatch()
+        return watch
+
+    return compute
+
+
+def test_all_gradients_are_reduced_at_the_end(watch_of_one_backward):
+    watch = watch_of_one_backward()
+    watch.check_reduced()
 
 
 @pytest.mark.parametrize(
-    ('reduces', 'ends_microbatch', 'is_refused'),
+    'options',
     [
-        pytest.param(True, True, False, id='reduced'),
-        pytest.param(False, True, True, id='last microbatch did not reduce'),
-        pytest.param(True, False, True, id='DDP still waits for the unused head'),
+        pytest.param({'reduces': False}, id='last microbatch did not reduce'),
+        pytest.param({'ends_microbatch': False}, id='DDP still waits for the unused head'),
     ],
 )
-def test_all_gradients_reduced_at_the_end(reduces, ends_microbatch, is_refused):
-    """The number of microbatches is not known, so only the end of the step shows it."""
-    watch, model = watch_of(TwoHeads())
-    model.require_backward_grad_sync = reduces
-    loss = model(torch.ones(1, 2), ('first',))
-    watch.begin_microbatch(0, must_reduce_once=False)
-    loss.backward()
-    if ends_microbatch:
-        watch.end_microbatch()
-
-    with pytest.raises(RuntimeError, match='must have reduced every gradient') if is_refused else nullcontext():
+def test_gradients_not_reduced_at_the_end(watch_of_one_backward, options):
+    watch = watch_of_one_backward(**options)
+    with pytest.raises(RuntimeError, match='must have reduced every gradient'):
         watch.check_reduced()
 
 
 def test_early_reduction_of_equal_counts():
     watch, model = watch_of(TwoHeads())
     for _ in range(2):
-        backward(watch, model, ('first',), num_microbatches=2)
+        backward(watch, model, FIRST, num_microbatches=2)
     assert watch.has_reduced_once() is False
 
 
@@ -211,7 +230,7 @@ def test_unfrozen_parameters_beside_a_sparse_embedding():
     watch, model, inner = watch_of_sparse_embedding()
     inner.second.requires_grad_(True)
     with pytest.raises(RuntimeError, match='2 others that are trained now'):
-        backward(watch, model, ('first',))
+        backward(watch, model, FIRST)
 
 
 def test_equally_many_parameters_are_frozen_and_unfrozen():
@@ -234,7 +253,7 @@ def test_backward_reaches_only_ignored_parameters():
     """DDP still waits for the others, and ranks that reach them would wait for this one."""
     inner = with_ignored_head()
     watch, model = watch_of(inner)
-    backward(watch, model, ('second',))
+    backward(watch, model, SECOND)
     assert inner.first.weight.grad.tolist() == [[0.0, 0.0]]
     assert inner.second.weight.grad.tolist() == [[1.0, 1.0]]
 
@@ -243,7 +262,7 @@ def test_ignored_parameters_get_no_zeros():
     """The model reduces them itself. A gradient of zero would let the optimizer decay unused experts."""
     inner = with_ignored_head()
     watch, model = watch_of(inner)
-    backward(watch, model, ())
+    backward(watch, model, [])
     assert inner.first.weight.grad.tolist() == [[0.0, 0.0]]
     assert inner.second.weight.grad is None
 
@@ -276,8 +295,10 @@ def launcher(monkeypatch):
 @pytest.mark.usefixtures('launcher')
 @pytest.mark.parametrize(
     ('freezes_head', 'options'),
-    [(True, {}), (False, {'ddp_sync_strategy': 'forced_sync'})],
-    ids=['frozen later', 'reduced by Composer'],
+    [
+        pytest.param(True, {}, id='frozen later'),
+        pytest.param(False, {'ddp_sync_strategy': 'forced_sync'}, id='reduced by Composer'),
+    ],
 )
 def test_ddp_must_reduce_all_gradients(freezes_head, options):
     """DDP waits for the gradients of frozen parameters. Composer reduces only gradients that are not None."""
@@ -342,21 +363,33 @@ class WithRouterLoss(torch.nn.Module):
         return {'loss': loss, 'aux_loss': router_loss}
 
 
+def router_model_with_sink(coefficient):
+    """Returns a model with a router. DDP returns copies of its loss and its router's loss."""
+    return DistributedDataParallel(WithRouterLoss(coefficient), find_unused_parameters=True)
+
+
 @pytest.mark.parametrize(
-    ('coefficient_of_model', 'coefficient_of_config', 'is_refused'),
-    [(0.5, 0.5, False), (0.0, None, False), (0.5, 0.4, True), (0.5, None, True)],
+    ('coefficient_of_model', 'coefficient_of_config'),
+    [
+        (0.5, 0.5),
+        (0.0, None),
+    ],
 )
-def test_router_coefficient_before_ddps_sink(coefficient_of_model, coefficient_of_config, is_refused):
-    model = DistributedDataParallel(WithRouterLoss(coefficient_of_model), find_unused_parameters=True)
+def test_router_coefficient_before_ddps_sink(coefficient_of_model, coefficient_of_config):
+    model = router_model_with_sink(coefficient_of_model)
     outputs = model(torch.ones(2))
     terms = LossTerms(None, coefficient_of_config)
-    expectation = nullcontext()
-    if is_refused:
-        expectation = pytest.raises(RuntimeError, match='load-balancing loss')
+    terms.check_coefficient(outputs['loss'], outputs)
+    outputs['loss'].backward()
 
-    with expectation:
+
+@pytest.mark.parametrize('coefficient_of_config', [0.4, None])
+def test_wrong_router_coefficient_before_ddps_sink(coefficient_of_config):
+    model = router_model_with_sink(0.5)
+    outputs = model(torch.ones(2))
+    terms = LossTerms(None, coefficient_of_config)
+    with pytest.raises(RuntimeError, match='load-balancing loss'):
         terms.check_coefficient(outputs['loss'], outputs)
-
     outputs['loss'].backward()
 
 
@@ -365,7 +398,12 @@ def test_ranks_differ_after_a_step_that_reduced_once():
     """In the first step ranks must make equally many microbatches, because DDP may reduce in each of them."""
     batch = ragged_batch()
     algorithms = [WrapsInDDP(), TokenAccumulation()]
-    reduces_once = On(Event.BEFORE_TRAIN_BATCH, lambda state: split_of(state.train_dataloader).step.reduces_once)
+
+    def step_reduces_once(state):
+        split = split_of(state.train_dataloader)
+        return split.step.reduces_once
+
+    reduces_once = On(Event.BEFORE_TRAIN_BATCH, step_reduces_once)
 
     fit(one_layer_model(), batch, batch, algorithms=algorithms, callbacks=[reduces_once])
 
@@ -374,7 +412,8 @@ def test_ranks_differ_after_a_step_that_reduced_once():
 
 def shard_by_fsdp1(head: str, model: torch.nn.Module) -> None:
     layer = getattr(model, head)
-    sharded_layer = FullyShardedDataParallel(layer, use_orig_params=True, device_id=torch.device('cpu'))
+    cpu = torch.device('cpu')
+    sharded_layer = FullyShardedDataParallel(layer, use_orig_params=True, device_id=cpu)
     setattr(model, head, sharded_layer)
 
 
@@ -411,15 +450,19 @@ def test_fsdp_need_not_shard_frozen_parameters(shard):
     check_unsharded_are_frozen(unsharded_parameters(model))
 
 
-@pytest.mark.parametrize(('clipping_type', 'is_refused'), [('adaptive', True), ('norm', False)])
-def test_clipping_under_fsdp2(clipping_type, is_refused):
-    """Composer takes the norms of shards for adaptive clipping."""
+def state_under_fsdp2(clipping_type):
+    """Returns the state of a run that clips gradients of a sharded model."""
     model = TwoHeads()
     fully_shard(model.first)
-    state = SimpleNamespace(model=model, algorithms=[GradientClipping(clipping_type, 0.1)])
-    expectation = pytest.raises(RuntimeError, match="'adaptive'") if is_refused else nullcontext()
-    with expectation:
-        check_clipping(state)
+    clipping = GradientClipping(clipping_type, 0.1)
+    return SimpleNamespace(model=model, algorithms=[clipping])
+
+
+def test_clipping_under_fsdp2():
+    """Composer takes the norms of shards for adaptive clipping."""
+    check_clipping(state_under_fsdp2('norm'))
+    with pytest.raises(RuntimeError, match="'adaptive'"):
+        check_clipping(state_under_fsdp2('adaptive'))
 
 
 def test_one_rank_may_leave_parameters_out():
@@ -449,10 +492,17 @@ def heads_of_two_types(**precision):
 
 
 @pytest.mark.usefixtures('sum_unless_half')
-@pytest.mark.parametrize(('frozen_head', 'excess'), [('first', 2.0), ('second', 1.0)])
+@pytest.mark.parametrize(
+    ('frozen_head', 'excess'),
+    [
+        ('first', 2.0),
+        ('second', 1.0),
+    ],
+)
 def test_frozen_weights_decide_no_excess(frozen_head, excess):
     model = heads_of_two_types()
-    getattr(model, frozen_head).requires_grad_(False)
+    head = getattr(model, frozen_head)
+    head.requires_grad_(False)
     assert excess_of_reduction(model) == excess
 
 
@@ -468,5 +518,7 @@ def test_no_excess_without_fsdp2():
     model = TwoHeads()
     assert excess_of_reduction(model) == 1.0
     mesh = init_device_mesh('cpu', (1,))
-    model.first.weight = torch.nn.Parameter(distribute_tensor(model.first.weight.detach(), mesh))
+    weight = model.first.weight.detach()
+    distributed_weight = distribute_tensor(weight, mesh)
+    model.first.weight = torch.nn.Parameter(distributed_weight)
     assert excess_of_reduction(model) == 1.0

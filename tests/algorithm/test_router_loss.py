@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from composer.callbacks import NaNMonitor
-from composer.core import Callback, Event
+from composer.core import Callback, DataSpec, Event
 
 from composer_tokacc import token_data_spec
 from composer_tokacc.algorithm.loss_terms import LossTerms
@@ -64,7 +64,11 @@ def expected_step(model, batch, microbatches_of_ranks, token_weights='token'):
     """
     reference = in_double(model.model)
     reference.zero_grad(set_to_none=True)
-    outputs = reference(input_ids=batch['input_ids'], attention_mask=batch['attention_mask'], use_cache=False)
+    outputs = reference(
+        input_ids=batch['input_ids'],
+        attention_mask=batch['attention_mask'],
+        use_cache=False,
+    )
     mean_over_tokens, _ = weighted_losses(outputs.logits, batch, token_weights)
     means_of_ranks = []
     for microbatches in microbatches_of_ranks:
@@ -72,33 +76,40 @@ def expected_step(model, batch, microbatches_of_ranks, token_weights='token'):
         for microbatch in microbatches:
             outputs = reference(**microbatch, use_cache=False)
             router_losses.append(outputs.aux_loss)
-        means_of_ranks.append(torch.stack(router_losses).mean())
+        mean_of_rank = torch.stack(router_losses).mean()
+        means_of_ranks.append(mean_of_rank)
     mean_over_ranks = torch.stack(means_of_ranks).mean()
     router_term = reference.config.router_aux_loss_coef * mean_over_ranks
     gradients = gradients_of(reference, mean_over_tokens + router_term)
     return gradients, mean_over_tokens.item(), router_term.item()
 
 
+def split_in_order(data):
+    return token_data_spec(data, regroup=False)
+
+
 @pytest.mark.parametrize(
-    ('subject', 'coefficient', 'microbatch_size', 'split', 'token_weights'),
+    ('subject', 'coefficient', 'microbatch_size', 'make_spec', 'token_weights'),
     [
-        ('mixtral', 0.1, 1, 'stock', 'token'),
-        ('mixtral', 0.1, 2, 'regrouped', 'token'),
-        ('mixtral', 0.001, 2, 'regrouped', 'sqrt'),
-        ('qwen3_moe', 0.1, 3, 'ordered', 'token'),
-        ('qwen3_moe', 1.0, 6, 'stock', 'sqrt'),
+        ('mixtral', 0.1, 1, DataSpec, 'token'),
+        ('mixtral', 0.1, 2, token_data_spec, 'token'),
+        ('mixtral', 0.001, 2, token_data_spec, 'sqrt'),
+        ('qwen3_moe', 0.1, 3, split_in_order, 'token'),
+        ('qwen3_moe', 1.0, 6, DataSpec, 'sqrt'),
     ],
 )
-def test_routers_of_microbatches_weigh_the_same(subject, coefficient, microbatch_size, split, token_weights):
+def test_routers_of_microbatches_weigh_the_same(subject, coefficient, microbatch_size, make_spec, token_weights):
     model = subject_with_router(subject, coefficient)
     batch = ragged_batch(ONE_UNLABELLED)
-    data = loader(batch)
-    if split != 'stock':
-        data = token_data_spec(data, regroup=split == 'regrouped')
     microbatches = Microbatches()
 
-    callbacks = [NaNMonitor(), microbatches]
-    recorder = fit(model, data, callbacks=callbacks, token_weights=token_weights, microbatch_size=microbatch_size)
+    recorder = fit(
+        model,
+        make_spec(loader(batch)),
+        callbacks=[NaNMonitor(), microbatches],
+        token_weights=token_weights,
+        microbatch_size=microbatch_size,
+    )
 
     expected, mean_over_tokens, router_term = expected_step(model, batch, [microbatches.inputs], token_weights)
     assert relative_error(recorder.gradients, expected) < 1e-6
@@ -110,7 +121,8 @@ def test_routers_of_microbatches_weigh_the_same(subject, coefficient, microbatch
 
 def assert_logged(recorder, term, expected):
     """Compares the logged value of a term of a run of one step."""
-    assert recorder.logged(f'loss/train/{term}') == pytest.approx([expected], rel=1e-6)
+    logged = recorder.logged(f'loss/train/{term}')
+    assert logged == pytest.approx([expected], rel=1e-6)
 
 
 def test_row_of_padding_is_a_microbatch_without_router_loss():
@@ -122,7 +134,10 @@ def test_row_of_padding_is_a_microbatch_without_router_loss():
 
     recorder = fit(model, loader(batch), callbacks=[microbatches], microbatch_size=1)
 
-    microbatches_with_tokens = [inputs for inputs in microbatches.inputs if inputs['attention_mask'].any()]
+    microbatches_with_tokens = []
+    for inputs in microbatches.inputs:
+        if inputs['attention_mask'].any():
+            microbatches_with_tokens.append(inputs)
     assert len(microbatches.inputs) == 6
     assert len(microbatches_with_tokens) == 5
     # The reference averages over the five microbatches with tokens.
@@ -205,7 +220,8 @@ def test_router_loss_without_parameters():
     """A model without a layer of experts may return it. It changes no weight, so its coefficient is not checked."""
     router_loss = torch.tensor(0.0, requires_grad=True)
     loss = torch.tensor(2.0) + 0.3 * router_loss
-    LossTerms(None, 0.001).check_coefficient(loss, {'aux_loss': router_loss})
+    terms = LossTerms(None, 0.001)
+    terms.check_coefficient(loss, {'aux_loss': router_loss})
 
 
 class WithUnnamedCoefficient(NativeModel):
@@ -239,9 +255,11 @@ class WithEarlyRouter(NativeModel):
 
     def forward(self, batch):
         outputs = super().forward(batch)
-        embeddings = self.model.get_input_embeddings()(batch['input_ids'])
+        embed = self.model.get_input_embeddings()
+        embeddings = embed(batch['input_ids'])
         aux_loss = embeddings.square().mean()
-        return {**outputs, 'aux_loss': aux_loss, 'loss': outputs['loss'] + 0.1 * aux_loss}
+        total = outputs['loss'] + 0.1 * aux_loss
+        return {**outputs, 'aux_loss': aux_loss, 'loss': total}
 
 
 def test_wrong_coefficient_is_refused_unchecked():
@@ -284,8 +302,9 @@ def test_coefficient_of_a_schedule(type_of_number):
             model.model.router_aux_loss_coef = type_of_number(0.05)
             microbatches.inputs.clear()
 
+    four_batches = [batch] * 4
     callbacks = [On(Event.BATCH_START, anneal), microbatches]
-    recorder = fit(model, *[batch] * 4, callbacks=callbacks, microbatch_size=1)
+    recorder = fit(model, *four_batches, callbacks=callbacks, microbatch_size=1)
 
     model.model.config.update({'router_aux_loss_coef': 0.05})  # for the reference
     expected, _, _ = expected_step(model, batch, [microbatches.inputs])

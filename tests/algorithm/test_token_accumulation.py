@@ -56,6 +56,12 @@ from tests.support.training import (
 from tests.support.weights import column, weighted_reference
 
 
+def num_alive(references):
+    """Returns how many of these weakly referenced tensors are still in memory."""
+    alive = [reference for reference in references if reference() is not None]
+    return len(alive)
+
+
 def assert_same_tensors(tensors, expected):
     assert tensors.keys() == expected.keys()
     for name, tensor in tensors.items():
@@ -72,37 +78,42 @@ def batch():
     return ragged_batch()
 
 
+def split_in_order(data):
+    return token_data_spec(data, regroup=False)
+
+
 @pytest.mark.parametrize(
-    ('side', 'split', 'microbatch_size'),
+    ('side', 'make_spec', 'microbatch_size'),
     [
-        ('left', 'stock', 2),
-        ('left', 'ordered', 3),
-        ('left', 'regrouped', 1),
-        ('left', 'regrouped', 3),
-        ('right', 'stock', 2),
-        ('right', 'stock', 6),
-        ('right', 'ordered', 1),
-        ('right', 'regrouped', 1),
-        ('right', 'regrouped', 3),
+        ('left', DataSpec, 2),
+        ('left', split_in_order, 3),
+        ('left', token_data_spec, 1),
+        ('left', token_data_spec, 3),
+        ('right', DataSpec, 2),
+        ('right', DataSpec, 6),
+        ('right', split_in_order, 1),
+        ('right', token_data_spec, 1),
+        ('right', token_data_spec, 3),
     ],
 )
-def test_gradient_does_not_depend_on_the_cut(model, side, microbatch_size, split):
+def test_gradient_does_not_depend_on_the_cut(model, side, make_spec, microbatch_size):
     batch = ragged_batch(side=side)
-    data = loader(batch)
-    if split != 'stock':
-        data = token_data_spec(data, regroup=split == 'regrouped')
+    data = make_spec(loader(batch))
     assert_exact(model, data, batch=batch, microbatch_size=microbatch_size)
 
 
-@pytest.mark.parametrize('counts_tokens', [False, True])
-def test_stock_composer_is_wrong(model, counts_tokens):
+@pytest.mark.parametrize(
+    'options',
+    [
+        pytest.param({}, id='counts samples'),
+        pytest.param(COMPOSERS_FLAG, id='counts tokens'),
+    ],
+)
+def test_stock_composer_is_wrong(model, options):
     """Its wrong weights give an error of over 10 % on these rows. Its own counter also counts padding."""
     four_rows = RAGGED[:4]
     batch = ragged_batch(four_rows)
     expected, _ = reference_gradients(model, batch)
-    options = {}
-    if counts_tokens:
-        options = COMPOSERS_FLAG
 
     recorder = fit(model, loader(batch), algorithms=[], microbatch_size=1, **options)
 
@@ -119,7 +130,8 @@ def test_flag_with_our_counter(model, batch):
 
 def test_flag_with_our_algorithm(model, batch):
     """Composer counts rows times one common width. On one rank that gives the same weights as counting rows."""
-    assert_exact(model, loader(batch), batch=batch, algorithms=[TokenAccumulation()], **COMPOSERS_FLAG)
+    algorithms = [TokenAccumulation()]
+    assert_exact(model, loader(batch), batch=batch, algorithms=algorithms, **COMPOSERS_FLAG)
 
 
 @pytest.mark.parametrize('rule', ['auto', 'causal', 'unshifted'])
@@ -208,6 +220,9 @@ def test_loss_scaled_by_later_algorithm_is_refused(model, batch):
         fit(model, loader(batch), algorithms=algorithms)
 
 
+ADDED_TERM = 'another term, which an algorithm or a callback'
+
+
 def adder_of_term(model, *, is_in_place):
     """Returns a function that adds a term to the loss: a mean over all positions of a microbatch, with padding."""
     hidden_states = []
@@ -228,21 +243,22 @@ def adder_of_term(model, *, is_in_place):
 
 
 @pytest.mark.parametrize('is_in_place', [False, True])
-@pytest.mark.parametrize(
-    ('event', 'adder_class'),
-    [(Event.AFTER_LOSS, AlgorithmOn), (Event.BEFORE_BACKWARD, AlgorithmOn), (Event.BEFORE_BACKWARD, On)],
-)
-def test_added_term_is_refused(model, batch, event, adder_class, is_in_place):
-    """Weighted by tokens, the term would depend on the cut. A callback comes too late, so it would not be scaled."""
+@pytest.mark.parametrize('event', [Event.AFTER_LOSS, Event.BEFORE_BACKWARD])
+def test_term_of_an_algorithm_is_refused(model, batch, event, is_in_place):
+    """Weighted by tokens, the term would depend on the cut."""
     add_term = adder_of_term(model, is_in_place=is_in_place)
-    adder = adder_class(event, add_term)
-    if adder_class is AlgorithmOn:
-        options = {'algorithms': [adder, TokenAccumulation()]}
-    else:
-        options = {'callbacks': [adder]}
-    message = 'another term, which an algorithm or a callback'
-    with weights_unchanged(model), pytest.raises(RuntimeError, match=message):
-        fit(model, loader(batch), **options)
+    algorithms = [AlgorithmOn(event, add_term), TokenAccumulation()]
+    with weights_unchanged(model), pytest.raises(RuntimeError, match=ADDED_TERM):
+        fit(model, loader(batch), algorithms=algorithms)
+
+
+@pytest.mark.parametrize('is_in_place', [False, True])
+def test_term_of_a_callback_is_refused(model, batch, is_in_place):
+    """A callback comes too late, so the term would not be scaled."""
+    add_term = adder_of_term(model, is_in_place=is_in_place)
+    callback = On(Event.BEFORE_BACKWARD, add_term)
+    with weights_unchanged(model), pytest.raises(RuntimeError, match=ADDED_TERM):
+        fit(model, loader(batch), callbacks=[callback])
 
 
 def test_images_leave_the_device_after_their_microbatch(model, batch):
@@ -256,7 +272,7 @@ def test_images_leave_the_device_after_their_microbatch(model, batch):
 
     def num_images(state):
         """Returns how many images are still in memory."""
-        return sum(image() is not None for image in images)
+        return num_alive(images)
 
     after_microbatches = On(Event.AFTER_BACKWARD, num_images)
     after_step = On(Event.BATCH_END, num_images)
@@ -347,12 +363,10 @@ def test_sampler_for_missing_ranks_is_refused(model):
         fit(model, token_data_spec(dataloader))
 
 
-@pytest.mark.parametrize('split', ['stock', 'regrouped'])
-def test_microbatches_without_labels(model, split):
+@pytest.mark.parametrize('make_spec', [DataSpec, token_data_spec])
+def test_microbatches_without_labels(model, make_spec):
     batch = ragged_batch([(4, 2), (9, 0), (14, 11), (6, 0), (3, 1)])
-    data = loader(batch)
-    if split == 'regrouped':
-        data = token_data_spec(data)
+    data = make_spec(loader(batch))
     recorder = assert_exact(model, data, batch=batch, callbacks=[NaNMonitor()], microbatch_size=1)
     assert recorder.logged('token_accumulation/empty_microbatches') == [2]
 
@@ -366,11 +380,17 @@ class MaskedSum(torch.nn.Module):
         self.config = model.config
 
     def forward(self, input_ids, attention_mask, labels, use_cache=False):
-        logits = self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
-        mask = (labels[:, 1:] != -100).float()
-        losses = next_token_loss(logits, labels, reduction='none')
-        masked_sum = (losses * mask.flatten()).sum()
-        return CausalLMOutput(loss=masked_sum / mask.sum(), logits=logits)
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            use_cache=False,
+        )
+        is_counted = labels[:, 1:] != -100
+        mask = is_counted.float().flatten()
+        losses = next_token_loss(outputs.logits, labels, reduction='none')
+        masked_sum = (losses * mask).sum()
+        loss = masked_sum / mask.sum()
+        return CausalLMOutput(loss=loss, logits=outputs.logits)
 
 
 @pytest.fixture
@@ -404,15 +424,19 @@ def test_images_without_gradient_are_refused(projector_case):
 
 
 def test_nothing_is_trained_any_more(model, batch):
-    freeze = On(Event.BEFORE_TRAIN_BATCH, lambda state: state.model.requires_grad_(False))
+    def freeze(state):
+        state.model.requires_grad_(False)
+
+    callback = On(Event.BEFORE_TRAIN_BATCH, freeze)
     with pytest.raises(RuntimeError, match='Unfreeze one'):
-        fit(model, batch, callbacks=[freeze])
+        fit(model, batch, callbacks=[callback])
 
 
 def test_masked_sum_without_labels_is_finite(model):
     summing_model = MaskedSum(model)
     batch = ragged_batch([(4, 2), (9, 0), (14, 11)])
-    assert_exact(summing_model, loader(batch), batch=batch, callbacks=[NaNMonitor()], microbatch_size=1)
+    data = loader(batch)
+    assert_exact(summing_model, data, batch=batch, callbacks=[NaNMonitor()], microbatch_size=1)
 
 
 def test_step_without_labels_moves_nothing(model, batch):
@@ -479,14 +503,12 @@ class OutOfMemory:
 
 
 @pytest.mark.parametrize('token_weights', ['token', 'column'])
-@pytest.mark.parametrize('has_data_spec', [False, True])
-def test_retry_after_out_of_memory(model, batch, has_data_spec, token_weights):
+@pytest.mark.parametrize('make_spec', [DataSpec, token_data_spec])
+def test_retry_after_out_of_memory(model, batch, make_spec, token_weights):
     """The second microbatch of the first attempt raises."""
     batch['loss_weights'] = column(batch)
     expected, _, _ = weighted_reference(model, batch, token_weights)
-    data = loader(batch)
-    if has_data_spec:
-        data = token_data_spec(data)
+    data = make_spec(loader(batch))
     run_out_of_memory = OutOfMemory(failing_call=2)
     algorithms = [
         AlgorithmOn(Event.BEFORE_LOSS, run_out_of_memory),
@@ -516,8 +538,9 @@ def test_memory_runs_out_in_the_optimizer(model, batch):
     """Composer would compute the step again from the moved weights."""
     optimizer = RunsOutOfMemory(model.parameters(), lr=0.1)
     set_auto = AlgorithmOn(Event.BEFORE_LOSS, OutOfMemory(failing_call=None))
+    algorithms = [set_auto, TokenAccumulation()]
     with pytest.raises(RuntimeError, match='must move once a batch'):
-        fit(model, batch, algorithms=[set_auto, TokenAccumulation()], optimizer=optimizer, microbatch_size=4)
+        fit(model, batch, algorithms=algorithms, optimizer=optimizer, microbatch_size=4)
 
 
 @pytest.mark.parametrize('uses_closures', [True, False])
@@ -561,8 +584,7 @@ def test_retry_frees_the_failed_graph(model, batch):
 
     def count_graphs(state):
         if run_out_of_memory.num_calls == 1:
-            num_graphs = sum(tensor() is not None for tensor in saved_tensors)
-            graphs_in_retry.append(num_graphs)
+            graphs_in_retry.append(num_alive(saved_tensors))
 
     algorithms = [
         TokenAccumulation(),
@@ -570,7 +592,7 @@ def test_retry_frees_the_failed_graph(model, batch):
         AlgorithmOn(Event.BEFORE_BACKWARD, run_out_of_memory),
     ]
 
-    fit(model, token_data_spec(loader(batch)), algorithms=algorithms, microbatch_size=4)
+    fit(model, batch, algorithms=algorithms, microbatch_size=4)
 
     assert graphs_in_retry == [0]
 
@@ -615,9 +637,19 @@ def test_step_of_several_closures(make_model, options, tolerance, optimizer):
             torch_optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         else:
             torch_optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2)
-        fit(model, batch, algorithms=algorithms, microbatch_size=microbatch_size, optimizer=torch_optimizer)
-        weights_after = model.state_dict()
-        return {name: weights_after[name] - weights_before[name] for name in weights_before}
+
+        fit(
+            model,
+            batch,
+            algorithms=algorithms,
+            microbatch_size=microbatch_size,
+            optimizer=torch_optimizer,
+        )
+
+        update = {}
+        for name, weight in model.state_dict().items():
+            update[name] = weight - weights_before[name]
+        return update
 
     update_by_single_rows = update_of_step(1)
     update_by_whole_batch = update_of_step(len(three_rows))
@@ -627,11 +659,15 @@ def test_step_of_several_closures(make_model, options, tolerance, optimizer):
 def test_step_of_several_closures_counts_once(model, batch):
     """If each closure counted, the first-batch check might miss steps 16, 32 and so on, in which it looks again."""
     algorithm = TokenAccumulation()
-    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.0, max_iter=3, tolerance_change=-1.0)
     empty_batch = ragged_batch([(5, 0), (7, 0)])
-    data = loader(batch, empty_batch)
 
-    recorder = fit(model, data, algorithms=[algorithm], optimizer=optimizer, max_duration='2ba')
+    recorder = fit(
+        model,
+        loader(batch, empty_batch),
+        algorithms=[algorithm],
+        optimizer=torch.optim.LBFGS(model.parameters(), lr=0.0, max_iter=3, tolerance_change=-1.0),
+        max_duration='2ba',
+    )
 
     assert len(recorder.steps) > 3, 'each closure is recorded, and the two steps have more than three'
     assert algorithm.num_empty_steps == 1
@@ -668,8 +704,13 @@ def test_second_fit_and_checkpoint(model, batch, tmp_path):
     assert relative_error(recorder.gradients, expected) < TOLERANCE
 
     new_model = one_layer_model()
-    load_path = str(tmp_path / 'latest-rank0.pt')
-    recorder = fit(new_model, loader(batch), microbatch_size=1, max_duration='3ba', load_path=load_path)
+    recorder = fit(
+        new_model,
+        loader(batch),
+        microbatch_size=1,
+        max_duration='3ba',
+        load_path=str(tmp_path / 'latest-rank0.pt'),
+    )
     assert relative_error(recorder.gradients, expected) < TOLERANCE
 
 
@@ -682,7 +723,16 @@ def test_raw_loss_is_restored_for_callbacks(model, batch):
     assert loss.item() == pytest.approx(expected_loss, rel=TOLERANCE)
 
 
-METHODS_THAT_WAIT = ('item', 'tolist', 'cpu', 'numpy', 'nonzero', '__bool__', '__int__', '__float__')
+METHODS_THAT_WAIT = (
+    'item',
+    'tolist',
+    'cpu',
+    'numpy',
+    'nonzero',
+    '__bool__',
+    '__int__',
+    '__float__',
+)
 """Methods of a tensor that make the host wait for a GPU."""
 
 
@@ -705,7 +755,12 @@ def without_waiting(function, calls, label):
 @pytest.mark.parametrize('loss_units', [None, {'lm': 'tokens'}])
 def test_microbatch_waits_for_no_gpu(model, monkeypatch, loss_units):
     """Neither at the events of a microbatch, nor in the hook of its backward."""
-    events = (Event.BEFORE_TRAIN_BATCH, Event.AFTER_LOSS, Event.BEFORE_BACKWARD, Event.AFTER_BACKWARD)
+    events = [
+        Event.BEFORE_TRAIN_BATCH,
+        Event.AFTER_LOSS,
+        Event.BEFORE_BACKWARD,
+        Event.AFTER_BACKWARD,
+    ]
     calls = []
     algorithm = TokenAccumulation(loss_units=loss_units)
     for event in events:
@@ -743,19 +798,23 @@ def test_single_rank_waits_for_no_sum(model, batch, monkeypatch):
 # Rules.
 
 
-@pytest.mark.parametrize('has_data_spec', [False, True])
-def test_labels_on_pads(model, has_data_spec):
+@pytest.mark.parametrize('make_spec', [DataSpec, token_data_spec])
+def test_labels_on_pads(model, make_spec):
     """If a collator leaves labels on padding, Llama trains on them too."""
     batch = ragged_batch(labels_on_pads=5)
-    data = loader(batch)
-    if has_data_spec:
-        data = token_data_spec(data)
+    data = make_spec(loader(batch))
     algorithm = TokenAccumulation()
     assert_exact(model, data, batch=batch, algorithms=[algorithm])
     assert algorithm.rule == 'causal'
 
 
-@pytest.mark.parametrize('options', [{'loss_tokens': 'causal', 'check_loss': False}, {}])
+@pytest.mark.parametrize(
+    'options',
+    [
+        pytest.param({'loss_tokens': 'causal', 'check_loss': False}, id='loss is not checked'),
+        pytest.param({}, id='loss is checked'),
+    ],
+)
 def test_algorithm_leaves_random_state_and_mode(model, batch, options):
     def random_state_after_run(algorithms):
         """Returns the state of torch's generator. The model must still be in training mode."""
@@ -800,19 +859,21 @@ def test_loss_without_trained_parameters(check_loss):
         fit(model, ragged_batch(), check_loss=check_loss, loss_tokens='causal')
 
 
-def test_only_the_projector_is_trained_by_text(caplog):
+def test_only_the_projector_is_trained_by_text(projector_case, caplog):
     """This is no mistake if a later batch has images, so it is only a warning."""
-    case = FAMILIES['llava']()
-    case.model.requires_grad_(False)
-    case.model.model.multi_modal_projector.requires_grad_(True)
-    text_rows = [row for row, kind in zip(case.rows, case.kinds, strict=True) if kind == 'none']
+    case = projector_case
+    rows_of_text = []
+    for row, kind in zip(case.rows, case.kinds, strict=True):
+        if kind == 'none':
+            rows_of_text.append(row)
     layout = BatchLayout.for_model(case.model)
-    batch = layout.concat(text_rows, pad_token_id=case.pad_token_id)
+    batch = layout.concat(rows_of_text, pad_token_id=case.pad_token_id)
 
     recorder = fit(case.model, batch, batch)
 
-    assert not any(gradient.any() for gradient in recorder.gradients.values())
-    assert len([line for line in caplog.messages if 'depends on no trained parameter' in line]) == 1
+    for gradient in recorder.gradients.values():
+        assert not gradient.any()
+    assert caplog.text.count('depends on no trained parameter') == 1
 
 
 class ExpertOfOneToken(torch.nn.Embedding):
@@ -846,7 +907,12 @@ def test_some_microbatches_choose_no_trained_expert(model):
 
 @pytest.mark.parametrize(
     ('argument', 'expected'),
-    [('images', True), ('flattened_patches', True), ('audio_input_ids', True), ('inputs_embeds', False)],
+    [
+        ('images', True),
+        ('flattened_patches', True),
+        ('audio_input_ids', True),
+        ('inputs_embeds', False),
+    ],
 )
 def test_models_that_take_media(model, argument, expected):
     composer_model = hugging_face(model)

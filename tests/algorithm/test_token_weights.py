@@ -75,7 +75,13 @@ def assert_weighted_exactly(model, batch, data, token_weights, *, microbatch_siz
     """Compares gradient and logged losses of a step on ``data`` with one forward over ``batch``."""
     expected, weighted_mean, plain_mean = weighted_reference(model, batch, token_weights)
 
-    recorder = fit(model, data, callbacks=[NaNMonitor()], token_weights=token_weights, microbatch_size=microbatch_size)
+    recorder = fit(
+        model,
+        data,
+        callbacks=[NaNMonitor()],
+        token_weights=token_weights,
+        microbatch_size=microbatch_size,
+    )
 
     assert relative_error(recorder.gradients, expected) < TOLERANCE
     logged_total = recorder.logged('loss/train/total')
@@ -84,32 +90,51 @@ def assert_weighted_exactly(model, batch, data, token_weights, *, microbatch_siz
     assert logged_plain_mean == pytest.approx([plain_mean], rel=TOLERANCE)
 
 
+def stock_split(data):
+    """Returns the loader itself, so Composer splits its batches."""
+    return data
+
+
+def split_in_order(data):
+    return token_data_spec(data, regroup=False)
+
+
+def packed(data):
+    return token_data_spec(data, packing=True)
+
+
 @pytest.mark.parametrize(
-    ('token_weights', 'split', 'microbatch_size'),
+    ('token_weights', 'make_data', 'microbatch_size'),
     [
-        ('column', 'stock', 1),
-        ('column', 'stock', 3),
-        ('column', 'ordered', 2),
-        ('column', 'regrouped', 1),
-        ('column', 'regrouped', 3),
-        ('column', 'packed', 2),
-        ('sqrt', 'stock', 3),
-        ('sqrt', 'ordered', 2),
-        ('sqrt', 'packed', 2),
-        ('sample', 'stock', 1),
-        ('sample', 'regrouped', 3),
-        ('sample', 'packed', 2),
+        ('column', stock_split, 1),
+        ('column', stock_split, 3),
+        ('column', split_in_order, 2),
+        ('column', packed, 2),
+        ('sqrt', stock_split, 3),
+        ('sqrt', split_in_order, 2),
+        ('sqrt', packed, 2),
+        ('sample', stock_split, 1),
+        ('sample', packed, 2),
     ],
 )
-def test_gradient_of_the_weighted_mean(model, token_weights, split, microbatch_size):
-    side = 'right'
-    if split == 'regrouped':
-        side = 'left'
-    batch = batch_of(side=side)
-    data = loader(batch)
-    if split != 'stock':
-        may_regroup = split != 'ordered'
-        data = token_data_spec(data, regroup=may_regroup, packing=split == 'packed')
+def test_gradient_of_the_weighted_mean(model, token_weights, make_data, microbatch_size):
+    batch = batch_of()
+    data = make_data(loader(batch))
+    assert_weighted_exactly(model, batch, data, token_weights, microbatch_size=microbatch_size)
+
+
+@pytest.mark.parametrize(
+    ('token_weights', 'microbatch_size'),
+    [
+        ('column', 1),
+        ('column', 3),
+        ('sample', 3),
+    ],
+)
+def test_weighted_mean_of_regrouped_rows(model, token_weights, microbatch_size):
+    """Rows are padded on the left, so their columns of weights are trimmed there."""
+    batch = batch_of(side='left')
+    data = token_data_spec(loader(batch))
     assert_weighted_exactly(model, batch, data, token_weights, microbatch_size=microbatch_size)
 
 
@@ -143,12 +168,18 @@ def test_clipped_gradients_of_three_steps(model, token_weights):
     """Compared with a plain loop: one forward in a step, torch's own clipping, then the optimizer."""
     batches = [batch_of(shape) for shape in SHAPES_OF_STEPS]
     plain_model = in_double(model)
-    clipping = GradientClipping('norm', clipping_threshold=MAX_NORM)
-    algorithms = [clipping, TokenAccumulation(token_weights=token_weights)]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    recorder = fit(model, *batches, algorithms=algorithms, optimizer=optimizer)
-
     plain_optimizer = torch.optim.SGD(plain_model.parameters(), lr=0.5)
+
+    recorder = fit(
+        model,
+        *batches,
+        algorithms=[
+            GradientClipping('norm', clipping_threshold=MAX_NORM),
+            TokenAccumulation(token_weights=token_weights),
+        ],
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
+    )
+
     for clipped, batch in zip(recorder.steps, batches, strict=True):
         expected = weighted_gradient(plain_model, batch, token_weights)
         for name, parameter in plain_model.named_parameters():
@@ -168,7 +199,11 @@ def family(name):
 
 @pytest.mark.parametrize(
     ('name', 'packing', 'token_weights', 'microbatch_size'),
-    [('llava', False, 'column', 1), ('llava', True, 'sample', 3), ('qwen2_5_vl', False, 'sqrt', 3)],
+    [
+        ('llava', False, 'column', 1),
+        ('llava', True, 'sample', 3),
+        ('qwen2_5_vl', False, 'sqrt', 3),
+    ],
 )
 def test_images_and_text(name, packing, token_weights, microbatch_size):
     case = family(name)
@@ -260,7 +295,11 @@ def test_column_in_a_plain_loop(model):
 
     weights = step_loss_weights(microbatches, token_weights='column')
     for microbatch, weight in zip(microbatches, weights, strict=True):
-        outputs = model(microbatch['input_ids'], microbatch['attention_mask'], labels=microbatch['labels'])
+        outputs = model(
+            input_ids=microbatch['input_ids'],
+            attention_mask=microbatch['attention_mask'],
+            labels=microbatch['labels'],
+        )
         apply_token_weights(outputs.logits, microbatch, 'column')
         weighted_loss = outputs.loss * weight
         weighted_loss.backward()
@@ -271,10 +310,10 @@ def test_column_in_a_plain_loop(model):
 @pytest.mark.parametrize(
     ('key', 'values', 'first_weight', 'second_weight'),
     [
-        ('position_ids', [0, 1, 2, 3, 0, 1, 0, 0], 1 / 3, 1),
-        ('sequence_id', [0, 0, 0, 0, 1, 1, -1, -1], 1 / 3, 1),
+        pytest.param('position_ids', [0, 1, 2, 3, 0, 1, 0, 0], 1 / 3, 1, id='positions'),
+        pytest.param('sequence_id', [0, 0, 0, 0, 1, 1, -1, -1], 1 / 3, 1, id='numbers of documents'),
         # Positions of zero tell no documents. All four labels belong to one.
-        ('position_ids', [0, 0, 0, 0, 0, 0, 0, 0], 1 / 4, 1 / 4),
+        pytest.param('position_ids', [0, 0, 0, 0, 0, 0, 0, 0], 1 / 4, 1 / 4, id='positions of zero'),
     ],
 )
 def test_padded_packed_documents_are_samples(key, values, first_weight, second_weight):
@@ -297,30 +336,59 @@ def test_padded_packed_documents_are_samples(key, values, first_weight, second_w
 # Mistakes.
 
 
-@pytest.mark.parametrize(
-    ('weights', 'message'),
-    [
-        ([1.0, 1.0, -0.5, 1.0, 1.0, 1.0], "must be 0, or from 1e-30 .*got: -0.5 for sample 'sample-2'"),
-        ([1e-42] * 6, "must be 0, or from 1e-30 .* for sample 'sample-0'"),
-        (torch.tensor([1.0, 1.0, 1e-50, 1.0, 1.0, 1.0], dtype=torch.float64), "got: 1e-50 for sample 'sample-2'"),
-        ([1.0, 1e37, 1.0, 1.0, 1.0, 1.0], r"to 1e\+30, got: 1e\+37 for sample 'sample-1'"),
-        ([1.0, 1.0, 1.0, float('nan'), 1.0, 1.0], "got: nan for sample 'sample-3'"),
-        ([1.0, float('inf'), 1.0, 1.0, 1.0, 1.0], "got: inf for sample 'sample-1'"),
-        ([1.0, 1.0, None, 1.0, 1.0, 1.0], "got: nan for sample 'sample-2' .*no weight"),
-        ([1.0, '1.0', 1.0, 1.0, 1.0, 1.0], "got: '1.0' for sample 'sample-1'"),
-        ([1.0, torch.ones(2), 1.0, 1.0, 1.0, 1.0], r"got: tensor\(\[1., 1.\]\) for sample 'sample-1'"),
-        ([0.0] * 6, "must not all be 0, .*26 loss-generating tokens, sample 'sample-0'"),
-        (torch.ones(6, 3), r"\(6,\) or \(6, 14\), .*got: Tensor of shape \(6, 3\), .* 'sample-0'"),
-        (None, "`loss_weights` in every batch, .* 'sample-0'"),
-    ],
-)
-def test_bad_weights_name_the_sample(model, weights, message):
-    batch = named_batch(RAGGED)
-    if weights is not None:
-        batch['loss_weights'] = weights
+def assert_refused(model, batch, message):
+    """Fails unless the batch is refused with a message of one line."""
     with pytest.raises((ValueError, RuntimeError), match=message) as caught:
         fit(model, loader(batch), token_weights='column')
     assert '\n' not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ('weight', 'message'),
+    [
+        pytest.param(-0.5, "must be 0, or from 1e-30 .*got: -0.5 for sample 'sample-2'", id='negative'),
+        pytest.param(1e37, r"to 1e\+30, got: 1e\+37 for sample 'sample-2'", id='too large'),
+        pytest.param(float('nan'), "got: nan for sample 'sample-2'", id='nan'),
+        pytest.param(float('inf'), "got: inf for sample 'sample-2'", id='inf'),
+        pytest.param(None, "got: nan for sample 'sample-2' .*no weight", id='no weight'),
+        pytest.param('1.0', "got: '1.0' for sample 'sample-2'", id='text'),
+        pytest.param(torch.ones(2), r"got: tensor\(\[1., 1.\]\) for sample 'sample-2'", id='tensor of two weights'),
+    ],
+)
+def test_bad_weight_of_a_sample(model, weight, message):
+    batch = named_batch(RAGGED)
+    batch['loss_weights'] = [1.0, 1.0, weight, 1.0, 1.0, 1.0]
+    assert_refused(model, batch, message)
+
+
+@pytest.mark.parametrize(
+    ('weights', 'message'),
+    [
+        pytest.param([1e-42] * 6, "must be 0, or from 1e-30 .* for sample 'sample-0'", id='too small'),
+        pytest.param([0.0] * 6, "must not all be 0, .*26 loss-generating tokens, sample 'sample-0'", id='all 0'),
+        pytest.param(
+            torch.ones(6, 3),
+            r"\(6,\) or \(6, 14\), .*got: Tensor of shape \(6, 3\), .* 'sample-0'",
+            id='other shape',
+        ),
+    ],
+)
+def test_bad_weights_of_a_batch(model, weights, message):
+    batch = named_batch(RAGGED)
+    batch['loss_weights'] = weights
+    assert_refused(model, batch, message)
+
+
+def test_tiny_weight_in_float64(model):
+    """In float32 it would be 0."""
+    batch = named_batch(RAGGED)
+    batch['loss_weights'] = torch.ones(6, dtype=torch.float64)
+    batch['loss_weights'][2] = 1e-50
+    assert_refused(model, batch, "got: 1e-50 for sample 'sample-2'")
+
+
+def test_batch_without_weights(model):
+    assert_refused(model, named_batch(RAGGED), "`loss_weights` in every batch, .* 'sample-0'")
 
 
 def column_weights(batch, weights):
@@ -365,8 +433,9 @@ def test_bad_weights_without_loss_are_ignored(model):
     expected_batch = batch_of()
     has_no_label = expected_batch['labels'] == -100
     weights = expected_batch['loss_weights'].masked_fill(has_no_label, float('nan'))
-    data = loader(with_weights(expected_batch, weights))
-    assert_weighted_exactly(model, expected_batch, token_data_spec(data), 'column', microbatch_size=1)
+    batch = with_weights(expected_batch, weights)
+    data = token_data_spec(loader(batch))
+    assert_weighted_exactly(model, expected_batch, data, 'column', microbatch_size=1)
 
 
 def test_unused_weight_column_is_named(model, caplog):
@@ -493,7 +562,12 @@ def test_weights_of_pre_split_batches(model):
         return batch
 
     sampler = RegroupingBatchSampler(
-        dataset, lengths=dataset.lengths, global_batch_size=8, max_tokens=2 * LONGEST, shuffle=False, drop_last=False
+        dataset,
+        lengths=dataset.lengths,
+        global_batch_size=8,
+        max_tokens=2 * LONGEST,
+        shuffle=False,
+        drop_last=False,
     )
     data = RegroupingDataLoader(dataset, batch_sampler=sampler, collate_fn=collate_with_weights)
     spec = token_data_spec(data, slot_tokens=LONGEST)
@@ -516,7 +590,11 @@ def dict_loss(*losses):
 
 @pytest.mark.parametrize(
     ('loss', 'token_weights', 'units'),
-    [(by_token, 'sqrt', None), (dict_loss, 'column', {'lm': 'tokens'}), (dict_loss, 'sqrt', None)],
+    [
+        (by_token, 'sqrt', None),
+        (dict_loss, 'column', {'lm': 'tokens'}),
+        (dict_loss, 'sqrt', None),
+    ],
 )
 def test_loss_computed_by_composer_model(loss, token_weights, units):
     """Weights are applied once, even if the loss is computed several times."""
@@ -542,33 +620,53 @@ def two_numbers(*losses):
 def three_terms(*losses):
     """Returns two terms whose tokens are weighted, behind a constant."""
     mean = by_token(*losses)
-    return {'constant': torch.tensor(0.5), 'half': 0.5 * mean, 'lm': 2.5 * mean}
+    constant = torch.tensor(CONSTANT)
+    return {'constant': constant, 'half': 0.5 * mean, 'lm': 2.5 * mean}
 
 
+CONSTANT = 0.5
 UNITS_OF_THREE_TERMS = dict.fromkeys(['constant', 'half', 'lm'], 'tokens')
 
 
+def assert_logged(recorder, expected):
+    """Compares the logged values of terms, by their names."""
+    logged = {}
+    for name in expected:
+        [logged[name]] = recorder.logged(f'loss/train/{name}')
+    assert logged == pytest.approx(expected, rel=TOLERANCE)
+
+
 @pytest.mark.parametrize(
-    ('loss', 'units', 'factors'),
+    ('loss', 'factors'),
     [
-        pytest.param(one_number, None, {}, id='one number'),
-        pytest.param(one_named_term, None, {'lm': 3}, id='one named term'),
-        pytest.param(two_numbers, None, {'loss0': 1, 'loss1': 2}, id='two numbers'),
-        pytest.param(three_terms, UNITS_OF_THREE_TERMS, {'half': 0.5, 'lm': 2.5}, id='three terms'),
+        pytest.param(one_number, {'total': 3}, id='one number'),
+        pytest.param(one_named_term, {'lm': 3, 'total': 3}, id='one named term'),
+        pytest.param(two_numbers, {'loss0': 1, 'loss1': 2, 'total': 3}, id='two numbers'),
     ],
 )
-def test_logged_value_of_each_term(loss, units, factors):
-    """Terms are multiples of the mean over tokens, and three times this mean together. A constant is not weighted."""
+def test_logged_value_of_each_term(loss, factors):
+    """Terms are multiples of the mean over tokens."""
     model = Terms(loss)
     batch = batch_of()
     _, weighted_mean, _ = weighted_reference(model.model, batch, 'column')
 
-    recorder = fit(model, batch, token_weights='column', loss_units=units)
+    recorder = fit(model, batch, token_weights='column')
 
     expected = {name: factor * weighted_mean for name, factor in factors.items()}
-    expected['total'] = 3 * weighted_mean
-    if loss is three_terms:
-        expected['constant'] = 0.5
-        expected['total'] += 0.5
-    logged = {name: recorder.logged(f'loss/train/{name}')[0] for name in expected}
-    assert logged == pytest.approx(expected, rel=TOLERANCE)
+    assert_logged(recorder, expected)
+
+
+def test_constant_term_is_not_weighted():
+    model = Terms(three_terms)
+    batch = batch_of()
+    _, weighted_mean, _ = weighted_reference(model.model, batch, 'column')
+
+    recorder = fit(model, batch, token_weights='column', loss_units=UNITS_OF_THREE_TERMS)
+
+    expected = {
+        'constant': CONSTANT,
+        'half': 0.5 * weighted_mean,
+        'lm': 2.5 * weighted_mean,
+        'total': 3 * weighted_mean + CONSTANT,
+    }
+    assert_logged(recorder, expected)

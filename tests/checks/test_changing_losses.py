@@ -78,8 +78,15 @@ class ChangingModel(NativeModel):
     def forward(self, batch):
         states = self.last_layer(self.states_of(batch))
         logits = self.model.lm_head(states)
-        outputs = Outputs(logits, states, batch['labels'], self.heads, self.has_changed)
-        return {'loss': self.loss_of_outputs(outputs), 'logits': logits}
+        outputs = Outputs(
+            logits=logits,
+            states=states,
+            labels=batch['labels'],
+            heads=self.heads,
+            has_changed=self.has_changed,
+        )
+        loss = self.loss_of_outputs(outputs)
+        return {'loss': loss, 'logits': logits}
 
 
 # Losses whose token weights change, or that get a second term.
@@ -142,8 +149,10 @@ def distillation(outputs):
 def multi_token_prediction(outputs):
     loss = outputs.next_token_loss()
     if outputs.has_changed:
-        second_next_logits = outputs.heads['next'](outputs.states)[:, :-1]
-        loss = loss + 0.3 * next_token_loss(second_next_logits, outputs.labels[:, 1:])
+        next_head = outputs.heads['next']
+        logits_of_second_next = next_head(outputs.states)
+        term = next_token_loss(logits_of_second_next[:, :-1], outputs.labels[:, 1:])
+        loss = loss + 0.3 * term
     return loss
 
 
@@ -163,7 +172,8 @@ def penalty(outputs):
 def value_head(outputs):
     loss = outputs.next_token_loss()
     if outputs.has_changed:
-        values_of_rows = outputs.heads['value'](outputs.states[:, -1])
+        head = outputs.heads['value']
+        values_of_rows = head(outputs.states[:, -1])
         loss = loss + 0.3 * values_of_rows.square().mean()
     return loss
 
@@ -268,7 +278,9 @@ class SecondHeadInTurn(ChangingModel):
 def second_head(outputs):
     loss = outputs.next_token_loss()
     if outputs.has_changed:
-        loss = loss + 0.3 * next_token_loss(outputs.heads['next'](outputs.states), outputs.labels)
+        next_head = outputs.heads['next']
+        second_logits = next_head(outputs.states)
+        loss = loss + 0.3 * next_token_loss(second_logits, outputs.labels)
     return loss
 
 
@@ -387,7 +399,12 @@ class CommonHead(ChangingModel):
 
 
 @pytest.mark.parametrize(
-    ('make_model', 'token_weights'), [(separate_heads, 'sqrt'), (separate_heads, 'column'), (CommonHead, 'sqrt')]
+    ('make_model', 'token_weights'),
+    [
+        (separate_heads, 'sqrt'),
+        (separate_heads, 'column'),
+        (CommonHead, 'sqrt'),
+    ],
 )
 def test_unweighted_term_is_refused_with_weights(make_model, token_weights):
     """Token weights apply to the losses of the logits. The term of the values would stay unweighted."""
@@ -405,7 +422,12 @@ def test_unweighted_term_is_refused_with_weights(make_model, token_weights):
 
 @pytest.mark.parametrize(
     ('dtype', 'smoothing', 'seed'),
-    [(torch.bfloat16, 0.0, 0), (torch.bfloat16, 0.1, 1), (torch.float16, 0.0, 1), (torch.float16, 0.1, 0)],
+    [
+        (torch.bfloat16, 0.0, 0),
+        (torch.bfloat16, 0.1, 1),
+        (torch.float16, 0.0, 1),
+        (torch.float16, 0.1, 0),
+    ],
 )
 def test_rounded_gradients_are_no_leak(dtype, smoothing, seed):
     """The round-off of logits in half precision is not taken for a row that changes another one.
@@ -427,13 +449,14 @@ def test_rounded_gradients_are_no_leak(dtype, smoothing, seed):
         with torch.no_grad():
             model.model.lm_head.weight.mul_(50)
 
-    recorder = fit(model, batch, batch, callbacks=[On(Event.BATCH_END, enlarge_logits)])
+    callback = On(Event.BATCH_END, enlarge_logits)
+    recorder = fit(model, batch, batch, callbacks=[callback])
 
     assert len(recorder.steps) == 2
 
 
-@pytest.mark.parametrize('order', [('teacher', 'model'), ('model', 'teacher')])
-def test_head_of_a_teacher(order):
+@pytest.mark.parametrize('teacher_first', [True, False])
+def test_head_of_a_teacher(teacher_first):
     """The check must watch the logits of the model, and not the logits of the frozen teacher."""
 
     class Student(NativeModel):
@@ -441,19 +464,30 @@ def test_head_of_a_teacher(order):
             super().__init__('causal')
             self.teacher = one_layer_model().requires_grad_(False)
 
+        def teacher_logits(self, batch):
+            outputs = self.teacher(batch['input_ids'], batch['attention_mask'])
+            return outputs.logits
+
         def forward(self, batch):
-            logits = {}
-            for name in order:
-                part = getattr(self, name)
-                logits[name] = part(batch['input_ids'], batch['attention_mask']).logits
+            if teacher_first:
+                teacher_logits = self.teacher_logits(batch)
+                logits = self.logits_of(batch)
+            else:
+                logits = self.logits_of(batch)
+                teacher_logits = self.teacher_logits(batch)
 
             labels = batch['labels']
             is_counted = has_loss(labels)
-            student = logits['model'][:, :-1][is_counted].log_softmax(dim=-1)
-            teacher = logits['teacher'][:, :-1][is_counted].log_softmax(dim=-1)
-            divergence = F.kl_div(student, teacher, log_target=True, reduction='batchmean')
-            loss = next_token_loss(logits['model'], labels)
-            return {'loss': loss + 0.5 * divergence, 'logits': logits['model']}
+            predictions = logits[:, :-1][is_counted]
+            targets = teacher_logits[:, :-1][is_counted]
+            divergence = F.kl_div(
+                predictions.log_softmax(dim=-1),
+                targets.log_softmax(dim=-1),
+                log_target=True,
+                reduction='batchmean',
+            )
+            loss = next_token_loss(logits, labels)
+            return {'loss': loss + 0.5 * divergence, 'logits': logits}
 
     outcome = measure(Student(), ragged_batch(), 2)
     assert outcome.kind == 'exact'
@@ -479,7 +513,10 @@ def test_norms_thawed_later_are_refused():
             state.model.train()
 
     six_batches = batches()[:6]
-    callbacks = [On(Event.EPOCH_START, freeze_norm), On(Event.BATCH_END, thaw_after_three_steps)]
+    callbacks = [
+        On(Event.EPOCH_START, freeze_norm),
+        On(Event.BATCH_END, thaw_after_three_steps),
+    ]
 
     steps = gradients_of_steps(WithNorm(), six_batches, callbacks=callbacks)
 
@@ -501,7 +538,8 @@ def test_rows_coupled_later_are_refused(units):
             if units is None:
                 return outputs['loss']
             last_logits = outputs['logits'][:, -1]
-            return {'lm': outputs['loss'], 'rows': 1e-2 * last_logits.square().mean()}
+            term = 1e-2 * last_logits.square().mean()
+            return {'lm': outputs['loss'], 'rows': term}
 
     twenty_batches = batches()[:20]
 
@@ -516,7 +554,12 @@ def test_unchecked_loss_may_change(loss):
     data = batches()[:16]
 
     checked_steps = gradients_of_steps(ChangingModel(loss), data)
-    unchecked_steps = gradients_of_steps(ChangingModel(loss), data, check_loss=False, loss_tokens='causal')
+    unchecked_steps = gradients_of_steps(
+        ChangingModel(loss),
+        data,
+        check_loss=False,
+        loss_tokens='causal',
+    )
 
     assert len(checked_steps) == FIRST_CHANGED
     assert len(unchecked_steps) == 16

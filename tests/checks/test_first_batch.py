@@ -11,8 +11,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from composer.core import Callback
+from composer.core import Callback, DataSpec
 from composer.models import HuggingFaceModel
+from transformers import GPT2LMHeadModel
 from transformers.modeling_outputs import CausalLMOutput
 
 from composer_tokacc import token_data_spec
@@ -23,8 +24,16 @@ from composer_tokacc.data_spec.split import split_of
 from composer_tokacc.layout import BatchLayout, PreSplitBatch
 from composer_tokacc.layout.tensors import Entry
 from tests.matrix.collator import join
+from tests.support.exactness import loss_tokens
 from tests.support.families import MEDIA
-from tests.support.small_batches import IMAGE, drawn_batch, numbered, square_mask, text_batch
+from tests.support.small_batches import (
+    IMAGE,
+    drawn_batch,
+    layout_of_model,
+    numbered,
+    square_mask,
+    text_batch,
+)
 from tests.support.text import (
     ONE_UNLABELLED,
     RAGGED,
@@ -33,6 +42,7 @@ from tests.support.text import (
     column_counter,
     gpt2,
     named_batch,
+    next_token_loss,
     one_layer_model,
     ragged_batch,
     with_vectors,
@@ -98,7 +108,10 @@ def test_rows_without_labels_are_checked_once(microbatch_size, caplog):
 
 @pytest.mark.parametrize(
     ('side', 'rules'),
-    [('left', CutRules(left=FAILED)), ('right', CutRules(right=14))],
+    [
+        ('left', CutRules(left=FAILED)),
+        ('right', CutRules(right=14)),
+    ],
 )
 def test_later_padding_is_proven_first(side, rules):
     """The first batch has no padding, so it cannot show how padding may be cut."""
@@ -116,8 +129,10 @@ def test_rows_without_labels_prove_no_padding():
     model = gpt2()
     unlabelled = ragged_batch([(14, 11), (9, 0), (5, 0), (3, 0)], side='left')
     labelled = ragged_batch([(14, 11), (9, 7), (5, 3), (4, 2)], side='left')
+    first = with_vectors(model, unlabelled)
+    second = with_vectors(model, labelled)
 
-    assert_exact(model, with_vectors(model, unlabelled), with_vectors(model, labelled))
+    assert_exact(model, first, second)
 
 
 class NeedsChunks(ColumnCounter):
@@ -139,10 +154,7 @@ class PadsRows(ColumnCounter):
         padded_ids = F.pad(input_ids, padding)
         padded_mask = F.pad(attention_mask, padding)
         outputs = super().forward(padded_ids, padded_mask)
-
-        predictions = outputs.logits[:, : width - 1].flatten(0, 1)
-        next_labels = labels[:, 1:].flatten()
-        loss = F.cross_entropy(predictions, next_labels)
+        loss = next_token_loss(outputs.logits[:, :width], labels)
         return CausalLMOutput(loss=loss, logits=outputs.logits)
 
 
@@ -203,6 +215,24 @@ def test_rows_stay_as_wide_as_needed():
     assert rules_after_both.right == FAILED
 
 
+def batches_with_holes(second_column):
+    """Returns two batches. In each of them the row of 11 tokens has a hole, in the first one in column 4.
+
+    The second batch has a row of 3 tokens, which changes the rules of NeedsWideRows.
+    """
+    first = ragged_batch([(9, 7), (14, 8), (11, 7), (6, 1)])
+    second = ragged_batch([(14, 3), (3, 2), (13, 3), (8, 3), (11, 3), (10, 3)])
+    first['attention_mask'][2, 4] = 0
+    second['attention_mask'][4, second_column] = 0
+    return first, second
+
+
+def begins_after_hole(attention_mask):
+    """Returns whether the text continues in a column, after a hole; bool of shape ``(rows, width - 1)``."""
+    # Padding is on the right, so the mask rises from 0 to 1 only behind a hole.
+    return attention_mask.diff(dim=1) == 1
+
+
 class RecordsHoles(NeedsWideRows):
     """Records the widths in which the check computes a single row that has a hole in its attention mask."""
 
@@ -212,8 +242,7 @@ class RecordsHoles(NeedsWideRows):
 
     def forward(self, input_ids=None, attention_mask=None, labels=None):
         num_rows, width = input_ids.shape
-        # Padding is on the right, so the mask rises from 0 to 1 only behind a hole.
-        has_hole = attention_mask.diff(dim=1).eq(1).any()
+        has_hole = begins_after_hole(attention_mask).any()
         is_check = not torch.is_grad_enabled()  # training computes with gradients
         if num_rows == 1 and has_hole and is_check:
             self.checked_widths.append(width)
@@ -221,12 +250,8 @@ class RecordsHoles(NeedsWideRows):
 
 
 def test_new_rules_recheck_special_rows():
-    """The second batch has a row of 3 tokens, which changes the rules. So its row with a hole is checked again."""
-    first = ragged_batch([(9, 7), (14, 8), (11, 7), (6, 1)])
-    second = ragged_batch([(14, 3), (3, 2), (13, 3), (8, 3), (11, 3), (10, 3)])
-    # A hole in the row of length 11 of each batch.
-    first['attention_mask'][2, 4] = 0
-    second['attention_mask'][4, 4] = 0
+    """The second batch changes the rules. So its row with a hole is checked again."""
+    first, second = batches_with_holes(second_column=4)
     model = gpt2(RecordsHoles)
 
     rules = rules_after_exact_steps(model, first, second)
@@ -242,18 +267,16 @@ class LossAtHole(NeedsWideRows):
     def forward(self, input_ids=None, attention_mask=None, labels=None):
         outputs = super().forward(input_ids, attention_mask, labels)
         # A slice, not a column, because trimmed rows may end before it.
-        has_hole = attention_mask.diff(dim=1)[:, 5:6].eq(1).any()
-        if has_hole and outputs.logits.shape[:2] != input_ids.shape:
+        has_hole = begins_after_hole(attention_mask)[:, 5:6].any()
+        are_only_at_labels = outputs.logits.shape[:2] != input_ids.shape
+        if has_hole and are_only_at_labels:
             outputs.loss = 2 * outputs.loss - outputs.loss.detach()
         return outputs
 
 
 def test_logits_at_labels_fail_in_one_pass():
-    """The row of 3 tokens changes the rules, so the check makes three passes. Only the second has a row with a hole."""
-    first = ragged_batch([(9, 7), (14, 8), (11, 7), (6, 1)])
-    second = ragged_batch([(14, 3), (3, 2), (13, 3), (8, 3), (11, 3), (10, 3)])
-    first['attention_mask'][2, 4] = 0
-    second['attention_mask'][4, 5] = 0
+    """The rules change, so the check makes three passes. Only the second has a row with a hole in column 5."""
+    first, second = batches_with_holes(second_column=5)
     assert_exact(gpt2(LossAtHole), first, second)
 
     with pytest.raises(RuntimeError, match='logits-at-labels'):
@@ -277,20 +300,29 @@ def write_into(microbatch):
     return microbatch
 
 
-# The check takes the longest row first. If the rows are in this order, its rows may be a view of the batch.
-@pytest.mark.parametrize('writer', ['model', 'transform'])
-@pytest.mark.parametrize('row_sizes', [[(9, 3)], [(14, 11), (5, 3)]], ids=['one row', 'longest first'])
-def test_check_leaves_the_batch_alone(writer, row_sizes):
+@pytest.mark.parametrize(
+    'row_sizes',
+    [
+        pytest.param([(9, 3)], id='one row'),
+        # The check takes the longest row first. In this order, its rows may be a view of the batch.
+        pytest.param([(14, 11), (5, 3)], id='longest first'),
+    ],
+)
+@pytest.mark.parametrize(
+    ('model_class', 'options'),
+    [
+        pytest.param(WritesIntoBatch, {}, id='model'),
+        pytest.param(GPT2LMHeadModel, {'microbatch_transforms': write_into}, id='transform'),
+    ],
+)
+def test_check_leaves_the_batch_alone(model_class, options, row_sizes):
     """If the check wrote into the batch, training would add 1 to its ids for a second time."""
     batch = ragged_batch(row_sizes)
     trained_ids = (batch['input_ids'] + 1) % VOCABULARY
     trained_batch = {**batch, 'input_ids': trained_ids}
     expected, _ = reference_gradients(gpt2(), trained_batch)
 
-    if writer == 'model':
-        recorder = fit(gpt2(WritesIntoBatch), batch)
-    else:
-        recorder = fit(gpt2(), batch, microbatch_transforms=write_into)
+    recorder = fit(gpt2(model_class), batch, **options)
 
     assert relative_error(recorder.gradients, expected) < TOLERANCE
 
@@ -331,17 +363,16 @@ class MixesRows(torch.nn.Module):
 
 def with_mixed_rows():
     model = one_layer_model()
-    model.model.embed_tokens = torch.nn.Sequential(model.model.embed_tokens, MixesRows())
+    embed = model.model.embed_tokens
+    model.model.embed_tokens = torch.nn.Sequential(embed, MixesRows())
     return model
 
 
-@pytest.mark.parametrize('has_spec', [False, True])
-def test_coupled_rows_are_refused_by_name(has_spec):
+@pytest.mark.parametrize('spec_class', [DataSpec, token_data_spec])
+def test_coupled_rows_are_refused_by_name(spec_class):
     model = with_mixed_rows()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    data = loader(named_batch())
-    if has_spec:
-        data = token_data_spec(data)
+    data = spec_class(loader(named_batch()))
 
     message = r"must not depend on the rows beside.* sample 'sample-\d': the gradient at its logits changes by"
     with weights_unchanged(model), pytest.raises(RuntimeError, match=message):
@@ -371,8 +402,7 @@ def test_label_on_first_token_behind_padding():
 @pytest.fixture
 def layout_with_images():
     """The layout of a model that is in no table. Its config tells the id of placeholders."""
-    config = SimpleNamespace(model_type='new_vl', vision_config=SimpleNamespace(), image_token_id=IMAGE)
-    return BatchLayout.for_model(config)
+    return layout_of_model('new_vl', vision_config=SimpleNamespace(), image_token_id=IMAGE)
 
 
 def test_rule_is_found_on_media(layout_with_images):
@@ -400,9 +430,15 @@ def test_rows_with_new_images_are_kept(layout_with_images):
 
 
 def test_rows_of_all_lengths_are_chosen():
-    """The longest, the shortest, the longest with padding, and one of medium length."""
     batch = text_batch([3, 4, 5, 12, 19, 20])
-    assert chosen_rows(BatchLayout.infer(batch), batch, missing=[], max_rows=4) == [5, 0, 4, 3]
+    longest = 5
+    shortest = 0
+    longest_with_padding = 4
+    of_medium_length = 3
+
+    chosen = chosen_rows(BatchLayout.infer(batch), batch, missing=[], max_rows=4)
+
+    assert chosen == [longest, shortest, longest_with_padding, of_medium_length]
 
 
 def test_media_are_compared_if_padded_otherwise():
@@ -426,9 +462,10 @@ class WithImageSizes(HuggingFaceModel):
         pixels = batch.get('pixel_values')
         if pixels is None:
             return outputs['loss']
-        num_labels = (batch['labels'][:, 1:] != -100).sum().clamp(min=1)
+        num_labels = max(loss_tokens(batch), 1)
         weight = next(self.model.parameters())
-        return outputs['loss'] + 0.01 * pixels.norm() * weight.norm() / num_labels
+        term_of_images = pixels.norm() * weight.norm() / num_labels
+        return outputs['loss'] + 0.01 * term_of_images
 
 
 def test_term_of_images_without_labels():
@@ -439,7 +476,8 @@ def test_term_of_images_without_labels():
         if kind == 'none':
             rows.append(row)
         elif kind == 'image':
-            rows.append({**row, 'labels': torch.full_like(row['labels'], -100)})
+            no_labels = torch.full_like(row['labels'], -100)
+            rows.append({**row, 'labels': no_labels})
     batch = join(rows, side='right', slots=False)
     model = WithImageSizes(case.model, shift_labels=True, use_logits=True)
 
@@ -449,10 +487,21 @@ def test_term_of_images_without_labels():
 
 def test_mask_is_as_large_as_its_media():
     """A mask along the text may also have a value for each tile. It must fit the tiles of its own microbatch."""
-    one_tile = text_batch([4, 3], num_images=[1, 1], pixel_values=torch.ones(2, 1, 5), mask=torch.ones(2, 4, 1))
-    two_tiles = text_batch([5], num_images=[1], pixel_values=torch.ones(1, 2, 5), mask=torch.ones(1, 5, 2))
+    one_tile = text_batch(
+        [4, 3],
+        num_images=[1, 1],
+        pixel_values=torch.ones(2, 1, 5),
+        mask=torch.ones(2, 4, 1),
+    )
+    two_tiles = text_batch(
+        [5],
+        num_images=[1],
+        pixel_values=torch.ones(1, 2, 5),
+        mask=torch.ones(1, 5, 2),
+    )
     batch = PreSplitBatch([one_tile, two_tiles], max_tokens=20)
-    layout = BatchLayout.infer(batch).with_entries(mask=Entry(unit='image', seq_dims=(1,)))
+    inferred = BatchLayout.infer(batch)
+    layout = inferred.with_entries(mask=Entry(unit='image', seq_dims=(1,)))
 
     collated = media_as_collated(layout, batch, rows=[0])
 
@@ -460,30 +509,43 @@ def test_mask_is_as_large_as_its_media():
     assert collated[0]['mask'].shape == (1, 4, 1)
 
 
+IS_FIRST_DOCUMENT = torch.tensor([True] * 5 + [False] * 7)
+
+
+def packed_batch(mask):
+    """Returns two rows without padding. Each holds a document of 5 tokens and one of 7.
+
+    ``mask`` is ``'none'``, ``'padding'`` (one value per token) or ``'documents'`` (documents do not see each other).
+    """
+    batch = ragged_batch([(12, 12), (12, 12)])
+    positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6]])
+    batch['position_ids'] = positions.repeat(2, 1)
+    if mask == 'documents':
+        is_same_document = IS_FIRST_DOCUMENT[:, None] == IS_FIRST_DOCUMENT
+        batch['attention_mask'] = square_mask(batch) & is_same_document
+    elif mask == 'none':
+        del batch['attention_mask']
+    return batch
+
+
+def logits_of_last_document(model, batch):
+    outputs = model(**batch)
+    return outputs.logits[:, ~IS_FIRST_DOCUMENT]
+
+
 @pytest.mark.parametrize(
-    ('mask_dims', 'use_cache', 'checkpoints', 'is_warned'),
+    ('mask', 'use_cache', 'checkpoints', 'is_warned'),
     [
-        pytest.param(0, True, False, True, id='cache'),
-        pytest.param(0, True, True, False, id='cache, switched off by checkpointing'),
-        pytest.param(0, False, False, False, id='no cache'),
-        pytest.param(2, False, False, True, id='mask of padding'),
-        pytest.param(4, True, False, False, id='mask of documents'),
+        pytest.param('none', True, False, True, id='cache'),
+        pytest.param('none', True, True, False, id='cache, switched off by checkpointing'),
+        pytest.param('none', False, False, False, id='no cache'),
+        pytest.param('padding', False, False, True, id='mask of padding'),
+        pytest.param('documents', True, False, False, id='mask of documents'),
     ],
 )
-def test_warning_of_attention_between_documents(mask_dims, use_cache, checkpoints, is_warned, caplog):
+def test_warning_of_attention_between_documents(mask, use_cache, checkpoints, is_warned, caplog):
     """The reference: whether the logits of the last document change with the ids of the first one."""
-    batch = ragged_batch([(12, 12), (12, 12)])
-    columns = torch.arange(12)
-    first_length = 5
-    is_first_document = columns < first_length
-    positions = torch.where(is_first_document, columns, columns - first_length)
-    batch['position_ids'] = positions.repeat(2, 1)
-    if mask_dims == 4:
-        is_same_document = is_first_document[:, None] == is_first_document
-        batch['attention_mask'] = square_mask(batch) & is_same_document
-    elif mask_dims == 0:
-        del batch['attention_mask']
-
+    batch = packed_batch(mask)
     model = one_layer_model()
     model.config.use_cache = use_cache
     if checkpoints:
@@ -493,12 +555,12 @@ def test_warning_of_attention_between_documents(mask_dims, use_cache, checkpoint
 
     has_warning = 'attend to each other' in caplog.text
     assert has_warning == is_warned
-
-    changed_ids = batch['input_ids'].masked_fill(is_first_document, 1)
-    logits = model(**batch).logits[:, first_length:]
-    changed_logits = model(**{**batch, 'input_ids': changed_ids}).logits[:, first_length:]
-    is_seen = not torch.allclose(changed_logits, logits)
-    assert is_seen or not is_warned
+    if is_warned:
+        changed_ids = batch['input_ids'].masked_fill(IS_FIRST_DOCUMENT, 1)
+        changed_batch = {**batch, 'input_ids': changed_ids}
+        logits = logits_of_last_document(model, batch)
+        changed_logits = logits_of_last_document(model, changed_batch)
+        assert not torch.allclose(changed_logits, logits)
 
 
 def num_forwards_of_check(model, batch):
@@ -521,6 +583,10 @@ def num_forwards_of_check(model, batch):
 
 def test_number_of_forwards():
     """`docs/limits.md` has these numbers. They depend a little on the rows."""
-    assert num_forwards_of_check(one_layer_model(), ragged_batch()) == pytest.approx(13, abs=3)
+    num_forwards_of_text = num_forwards_of_check(one_layer_model(), ragged_batch())
+    assert num_forwards_of_text == pytest.approx(13, abs=3)
+
     case = MEDIA['qwen2_5_vl']()
-    assert num_forwards_of_check(case.model, join(case.rows, side='right', slots=False)) == pytest.approx(21, abs=3)
+    batch = join(case.rows, side='right', slots=False)
+    num_forwards_of_images = num_forwards_of_check(case.model, batch)
+    assert num_forwards_of_images == pytest.approx(21, abs=3)

@@ -15,8 +15,9 @@ from tests.support.training import GradientRecorder, On, fit, loader, reference_
 
 
 def keep_one_row(gradient):
-    rows = torch.arange(len(gradient))[:, None]
-    return gradient * (rows == 1)
+    rows = torch.arange(len(gradient))
+    is_kept = rows == 1
+    return gradient * is_kept[:, None]
 
 
 def clamp_in_place(gradient):
@@ -39,7 +40,13 @@ NOT_LINEAR = {
 }
 
 
-@pytest.mark.parametrize(('size', 'dtype'), [(4, torch.float32), (1000, torch.float16)])
+@pytest.mark.parametrize(
+    ('size', 'dtype'),
+    [
+        (4, torch.float32),
+        (1000, torch.float16),
+    ],
+)
 @pytest.mark.parametrize('name', LINEAR)
 def test_linear_hooks_are_accepted(name, size, dtype):
     """Of a million random gradients in float16 some could overflow."""
@@ -81,14 +88,23 @@ def test_run_with_a_linear_hook():
     assert relative_error(recorder.gradients, expected) < 1e-6
 
 
-@pytest.mark.parametrize(('added_at', 'num_exact_steps'), [(Event.FIT_START, 0), (Event.BATCH_END, 1)])
+@pytest.mark.parametrize(
+    ('added_at', 'num_exact_steps'),
+    [
+        (Event.FIT_START, 0),
+        (Event.BATCH_END, 1),
+    ],
+)
 def test_run_with_clamping_hook_is_refused(added_at, num_exact_steps):
     model = one_layer_model()
     weight = model.get_input_embeddings().weight
-    add_hook = On(added_at, lambda state: weight.register_hook(NOT_LINEAR['clamped']))
+
+    def add_hook(state):
+        weight.register_hook(NOT_LINEAR['clamped'])
+
     recorder = GradientRecorder()
 
     with pytest.raises(RuntimeError, match='must be linear'):
-        fit(model, BATCH, BATCH, callbacks=[add_hook], recorder=recorder)
+        fit(model, BATCH, BATCH, callbacks=[On(added_at, add_hook)], recorder=recorder)
 
     assert len(recorder.steps) == num_exact_steps

@@ -33,17 +33,21 @@ class FusedHead(ComposerModel):
         torch.manual_seed(0)
         self.embedding = torch.nn.Embedding(VOCABULARY, HIDDEN)
         self.layer = torch.nn.Linear(HIDDEN, HIDDEN)
-        self.head = torch.nn.Linear(HIDDEN, VOCABULARY).requires_grad_(not frozen_head)
+        self.head = torch.nn.Linear(HIDDEN, VOCABULARY)
+        self.head.requires_grad_(not frozen_head)
 
     def forward(self, batch: Any) -> torch.Tensor:
         embeddings = self.embedding(batch['input_ids'])
-        return torch.tanh(self.layer(embeddings))
+        states = self.layer(embeddings)
+        return states.tanh()
 
     def loss(self, outputs: torch.Tensor, batch: Any) -> torch.Tensor:
-        predicting_states = outputs[:, :-1].flatten(0, 1)
         next_labels = batch['labels'][:, 1:].flatten()
+        predicting_states = outputs[:, :-1].flatten(0, 1)
+        chunks_of_labels = next_labels.chunk(2)
+        chunks_of_states = predicting_states.chunk(2)
         total = torch.zeros(())
-        for states, labels in zip(predicting_states.chunk(2), next_labels.chunk(2), strict=True):
+        for states, labels in zip(chunks_of_states, chunks_of_labels, strict=True):
             logits = self.head(states)
             total = total + F.cross_entropy(logits, labels, reduction='sum')
         num_labels = (next_labels != -100).sum()
@@ -81,9 +85,11 @@ def test_every_step_is_exact(frozen_head, microbatch_size):
 @for_each_split
 def test_monitor_logs_no_loss_of_states(data_of):
     """A cross-entropy of the states would be a number that means nothing."""
-    batch = {**with_small_labels(), 'source': ['a', 'b', 'a', 'b']}
+    batch = with_small_labels()
+    batch['source'] = ['a', 'b', 'a', 'b']
+    data = data_of(batch)
 
-    recorder = fit(FusedHead(), data_of(batch), callbacks=[TokenMonitor()])
+    recorder = fit(FusedHead(), data, callbacks=[TokenMonitor()])
 
     # The four rows have 2, 3, 7 and 11 labels.
     assert recorder.logged('token_monitor/source/a/tokens') == [9]
@@ -128,17 +134,28 @@ def binary(logits, labels):
 
 def distilled(logits, labels):
     generator = torch.Generator().manual_seed(1)
-    teacher_logits = torch.randn(VOCABULARY, generator=generator).to(logits)
-    teacher = teacher_logits.log_softmax(dim=-1)[None]
+    teacher_logits = torch.randn(1, VOCABULARY, generator=generator).to(logits)
+    teacher = teacher_logits.log_softmax(dim=-1)
     student = logits.log_softmax(dim=-1)
     return F.kl_div(student, teacher, log_target=True, reduction='sum')
 
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize('loss_of', [F.cross_entropy, smoothed, focal, with_z_loss, binary, distilled])
+@pytest.mark.parametrize(
+    'loss_of',
+    [
+        F.cross_entropy,
+        smoothed,
+        focal,
+        with_z_loss,
+        binary,
+        distilled,
+    ],
+)
 def test_losses_tell_logits_from_states(loss_of, dtype):
     """In the gradient by logits the label stands out, or the entries sum to 0. A gradient of 0 tells nothing."""
-    targets = LossRule.CAUSAL.targets(ragged_batch(SHAPE))
+    batch = ragged_batch(SHAPE)
+    targets = LossRule.CAUSAL.targets(batch)
     has_target = targets != -100
     hidden_size = 96  # wider than the vocabulary, so every label could be an entry of a state
     torch.manual_seed(0)

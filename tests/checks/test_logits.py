@@ -23,16 +23,34 @@ from composer_tokacc.counting import LossRule
 from composer_tokacc.row_counts import count_rows
 from tests.support.process_group import group_of_one_rank
 
-BATCH = {'labels': torch.tensor([[5, 6, -100, 2], [-100, -100, 7, 0], [1, 1, 1, 1]])}
+LABELS = torch.tensor(
+    [
+        [5, 6, -100, 2],
+        [-100, -100, 7, 0],
+        [1, 1, 1, 1],
+    ]
+)
+BATCH = {'labels': LABELS}
 TARGETS = LossRule.CAUSAL.targets(BATCH)
-WEIGHTS = torch.tensor([[0.5, 2.0, 0.0, 1.0], [0.0, 3.0, 0.25, 0.0], [1.0, 1.5, 4.0, 0.0]])
+WEIGHTS = torch.tensor(
+    [
+        [0.5, 2.0, 0.0, 1.0],
+        [0.0, 3.0, 0.25, 0.0],
+        [1.0, 1.5, 4.0, 0.0],
+    ]
+)
 """The weight of each token, at the position that predicts it."""
 VOCABULARY = 9
 UNIT = 0.01
 """The weight of a token in the loss whose relative weight is 1."""
 
 
-@pytest.fixture(params=[logits_module.CHUNK, 2 * VOCABULARY], ids=['at once', 'a few positions at a time'])
+@pytest.fixture(
+    params=[
+        pytest.param(logits_module.CHUNK, id='at once'),
+        pytest.param(2 * VOCABULARY, id='a few positions at a time'),
+    ]
+)
 def in_parts(request, monkeypatch):
     """Large tensors are read some positions at a time."""
     monkeypatch.setattr(logits_module, 'CHUNK', request.param)
@@ -41,7 +59,7 @@ def in_parts(request, monkeypatch):
 def weighted_loss(logits, weights=WEIGHTS, shift=1):
     """Sums the weighted losses of the tokens, one position after the other."""
     loss = torch.zeros(())
-    for row, labels in enumerate(BATCH['labels'].tolist()):
+    for row, labels in enumerate(LABELS.tolist()):
         for column in range(shift, len(labels)):
             label = labels[column]
             if label == -100:
@@ -54,13 +72,15 @@ def weighted_loss(logits, weights=WEIGHTS, shift=1):
 
 def random_logits(dtype=torch.float32):
     torch.manual_seed(0)
-    return (3 * torch.randn(3, 4, VOCABULARY)).to(dtype)
+    logits = 3 * torch.randn(3, 4, VOCABULARY)
+    return logits.to(dtype)
 
 
 def gradient_by(logits, loss_of, *arguments):
     """Returns the gradient of ``loss_of(logits, *arguments)`` by the logits."""
     leaf = logits.clone().requires_grad_()
-    loss_of(leaf, *arguments).backward()
+    loss = loss_of(leaf, *arguments)
+    loss.backward()
     return leaf.grad
 
 
@@ -99,7 +119,13 @@ def deviations_in_hook(logits, gradient, rule):
     return dict(zip(positions, deviations_of_positions, strict=True))
 
 
-for_each_shift = pytest.mark.parametrize(('rule', 'shift'), [(LossRule.CAUSAL, 1), (LossRule.UNSHIFTED, 0)])
+for_each_shift = pytest.mark.parametrize(
+    ('rule', 'shift'),
+    [
+        (LossRule.CAUSAL, 1),
+        (LossRule.UNSHIFTED, 0),
+    ],
+)
 
 
 @for_each_shift
@@ -108,7 +134,9 @@ def test_no_deviation_of_right_weights(rule, shift, in_parts):
     targets = rule.targets(BATCH)
     gradient = UNIT * gradient_by(logits, weighted_loss, WEIGHTS, shift)
 
-    assert deviations(logits, gradient, targets).max() < 1e-6
+    of_all_positions = deviations(logits, gradient, targets)
+    assert of_all_positions.max() < 1e-6
+
     by_position = deviations_in_hook(logits, gradient, rule)
     assert max(by_position.values()) < 1e-6
 
@@ -203,7 +231,8 @@ def test_sketches_of_few_positions(size, in_parts):
     num_positions = 12
     labels = torch.arange(num_positions)
     generator = torch.Generator().manual_seed(0)
-    gradient = torch.randn(1, num_positions, size, generator=generator).softmax(dim=-1)
+    logits = torch.randn(1, num_positions, size, generator=generator)
+    gradient = logits.softmax(dim=-1)
     gradient[0, labels, labels] -= 1  # the gradient of a cross-entropy
     sketch_of_all = sketch(gradient)
 
@@ -220,12 +249,13 @@ def test_token_losses_are_plain_cross_entropy(in_parts):
     logits = random_logits()
     all_positions = torch.arange(TARGETS.numel())
 
-    losses = token_losses_at(logits, all_positions, TARGETS.flatten()).view(TARGETS.shape)
+    losses = token_losses_at(logits, all_positions, TARGETS.flatten())
 
-    weighted_sum = float((losses * WEIGHTS).sum())
+    losses_of_rows = losses.view(TARGETS.shape)
+    weighted_losses = losses_of_rows * WEIGHTS
     expected_sum = float(weighted_loss(logits))
-    assert weighted_sum == pytest.approx(expected_sum, rel=1e-6)
-    assert losses[:, -1].tolist() == [0, 0, 0]
+    assert float(weighted_losses.sum()) == pytest.approx(expected_sum, rel=1e-6)
+    assert losses_of_rows[:, -1].tolist() == [0, 0, 0]
 
 
 @pytest.mark.parametrize('weight', [0.6035, 1.37])
@@ -249,5 +279,6 @@ def test_weights_unrounded_in_half_precision(weight):
     weighted = gradient_by(logits, weighted_by_hook).double().flatten()
 
     # The projection on the plain gradient averages the round-off out.
-    measured_weight = torch.dot(weighted, plain) / torch.dot(plain, plain)
+    projection = torch.dot(weighted, plain)
+    measured_weight = projection / torch.dot(plain, plain)
     assert float(measured_weight) == pytest.approx(weight, rel=5e-4)

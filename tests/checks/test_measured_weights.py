@@ -35,7 +35,19 @@ def assert_weights(report, *expected, rtol=3e-6):
 
 def assert_all_weights(report, expected):
     """Compares the weights of all microbatches, one after the other. They may differ by the round-off of float32."""
-    torch.testing.assert_close(torch.cat(report.weights), expected, rtol=3e-6, atol=0)
+    weights = torch.cat(report.weights)
+    torch.testing.assert_close(weights, expected, rtol=3e-6, atol=0)
+
+
+def tokens_measured(report):
+    """Returns the number of measured tokens of each microbatch."""
+    return [len(weights) for weights in report.weights]
+
+
+def loss_of(model):
+    """Returns the loss of a forward of the model over the batch."""
+    outputs = model(**BATCH)
+    return outputs.loss
 
 
 def logits_and_labels(model):
@@ -47,7 +59,11 @@ def logits_and_labels(model):
 
 def stock_split():
     """Returns data that Composer itself splits."""
-    return DataSpec(loader(BATCH), get_num_samples_in_batch=lambda batch: len(batch['input_ids']))
+
+    def count_rows(batch):
+        return len(batch['input_ids'])
+
+    return DataSpec(loader(BATCH), get_num_samples_in_batch=count_rows)
 
 
 def exact_split():
@@ -68,8 +84,9 @@ def test_stock_composer_weights():
 
     report = report_of_run(model, stock_split())
 
+    targets_of_microbatches = [NUM_TARGETS[0:3], NUM_TARGETS[3:6], NUM_TARGETS[6:8]]
     expected = []
-    for num_targets in (NUM_TARGETS[0:3], NUM_TARGETS[3:6], NUM_TARGETS[6:8]):
+    for num_targets in targets_of_microbatches:
         share_of_rows = len(num_targets) / len(LENGTHS)
         num_tokens = sum(num_targets)
         weight = share_of_rows / num_tokens
@@ -78,8 +95,9 @@ def test_stock_composer_weights():
 
     # Of 93 tokens the second microbatch has 56, for 3/8 of the weight. The third one has 12, for 2/8.
     weights_over_mean = torch.cat(report.weights) * TOTAL
-    assert weights_over_mean.min().item() == pytest.approx(0.62, abs=0.005)
-    assert weights_over_mean.max().item() == pytest.approx(1.94, abs=0.005)
+    smallest, largest = weights_over_mean.aminmax()
+    assert float(smallest) == pytest.approx(0.62, abs=0.005)
+    assert float(largest) == pytest.approx(1.94, abs=0.005)
     assert report.spread == pytest.approx(1.9375 / 0.62277, rel=1e-4)
     assert 'do NOT weigh the same, to 2e-05: largest over smallest weight 3.11' in str(report)
 
@@ -88,8 +106,9 @@ def test_stock_composer_weights():
 @pytest.mark.parametrize('split', [stock_split, exact_split])
 def test_algorithm_gives_equal_weights(split, dropout):
     model = one_layer_model(attention_dropout=dropout).train()
+    composer_model = hugging_face(model)
 
-    report = report_of_run(hugging_face(model), split(), algorithms=[TokenAccumulation()])
+    report = report_of_run(composer_model, split(), algorithms=[TokenAccumulation()])
 
     assert_all_weights(report, EQUAL_WEIGHTS)
     assert report.spread < 1 + 1e-5
@@ -114,7 +133,8 @@ def test_square_root_weights():
 def test_signed_weights_of_weighted_loss(signed):
     model = one_layer_model()
     generator = torch.Generator().manual_seed(0)
-    weights = torch.rand(BATCH['labels'][:, 1:].numel(), generator=generator) + 0.1
+    num_positions = BATCH['labels'][:, 1:].numel()
+    weights = 0.1 + torch.rand(num_positions, generator=generator)
     if signed:
         zeros_and_ones = torch.randint(2, weights.shape, generator=generator)
         weights *= 2 * zeros_and_ones - 1
@@ -122,7 +142,8 @@ def test_signed_weights_of_weighted_loss(signed):
     with measure_token_weights(model) as report:
         logits, labels = logits_and_labels(model)
         losses = F.cross_entropy(logits, labels, reduction='none')
-        (losses * weights).sum().backward()
+        weighted_losses = losses * weights
+        weighted_losses.sum().backward()
 
     expected_weights = weights[labels != -100]
     assert_weights(report, expected_weights)
@@ -134,22 +155,23 @@ def test_signed_weights_of_weighted_loss(signed):
 def test_measuring_changes_no_gradient():
     """Two measurements at once measure the same."""
     model = one_layer_model()
-    model(**BATCH).loss.backward()
+    loss_of(model).backward()
     expected = [parameter.grad.clone() for parameter in model.parameters()]
     model.zero_grad()
 
     with measure_token_weights(model) as outer, measure_token_weights(model) as inner:
-        model(**BATCH).loss.backward()
+        loss_of(model).backward()
 
     for parameter, gradient in zip(model.parameters(), expected, strict=True):
         assert torch.equal(parameter.grad, gradient)
-    assert [len(weights) for weights in inner.weights] == [TOTAL]
+    assert tokens_measured(inner) == [TOTAL]
     assert torch.equal(outer.weights[0], inner.weights[0])
 
 
 def test_label_with_one_rival():
     """Both entries of the gradient are equal except for round-off. The wrong one would give a negative weight."""
-    same_logits = torch.tensor([0.0, 0.85, -20.0, -20.0])  # of every id: only the first two labels are likely
+    # The logits of every id: only the first two labels are likely.
+    same_logits = torch.tensor([0.0, 0.85, -20.0, -20.0])
     model = torch.nn.Embedding(4, 4, dtype=torch.bfloat16)
     with torch.no_grad():
         model.weight.copy_(same_logits)
@@ -158,7 +180,8 @@ def test_label_with_one_rival():
 
     with measure_token_weights(model) as report:
         logits = model(ids)[0].float()
-        F.cross_entropy(logits, labels, reduction='sum').backward()
+        loss = F.cross_entropy(logits, labels, reduction='sum')
+        loss.backward()
 
     assert_weights(report, torch.ones(3), rtol=2e-2)
 
@@ -173,24 +196,26 @@ def test_certain_tokens_are_left_out():
 
     with measure_token_weights(model) as report:
         logits = model(ids)[0]
-        F.cross_entropy(logits, labels).backward()
+        loss = F.cross_entropy(logits, labels)
+        loss.backward()
 
     # The loss is the mean of four. The model is sure of the first two labels, so only the others are measured.
     assert_weights(report, torch.full((2,), 0.25))
     assert '2 left out: 1 - p of the label below 0.001' in str(report)
 
 
-@pytest.mark.parametrize('loss_of', [with_z_loss, smoothed])
-def test_other_loss_shows_as_residual(loss_of):
+@pytest.mark.parametrize('other_loss', [with_z_loss, smoothed])
+def test_other_loss_shows_as_residual(other_loss):
     """A term may give positions without a label a gradient. They are not counted as tokens."""
     model = one_layer_model()
 
     with measure_token_weights(model) as report:
         logits, labels = logits_and_labels(model)
-        loss_of(logits, labels).backward()
+        loss = other_loss(logits, labels)
+        loss.backward()
 
     assert 1e-3 < report.residual < 0.2
-    assert [len(weights) for weights in report.weights] == [TOTAL]
+    assert tokens_measured(report) == [TOTAL]
     # The weights are equal as far as the residual tells.
     assert report.spread > 1.0001
     assert 'tokens weigh the same, to ' in str(report)
@@ -198,12 +223,13 @@ def test_other_loss_shows_as_residual(loss_of):
 
 
 def run_in_bfloat16(model):
-    model.bfloat16()(**BATCH).loss.backward()
+    model.bfloat16()
+    loss_of(model).backward()
 
 
 def run_in_autocast(model):
     with torch.autocast('cpu', torch.bfloat16):
-        loss = model(**BATCH).loss
+        loss = loss_of(model)
     loss.backward()
 
 
@@ -213,7 +239,7 @@ def run_by_accelerate(model):
 
     autocast_forward = torch.autocast('cpu', torch.bfloat16)(model.forward)
     model.forward = convert_outputs_to_fp32(autocast_forward)
-    model(**BATCH).loss.backward()
+    loss_of(model).backward()
 
 
 @pytest.mark.parametrize('run', [run_in_bfloat16, run_in_autocast, run_by_accelerate])
@@ -262,13 +288,14 @@ def test_plain_modules(returns_loss):
 def with_lora(model):
     from peft import LoraConfig, get_peft_model
 
-    return get_peft_model(model, LoraConfig(target_modules=['q_proj']))
+    config = LoraConfig(target_modules=['q_proj'])
+    return get_peft_model(model, config)
 
 
 def compiled_before(model):
     """Its graph was made before the hooks of the measurement are there."""
     compiled = torch.compile(model, backend='aot_eager')
-    compiled(**BATCH).loss.backward()
+    loss_of(compiled).backward()
     return compiled
 
 
@@ -278,7 +305,13 @@ def checkpointed(model):
 
 
 @pytest.mark.parametrize(
-    'wrap', [with_lora, pytest.param(compiled_before, marks=pytest.mark.slow), checkpointed, hugging_face]
+    'wrap',
+    [
+        with_lora,
+        pytest.param(compiled_before, marks=pytest.mark.slow),
+        checkpointed,
+        hugging_face,
+    ],
 )
 def test_wrapped_models_are_measured_once(wrap):
     model = wrap(one_layer_model())
@@ -299,8 +332,8 @@ def test_forwards_without_gradient_are_counted():
     model = one_layer_model()
 
     with measure_token_weights(model) as report:
-        half_loss = model(**BATCH).loss / 2
-        second_loss = model(**BATCH).loss
+        half_loss = loss_of(model) / 2
+        second_loss = loss_of(model)
         (second_loss + half_loss).backward(retain_graph=True)
         half_loss.backward()
         with torch.no_grad():
@@ -346,7 +379,8 @@ def train_without_logits(model):
 def train_detached(model):
     logits, labels = logits_and_labels(model)
     leaf = logits.detach().requires_grad_()
-    F.cross_entropy(leaf, labels).backward()
+    loss = F.cross_entropy(leaf, labels)
+    loss.backward()
 
 
 @pytest.mark.parametrize(
@@ -390,10 +424,10 @@ def test_backwards_after_the_end():
 
     with measure_token_weights(model) as report:
         copied_model = copy.deepcopy(model)
-        late_loss = model(**BATCH).loss
-        model(**BATCH).loss.backward()
+        late_loss = loss_of(model)
+        loss_of(model).backward()
     late_loss.backward()
-    copied_model(**BATCH).loss.backward()
+    loss_of(copied_model).backward()
 
     assert len(report.weights) == 1
     assert '1 of 2 forwards had no gradient' in str(report)
@@ -403,8 +437,9 @@ def test_infinite_gradients_are_reported():
     model = one_layer_model()
 
     with measure_token_weights(model) as report:
-        (model(**BATCH).loss * torch.nan).backward()
-        model(**BATCH).loss.backward()
+        infinite_loss = loss_of(model) * torch.nan
+        infinite_loss.backward()
+        loss_of(model).backward()
 
     assert math.isnan(report.spread)
     assert math.isnan(report.residual)
@@ -435,14 +470,16 @@ def test_fused_head_with_log_probabilities():
             states = self.llama.model(batch['input_ids'])[0]
             logits = self.llama.lm_head(states)[:, :-1]
             label_ids = labels.clamp(min=0)[..., None]
-            log_probs = logits.log_softmax(dim=-1).gather(-1, label_ids)[..., 0]
+            log_probs_of_ids = logits.log_softmax(dim=-1)
+            log_probs = log_probs_of_ids.gather(-1, label_ids)[..., 0]
             return SimpleNamespace(log_probs=log_probs * has_label, label_mask=has_label)
 
     model = FusedHead()
 
     with measure_token_weights(model) as report:
-        sum_of_losses = -model(**BATCH).log_probs.sum()
-        (sum_of_losses / 7).backward()
+        outputs = model(**BATCH)
+        loss = -outputs.log_probs.sum() / 7
+        loss.backward()
 
     expected_weights = torch.full((TOTAL,), 1 / 7)
     torch.testing.assert_close(report.weights, [expected_weights])
@@ -455,12 +492,17 @@ def test_log_probabilities_without_a_mask():
         def forward(self, **batch):
             states = self.llama.model(batch['input_ids'])[0]
             logits = self.llama.lm_head(states)
-            return SimpleNamespace(log_probs=logits.log_softmax(dim=-1)[..., 0])
+            log_probs_of_ids = logits.log_softmax(dim=-1)
+            return SimpleNamespace(log_probs=log_probs_of_ids[..., 0])
 
     model = OtherHead()
 
+    def train_by_log_probs():
+        outputs = model(**BATCH)
+        outputs.log_probs.sum().backward()
+
     with pytest.raises(RuntimeError, match='its outputs hold no logits'), measure_token_weights(model):
-        model(**BATCH).log_probs.sum().backward()
+        train_by_log_probs()
 
 
 def test_report_without_tokens():
@@ -471,10 +513,11 @@ def test_report_without_tokens():
         assert 'forward' in str(report)
         assert math.isnan(report.spread)
         assert report.unequal_tokens() == ''
-        (model(**BATCH).loss * 0).backward()
+        zero_loss = 0 * loss_of(model)
+        zero_loss.backward()
 
     assert report.residual == 0
-    assert [len(weights) for weights in report.weights] == [0]
+    assert tokens_measured(report) == [0]
 
 
 class Sentinel:

@@ -124,10 +124,18 @@ def test_rule_is_where_the_gradient_is(loss, rule, with_logits):
     assert find_loss_rule(probe, row_for_rule()) == rule
 
 
-@pytest.mark.parametrize('side', ['left', 'right'])
-@pytest.mark.parametrize(
-    ('loss', 'rule'), [(causal, 'causal'), (attended, 'causal_attended'), (unshifted, 'unshifted')]
+each_loss_and_rule = pytest.mark.parametrize(
+    ('loss', 'rule'),
+    [
+        (causal, 'causal'),
+        (attended, 'causal_attended'),
+        (unshifted, 'unshifted'),
+    ],
 )
+
+
+@pytest.mark.parametrize('side', ['left', 'right'])
+@each_loss_and_rule
 def test_rule_of_rows_with_few_labels(loss, rule, side):
     """One label cannot tell the rules apart, so further tokens get one. Padding gets none."""
     batch = ragged_batch([(6, 1), (9, 0)], side=side)
@@ -139,9 +147,7 @@ def test_rule_of_rows_with_few_labels(loss, rule, side):
 
 
 @pytest.mark.parametrize('side', ['left', 'right'])
-@pytest.mark.parametrize(
-    ('loss', 'rule'), [(causal, 'causal'), (attended, 'causal_attended'), (unshifted, 'unshifted')]
-)
+@each_loss_and_rule
 def test_rule_of_labels_on_padding(loss, rule, side):
     """The attended loss counts no label on padding, so these labels must not be the ones that show the rule."""
     batch = ragged_batch([(1, 1), (6, 4), (20, 1)], side=side, labels_on_pads=7)
@@ -213,10 +219,14 @@ def test_nearest_gradient_decides():
     model = one_layer_model()
 
     def forward(batch):
-        states = model.model(input_ids=batch['input_ids'], attention_mask=batch['attention_mask']).last_hidden_state
+        outputs = model.model(
+            input_ids=batch['input_ids'],
+            attention_mask=batch['attention_mask'],
+        )
+        states = outputs.last_hidden_state
         logits = model.lm_head(states)
-        second_term = states.square().mean()
-        return {'loss': unshifted(logits, batch) + 1e-3 * second_term, 'logits': logits}
+        loss = unshifted(logits, batch) + 1e-3 * states.square().mean()
+        return {'loss': loss, 'logits': logits}
 
     probe = Probe(forward, loss_in, model)
 
@@ -256,9 +266,11 @@ def test_round_off_has_the_probes_precision(before_head, least, most):
     row = text_row(40, 30)
     probe = probe_of(causal, model=with_half_weights(before_head))
 
-    plain = probe.run(row).gradients['tokens'][-1]
-    rounded = probe.run(row, rounded=True).gradients['tokens'][-1]
+    plain_result = probe.run(row)
+    rounded_result = probe.run(row, rounded=True)
 
+    *_, plain = plain_result.gradients['tokens']
+    *_, rounded = rounded_result.gradients['tokens']
     round_off = (rounded - plain).norm() / plain.norm()
     assert least < float(round_off) < most
 
@@ -392,16 +404,26 @@ def test_loss_that_counts_forwards_in_bfloat16():
         nonlocal num_forwards
         half_precision_only(batch['input_ids'])
         num_forwards += 1
-        logits = model(input_ids=batch['input_ids']).logits
-        return {'loss': causal(logits, batch) + 0.05 * num_forwards, 'logits': logits}
+        outputs = model(input_ids=batch['input_ids'])
+        loss = causal(outputs.logits, batch) + 0.05 * num_forwards
+        return {'loss': loss, 'logits': outputs.logits}
 
-    probe = Probe(forward, loss_in, model, partial(torch.autocast, 'cpu', dtype=torch.bfloat16))
+    autocast = partial(torch.autocast, 'cpu', dtype=torch.bfloat16)
+    probe = Probe(forward, loss_in, model, autocast)
 
     with pytest.raises(RuntimeError, match='although all random numbers were the same'):
         probe.examine(row_for_rule())
 
 
-@pytest.mark.parametrize('error_class', [RuntimeError, AssertionError, ValueError, torch.OutOfMemoryError])
+@pytest.mark.parametrize(
+    'error_class',
+    [
+        RuntimeError,
+        AssertionError,
+        ValueError,
+        torch.OutOfMemoryError,
+    ],
+)
 def test_kernel_of_half_precision_only(error_class):
     """Kernels in Triton assert the type, and other hosts raise ValueError. Half precision takes less memory."""
     probe = probe_in_bfloat16(partial(half_precision_only, error_class=error_class))
@@ -411,7 +433,14 @@ def test_kernel_of_half_precision_only(error_class):
 def compare_rows(probe, batch):
     """Returns a comparison of cuts. Its reference, all rows together, is already computed."""
     layout = BatchLayout.infer(batch)
-    return RowComparison(probe, layout, on_device=lambda rows: rows, rule=LossRule.CAUSAL, rows=batch, check_loss=True)
+    return RowComparison(
+        probe,
+        layout,
+        on_device=lambda rows: rows,
+        rule=LossRule.CAUSAL,
+        rows=batch,
+        check_loss=True,
+    )
 
 
 def test_later_kernel_of_half_precision_only():
@@ -857,7 +886,9 @@ class AlternatingNorm(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.norms = torch.nn.ModuleList([torch.nn.LayerNorm(32), torch.nn.LayerNorm(32)])
+        first = torch.nn.LayerNorm(32)
+        second = torch.nn.LayerNorm(32)
+        self.norms = torch.nn.ModuleList([first, second])
         self.turn = Turn()
 
     def forward(self, states):
@@ -917,10 +948,13 @@ SHAPES_OF_WEIGHTS = [(), (1,), (32,), (4, 32)]
 def test_weights_of_0_hide_nothing(shape):
     """A weight of 0 hides that the loss depends on columns, until it is trained. The probe varies the weights."""
     model = one_layer_model()
-    model.model.embed_tokens = torch.nn.Sequential(model.model.embed_tokens, Positions(*shape))
+    embed = model.model.embed_tokens
+    model.model.embed_tokens = torch.nn.Sequential(embed, Positions(*shape))
     row = text_row(12, 6)
     padded_row = padded_on_the_left(row, num_pads=40)
-    torch.testing.assert_close(model(**padded_row).loss, model(**row).loss, rtol=1e-5, atol=0)
+    outputs = model(**row)
+    padded_outputs = model(**padded_row)
+    torch.testing.assert_close(padded_outputs.loss, outputs.loss, rtol=1e-5, atol=0)
 
     probe = probe_of(causal, model=model)
     with weights_unchanged(model):
@@ -998,7 +1032,11 @@ def test_change_on_another_rank_names_its_row():
     def gather(value):
         if not isinstance(value, list):
             return [value]
-        return [value, [replace(change, row=1, error=1e-3, error_without_factor=1e-3) for change in value]]
+        changes_of_other_rank = []
+        for change in value:
+            changed = replace(change, row=1, error=1e-3, error_without_factor=1e-3)
+            changes_of_other_rank.append(changed)
+        return [value, changes_of_other_rank]
 
     probe = probe_of(causal)
     probe.examine(text_row(12, 6))
@@ -1035,15 +1073,24 @@ def test_unlabelled_row_without_a_number_on_another_rank():
     model = one_layer_model()
 
     def forward(batch):
-        logits = model(input_ids=batch['input_ids'], attention_mask=batch['attention_mask']).logits
-        return {'loss': causal(logits, batch), 'logits': logits}
+        outputs = model(
+            input_ids=batch['input_ids'],
+            attention_mask=batch['attention_mask'],
+        )
+        loss = causal(outputs.logits, batch)
+        return {'loss': loss, 'logits': outputs.logits}
 
     def terms(loss, outputs):
-        return {'tokens': loss, 'samples': outputs['logits'].square().mean()}
+        term = outputs['logits'].square().mean()
+        return {'tokens': loss, 'samples': term}
+
+    def gather(value):
+        of_other_rank = math.nan if value is None else value
+        return [value, of_other_rank]
 
     probe = Probe(forward, loss_in, model, terms=terms)
     probe.examine(text_row(12, 6))
     comparison = compare_rows(probe, ragged_batch())
-    probe.gather = lambda value: [value, math.nan if value is None else value]
+    probe.gather = gather
 
     assert not comparison.trains_unlabelled_row()

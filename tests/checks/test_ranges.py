@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -64,9 +65,10 @@ def top_k_model(model_type: str) -> HuggingFaceModel:
 
 def growing_batches(side: str) -> list[dict[str, Any]]:
     """Returns one batch with rows of at most 8 tokens, then two with rows of up to 40."""
+    longest_rows = [TOP_K, 40, 40]
     rng = random.Random(0)
     batches = []
-    for longest in (TOP_K, 40, 40):
+    for longest in longest_rows:
         lengths = [rng.randint(3, longest) for _ in range(6)]
         row_sizes = []
         for length in lengths:
@@ -86,7 +88,14 @@ CUTS = [
 
 
 @pytest.mark.parametrize(('side', 'options'), CUTS)
-@pytest.mark.parametrize('model_type', ['deepseek_v32', 'doge', pytest.param('glm_moe_dsa', marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    'model_type',
+    [
+        'deepseek_v32',
+        'doge',
+        pytest.param('glm_moe_dsa', marks=pytest.mark.slow),
+    ],
+)
 def test_width_that_changes_the_model(model_type, side, options):
     """The first batch is so narrow that the model attends to all keys. It cannot show how wider batches behave."""
     model = top_k_model(model_type)
@@ -97,8 +106,8 @@ def test_width_that_changes_the_model(model_type, side, options):
     # Doge of Transformers 4 is refused in the first batch already.
     may_refuse_first = transformers.__version__.startswith('4.')
     assert kinds[0] == 'exact' or may_refuse_first
-    must_refuse_wider = options.get('packing') or model_type == 'doge'
-    if must_refuse_wider:
+    is_packed = 'packing' in options
+    if is_packed or model_type == 'doge':
         assert kinds[-1] == 'refused'
 
 
@@ -123,11 +132,11 @@ def test_window_of_a_users_model():
 def test_padding_on_both_sides_comes_later(make_model, packing, second_step):
     """GPT-2 counts positions from the first column. In a packed row they would begin at the first token."""
     first = ragged_batch()
-    short_rows = [0, 1, 4, 5]  # padding on the left makes them no longer than the row of 9 tokens
-    later = {}
-    for key, tensor in first.items():
-        later[key] = tensor.clone()
-        later[key][short_rows] = tensor[short_rows].roll(2, dims=1)
+    # Two columns of padding move to the left. With them, these rows are no longer than the row of 9 tokens.
+    short_rows = [0, 1, 4, 5]
+    later = copy.deepcopy(first)
+    for tensor in later.values():
+        tensor[short_rows] = tensor[short_rows].roll(2, dims=1)
     model = hugging_face(make_model())
 
     kinds = kinds_of_steps(model, [first, later], packing=packing)
@@ -157,10 +166,13 @@ class AddsMemory(NativeModel):
     def forward(self, batch):
         embed = self.model.get_input_embeddings()
         embeddings = embed(batch['input_ids'])
-        vectors = self.vectors_of_rows(batch)[:, None]
-        logits = self.model(inputs_embeds=embeddings + vectors, attention_mask=batch['attention_mask']).logits
-        loss = self.loss_of(logits, batch['labels'])
-        return {'loss': loss, 'logits': logits}
+        vectors = self.vectors_of_rows(batch)
+        outputs = self.model(
+            inputs_embeds=embeddings + vectors[:, None],
+            attention_mask=batch['attention_mask'],
+        )
+        loss = self.loss_of(outputs.logits, batch['labels'])
+        return {'loss': loss, 'logits': outputs.logits}
 
 
 NUM_STATES = 16
@@ -173,9 +185,16 @@ def batch_with_memory(lengths: list[int], width: int, seed: int) -> dict[str, An
     return text_batch(lengths, width=width, encoder_hidden_states=states)
 
 
-@pytest.mark.parametrize('widths', [(24, 16, 8, 16), (16, 24, 16, 16), (16, 16, 32, 16)])
+@pytest.mark.parametrize(
+    'widths',
+    [
+        pytest.param([24, 16, 8, 16], id='second batch'),
+        pytest.param([16, 24, 16, 16], id='first batch'),
+        pytest.param([16, 16, 32, 16], id='first two batches'),
+    ],
+)
 def test_memory_as_wide_as_some_texts(widths):
-    """A tensor of 16 states per row is not text, although the text of a batch has 16 columns."""
+    """A tensor of 16 states per row is not text, although the text of some batches has 16 columns."""
     batches = []
     for step, width in enumerate(widths):
         lengths = [3, 5, width - 1, width - 3]
@@ -213,11 +232,11 @@ def test_as_many_images_as_rows():
     """Three rows have three images, but not one each."""
     batch = ragged_batch([(4, 2), (9, 7), (6, 3)])
     batch['pixel_values'] = random_images(3)
-    batches = []
-    for num_images in ([2, 0, 1], [1, 1, 1], [0, 3, 0]):
-        batches.append({**batch, 'num_images': num_images})
+    first = {**batch, 'num_images': [2, 0, 1]}
+    second = {**batch, 'num_images': [1, 1, 1]}
+    third = {**batch, 'num_images': [0, 3, 0]}
 
-    kinds = kinds_of_steps(AddsImages(), batches, layout=LAYOUT_OF_IMAGES)
+    kinds = kinds_of_steps(AddsImages(), [first, second, third], layout=LAYOUT_OF_IMAGES)
 
     assert kinds == ['exact'] * 3
 
@@ -235,7 +254,9 @@ class SeesImagesOfOtherRows(AddsImages):
 
 def batch_with_images(num_images: list[int]) -> dict[str, Any]:
     """Returns eight rows of different lengths. All images have the same size."""
-    batch = ragged_batch([(4, 2), (9, 2), (6, 2), (12, 2), (7, 2), (10, 2), (5, 2), (8, 2)])
+    lengths = [4, 9, 6, 12, 7, 10, 5, 8]
+    row_sizes = [(length, 2) for length in lengths]
+    batch = ragged_batch(row_sizes)
     batch['pixel_values'] = random_images(sum(num_images))
     batch['num_images'] = num_images
     return batch
@@ -287,9 +308,9 @@ LAYOUT_WITH_CONFIG = replace(LAYOUT_OF_IMAGES, config=CONFIG_OF_IMAGES)
 """The config tells the placeholders."""
 
 
-def drawn_batch_of_images(drawings: Sequence[str], images: torch.Tensor, num_images: list[int]) -> dict[str, Any]:
+def drawn_batch_of_images(drawings: Sequence[str], **entries: Any) -> dict[str, Any]:
     """Returns rows as :func:`.drawn_batch` draws them. Their placeholders have an id that the tiny Llama knows."""
-    batch = drawn_batch(*drawings, pixel_values=images, num_images=num_images)
+    batch = drawn_batch(*drawings, **entries)
     is_placeholder = batch['input_ids'] == IMAGE
     batch['input_ids'][is_placeholder] = IMAGE_ID
     return batch
@@ -297,12 +318,15 @@ def drawn_batch_of_images(drawings: Sequence[str], images: torch.Tensor, num_ima
 
 def test_unequal_images_with_equal_means():
     """All rows have images of four placeholders on average. The second batch has rows without a large image."""
-    row_of_unequal_images = '12ii34iiiiii56'
-    row_of_equal_images = '12iiii34iiii56'
+    unequal = '12ii34iiiiii56'
+    equal = '12iiii34iiii56'
     batches = []
-    for row in (row_of_unequal_images, row_of_equal_images):
-        drawings = (row_of_unequal_images, row_of_unequal_images, row, row, '123456', '1234')
-        batch = drawn_batch_of_images(drawings, numbered(8, 3), num_images=[2, 2, 2, 2, 0, 0])
+    for row in (unequal, equal):
+        batch = drawn_batch_of_images(
+            [unequal, unequal, row, row, '123456', '1234'],
+            pixel_values=numbered(8, 3),
+            num_images=[2, 2, 2, 2, 0, 0],
+        )
         is_placeholder = batch['input_ids'] == IMAGE_ID
         batch['labels'][is_placeholder] = -100
         batches.append(batch)
@@ -324,14 +348,25 @@ class IgnoresLabelsOfImages(AddsImages):
 @pytest.mark.parametrize(
     ('drawings', 'layout'),
     [
-        pytest.param(('12iiii345', '1ii2345', '123iiiiii2345', 'iii12345'), LAYOUT_OF_IMAGES, id='in the text'),
-        pytest.param(('12iiii3', '1ii2', '123iiiiii5', 'iii7'), LAYOUT_WITH_CONFIG, id='directly behind'),
+        pytest.param(
+            ['12iiii345', '1ii2345', '123iiiiii2345', 'iii12345'],
+            LAYOUT_OF_IMAGES,
+            id='in the text',
+        ),
+        pytest.param(
+            ['12iiii3', '1ii2', '123iiiiii5', 'iii7'],
+            LAYOUT_WITH_CONFIG,
+            id='directly behind',
+        ),
     ],
 )
 def test_one_label_behind_each_image(drawings, layout):
     """The check puts labels on a row. None of them may be at a placeholder."""
-    num_rows = len(drawings)
-    batch = drawn_batch_of_images(drawings, random_images(num_rows), num_images=[1] * num_rows)
+    batch = drawn_batch_of_images(
+        drawings,
+        pixel_values=random_images(4),
+        num_images=[1, 1, 1, 1],
+    )
     for row, drawing in enumerate(drawings):
         last_token = len(drawing) - 1
         batch['labels'][row, :last_token] = -100
@@ -347,49 +382,57 @@ def test_one_label_behind_each_image(drawings, layout):
 TEXT_LAYOUT = BatchLayout(family=TEXT)
 
 
+def ranges_in(layout: BatchLayout, batch: dict[str, Any]) -> RowRanges:
+    """Returns the ranges of a batch that the layout describes."""
+    facts = describe(layout, batch)
+    return ranges_of([facts])
+
+
 def ranges_of_batch(lengths: list[int], largest_packed_row: int = 0, **options: Any) -> RowRanges:
     """Returns the ranges of a batch of text. Takes the options of :func:`.text_batch`."""
     batch = text_batch(lengths, **options)
-    batch['labels'] = batch['labels'].masked_fill(batch['input_ids'] == 1, -100)  # of first tokens
+    is_first_token = batch['input_ids'] == 1
+    batch['labels'][is_first_token] = -100
     facts = describe(TEXT_LAYOUT, batch)
     return ranges_of([facts], largest_packed_row)
 
 
 PADDED_RIGHT = PaddedRows('right', has_positions=False)
 PADDED_LEFT = PaddedRows('left', has_positions=False)
-PROVEN = ranges_of_batch([5, 10, 20])
-
-
-@pytest.mark.parametrize('lengths', [[5, 10, 20], [7, 20, 9], [10, 10]])
-def test_rows_inside_proven_ranges(lengths):
-    ranges = ranges_of_batch(lengths)
-    assert PROVEN.missing(ranges) == []
 
 
 @pytest.mark.parametrize(
-    ('ranges', 'missing'),
+    ('rows', 'missing'),
     [
-        pytest.param(ranges_of_batch([6, 21]), PADDED_RIGHT, id='wider'),
-        pytest.param(ranges_of_batch([4, 20]), PADDED_RIGHT, id='shorter row'),
-        pytest.param(ranges_of_batch([6, 11, 20]), PADDED_RIGHT, id='longer row with padding'),
-        pytest.param(ranges_of_batch([6, 11], width=40), PADDED_RIGHT, id='all rows padded'),
-        pytest.param(ranges_of_batch([5, 10, 20], side='left'), PADDED_LEFT, id='other side'),
-        pytest.param(ranges_of_batch([5, 10, 20], largest_packed_row=30), Trait.PACKED_ROWS, id='packed'),
+        pytest.param({'lengths': [5, 10, 20]}, [], id='same rows'),
+        pytest.param({'lengths': [7, 20, 9]}, [], id='lengths in between'),
+        pytest.param({'lengths': [10, 10]}, [], id='no padding'),
+        pytest.param({'lengths': [6, 21]}, [PADDED_RIGHT], id='wider'),
+        pytest.param({'lengths': [4, 20]}, [PADDED_RIGHT], id='shorter row'),
+        pytest.param({'lengths': [6, 11, 20]}, [PADDED_RIGHT], id='longer row with padding'),
+        pytest.param({'lengths': [6, 11], 'width': 40}, [PADDED_RIGHT], id='all rows padded'),
+        pytest.param({'lengths': [5, 10, 20], 'side': 'left'}, [PADDED_LEFT], id='other side'),
+        pytest.param({'lengths': [5, 10, 20], 'largest_packed_row': 30}, [Trait.PACKED_ROWS], id='packed'),
     ],
 )
-def test_rows_outside_of_proven_ranges(ranges, missing):
-    assert PROVEN.missing(ranges) == [missing]
+def test_rows_outside_of_proven_ranges(rows, missing):
+    proven = ranges_of_batch([5, 10, 20])
+    ranges = ranges_of_batch(**rows)
+    assert proven.missing(ranges) == missing
 
 
-def test_packed_rows_outside_of_proven():
+@pytest.mark.parametrize(
+    ('lengths', 'largest_packed_row', 'missing'),
+    [
+        pytest.param([5, 20], 40, [], id='same rows'),
+        pytest.param([5, 20], 41, [Trait.PACKED_ROWS], id='larger packed row'),
+        pytest.param([21, 21], 40, [Trait.PACKED_ROWS], id='longer documents'),
+    ],
+)
+def test_packed_rows_outside_of_proven(lengths, largest_packed_row, missing):
     proven = ranges_of_batch([5, 20], largest_packed_row=40)
-    equal_rows = ranges_of_batch([5, 20], largest_packed_row=40)
-    larger_packed_row = ranges_of_batch([5, 20], largest_packed_row=41)
-    longer_documents = ranges_of_batch([21, 21], largest_packed_row=40)
-
-    assert proven.missing(equal_rows) == []
-    assert proven.missing(larger_packed_row) == [Trait.PACKED_ROWS]
-    assert proven.missing(longer_documents) == [Trait.PACKED_ROWS]
+    ranges = ranges_of_batch(lengths, largest_packed_row)
+    assert proven.missing(ranges) == missing
 
 
 def test_larger_microbatches_of_packed_rows_are_new(caplog):
@@ -398,31 +441,30 @@ def test_larger_microbatches_of_packed_rows_are_new(caplog):
     def grow(state: State) -> None:
         state.device_train_microbatch_size = 5
 
+    batches = [ragged_batch()] * 3
+    callback = On(Event.BATCH_END, grow)
+
     with caplog.at_level('INFO', logger='composer_tokacc.checks.first_batch'):
-        batches = [ragged_batch()] * 3
-        callbacks = [On(Event.BATCH_END, grow)]
-        fit(one_layer_model(), *batches, packing=True, microbatch_size=1, callbacks=callbacks)
+        fit(one_layer_model(), *batches, packing=True, microbatch_size=1, callbacks=[callback])
+
     assert caplog.text.count('After the first-batch check') == 2
 
 
 @pytest.mark.parametrize(
-    ('readings', 'is_new'),
+    ('readings', 'missing'),
     [
-        ({}, False),
-        ({'tags': (Reading.TEXT, Reading.ROWS)}, False),
-        ({'tags': (Reading.TEXT,)}, False),
-        ({'tags': (Reading.ROWS,)}, True),
-        ({'tags': (Reading.TEXT,), 'scores': (Reading.ROWS,)}, True),
+        pytest.param({}, [], id='no key'),
+        pytest.param({'tags': (Reading.TEXT, Reading.ROWS)}, [], id='same readings'),
+        pytest.param({'tags': (Reading.TEXT,)}, [], id='only the most likely reading'),
+        pytest.param({'tags': (Reading.ROWS,)}, [KeyMeaning('tags')], id='only the other reading'),
+        pytest.param({'tags': (Reading.TEXT,), 'scores': (Reading.ROWS,)}, [KeyMeaning('scores')], id='new key'),
     ],
 )
-def test_meaning_of_a_key(readings, is_new):
+def test_meaning_of_a_key(readings, missing):
     """It is new if no batch had the key, or if its most likely reading changes."""
     proven = RowRanges(readings={'tags': (Reading.TEXT, Reading.ROWS)})
-    last_key = list(readings)[-1:]
-
-    missing = proven.missing(RowRanges(readings=readings))
-
-    assert missing == ([KeyMeaning(*last_key)] if is_new else [])
+    ranges = RowRanges(readings=readings)
+    assert proven.missing(ranges) == missing
 
 
 def test_padding_with_positions_is_new():
@@ -435,55 +477,77 @@ def test_padding_with_positions_is_new():
 
 def test_label_behind_padding_says_nothing_about_trimming():
     """On another rank, rows that can be trimmed must not count as checked because of such rows."""
-    facts = describe(TEXT_LAYOUT, text_batch([4, 9, 14], side='left'))
+    batch = text_batch([4, 9, 14], side='left')
+    facts = describe(TEXT_LAYOUT, batch)
     assert all(facts.has_first_label)
-    assert PADDED_LEFT not in ranges_of([facts]).limits
+
+    ranges = ranges_of([facts])
+
+    assert PADDED_LEFT not in ranges.limits
 
 
-@pytest.mark.parametrize('has_media', [False, True])
-def test_holes_beside_media(has_media):
+LAYOUT_OF_VL = layout_of_model('new_vl', vision_config=SimpleNamespace(), image_token_id=IMAGE)
+
+
+def ranges_of_images(drawings: list[str], **entries: Any) -> RowRanges:
+    """Returns the ranges of drawn rows. A row with placeholders has one image."""
+    batch = drawn_batch(*drawings, **entries)
+    rows_with_image = [drawing for drawing in drawings if 'i' in drawing]
+    if rows_with_image:
+        batch['pixel_values'] = numbered(len(rows_with_image), 3, 4, 4)
+    return ranges_in(LAYOUT_OF_VL, batch)
+
+
+@pytest.mark.parametrize(
+    ('first_row', 'present', 'absent'),
+    [
+        pytest.param('1342', Trait.HOLES, Trait.HOLES_BESIDE_MEDIA, id='text'),
+        pytest.param('1ii2', Trait.HOLES_BESIDE_MEDIA, Trait.HOLES, id='image'),
+    ],
+)
+def test_holes_beside_media(first_row, present, absent):
     """A model may handle a hole in another way if any row of the batch has media."""
-    rows = ['1ii2', '12'] if has_media else ['1342', '12']
-    batch = drawn_batch(*rows)
-    if has_media:
-        batch['pixel_values'] = numbered(1, 3, 4, 4)
-    batch['attention_mask'][1] = torch.tensor([1, 0, 0, 1])
-    layout = layout_of_model('new_vl', vision_config=SimpleNamespace(), image_token_id=IMAGE)
+    mask_with_hole = torch.tensor([[1, 1, 1, 1], [1, 0, 0, 1]])
 
-    limits = ranges_of([describe(layout, batch)]).limits
+    ranges = ranges_of_images([first_row, '12'], attention_mask=mask_with_hole)
 
-    assert (Trait.HOLES_BESIDE_MEDIA in limits) is has_media
-    assert (Trait.HOLES in limits) is not has_media
+    assert present in ranges.limits
+    assert absent not in ranges.limits
 
 
 def test_row_with_the_largest_position_is_chosen():
     """If positions beyond the rotary limit are new. The longest row holds two documents, with smaller positions."""
-    two_documents = [*range(5), *range(5)]
-    one_document = [*range(8), 0, 0]
-    positions = torch.tensor([two_documents, one_document, two_documents])
+    positions = torch.tensor(
+        [
+            [0, 1, 2, 3, 4, 0, 1, 2, 3, 4],
+            [0, 1, 2, 3, 4, 5, 6, 7, 0, 0],
+            [0, 1, 2, 3, 0, 0, 0, 0, 0, 0],
+        ]
+    )
     batch = text_batch([10, 8, 4], position_ids=positions)
-    longest = 0
-    largest_position = 1
+    longest_row = 0
+    row_with_largest_position = 1
 
-    def first_row(missing):
-        return chosen_rows(TEXT_LAYOUT, batch, missing, max_rows=4)[0]
+    first_chosen, *_ = chosen_rows(TEXT_LAYOUT, batch, [], max_rows=4)
+    assert first_chosen == longest_row
 
-    assert first_row(missing=[]) == longest
-    assert first_row(missing=[BeyondRotaryLimit(has_positions=True)]) == largest_position
+    missing = [BeyondRotaryLimit(has_positions=True)]
+    first_chosen, *_ = chosen_rows(TEXT_LAYOUT, batch, missing, max_rows=4)
+    assert first_chosen == row_with_largest_position
 
 
 @pytest.mark.parametrize(
-    ('rows', 'is_mixed'),
-    [(['1ii2', '1i23'], False), (['1342', '12'], False), (['1ii2', '12'], True)],
+    ('drawings', 'is_mixed'),
+    [
+        pytest.param(['1ii2', '1i23'], False, id='only images'),
+        pytest.param(['1342', '12'], False, id='only text'),
+        pytest.param(['1ii2', '12'], True, id='both'),
+    ],
 )
-def test_rows_with_and_without_media(rows, is_mixed):
+def test_rows_with_and_without_media(drawings, is_mixed):
     """Rows that all have media say nothing about rows of text beside them."""
-    batch = drawn_batch(*rows)
-    num_images = sum('i' in row for row in rows)
-    if num_images:
-        batch['pixel_values'] = numbered(num_images, 3, 4, 4)
-    layout = layout_of_model('new_vl', vision_config=SimpleNamespace(), image_token_id=IMAGE)
-    assert (Trait.PARTLY_WITH_MEDIA in ranges_of([describe(layout, batch)]).limits) is is_mixed
+    ranges = ranges_of_images(drawings)
+    assert (Trait.PARTLY_WITH_MEDIA in ranges.limits) is is_mixed
 
 
 @pytest.mark.parametrize('missing', [Trait.UNLABELLED_ROWS, Trait.PARTLY_UNLABELLED])
@@ -493,22 +557,27 @@ def test_row_without_labels_is_chosen(missing):
     unlabelled_row = 4
     batch['labels'][unlabelled_row] = -100
 
-    assert unlabelled_row in chosen_rows(TEXT_LAYOUT, batch, [missing], max_rows=3)
-    assert unlabelled_row not in chosen_rows(TEXT_LAYOUT, batch, [], max_rows=3)
+    rows_by_length = chosen_rows(TEXT_LAYOUT, batch, [], max_rows=3)
+    rows_by_labels = chosen_rows(TEXT_LAYOUT, batch, [missing], max_rows=3)
+
+    assert unlabelled_row not in rows_by_length
+    assert unlabelled_row in rows_by_labels
 
 
 def test_codes():
     """Codes are small integers of rows or of tokens with labels."""
-    batch = text_batch(
-        [2, 3],
-        phases=torch.ones(2, dtype=torch.complex64),
-        scores=torch.ones(2),
-        num_images=torch.zeros(2, dtype=torch.long),
-        flags=torch.tensor([True, False]),
-        answers=torch.tensor([[4, -100, 4], [17, 16, -999]]),
-        token_tasks=torch.tensor([[1, 2, 3], [2, 1, 1]]),
-        boxes=torch.ones(2, 3, 4, dtype=torch.long),
-    )
+    without_codes = {
+        'phases': torch.ones(2, dtype=torch.complex64),
+        'scores': torch.ones(2),
+        'num_images': torch.zeros(2, dtype=torch.long),
+        'boxes': torch.ones(2, 3, 4, dtype=torch.long),
+    }
+    with_codes = {
+        'flags': torch.tensor([True, False]),
+        'answers': torch.tensor([[4, -100, 4], [17, 16, -999]]),
+        'token_tasks': torch.tensor([[1, 2, 3], [2, 1, 1]]),
+    }
+    batch = text_batch([2, 3], **without_codes, **with_codes)
 
     facts = describe(TEXT_LAYOUT, batch)
 
@@ -517,65 +586,98 @@ def test_codes():
         'answers': [[-100, 4], [-128, 16]],
         'token_tasks': [[1, 2], [1, 2]],
     }
-    assert facts.lowest_values == {'flags': [1, 0], 'answers': [-100, -128], 'token_tasks': [1, 1]}
+    assert facts.lowest_values == {
+        'flags': [1, 0],
+        'answers': [-100, -128],
+        'token_tasks': [1, 1],
+    }
 
 
 @pytest.mark.parametrize(
-    ('value', 'lowest'),
+    ('value', 'dtype', 'lowest'),
     [
-        pytest.param(torch.tensor(6), None, id='number of items in the batch'),
-        pytest.param(torch.zeros(2, 0, dtype=torch.long), None, id='no values'),
-        pytest.param(torch.tensor([[7, 3], [1, 0]], dtype=torch.uint16), [3, 0], id='unsigned'),
-        pytest.param(torch.tensor([[True, True], [True, False]]), [1, 0], id='bools'),
+        pytest.param(6, torch.long, None, id='number of items in the batch'),
+        pytest.param([[], []], torch.long, None, id='no values'),
+        pytest.param([[7, 3], [1, 0]], torch.uint16, [3, 0], id='unsigned'),
+        pytest.param([[1, 1], [1, 0]], torch.bool, [1, 0], id='bools'),
     ],
 )
-def test_lowest_of_unusual_integers(value, lowest):
-    facts = describe(TEXT_LAYOUT, text_batch([5, 20], further=value))
-
+def test_lowest_of_unusual_integers(value, dtype, lowest):
+    batch = text_batch([5, 20], further=torch.tensor(value, dtype=dtype))
+    facts = describe(TEXT_LAYOUT, batch)
     assert facts.lowest_values.get('further') == lowest
 
 
 def test_ranges_keep_readings_of_the_layout():
     """Both images have 6 codes, and both rows 6 tokens. The layout knows from a larger batch that codes are no text."""
-    batch = text_batch([4, 6], num_images=[1, 1], image_codes=torch.ones(2, 6, dtype=torch.long))
+    codes = torch.ones(2, 6, dtype=torch.long)
+    batch = text_batch([4, 6], num_images=[1, 1], image_codes=codes)
     inferred = BatchLayout.infer(batch)
     informed = inferred.with_readings({'image_codes': (Reading.MEDIA,)})
 
-    assert ranges_of([describe(inferred, batch)]).readings == {'image_codes': (Reading.TEXT, Reading.MEDIA)}
-    assert ranges_of([describe(informed, batch)]).readings == {'image_codes': (Reading.MEDIA,)}
+    inferred_ranges = ranges_in(inferred, batch)
+    informed_ranges = ranges_in(informed, batch)
+
+    assert inferred_ranges.readings == {'image_codes': (Reading.TEXT, Reading.MEDIA)}
+    assert informed_ranges.readings == {'image_codes': (Reading.MEDIA,)}
 
 
 def test_ranges_keep_readings_of_all_microbatches():
     """Only the first microbatch has the key."""
     first = text_batch([4, 6], tags=torch.ones(2))
     second = text_batch([3])
-    facts = [describe(BatchLayout.infer(batch), batch) for batch in (first, second)]
-    assert ranges_of(facts).readings == {'tags': (Reading.ROWS,)}
+    facts = []
+    for batch in (first, second):
+        layout = BatchLayout.infer(batch)
+        facts.append(describe(layout, batch))
+
+    ranges = ranges_of(facts)
+
+    assert ranges.readings == {'tags': (Reading.ROWS,)}
 
 
-def test_joined_ranges_cover_both():
+@pytest.mark.parametrize(
+    ('side', 'missing'),
+    [
+        pytest.param('right', [PADDED_RIGHT], id='shorter but narrower rows'),
+        pytest.param('left', [PADDED_LEFT], id='other side'),
+    ],
+)
+def test_joined_ranges_cover_both(side, missing):
     first = ranges_of_batch([5, 20])
-    second = ranges_of_batch([3, 9, 10], side='left')
+    second = ranges_of_batch([3, 9, 10], side=side)
 
     joined = first.joined(second)
 
     assert joined.missing(first) == []
     assert joined.missing(second) == []
-    assert first.missing(joined) == [PADDED_LEFT]
+    assert first.missing(joined) == missing
 
 
 def test_small_ids_and_counts_are_not_new():
     """In a column with higher numbers only 0 and negative ones may have a meaning of their own."""
-    batches = []
-    for ids, tasks in [([30, 5], [1, 2]), ([7, -1], [1, 3])]:
-        batches.append(text_batch([5, 20], ids=torch.tensor(ids), tasks=torch.tensor(tasks)))
+    first = text_batch(
+        [5, 20],
+        ids=torch.tensor([30, 5]),
+        tasks=torch.tensor([1, 2]),
+    )
+    second = text_batch(
+        [5, 20],
+        ids=torch.tensor([7, -1]),
+        tasks=torch.tensor([1, 3]),
+    )
+
     # The microbatches of a pre-split batch are one batch.
-    facts_of_microbatches = [describe(TEXT_LAYOUT, batch) for batch in batches]
+    facts = [describe(TEXT_LAYOUT, microbatch) for microbatch in (first, second)]
+    ranges = ranges_of(facts)
 
-    properties = ranges_of(facts_of_microbatches).limits.keys()
-
-    codes = {row_property for row_property in properties if isinstance(row_property, Code)}
-    assert codes == {Code('ids', -1), Code('tasks', 1), Code('tasks', 2), Code('tasks', 3)}
+    codes = {row_property for row_property in ranges.limits if isinstance(row_property, Code)}
+    assert codes == {
+        Code('ids', -1),
+        Code('tasks', 1),
+        Code('tasks', 2),
+        Code('tasks', 3),
+    }
 
 
 def test_random_lengths_are_seldom_outside():
@@ -597,17 +699,15 @@ def test_random_lengths_are_seldom_outside():
 def test_new_rows_become_seldom(rows_per_step):
     """Lengths as in AI2D, ChartQA and DocVQA, on one rank. `docs/limits.md` has this number of steps."""
     lengths_of_samples, _ = read_tables()
+    samples = lengths_of_samples.draw(200 * rows_per_step, seed=0)
     layout = BatchLayout.for_model(LlamaConfig())
     proven = RowRanges()
-    steps_with_new_rows = []
-    samples = lengths_of_samples.draw(200 * rows_per_step, seed=0)
-    for step, samples_of_step in enumerate(samples.global_batches(rows_per_step)):
-        lengths = torch.from_numpy(samples_of_step.lengths)
-        mask = torch.arange(int(lengths.max())) < lengths[:, None]
-        ids = torch.ones_like(mask, dtype=torch.long)
-        batch = {'input_ids': ids, 'attention_mask': mask.long(), 'labels': ids.masked_fill(~mask, -100)}
-        ranges = ranges_of([describe(layout, batch)])
+    num_checks = 0
+    for samples_of_step in samples.global_batches(rows_per_step):
+        batch = text_batch(samples_of_step.lengths.tolist())
+        ranges = ranges_in(layout, batch)
         if proven.missing(ranges):
-            steps_with_new_rows.append(step)
+            num_checks += 1
             proven = proven.joined(ranges)
-    assert 5 <= len(steps_with_new_rows) <= 15
+
+    assert 5 <= num_checks <= 15

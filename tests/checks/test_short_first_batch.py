@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from tests.matrix.native_models import NativeModel
 from tests.support.masked_text import masked_batch, masked_model
@@ -16,30 +15,13 @@ from tests.support.training import assert_exact, fit, reference_gradients, relat
 LONGER = ragged_batch([(4, 2), (9, 7), (5, 3)])
 
 
-def batch_of_one_token_rows(labels_of_rows, *, num_pads=0, side='right'):
-    """Returns rows of one token. ``labels_of_rows`` has 1 if the token has a label, or else 0."""
-    row_sizes = [(1, num_labels) for num_labels in labels_of_rows]
-    return ragged_batch(row_sizes, width=1 + num_pads, side=side)
+UNLABELLED = (1, 0)
+LABELLED = (1, 1)
+"""Length and number of labels of a row of one token."""
 
 
-def unattended(batch):
-    return {**batch, 'attention_mask': torch.zeros_like(batch['attention_mask'])}
-
-
-@pytest.mark.parametrize(
-    ('short', 'packing'),
-    [
-        pytest.param(batch_of_one_token_rows([0]), False, id='one row'),
-        pytest.param(batch_of_one_token_rows([1, 1, 1]), False, id='rows with labels'),
-        pytest.param(batch_of_one_token_rows([1]), True, id='packed row with a label'),
-        pytest.param(batch_of_one_token_rows([0, 0, 0]), True, id='packed rows'),
-        pytest.param(batch_of_one_token_rows([0], num_pads=2, side='left'), False, id='padded on the left'),
-        pytest.param(batch_of_one_token_rows([0], num_pads=2), False, id='padded on the right'),
-        pytest.param(unattended(batch_of_one_token_rows([0, 0, 0])), False, id='nothing attended'),
-    ],
-)
-def test_rows_of_one_token(short, packing):
-    """Their step has a gradient of zero, and the next step is exact."""
+def assert_short_step_is_zero(short, *, packing=False):
+    """Fails unless the step of a short batch has a gradient of zero, and the next step is exact."""
     model = one_layer_model()
 
     recorder = fit(model, LONGER, short, LONGER, packing=packing)
@@ -51,24 +33,56 @@ def test_rows_of_one_token(short, packing):
     assert relative_error(gradients_of_longer, expected) < 1e-6
 
 
+@pytest.mark.parametrize(
+    'short',
+    [
+        pytest.param(ragged_batch([UNLABELLED]), id='one row'),
+        pytest.param(ragged_batch([LABELLED] * 3), id='rows with labels'),
+        pytest.param(ragged_batch([UNLABELLED], width=3, side='left'), id='padded on the left'),
+        pytest.param(ragged_batch([UNLABELLED], width=3), id='padded on the right'),
+    ],
+)
+def test_rows_of_one_token(short):
+    assert_short_step_is_zero(short)
+
+
+@pytest.mark.parametrize('row_sizes', [[LABELLED], [UNLABELLED] * 3])
+def test_packed_rows_of_one_token(row_sizes):
+    assert_short_step_is_zero(ragged_batch(row_sizes), packing=True)
+
+
+def test_rows_without_attention():
+    short = ragged_batch([UNLABELLED] * 3)
+    short['attention_mask'][:] = 0
+    assert_short_step_is_zero(short)
+
+
 def test_one_token_in_a_quotient():
     """In the short batch no label counts, so the loss is 0 / 0. The step is not refused."""
 
     def loss_of(logits, labels):
+        total = next_token_loss(logits, labels, reduction='sum')
         num_labels = (labels[:, 1:] != -100).sum()
-        return next_token_loss(logits, labels, reduction='sum') / num_labels
+        return total / num_labels
 
-    short = batch_of_one_token_rows([0, 1], num_pads=2)
+    short = ragged_batch([UNLABELLED, LABELLED], width=3)
 
     recorder = fit(NativeModel(loss_of), LONGER, short, LONGER)
 
     assert len(recorder.steps) == 3
 
 
-@pytest.mark.parametrize(('num_pads', 'side'), [(0, 'right'), (2, 'right'), (2, 'left')])
-def test_first_batch_of_one_token_rows(num_pads, side):
+@pytest.mark.parametrize(
+    ('width', 'side'),
+    [
+        (1, 'right'),
+        (3, 'right'),
+        (3, 'left'),
+    ],
+)
+def test_first_batch_of_one_token_rows(width, side):
     """No position of a causal model predicts a label, except padding on the left. So they do not show the loss rule."""
-    short = batch_of_one_token_rows([0, 1], num_pads=num_pads, side=side)
+    short = ragged_batch([UNLABELLED, LABELLED], width=width, side=side)
 
     with pytest.raises(RuntimeError, match='must have a row with two tokens'):
         fit(one_layer_model(), short, LONGER)

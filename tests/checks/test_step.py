@@ -40,6 +40,23 @@ def without_label(label):
     return NativeModel(loss)
 
 
+def kinds_of(outcomes):
+    return [outcome.kind for outcome in outcomes]
+
+
+def record_of(rows, batch=None):
+    """Returns the record of a microbatch. ``rows`` are the counts of its rows."""
+    return MicrobatchRecord(batch=batch or {}, rows=rows)
+
+
+def step_of(record):
+    """Returns a step of one microbatch, to which Composer must give the weight 1."""
+    record.composers_weight = 1.0
+    only_step = Step(rows=record.rows)
+    only_step.microbatches.append(record)
+    return only_step
+
+
 class MaskAroundForward(Algorithm):
     """Hides half of the labels, but only during the forward. Before and after it all labels are there."""
 
@@ -64,7 +81,7 @@ def test_labels_on_later_padding_are_refused(microbatch_size):
 
     outcomes = measure_steps(without_label(0), [first, later, later], microbatch_size)
 
-    assert [outcome.kind for outcome in outcomes] == ['exact', 'refused']
+    assert kinds_of(outcomes) == ['exact', 'refused']
     assert 'the mean over its loss-generating tokens' in outcomes[-1].message
 
 
@@ -86,13 +103,21 @@ def test_healthy_steps_are_not_refused():
     assert_exact(one_layer_model(), *twenty_batches)
 
 
-@pytest.mark.parametrize(('token_weights', 'num_measured'), [('token', [2, 1, 1, 2, 1]), ('sqrt', [2, 2, 2, 2, 2])])
+@pytest.mark.parametrize(
+    ('token_weights', 'num_measured'),
+    [
+        ('token', [2, 1, 1, 2, 1]),
+        ('sqrt', [2, 2, 2, 2, 2]),
+    ],
+)
 def test_microbatches_with_new_labels_are_measured(monkeypatch, token_weights, num_measured):
     """Of the two microbatches of a later step one is measured, by turns. If tokens have weights, both are."""
     batches = [ragged_batch(UNEVEN) for _ in num_measured]
     row_of_first_microbatch = 1
-    batches[2]['labels'][row_of_first_microbatch, -2] = 62  # in a step that measures this microbatch anyway
-    batches[3]['labels'][row_of_first_microbatch, -2] = 63
+    labels_of_third_step = batches[2]['labels']
+    labels_of_third_step[row_of_first_microbatch, -2] = 62  # in a step that measures this microbatch anyway
+    labels_of_fourth_step = batches[3]['labels']
+    labels_of_fourth_step[row_of_first_microbatch, -2] = 63
     original = MicrobatchRecord.watch
     watched = []
 
@@ -118,15 +143,25 @@ def test_each_size_is_measured_once():
     choice = TokenChoice()
     numbers_measured = []
     for microbatch_size in (2, 2, 1, 1, 2):
-        choice.begin_step(microbatch_size)
-        measured = [place for place in range(4) if choice.chooses(place, [RowCounts()], 4)]
+        measured = places_measured(choice, num_microbatches=4, microbatch_size=microbatch_size)
         numbers_measured.append(len(measured))
-        choice.end_step(4)
     assert numbers_measured == [4, 1, 4, 1, 1]
 
 
+def places_measured(choice, num_microbatches, *, microbatch_size=1, is_planned=True):
+    """Returns the places of the microbatches that are measured in the next step."""
+    num_planned = num_microbatches if is_planned else 0
+    choice.begin_step(microbatch_size)
+    places = []
+    for place in range(num_microbatches):
+        if choice.chooses(place, [RowCounts()], num_planned):
+            places.append(place)
+    choice.end_step(num_microbatches)
+    return places
+
+
 @pytest.mark.parametrize('is_planned', [True, False])
-@pytest.mark.parametrize('numbers', [(4,), (2, 1), (1, 2), (3, 1, 2), (5, 6, 7)])
+@pytest.mark.parametrize('numbers', [[4], [2, 1], [1, 2], [3, 1, 2], [5, 6, 7]])
 def test_turn_reaches_every_microbatch(numbers, is_planned):
     """Steps with other numbers of microbatches alternate. Each microbatch is measured within 8 such steps."""
     choice = TokenChoice()
@@ -134,12 +169,8 @@ def test_turn_reaches_every_microbatch(numbers, is_planned):
     choice.end_step(numbers[-1])  # the first step, which is measured as a whole
     measured = set()
     for num_microbatches in numbers * 8:
-        choice.begin_step(1)
-        num_planned = num_microbatches if is_planned else 0
-        for place in range(num_microbatches):
-            if choice.chooses(place, [RowCounts()], num_planned):
-                measured.add((num_microbatches, place))
-        choice.end_step(num_microbatches)
+        for place in places_measured(choice, num_microbatches, is_planned=is_planned):
+            measured.add((num_microbatches, place))
     assert len(measured) == sum(numbers)
 
 
@@ -148,7 +179,8 @@ def test_turn_reaches_every_microbatch(numbers, is_planned):
 def test_label_that_did_not_count_before(row, label):
     """The labels of padding are -100, not 0. The rare label is only in column 0, where nothing predicts it."""
     first = ragged_batch(UNEVEN)
-    first['labels'][first['labels'] == RARE] = 5
+    is_rare = first['labels'] == RARE
+    first['labels'][is_rare] = 5
     later = copy.deepcopy(first)
     first['labels'][:, 0] = RARE
     length, _ = UNEVEN[row]
@@ -157,7 +189,7 @@ def test_label_that_did_not_count_before(row, label):
 
     outcomes = measure_steps(without_label(label), [first, first, later], 1)
 
-    assert [outcome.kind for outcome in outcomes] == ['exact', 'exact', 'refused']
+    assert kinds_of(outcomes) == ['exact', 'exact', 'refused']
 
 
 def test_labels_masked_in_an_unmeasured_microbatch():
@@ -172,13 +204,20 @@ def test_labels_masked_in_an_unmeasured_microbatch():
             state.batch = {**state.batch, 'labels': labels}
 
     batch = {**ragged_batch(UNEVEN), 'sample_ids': ['a', 'b', 'c', 'd']}
-    options = {'logits': 'all', 'microbatch_size': 2, 'regroup': False}
     masking = On(Event.BEFORE_FORWARD, mask_last_column)
     recorder = GradientRecorder()
 
     # The first microbatch has 2 and 11 labels. One of them is in the last column.
     with pytest.raises(RuntimeError, match=r"abels .* must not change .* 12 .* sample 'a', where 13"):
-        fit(one_layer_model(), batch, batch, callbacks=[masking], recorder=recorder, **options)
+        fit(
+            one_layer_model(),
+            batch,
+            batch,
+            callbacks=[masking],
+            recorder=recorder,
+            logits='all',
+            regroup=False,
+        )
 
     assert len(recorder.steps) == 1
 
@@ -188,8 +227,10 @@ class InfiniteOnPadding(NativeModel):
 
     def forward(self, batch):
         is_padding = batch['attention_mask'] == 0
-        logits = self.logits_of(batch).masked_fill(is_padding[..., None], float('-inf'))
-        return {'loss': self.loss_of(logits, batch['labels']), 'logits': logits}
+        finite_logits = self.logits_of(batch)
+        logits = finite_logits.masked_fill(is_padding[..., None], -torch.inf)
+        loss = self.loss_of(logits, batch['labels'])
+        return {'loss': loss, 'logits': logits}
 
 
 def test_infinite_logits_on_padding(monkeypatch):
@@ -224,7 +265,7 @@ def test_infinite_logits_on_padding(monkeypatch):
 def test_worst_position_without_a_label():
     """Of one row a model has the logits of two labels, and of one more position, because it shifts labels."""
     batch = {'labels': torch.tensor([[-100, -100, 5, 6]])}
-    record = MicrobatchRecord(batch=batch, rows=[RowCounts(rule=LossRule.CAUSAL, loss_tokens=2)])
+    record = record_of([RowCounts(rule=LossRule.CAUSAL, loss_tokens=2)], batch)
     record.positions_of_logits = LabelledPositions.from_batch(batch, LossRule.CAUSAL, 2)
 
     record.deviations = torch.tensor([0.0, 1.0, 0.0])
@@ -238,9 +279,14 @@ def measured_deviations(logits, gradient, measures_all):
     """Returns the deviations of three rows of five labels. The first label of a row does not count."""
     rows = [RowCounts(rule=LossRule.CAUSAL, loss_tokens=4)] * 3
     batch = {'labels': torch.arange(15).view(3, 5)}
-    record = MicrobatchRecord(batch=batch, rows=rows)
+    record = record_of(rows, batch)
     record._measure(
-        gradient, batch=batch, logits=logits, weights=None, plain_token_weight=0.1, measures_all=measures_all
+        gradient,
+        batch=batch,
+        logits=logits,
+        weights=None,
+        plain_token_weight=0.1,
+        measures_all=measures_all,
     )
     return record.deviations
 
@@ -261,14 +307,23 @@ def test_tokens_of_a_sharded_vocabulary(measures_all, tmp_path, monkeypatch):
     torch.testing.assert_close(deviations, expected)
 
 
+def record_with_added_row():
+    """Returns the record of a microbatch of two rows. The second one is a dummy row."""
+    sample = RowCounts(rule=LossRule.CAUSAL)
+    dummy_row = RowCounts(samples=0)
+    record = record_of([sample, dummy_row])
+    record.added_rows = [1]
+    return record
+
+
 def test_added_rows_of_a_sharded_vocabulary(tmp_path):
     """The flag is a plain tensor, because it is read together with other plain tensors."""
-    record = MicrobatchRecord(batch={}, rows=[RowCounts(rule=LossRule.CAUSAL), RowCounts(samples=0)])
-    record.added_rows = [1]
+    record = record_with_added_row()
     logits = torch.randn(2, 5, 16)
     with group_of_one_rank(tmp_path):
         mesh = init_device_mesh('cpu', (1,))
-        sharded_logits = 1 * distribute_tensor(logits, mesh, [Shard(2)]).requires_grad_()
+        leaf = distribute_tensor(logits, mesh, [Shard(2)]).requires_grad_()
+        sharded_logits = 1 * leaf
         record.watch_added_rows(sharded_logits)
         sharded_logits.sum().backward()
     assert record.trains_added_rows is not None
@@ -279,23 +334,30 @@ def test_added_rows_of_a_sharded_vocabulary(tmp_path):
 def test_label_of_id_zero_is_new():
     """Masked labels, -100, are no id. Id 1 was a label before."""
     choice = TokenChoice()
-    outcomes = []
-    for labels in ([1, 1, -100], [1, -100, 1], [1, 0, -100], [1, 0, 0]):
-        outcomes += choice.rows_with_new_labels({'labels': torch.tensor([labels])}, LossRule.CAUSAL)
-    assert outcomes == [True, False, True, False]
+
+    def has_new_label(*labels):
+        one_row = {'labels': torch.tensor([labels])}
+        [is_new] = choice.rows_with_new_labels(one_row, LossRule.CAUSAL)
+        return is_new
+
+    assert has_new_label(1, 1, -100)
+    assert not has_new_label(1, -100, 1)
+    assert has_new_label(1, 0, -100)
+    assert not has_new_label(1, 0, 0)
 
 
 @pytest.mark.parametrize('trained_output', [0, 1])
 def test_added_row_in_one_of_two_outputs(trained_output):
     """The gradient of the other output comes before or after it, and is 0 in the added row."""
-    record = MicrobatchRecord(batch={}, rows=[RowCounts(rule=LossRule.CAUSAL), RowCounts(samples=0)])
-    record.added_rows = [1]
+    record = record_with_added_row()
     outputs = [1 * torch.randn(2, 5, 16, requires_grad=True) for _ in range(2)]
     for output in outputs:
         record.watch_added_rows(output)
 
+    logits_of_added_row = outputs[trained_output][1]
     other_output = 1 - trained_output
-    loss = outputs[trained_output][1].sum() + outputs[other_output][0].sum()
+    logits_of_sample = outputs[other_output][0]
+    loss = logits_of_added_row.sum() + logits_of_sample.sum()
     loss.backward()
 
     assert record.trains_added_rows
@@ -303,12 +365,11 @@ def test_added_row_in_one_of_two_outputs(trained_output):
 
 def test_factors_of_two_backwards_add_up():
     rows = [RowCounts(loss_tokens=2, loss_weight=2, rule=LossRule.CAUSAL)]
-    record = MicrobatchRecord(batch=ragged_batch([(4, 2)]), rows=rows)
-    record.composers_weight = 1.0
+    record = record_of(rows, ragged_batch([(4, 2)]))
+    only_step = step_of(record)
+
     record.observe(torch.tensor([0.5, 0.25]))  # of a term that is not yet summed
     record.observe(torch.tensor(0.25))
-    only_step = Step(rows=rows)
-    only_step.microbatches.append(record)
 
     check_step(only_step)
 
@@ -325,15 +386,14 @@ def test_factors_of_two_backwards_add_up():
 )
 def test_composers_weight_of_the_only_microbatch(num_tokens, factor, is_refused):
     rows = [RowCounts(loss_tokens=num_tokens, loss_weight=num_tokens, rule=LossRule.CAUSAL)]
-    record = MicrobatchRecord(batch=ragged_batch([(4, num_tokens)]), rows=rows)
-    record.composers_weight = 1.0
+    record = record_of(rows, ragged_batch([(4, num_tokens)]))
+    only_step = step_of(record)
+
     if factor is not None:
         record.observe(torch.tensor(factor))
-    only_step = Step(rows=rows)
-    only_step.microbatches.append(record)
 
-    if not is_refused:
-        check_step(only_step)
-        return
-    with pytest.raises(RuntimeError, match='weight microbatches by their samples'):
+    if is_refused:
+        with pytest.raises(RuntimeError, match='weight microbatches by their samples'):
+            check_step(only_step)
+    else:
         check_step(only_step)

@@ -16,6 +16,11 @@ from tests.support.text import one_layer_model, ragged_batch
 from tests.support.training import GradientRecorder, On, assert_exact, fit, weights_unchanged
 
 
+def mean_of(states):
+    """Returns the mean over rows and columns, without a graph."""
+    return states.detach().mean(dim=(0, 1))
+
+
 class RunningMean(torch.nn.Module):
     """Subtracts the running mean of its inputs, as a normalisation may."""
 
@@ -24,7 +29,7 @@ class RunningMean(torch.nn.Module):
         self.register_buffer('running', torch.zeros(32))
 
     def forward(self, states):
-        self.update(states.detach().mean(dim=(0, 1)))
+        self.update(mean_of(states))
         return states - self.running
 
     def update(self, mean):
@@ -50,7 +55,7 @@ class LastMean(RunningMean):
 
     def forward(self, states):
         shifted = states - self.running
-        self.running = states.detach().mean(dim=(0, 1))
+        self.running = mean_of(states)
         return shifted
 
 
@@ -62,7 +67,7 @@ class ListedMean(RunningMean):
         self.means = [self.running]
 
     def forward(self, states):
-        self.means[0].lerp_(states.detach().mean(dim=(0, 1)), 0.1)
+        self.means[0].lerp_(mean_of(states), 0.1)
         return states - self.means[0]
 
 
@@ -75,7 +80,8 @@ class Codebook(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.code = torch.nn.Parameter(torch.ones(32), requires_grad=False)
+        ones = torch.ones(32)
+        self.code = torch.nn.Parameter(ones, requires_grad=False)
 
     def forward(self, states):
         with torch.no_grad():
@@ -97,7 +103,8 @@ class WarmUp(torch.nn.Module):
 
 def spectral_norm():
     torch.manual_seed(0)
-    return torch.nn.utils.parametrizations.spectral_norm(torch.nn.Linear(32, 32))
+    linear = torch.nn.Linear(32, 32)
+    return torch.nn.utils.parametrizations.spectral_norm(linear)
 
 
 def converged_norm():
@@ -194,8 +201,10 @@ class UnusualConstants(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
+        priors = torch.full((32,), 0.5)
+        priors[0] = torch.nan
         self.register_buffer('links', torch.eye(32).to_sparse())
-        self.register_buffer('priors', torch.tensor([float('nan')] + [0.5] * 31))
+        self.register_buffer('priors', priors)
         self.best = float('nan')
 
     def forward(self, states):
@@ -208,7 +217,8 @@ class UnusualConstants(torch.nn.Module):
 def with_layers(*layers):
     """Returns a model in training mode with further layers behind its embedding, at ``embed_tokens[1]`` and so on."""
     model = one_layer_model().train()
-    model.model.embed_tokens = torch.nn.Sequential(model.model.embed_tokens, *layers)
+    embed = model.model.embed_tokens
+    model.model.embed_tokens = torch.nn.Sequential(embed, *layers)
     return model
 
 
@@ -244,10 +254,9 @@ class HiddenMean(torch.nn.Module):
         self.means = {'states': torch.zeros(32)}
 
     def forward(self, states):
-        shifted = states - self.means['states']
-        mean = states.detach().mean(dim=(0, 1))
-        self.means['states'] = self.means['states'].lerp(mean, self.weight)
-        return shifted
+        mean = self.means['states']
+        self.means['states'] = mean.lerp(mean_of(states), self.weight)
+        return states - mean
 
 
 @pytest.mark.parametrize('weight', [0.1, 1.0])
@@ -268,9 +277,12 @@ class AnyOrder(torch.nn.Module):
     def forward(self, states):
         if states.dtype != torch.bfloat16:
             raise TypeError('This kernel accepts only bfloat16.')
-        signs = torch.randint(2, states.shape, generator=self.generators[0]) * 2 - 1
+        zeros_and_ones = torch.randint(2, states.shape, generator=self.generators[0])
+        signs = 2 * zeros_and_ones - 1
         # Four digits, because a change by one may be lost in the mean over the tokens.
-        return states * (1 + 4 * torch.finfo(states.dtype).eps * signs).to(states.dtype)
+        four_digits = 4 * torch.finfo(states.dtype).eps
+        factors = 1 + four_digits * signs
+        return states * factors.to(states.dtype)
 
 
 def test_round_off_is_not_hidden_state(caplog):
@@ -288,20 +300,23 @@ class LateMean(RunningMean):
 
     def forward(self, states):
         shifted = states - self.running if self.is_used else states
-        self.update(states.detach().mean(dim=(0, 1)))
+        self.update(mean_of(states))
         return shifted
 
 
 def test_state_that_is_used_later():
     """The first check takes it for a statistic. The check of step 16 looks again."""
     model = with_layers(LateMean())
+    layer = model.model.embed_tokens[1]
     recorder = GradientRecorder()
 
     def use(state):
-        model.model.embed_tokens[1].is_used = state.timestamp.batch >= 5
+        layer.is_used = state.timestamp.batch >= 5
 
+    batches = [ragged_batch()] * 17
+    callback = On(Event.BATCH_START, use)
     with pytest.raises(RuntimeError, match=r"must not change the result of the next one, got: '.*\.running'"):
-        fit(model, *[ragged_batch()] * 17, callbacks=[On(Event.BATCH_START, use)], recorder=recorder)
+        fit(model, *batches, callbacks=[callback], recorder=recorder)
 
     assert len(recorder.steps) == 16
 
@@ -428,12 +443,16 @@ def test_quantized_weights_are_not_copied(monkeypatch):
     model.register_buffer('qweight', torch.zeros(8, dtype=torch.int32))
     model.register_buffer('mean', torch.zeros(8))
     snapshot = StateSnapshot.of_model(model)
-    copied = [state.name for state in snapshot.states if isinstance(state.content, torch.Tensor)]
+    copied = []
+    for state in snapshot.states:
+        if isinstance(state.content, torch.Tensor):
+            copied.append(state.name)
     assert copied == ['mean']
 
     model.qweight.add_(1)
 
-    assert [state.name for state in snapshot.written()] == ['qweight']
+    written = [state.name for state in snapshot.written()]
+    assert written == ['qweight']
 
 
 class Quantized(torch.Tensor):

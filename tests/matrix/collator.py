@@ -11,11 +11,18 @@ from itertools import chain
 from typing import Any
 
 import torch
+from torch import Tensor
 
 __all__ = ['Row', 'cat_padded', 'join']
 
 Row = dict[str, Any]
-_FILLS = {'input_ids': 0, 'attention_mask': 0, 'labels': -100, 'token_type_ids': 0, 'mm_token_type_ids': 0}
+_FILLS = {
+    'input_ids': 0,
+    'attention_mask': 0,
+    'labels': -100,
+    'token_type_ids': 0,
+    'mm_token_type_ids': 0,
+}
 
 
 def join(rows: Sequence[Row], *, side: str, multiple: int = 1, slots: bool = False) -> Row:
@@ -50,7 +57,7 @@ def join(rows: Sequence[Row], *, side: str, multiple: int = 1, slots: bool = Fal
     return batch
 
 
-def _joined_text(rows: Sequence[Row], key: str, like: torch.Tensor, width: int, side: str) -> torch.Tensor:
+def _joined_text(rows: Sequence[Row], key: str, like: Tensor, width: int, side: str) -> Tensor:
     """Joins an entry of the text, padded to ``width``, and to the most slots of any row.
 
     The labels of a decoder are padded to the widest of them.
@@ -77,7 +84,7 @@ def _joined_text(rows: Sequence[Row], key: str, like: torch.Tensor, width: int, 
     return cat_padded(padded_values)
 
 
-def _zeros(row: Row, like: torch.Tensor) -> torch.Tensor:
+def _zeros(row: Row, like: Tensor) -> Tensor:
     """Returns zeros for a row without images: (1, width of its text), or (1, width, 0, ...) if entries have slots."""
     shape = [1, row['input_ids'].shape[1]]
     if like.dim() > 2:
@@ -85,7 +92,7 @@ def _zeros(row: Row, like: torch.Tensor) -> torch.Tensor:
     return like.new_zeros(shape)
 
 
-def _pad(value: torch.Tensor, width: int, side: str, fill: int) -> torch.Tensor:
+def _pad(value: Tensor, width: int, side: str, fill: int) -> Tensor:
     """Pads dimension 1 to a width, on the left or right."""
     num_pads = width - value.shape[1]
     pads = value.new_full((value.shape[0], num_pads, *value.shape[2:]), fill)
@@ -94,7 +101,7 @@ def _pad(value: torch.Tensor, width: int, side: str, fill: int) -> torch.Tensor:
     return torch.cat([value, pads], dim=1)
 
 
-def cat_padded(values: Sequence[torch.Tensor], fill: float = 0) -> torch.Tensor:
+def cat_padded(values: Sequence[Tensor], fill: float = 0) -> Tensor:
     """Joins tensors along dimension 0. The other dimensions are padded at their ends."""
     shapes = [value.shape[1:] for value in values]
     largest_shape = [max(sizes) for sizes in zip(*shapes, strict=True)]

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from composer.models import ComposerModel
+from torch import Tensor
 
 from tests.matrix.subjects import text_subject
 from tests.support.text import next_token_loss
 
-Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Loss = Callable[[Tensor, Tensor], Tensor]
 LLAMA = text_subject('llama', num_hidden_layers=1)
 SMOOTHING = 0.1
 Z_WEIGHT = 0.01
@@ -37,11 +38,12 @@ class NativeModel(ComposerModel):
         self.loss_of: Loss = LOSSES[loss] if isinstance(loss, str) else loss
         self.logits = logits
 
-    def states_of(self, batch: Mapping[str, Any]) -> torch.Tensor:
+    def states_of(self, batch: Mapping[str, Any]) -> Tensor:
         """Returns the states before the head."""
-        return self.model.model(batch['input_ids'], batch['attention_mask']).last_hidden_state
+        outputs = self.model.model(batch['input_ids'], batch['attention_mask'])
+        return outputs.last_hidden_state
 
-    def logits_of(self, batch: Mapping[str, Any]) -> torch.Tensor:
+    def logits_of(self, batch: Mapping[str, Any]) -> Tensor:
         outputs = self.model(
             input_ids=batch['input_ids'],
             attention_mask=batch.get('attention_mask'),
@@ -49,15 +51,17 @@ class NativeModel(ComposerModel):
         )
         return outputs.logits
 
-    def forward(self, batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    def forward(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
         logits = self.logits_of(batch).float()
-        outputs = {'loss': self.loss_of(logits, batch['labels'])}
-        is_evaluation = not self.training
-        if self.logits == 'always' or (self.logits == 'eval' and is_evaluation):
-            outputs['logits'] = logits
-        return outputs
+        loss = self.loss_of(logits, batch['labels'])
+        has_logits = self.logits == 'always'
+        if self.logits == 'eval':
+            has_logits = not self.training
+        if has_logits:
+            return {'loss': loss, 'logits': logits}
+        return {'loss': loss}
 
-    def loss(self, outputs: Any, batch: Any) -> torch.Tensor:
+    def loss(self, outputs: Any, batch: Any) -> Tensor:
         return outputs['loss']
 
     def eval_forward(self, batch: Any, outputs: Any = None) -> Any:
@@ -78,23 +82,25 @@ class Terms(ComposerModel):
         self.loss_of = loss_of
 
     def forward(self, batch: Mapping[str, Any]) -> Any:
-        return self.model(batch['input_ids'], batch['attention_mask']).logits
+        outputs = self.model(batch['input_ids'], batch['attention_mask'])
+        return outputs.logits
 
     def loss(self, outputs: Any, batch: Mapping[str, Any]) -> Any:
         labels = batch['labels']
         losses = losses_of_tokens(outputs, labels)
-        return self.loss_of(losses, has_loss(labels), self.training)
+        counted = has_loss(labels)
+        return self.loss_of(losses, counted, self.training)
 
     def eval_forward(self, batch: Any, outputs: Any = None) -> Any:
         return self(batch) if outputs is None else outputs
 
 
-def has_loss(labels: torch.Tensor) -> torch.Tensor:
+def has_loss(labels: Tensor) -> Tensor:
     """Returns whether the next token has a label, bool of shape ``(rows, width - 1)``."""
     return labels[:, 1:] != -100
 
 
-def losses_of_tokens(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def losses_of_tokens(logits: Tensor, labels: Tensor) -> Tensor:
     """Returns the loss of each next token, 0 without a label, of shape ``(rows, width - 1)``."""
     losses = next_token_loss(logits, labels, reduction='none')
     return losses.view(len(labels), -1)
@@ -124,38 +130,40 @@ def squares(losses, counted, training=True):
 # Losses of `NativeModel`.
 
 
-def causal(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def causal(logits: Tensor, labels: Tensor) -> Tensor:
     return next_token_loss(logits, labels)
 
 
-def unshifted(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def unshifted(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-def all_positions(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def all_positions(logits: Tensor, labels: Tensor) -> Tensor:
     """Divides by the number of all positions, also padding."""
     total = next_token_loss(logits, labels, reduction='sum')
     return total / labels.numel()
 
 
-def per_row(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def per_row(logits: Tensor, labels: Tensor) -> Tensor:
     """Averages the means of the rows, so that rows with few labels weigh as much as others."""
     losses = losses_of_tokens(logits, labels)
-    return by_row(losses, has_loss(labels))
+    counted = has_loss(labels)
+    return by_row(losses, counted)
 
 
-def smoothed(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def smoothed(logits: Tensor, labels: Tensor) -> Tensor:
     return next_token_loss(logits, labels, label_smoothing=SMOOTHING)
 
 
-def with_z_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def with_z_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """Averages two terms over the same tokens."""
-    predictions = logits[:, :-1][has_loss(labels)]
+    is_counted = has_loss(labels)
+    predictions = logits[:, :-1][is_counted]
     z_losses = predictions.logsumexp(dim=-1).square()
     return causal(logits, labels) + Z_WEIGHT * z_losses.mean()
 
 
-def fused(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def fused(logits: Tensor, labels: Tensor) -> Tensor:
     return _Fused.apply(logits, labels)  # pyright: ignore[reportReturnType]
 
 
@@ -163,7 +171,7 @@ class _Fused(torch.autograd.Function):
     """Computes the gradients in the forward, and divides them by the number of its tokens, as fused kernels do."""
 
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
         with torch.enable_grad():
             leaf = logits.detach().requires_grad_()
             total = next_token_loss(leaf, labels, reduction='sum')
@@ -173,7 +181,7 @@ class _Fused(torch.autograd.Function):
         return total.detach() / count
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
         (gradient_of_logits,) = ctx.saved_tensors
         (gradient_of_loss,) = grad_outputs
         return gradient_of_logits * gradient_of_loss, None
@@ -186,4 +194,8 @@ MEANS_OVER_TOKENS: Mapping[str, Loss] = {
     'z-loss': with_z_loss,
     'fused': fused,
 }
-LOSSES: Mapping[str, Loss] = {**MEANS_OVER_TOKENS, 'all positions': all_positions, 'per row': per_row}
+LOSSES: Mapping[str, Loss] = {
+    **MEANS_OVER_TOKENS,
+    'all positions': all_positions,
+    'per row': per_row,
+}

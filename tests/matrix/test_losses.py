@@ -47,7 +47,11 @@ def outcome_of(model, *, rows=LABELLED, microbatch_size=2, side='right', **optio
 
 @pytest.mark.parametrize(
     ('logits', 'init', 'microbatch_size'),
-    [('always', 'large', 1), ('eval', 'fresh', 2), ('never', 'large', 2)],
+    [
+        ('always', 'large', 1),
+        ('eval', 'fresh', 2),
+        ('never', 'large', 2),
+    ],
 )
 @pytest.mark.parametrize('loss', LOSSES)
 def test_loss_is_exact_or_refused(loss, logits, init, microbatch_size):
@@ -80,13 +84,21 @@ def test_flag_without_logits():
     batch = SUBJECTS['llama'].batch(0, side='right')
     batch['labels'][:, 0] = batch['input_ids'][:, 0]
 
-    outcome = measure(model, batch, 2, model=model, algorithms=[], trainer_options=COMPOSERS_FLAG)
+    outcome = measure(
+        model,
+        batch,
+        2,
+        model=model,
+        algorithms=[],
+        trainer_options=COMPOSERS_FLAG,
+    )
 
     assert outcome.kind == 'exact', outcome
 
 
 def test_empty_microbatches_of_fused_loss():
     """A microbatch is one row. At least two rows of each batch have no labels."""
+    model = NativeModel('fused', logits='never')
     num_batches = 0
     for seed in range(5):
         batch = SUBJECTS['llama'].batch(seed, side='right')
@@ -94,7 +106,7 @@ def test_empty_microbatches_of_fused_loss():
         empty_rows = random.Random(seed).sample(range(num_rows), 2)
         batch['labels'][empty_rows] = -100
         if has_labels(batch):
-            outcome = measure(NativeModel('fused', logits='never'), batch, 1)
+            outcome = measure(model, batch, 1)
             assert outcome.kind == 'exact', outcome
             num_batches += 1
 
@@ -149,7 +161,8 @@ def rows_in_tuple(losses, counted, training):
 
 def rows_in_total(losses, counted, training):
     mean_of_tokens = by_token(losses, counted)
-    return {'lm': mean_of_tokens, 'total': mean_of_tokens + by_row(losses, counted)}
+    mean_of_rows = by_row(losses, counted)
+    return {'lm': mean_of_tokens, 'total': mean_of_tokens + mean_of_rows}
 
 
 def rows_as_term(losses, counted, training):
@@ -207,7 +220,13 @@ def square(logits, labels):
     return logits.square().mean(dim=-1)
 
 
-TERMS = {'entropy': entropy, 'z-loss': z_loss, 'smoothing': uniform, 'reference': of_reference, 'square': square}
+TERMS = {
+    'entropy': entropy,
+    'z-loss': z_loss,
+    'smoothing': uniform,
+    'reference': of_reference,
+    'square': square,
+}
 
 
 # Means of such values over some positions.
@@ -219,7 +238,8 @@ def over_all(values, labels):
 
 def over_padding(values, labels):
     """Returns the mean over the positions without a label, or 0."""
-    values_on_padding = values[:, 1:][~has_loss(labels)]
+    is_unlabelled = ~has_loss(labels)
+    values_on_padding = values[:, 1:][is_unlabelled]
     return values_on_padding.mean().nan_to_num()
 
 
@@ -298,7 +318,14 @@ def test_term_over_loss_tokens_is_exact(term):
     assert outcome.kind == 'exact', outcome
 
 
-KINDS_OF_TERMS = ((over_all, 'refused'), (over_rows, 'refused'), (over_tokens, 'exact'))
+terms_and_kinds = pytest.mark.parametrize(
+    ('over', 'kind'),
+    [
+        (over_all, 'refused'),
+        (over_rows, 'refused'),
+        (over_tokens, 'exact'),
+    ],
+)
 NEARLY_AS_MANY_LABELS = [(12, 9), (11, 9), (12, 10), (10, 9)]
 
 
@@ -312,21 +339,22 @@ NEARLY_AS_MANY_LABELS = [(12, 9), (11, 9), (12, 10), (10, 9)]
         pytest.param(NEARLY_AS_MANY_LABELS, 'left', id='nearly as many labels, padded on the left'),
     ],
 )
-def test_whatever_the_first_batch_is_like(rows, side):
-    for over, expected_kind in KINDS_OF_TERMS:
-        model = NativeModel(with_term('entropy', over, 1e-3))
-        outcome = outcome_of(model, rows=rows, side=side)
-        assert outcome.kind == expected_kind, (over, outcome)
+@terms_and_kinds
+def test_whatever_the_first_batch_is_like(over, kind, rows, side):
+    loss = with_term('entropy', over, 1e-3)
+    outcome = outcome_of(NativeModel(loss), rows=rows, side=side)
+    assert outcome.kind == kind, outcome
 
 
 @pytest.mark.parametrize('logits', ['eval', 'never'])
 @pytest.mark.parametrize('init', ['large', 'fresh'])
-def test_terms_of_loss_without_logits(logits, init):
+@terms_and_kinds
+def test_terms_of_loss_without_logits(over, kind, logits, init):
     """Without logits the loss has the round-off of all layers, which may hide a term below a thousandth of it."""
-    for over, expected_kind in KINDS_OF_TERMS:
-        model = NativeModel(with_term('entropy', over, 1e-2), logits=logits, init=init)
-        outcome = outcome_of(model)
-        assert outcome.kind == expected_kind, (over, outcome)
+    loss = with_term('entropy', over, 1e-2)
+    model = NativeModel(loss, logits=logits, init=init)
+    outcome = outcome_of(model)
+    assert outcome.kind == kind, outcome
 
 
 def in_forward(term: Callable[[Any, torch.Tensor], torch.Tensor]) -> Any:
@@ -345,45 +373,53 @@ def in_forward(term: Callable[[Any, torch.Tensor], torch.Tensor]) -> Any:
     return model
 
 
-@pytest.mark.parametrize('options', [{}, {'regroup': False}, {'packing': True}], ids=['padded', 'in order', 'packed'])
-def test_term_in_hugging_face_forward(options):
-    def term_over_all(outputs, labels):
+@pytest.mark.parametrize(
+    'options',
+    [
+        pytest.param({}, id='padded'),
+        pytest.param({'regroup': False}, id='in order'),
+        pytest.param({'packing': True}, id='packed'),
+    ],
+)
+@pytest.mark.parametrize(
+    ('over', 'kind'),
+    [
+        (over_all, 'refused'),
+        (over_tokens, 'exact'),
+    ],
+)
+def test_term_in_hugging_face_forward(over, kind, options):
+    def term(outputs, labels):
         values = entropy(outputs.logits, labels)
-        return 1e-3 * over_all(values, labels)
+        return 1e-3 * over(values, labels)
 
-    def term_over_tokens(outputs, labels):
-        values = entropy(outputs.logits, labels)
-        return 1e-3 * over_tokens(values, labels)
+    outcome = outcome_of(in_forward(term), **options)
 
-    outcome_over_all = outcome_of(in_forward(term_over_all), **options)
-    outcome_over_tokens = outcome_of(in_forward(term_over_tokens), **options)
-
-    assert outcome_over_all.kind == 'refused'
-    assert outcome_over_tokens.kind == 'exact'
+    assert outcome.kind == kind
 
 
-def test_size_of_last_states_is_refused():
+@pytest.mark.parametrize(
+    ('over', 'kind'),
+    [
+        (over_all, 'refused'),
+        (over_tokens, 'exact'),
+    ],
+)
+def test_size_of_last_states(over, kind):
     """After a norm they have the same size in all rows, until the weights of the norm are trained."""
 
     class WithSize(NativeModel):
-        over = None
-
         def forward(self, batch):
+            labels = batch['labels']
             states = self.states_of(batch)
             logits = self.model.lm_head(states)
             sizes = states.square().mean(dim=-1)
-            mean_size = self.over(sizes, batch['labels'])
-            return {'loss': causal(logits, batch['labels']) + 1e-3 * mean_size, 'logits': logits}
+            loss = causal(logits, labels) + 1e-3 * over(sizes, labels)
+            return {'loss': loss, 'logits': logits}
 
     model = WithSize('causal', init='fresh')
-
-    model.over = over_all
-    outcome_over_all = outcome_of(model)
-    model.over = over_tokens
-    outcome_over_tokens = outcome_of(model)
-
-    assert outcome_over_all.kind == 'refused'
-    assert outcome_over_tokens.kind == 'exact'
+    outcome = outcome_of(model)
+    assert outcome.kind == kind
 
 
 def without_value(value):
@@ -392,13 +428,13 @@ def without_value(value):
 
 
 def hidden_entropy_over_all(logits, labels):
-    term = over_all(entropy(logits, labels), labels)
-    return without_value(1e-3 * term)
+    values = entropy(logits, labels)
+    return without_value(1e-3 * over_all(values, labels))
 
 
 def hidden_entropy_over_tokens(logits, labels):
-    term = over_tokens(entropy(logits, labels), labels)
-    return without_value(1e-3 * term)
+    values = entropy(logits, labels)
+    return without_value(1e-3 * over_tokens(values, labels))
 
 
 def hidden_factor_of_rows(logits, labels):
@@ -412,7 +448,7 @@ def hidden_factor(logits, labels):
     return without_value(causal(logits, labels)) * 7
 
 
-@pytest.mark.parametrize('options', [{}, {'packing': True}], ids=['padded', 'packed'])
+@pytest.mark.parametrize('packing', [False, True], ids=['padded', 'packed'])
 @pytest.mark.parametrize(
     ('hidden_term', 'kind'),
     [
@@ -422,13 +458,13 @@ def hidden_factor(logits, labels):
         pytest.param(hidden_factor, 'exact', id='times eight'),
     ],
 )
-def test_gradient_of_another_loss(hidden_term, kind, options):
+def test_gradient_of_another_loss(hidden_term, kind, packing):
     """The value of the loss is the causal one. Its gradient is not."""
 
     def term(outputs, labels):
         return hidden_term(outputs.logits, labels)
 
-    outcome = outcome_of(in_forward(term), **options)
+    outcome = outcome_of(in_forward(term), packing=packing)
 
     assert outcome.kind == kind
 
@@ -445,8 +481,8 @@ class RandomTerm(NativeModel):
         logits = F.dropout(self.logits_of(batch), 0.1, self.training)
         loss = causal(logits, labels)
         if self.training:
-            term = self.over(entropy(logits, labels), labels)
-            loss = loss + 1e-3 * term
+            values = entropy(logits, labels)
+            loss = loss + 1e-3 * self.over(values, labels)
         return {'loss': loss, 'logits': logits}
 
 
@@ -489,7 +525,8 @@ def test_term_of_samples_keeps_padding(over):
             mask = batch['attention_mask']
             if over == 'columns':
                 mask = torch.ones_like(mask)
-            means_of_rows = (values * mask).sum(dim=1) / mask.sum(dim=1)
+            sums_of_rows = (values * mask).sum(dim=1)
+            means_of_rows = sums_of_rows / mask.sum(dim=1)
             plain_loss = causal(outputs['logits'], batch['labels'])
             return {'lm': plain_loss, 'entropy': 1e-3 * means_of_rows.mean()}
 
@@ -527,7 +564,10 @@ def test_rule_in_half_precision():
 @pytest.mark.parametrize(
     ('family', 'dtype'),
     [
-        *product(['llama', 't5'], [torch.bfloat16, torch.float64]),
+        ('llama', torch.bfloat16),
+        ('llama', torch.float64),
+        ('t5', torch.bfloat16),
+        ('t5', torch.float64),
         ('bert', torch.float64),
         ('gpt2', torch.bfloat16),
         ('mixtral', torch.bfloat16),
@@ -553,9 +593,14 @@ def test_reference_without_gradients(num_terms):
             loss = outputs['loss']
             for _ in range(num_terms):
                 with torch.no_grad():
-                    reference = self.logits_of(batch)[has_label].softmax(dim=-1)
-                predictions = outputs['logits'][has_label].log_softmax(dim=-1)
-                loss = loss + F.kl_div(predictions, reference, reduction='batchmean')
+                    reference_logits = self.logits_of(batch)[has_label]
+                logits = outputs['logits'][has_label]
+                divergence = F.kl_div(
+                    logits.log_softmax(dim=-1),
+                    reference_logits.softmax(dim=-1),
+                    reduction='batchmean',
+                )
+                loss = loss + divergence
             return loss
 
     model = WithReference('unshifted')

@@ -14,7 +14,13 @@ import torch.nn.functional as F
 
 from composer_tokacc import TokenAccumulation
 from tests.matrix.harness import measure
-from tests.matrix.native_models import LOSSES, MEANS_OVER_TOKENS, SMOOTHING, Z_WEIGHT, NativeModel
+from tests.matrix.native_models import (
+    LOSSES,
+    MEANS_OVER_TOKENS,
+    SMOOTHING,
+    Z_WEIGHT,
+    NativeModel,
+)
 from tests.matrix.subjects import SUBJECTS
 from tests.support.text import ragged_batch
 from tests.support.weights import column, weighted_gradients
@@ -63,8 +69,13 @@ def test_weighted_families_are_exact_or_refused(family, token_weights, side, pac
     shift = 0 if family in UNSHIFTED else 1
     options = weighted(token_weights, shift=shift)
 
-    weighted_batch = with_random_weights(batch)
-    outcome = measure(subject.model('large'), weighted_batch, MICROBATCH_SIZE, packing=packing, **options)
+    outcome = measure(
+        subject.model('large'),
+        with_random_weights(batch),
+        MICROBATCH_SIZE,
+        packing=packing,
+        **options,
+    )
 
     if outcome.kind == 'exact':
         return
@@ -86,30 +97,56 @@ REFERENCE_OPTIONS = {
     'label smoothing': {'label_smoothing': SMOOTHING},
     'z-loss': {'z_weight': Z_WEIGHT},
 }
-CASES = [(loss, 'always', True) for loss in LOSSES]
-CASES += [(loss, 'always', False) for loss in ('causal', 'unshifted', 'per row', 'label smoothing')]
-CASES += [('causal', 'eval', True), ('fused', 'never', True), ('fused', 'never', False)]
-"""The loss, when the model returns logits, and whether the loss is checked."""
+UNCHECKED = {
+    'causal': 'causal',
+    'unshifted': 'unshifted',
+    'per row': 'causal',
+    'label smoothing': 'causal',
+}
+"""Losses that are also tried without a check, and the rule that the user names."""
 
 
-@pytest.mark.parametrize(('loss', 'logits', 'check_loss'), CASES)
-def test_loss_is_exact_or_refused(loss, logits, check_loss):
-    """Weights are applied to losses that the package computes from the logits, so it needs them in training."""
-    algorithm_options = {}
-    if not check_loss:
-        rule = 'unshifted' if loss == 'unshifted' else 'causal'
-        algorithm_options = {'check_loss': False, 'loss_tokens': rule}
-    algorithm = TokenAccumulation(token_weights='column', **algorithm_options)
+def outcome_of_loss(loss, *, logits='always', **options):
+    """Returns the outcome of a step with weights of a column. Takes the options of TokenAccumulation.
+
+    ``logits``: when the model returns logits, see :class:`.NativeModel`.
+    """
     reference_options = REFERENCE_OPTIONS.get(loss, {})
-    reference = partial(weighted_gradients, token_weights='column', **reference_options)
-    model = NativeModel(loss, logits=logits)
+    return measure(
+        NativeModel(loss, logits=logits),
+        weighted_batch_of_text(),
+        MICROBATCH_SIZE,
+        algorithms=[TokenAccumulation(token_weights='column', **options)],
+        reference=partial(weighted_gradients, token_weights='column', **reference_options),
+    )
 
-    outcome = measure(model, weighted_batch_of_text(), MICROBATCH_SIZE, algorithms=[algorithm], reference=reference)
 
-    if loss in MEANS_OVER_TOKENS and logits == 'always':
-        assert outcome.kind == 'exact', outcome
-    else:
-        assert outcome.kind == 'refused', outcome
+@pytest.mark.parametrize('loss', LOSSES)
+def test_checked_loss_is_exact_or_refused(loss):
+    outcome = outcome_of_loss(loss)
+    expected = 'exact' if loss in MEANS_OVER_TOKENS else 'refused'
+    assert outcome.kind == expected, outcome
+
+
+@pytest.mark.parametrize('loss', UNCHECKED)
+def test_unchecked_loss_is_exact_or_refused(loss):
+    outcome = outcome_of_loss(loss, check_loss=False, loss_tokens=UNCHECKED[loss])
+    expected = 'exact' if loss in MEANS_OVER_TOKENS else 'refused'
+    assert outcome.kind == expected, outcome
+
+
+@pytest.mark.parametrize(
+    ('loss', 'logits', 'options'),
+    [
+        pytest.param('causal', 'eval', {}, id='logits in evaluation'),
+        pytest.param('fused', 'never', {}, id='no logits'),
+        pytest.param('fused', 'never', {'check_loss': False, 'loss_tokens': 'causal'}, id='no logits, unchecked'),
+    ],
+)
+def test_weights_need_logits_in_training(loss, logits, options):
+    """Weights are applied to losses that the package computes from the logits."""
+    outcome = outcome_of_loss(loss, logits=logits, **options)
+    assert outcome.kind == 'refused', outcome
 
 
 # The same mean over tokens, written in several ways.
@@ -119,9 +156,11 @@ def masked_sum(logits, labels):
     """Computes the losses of all positions, and multiplies those without a label by 0."""
     next_labels = labels[:, 1:]
     predictions = logits[:, :-1].transpose(1, 2)
-    mask = (next_labels != -100).float()
-    losses = F.cross_entropy(predictions, next_labels.clamp(min=0), reduction='none')
-    return (losses * mask).sum() / mask.sum()
+    has_label = next_labels != -100
+    label_ids = next_labels.clamp(min=0)
+    losses = F.cross_entropy(predictions, label_ids, reduction='none')
+    masked_losses = losses * has_label
+    return masked_losses.sum() / has_label.sum()
 
 
 def rolled(logits, labels):
@@ -130,7 +169,8 @@ def rolled(logits, labels):
     targets[:, -1] = -100
     cross_entropy = torch.nn.CrossEntropyLoss(reduction='none')
     losses = cross_entropy(logits.flatten(0, 1), targets.flatten())
-    return losses.sum() / (targets != -100).sum()
+    num_labels = (targets != -100).sum()
+    return losses.sum() / num_labels
 
 
 def selected(logits, labels):
@@ -144,13 +184,17 @@ def chunked(logits, labels):
     next_labels = labels[:, 1:].flatten()
     predictions = logits[:, :-1].flatten(0, 1)
     total = torch.zeros(())
-    for chunk, chunk_labels in zip(predictions.split(7), next_labels.split(7), strict=True):
-        total = total + F.cross_entropy(chunk, chunk_labels, reduction='sum')
-    return total / (next_labels != -100).sum()
+    for start in range(0, len(next_labels), 7):
+        chunk = slice(start, start + 7)
+        total = total + F.cross_entropy(predictions[chunk], next_labels[chunk], reduction='sum')
+    num_labels = (next_labels != -100).sum()
+    return total / num_labels
 
 
 def twice(logits, labels):
-    return (selected(logits, labels) + masked_sum(logits, labels)) / 2
+    loss = selected(logits, labels)
+    same_loss = masked_sum(logits, labels)
+    return (loss + same_loss) / 2
 
 
 class Copying(NativeModel):

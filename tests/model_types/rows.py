@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -25,7 +25,12 @@ from tests.model_types.exceptions import ROWS, RowSettings
 from tests.model_types.processors import processor_name, small_processor
 from tests.model_types.tiny import FIRST_MARK
 
-ITEMS: Mapping[str, Sequence[Sequence[int]]] = {
+Tensors: TypeAlias = dict[str, torch.Tensor]
+Batch: TypeAlias = dict[str, Any]
+ItemsOfRows: TypeAlias = Sequence[Sequence[int]]
+"""For each row, the numbers of its media."""
+
+ITEMS: Mapping[str, ItemsOfRows] = {
     'image': [[0, 1], [], [2], []],
     'video': [[0], [], [1, 2]],
     'audio': [[0, 1], [], [2]],
@@ -47,7 +52,12 @@ _AUDIO_MASKS = ('attention_mask', 'input_features_mask', 'padding_mask', 'featur
 _MASKS = ('input_features_mask', 'feature_attention_mask', 'padding_mask', 'audio_attention_mask', 'input_values_mask')
 NUMBER_OF_FEATURES = re.compile(r'features:? *(\d+)|tensor of shape \[(\d+), |Got (\d+) feature')
 """Finds the number of features in the error of a model that got another number of placeholders."""
-_SEQ2SEQ_LABELS = [[4, 5, 6, 7], [8, 9, -100, -100], [9, 8, 7, -100], [5, 6, -100, -100]]
+_SEQ2SEQ_LABELS = [
+    [4, 5, 6, 7],
+    [8, 9, -100, -100],
+    [9, 8, 7, -100],
+    [5, 6, -100, -100],
+]
 _TOKEN_TYPE_KEYS = ('mm_token_type_ids', 'moe_mm_token_type_ids', 'token_type_ids')
 
 
@@ -85,9 +95,13 @@ class Maker:
 
     def modalities(self) -> list[str]:
         """Returns the modalities of the type that have a processor."""
-        return [modality for modality in self.settings.modalities if processor_name(self.model_type, modality)]
+        modalities = []
+        for modality in self.settings.modalities:
+            if processor_name(self.model_type, modality):
+                modalities.append(modality)
+        return modalities
 
-    def batch(self, modality: str, *, has_media: bool = True, runs: int = 1) -> dict[str, torch.Tensor]:
+    def batch(self, modality: str, *, has_media: bool = True, runs: int = 1) -> Tensors:
         """Returns rows with two media, with none and with one.
 
         Args:
@@ -96,7 +110,7 @@ class Maker:
             runs: Into how many runs the placeholders of a medium are divided.
         """
         one_each = ''
-        items: Sequence[Sequence[int]] = [[]] * len(WORDS)
+        items: ItemsOfRows = [[]] * len(WORDS)
         if modality != 'text':
             one_each = self.settings.one_each
             if one_each:
@@ -114,14 +128,17 @@ class Maker:
                 self._add_placeholders(text, modality, item, runs, word=5 + row)
             num_words = WORDS[row]
             if self.settings.words is not None:
-                num_tokens = self.settings.words(self.media(modality, [items_of_row]))
+                media_of_row = self.media(modality, [items_of_row])
+                num_tokens = self.settings.words(media_of_row)
                 num_words = num_tokens - len(text.ids)
             text.add(_words(row, num_words))
             texts.append(text)
-        joined = self._joined(texts, one_each)
-        return media | joined | self._image_masks(modality, joined, media)
 
-    def random_row(self, modalities: Sequence[str], rng: random.Random) -> dict[str, Any]:
+        joined = self._joined(texts, one_each)
+        image_masks = self._image_masks(modality, joined, media)
+        return media | joined | image_masks
+
+    def random_row(self, modalities: Sequence[str], rng: random.Random) -> Batch:
         """Returns a row of words with none to two media between them. The last words have labels."""
         items: dict[str, list[int]] = {modality: [] for modality in modalities}
         text = _Text()
@@ -135,7 +152,7 @@ class Maker:
             self._add_random_words(text, rng, 0, 2)
         num_answer_words = self._add_random_words(text, rng, 1, 9)
 
-        row: dict[str, Any] = self._joined([text])
+        row: Batch = self._joined([text])
         num_labels = rng.randint(0, num_answer_words)
         num_unlabelled = len(text.ids) - num_labels
         row['labels'] = row['input_ids'].clone()
@@ -144,7 +161,9 @@ class Maker:
             row[f'num_{modality}s'] = [len(items_of_modality)]
             if items_of_modality:
                 media = self.media(modality, [items_of_modality])
-                row |= media | self._image_masks(modality, row, media)
+                image_masks = self._image_masks(modality, row, media)
+                row |= media
+                row |= image_masks
         return row
 
     def _random_number_of_items(self, modalities: Sequence[str], rng: random.Random) -> int:
@@ -158,7 +177,9 @@ class Maker:
     def _add_random_words(self, text: _Text, rng: random.Random, least: int, most: int) -> int:
         """Adds from ``least`` to ``most`` random words to a text. Returns their number."""
         num_words = rng.randint(least, most)
-        text.add([rng.randrange(FIRST_WORD, FIRST_WORD + NUM_WORDS) for _ in range(num_words)])
+        all_words = range(FIRST_WORD, FIRST_WORD + NUM_WORDS)
+        words = [rng.choice(all_words) for _ in range(num_words)]
+        text.add(words)
         return num_words
 
     def _add_placeholders(self, text: _Text, modality: str, item: int, runs: int, word: int) -> None:
@@ -192,7 +213,7 @@ class Maker:
             self._counts[modality, size] = self.count(modality, size)
         return self._counts[modality, size]
 
-    def _image_masks(self, modality: str, joined: Mapping[str, Any], media: Mapping[str, Any]) -> dict[str, Any]:
+    def _image_masks(self, modality: str, joined: Batch, media: Tensors) -> Batch:
         """Returns which tokens see which images, for types that take such a mask. For Idefics also images in slots."""
         if self.settings.slots:
             pixels_in_slots = media['pixel_values'].unflatten(0, (-1, 1))
@@ -209,11 +230,18 @@ class Maker:
         mark = getattr(self.config, name, None)
         return mark if isinstance(mark, int) else NO_MARK
 
-    def _joined(self, texts: Sequence[_Text], one_each: str = '') -> dict[str, Any]:
+    def _joined(self, texts: Sequence[_Text], one_each: str = '') -> Batch:
         """Returns a padded batch without its media. ``one_each``: see :class:`RowSettings`."""
-        ids = self._padded([text.ids for text in texts])
-        token_types = self._padded([text.types for text in texts])
-        mask = self._padded([[1] * len(text.ids) for text in texts])
+        ids_of_rows = []
+        types_of_rows = []
+        mask_of_rows = []
+        for text in texts:
+            ids_of_rows.append(text.ids)
+            types_of_rows.append(text.types)
+            mask_of_rows.append([1] * len(text.ids))
+        ids = self._padded(ids_of_rows)
+        token_types = self._padded(types_of_rows)
+        mask = self._padded(mask_of_rows)
         is_padding = mask == 0
         is_placeholder = token_types > 0
         labels = ids.masked_fill(is_padding | is_placeholder, -100)
@@ -225,7 +253,7 @@ class Maker:
         self._add_entries_of_type(batch, token_types, one_each)
         return batch
 
-    def _add_entries_of_type(self, batch: dict[str, Any], token_types: torch.Tensor, one_each: str) -> None:
+    def _add_entries_of_type(self, batch: Batch, token_types: torch.Tensor, one_each: str) -> None:
         """Gives a batch of text the entries that the forward of this type takes, in place."""
         ids = batch['input_ids']
         num_rows = len(ids)
@@ -277,21 +305,28 @@ class Maker:
         media = self.media(modality, [[item]])
         with torch.no_grad():
             num_features = self._num_features(modality, media)
-            if num_features is not None:
-                return num_features
-            one_placeholder = _Text([4, self._token(modality), 5], [0, TYPES[modality], 0])
-            batch = media | self._joined([one_placeholder])
-            try:
-                self.model(**batch, use_cache=False)
-            except Exception as error:
-                match = NUMBER_OF_FEATURES.search(str(error))
-                if match is None:
-                    raise
-                [number_of_features] = filter(None, match.groups())
-                return int(number_of_features)
+            if num_features is None:
+                num_features = self._num_features_by_error(modality, media)
+        return num_features
+
+    def _num_features_by_error(self, modality: str, media: Tensors) -> int:
+        """Returns the number of features that the model names in its error if it gets one placeholder. No error: 1."""
+        text = _Text()
+        text.add([4])
+        text.add([self._token(modality)], TYPES[modality])
+        text.add([5])
+        batch = media | self._joined([text])
+        try:
+            self.model(**batch, use_cache=False)
+        except Exception as error:
+            match = NUMBER_OF_FEATURES.search(str(error))
+            if match is None:
+                raise
+            [number_of_features] = filter(None, match.groups())
+            return int(number_of_features)
         return 1
 
-    def _num_features(self, modality: str, media: Mapping[str, Any]) -> int | None:
+    def _num_features(self, modality: str, media: Tensors) -> int | None:
         """Returns the number of features of ``get_image_features``. None: the method is not there, or fails."""
         name = f'get_{modality}_features'
         inner_model = getattr(self.model, 'model', None)
@@ -304,41 +339,53 @@ class Maker:
             features = getattr(outputs, 'pooler_output', outputs)
             if torch.is_tensor(features):
                 features = [features]
-            return sum(tensor.numel() // tensor.shape[-1] for tensor in features)
+            num_features = 0
+            for tensor in features:
+                num_features += tensor[..., 0].numel()
+            return num_features
         except Exception:
             return None
 
-    def media(self, modality: str, items: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
+    def media(self, modality: str, items: ItemsOfRows) -> Tensors:
         """Returns the tensors of media, row after row, as the type's processor makes them, in the model's precision."""
         processed = self._processed(modality, items)
         if isinstance(processed, tuple):
             processed = processed[0]
         if torch.is_tensor(processed):
             processed = {'pixel_values': processed}
-        tensors = dict(processed)
+        entries = dict(processed)
         if 'qformer_input_ids' in self.arguments:
-            num_items = sum(len(row) for row in items)
-            questions = torch.arange(4, 7).expand(num_items, 3).contiguous()
-            tensors['qformer_input_ids'] = questions
-            tensors['qformer_attention_mask'] = torch.ones_like(questions)
+            num_items = sum(map(len, items))
+            questions = torch.arange(4, 7).repeat(num_items, 1)
+            entries['qformer_input_ids'] = questions
+            entries['qformer_attention_mask'] = torch.ones_like(questions)
 
-        dtype = next(self.model.parameters()).dtype
         media = {}
-        for key, value in tensors.items():
+        for key, value in entries.items():
             if modality == 'audio' and key in _AUDIO_MASKS:
-                # The mask may have another name in the forward.
-                key = next((name for name in _MASKS if name in self.arguments), key)
-            if key not in self.arguments:
-                continue
-            tensor = value if torch.is_tensor(value) else torch.as_tensor(np.array(value))
-            if tensor.is_floating_point():
-                tensor = tensor.to(dtype)
-            media[key] = tensor
+                key = self._name_of_audio_mask(key)
+            if key in self.arguments:
+                media[key] = self._as_tensor(value)
         for key in self.settings.lists:
             media[key] = media[key].tolist()
         return media
 
-    def _processed(self, modality: str, items: Sequence[Sequence[int]]) -> Any:
+    def _name_of_audio_mask(self, name: str) -> str:
+        """Returns the name that the mask of sounds has in the forward. ``name`` is its name in the processor."""
+        for argument in _MASKS:
+            if argument in self.arguments:
+                return argument
+        return name
+
+    def _as_tensor(self, value: Any) -> torch.Tensor:
+        """Returns a value of a processor as a tensor, in the model's precision."""
+        tensor = value if torch.is_tensor(value) else torch.as_tensor(np.array(value))
+        if tensor.is_floating_point():
+            weight = next(self.model.parameters())
+            tensor = tensor.to(weight.dtype)
+        return tensor
+
+    def _processed(self, modality: str, items: ItemsOfRows) -> Any:
         """Returns the output of the type's processor."""
         all_items = list(chain.from_iterable(items))
         if self.settings.proteins:
@@ -347,9 +394,11 @@ class Maker:
             return self._sounds(all_items)
         processor = small_processor(self.model_type, modality, self.config)
         if modality == 'image':
-            return processor(images=self._drawn(_image, items), return_tensors='pt')
+            images = self._drawn(_image, items)
+            return processor(images=images, return_tensors='pt')
         if modality == 'video':
-            return processor(videos=self._drawn(_video, items), do_sample_frames=False, return_tensors='pt')
+            videos = self._drawn(_video, items)
+            return processor(videos=videos, do_sample_frames=False, return_tensors='pt')
         options = {
             'sampling_rate': processor.sampling_rate,
             'return_attention_mask': True,
@@ -361,7 +410,7 @@ class Maker:
         sounds = [_audio(item, self.settings.sound_length) for item in all_items]
         return processor(sounds, **accepted_options)
 
-    def _drawn(self, draw: Callable[[int], Any], items: Sequence[Sequence[int]]) -> list[Any]:
+    def _drawn(self, draw: Callable[[int], Any], items: ItemsOfRows) -> list[Any]:
         """Returns the images or videos of rows, as a list for each row if the processor wants them so."""
         media = []
         for row in items:
@@ -372,7 +421,7 @@ class Maker:
                 media.extend(media_of_row)
         return media
 
-    def _sounds(self, items: Sequence[int]) -> dict[str, torch.Tensor]:
+    def _sounds(self, items: Sequence[int]) -> Tensors:
         """Returns padded frames of sounds and their mask, as the forward documents them.
 
         For types whose processor needs a package that is not installed.
@@ -392,7 +441,7 @@ class Maker:
         return {'input_features': features, 'input_features_mask': mask}
 
 
-def _accepted(entries: Mapping[str, Any], function: Callable[..., Any], *, takes_all: str) -> dict[str, Any]:
+def _accepted(entries: Mapping[str, Any], function: Callable[..., Any], *, takes_all: str) -> Batch:
     """Returns the entries that are arguments of a function, or all of them if it has the argument ``takes_all``."""
     arguments = inspect.signature(function).parameters
     if takes_all in arguments:
@@ -402,7 +451,11 @@ def _accepted(entries: Mapping[str, Any], function: Callable[..., Any], *, takes
 
 def _words(row: int, count: int) -> list[int]:
     """Returns words that differ from row to row."""
-    return [FIRST_WORD + (row * 11 + 5 * place) % NUM_WORDS for place in range(count)]
+    words = []
+    for place in range(count):
+        number = (11 * row + 5 * place) % NUM_WORDS
+        words.append(FIRST_WORD + number)
+    return words
 
 
 def _image(item: int) -> Any:
@@ -420,7 +473,7 @@ def _pixels(item: int, *shape: int) -> Any:
     return np.random.default_rng(item).integers(1, 255, shape, dtype=np.uint8)
 
 
-def _proteins(items: Sequence[int]) -> dict[str, torch.Tensor]:
+def _proteins(items: Sequence[int]) -> Tensors:
     """Returns proteins of at most four amino acids, and their mask. An item of number n lacks the first n of them."""
     pad = 1
     rows = []
@@ -428,7 +481,11 @@ def _proteins(items: Sequence[int]) -> dict[str, torch.Tensor]:
         amino_acids = [5, 6, 7, 8][item:]
         rows.append(amino_acids + [pad] * item)
     proteins = torch.tensor(rows)
-    return {'protein_input_ids': proteins, 'protein_attention_mask': (proteins != pad).long()}
+    is_acid = proteins != pad
+    return {
+        'protein_input_ids': proteins,
+        'protein_attention_mask': is_acid.long(),
+    }
 
 
 def _audio(item: int, length: int) -> Any:

@@ -58,6 +58,22 @@ def field(recorder, name, source='a'):
     return recorder.logged(f'token_monitor/source/{source}/{name}')
 
 
+def assert_field(recorder, name, source, expected, **tolerance):
+    """Compares the one logged value of a figure of a source."""
+    logged = field(recorder, name, source)
+    assert logged == pytest.approx([expected], **tolerance)
+
+
+def logged_tokens(recorder):
+    """Returns the first logged number of tokens of each source, by the name in the log."""
+    tokens = {}
+    for name, values in recorder.memory.data.items():
+        if '/source/' in name and name.endswith('/tokens'):
+            _, _, source, _ = name.split('/')
+            _, tokens[source] = values[0]
+    return tokens
+
+
 def loss_of(source):
     """Returns the token mean of the rows of one source, each computed by itself in float64."""
     model = text_model().double()
@@ -71,7 +87,14 @@ def loss_of(source):
 
 
 @pytest.mark.parametrize('side', ['right', 'left'])
-@pytest.mark.parametrize('cut', [{'regroup': False}, {}, {'packing': True}], ids=['in order', 'regrouped', 'packed'])
+@pytest.mark.parametrize(
+    'cut',
+    [
+        pytest.param({'regroup': False}, id='in order'),
+        pytest.param({}, id='regrouped'),
+        pytest.param({'packing': True}, id='packed'),
+    ],
+)
 def test_loss_of_a_source(cut, side):
     batch = batch_of(side=side)
 
@@ -83,8 +106,8 @@ def test_loss_of_a_source(cut, side):
         expected_weight = count / NUM_TOKENS
         expected_loss = loss_of(source)
         assert field(recorder, 'tokens', source) == [count]
-        assert field(recorder, 'weight', source) == pytest.approx([expected_weight], abs=1e-12)
-        assert field(recorder, 'loss', source) == pytest.approx([expected_loss], rel=1e-6)
+        assert_field(recorder, 'weight', source, expected_weight, abs=1e-12)
+        assert_field(recorder, 'loss', source, expected_loss, rel=1e-6)
         mean_loss += expected_weight * expected_loss
         (positions,) = field(recorder, 'positions', source)
         sum_of_positions += positions
@@ -99,8 +122,7 @@ def test_losses_do_not_depend_on_chunks(chunk, monkeypatch):
     monkeypatch.setattr(logits, 'CHUNK', chunk)
     recorder = fit_monitored(batch_of())
     for source in TOKENS:
-        expected_loss = loss_of(source)
-        assert field(recorder, 'loss', source) == pytest.approx([expected_loss], rel=1e-6)
+        assert_field(recorder, 'loss', source, loss_of(source), rel=1e-6)
 
 
 def test_losses_are_computed_only_at_labels(monkeypatch):
@@ -122,7 +144,13 @@ def test_losses_are_computed_only_at_labels(monkeypatch):
     assert float(losses.sum()) == pytest.approx(float(expected_sum), rel=1e-6)
 
 
-@pytest.mark.parametrize(('token_weights', 'power'), [('sqrt', 0.5), ('sample', 1.0)])
+@pytest.mark.parametrize(
+    ('token_weights', 'power'),
+    [
+        ('sqrt', 0.5),
+        ('sample', 1.0),
+    ],
+)
 def test_shares_of_weight(token_weights, power):
     """A token of a row with n labels weighs n ** -power. So the n labels weigh n ** (1 - power)."""
     recorder = fit_monitored(batch_of(), token_weights=token_weights)
@@ -134,7 +162,7 @@ def test_shares_of_weight(token_weights, power):
     sum_of_weights = sum(weights.values())
     for source, weight in weights.items():
         share = weight / sum_of_weights
-        assert field(recorder, 'weight', source) == pytest.approx([share], rel=1e-6)
+        assert_field(recorder, 'weight', source, share, rel=1e-6)
 
 
 def test_source_that_comes_late():
@@ -233,30 +261,36 @@ def test_source_may_be_named_others(caplog):
 
 def test_sources_that_are_paths():
     """A logger refuses a part that is `..`, and names of more than 250 characters."""
-    sources = ['..', 'long/' * 50 + 'first.json', 'long/' * 50 + 'second.json']
+    long_folder = 'long/' * 50
+    sources = ['..', f'{long_folder}first.json', f'{long_folder}second.json']
     batch = batch_of(sources, shape=[(4, 2), (5, 1), (9, 7)])
 
-    data = fit_unplanned(batch).memory.data
+    recorder = fit_unplanned(batch)
 
-    tokens = {}
-    for name, values in data.items():
+    for name in recorder.memory.data:
         assert len(name) <= 250
-        if '/source/' in name and name.endswith('/tokens'):
-            tokens[name.split('/')[2][-11:]] = values[0][1]
-    assert tokens == {'_': 2, '_first.json': 1, 'second.json': 7}
+    tokens_by_end = {}
+    for source, num_tokens in logged_tokens(recorder).items():
+        end_of_name = source[-11:]
+        tokens_by_end[end_of_name] = num_tokens
+    assert tokens_by_end == {
+        '_': 2,
+        '_first.json': 1,
+        'second.json': 7,
+    }
 
 
 def test_sources_whose_names_become_the_same():
     """Loggers refuse these characters. The names do not depend on the order of the rows."""
-    names_by_order = []
-    for first, second in ('图表', '文档'), ('文档', '图表'):
-        batch = batch_of([first, first, second], shape=[(4, 2), (5, 1), (9, 7)])
-        data = fit_unplanned(batch).memory.data
-        names_by_order.append({name: data[name] for name in data if '/source/' in name and name.endswith('/tokens')})
-    names, names_of_other_order = names_by_order
-    assert len(names) == 2
-    assert names.keys() == names_of_other_order.keys()
-    assert sorted(values[0][1] for values in names.values()) == [3, 7]
+    shape = [(4, 2), (5, 1), (9, 7)]
+    batch = batch_of(['图表', '图表', '文档'], shape)
+    swapped_batch = batch_of(['文档', '文档', '图表'], shape)
+
+    tokens = logged_tokens(fit_unplanned(batch))
+    swapped_tokens = logged_tokens(fit_unplanned(swapped_batch))
+
+    assert sorted(tokens.values()) == [3, 7]
+    assert tokens.keys() == swapped_tokens.keys()
 
 
 @pytest.mark.slow
@@ -273,6 +307,7 @@ def test_sources_that_only_one_rank_has(options):
         for row, source in enumerate(sources):
             counts[source] += labels_per_row[row]
             losses[source] += result['losses'][row]
+
         for source, count in counts.items():
             expected_weight = count / num_tokens
             assert logged[f'{source}/tokens'] == count
@@ -280,5 +315,9 @@ def test_sources_that_only_one_rank_has(options):
             if count > 0:
                 expected_loss = losses[source] / count
                 assert logged[f'{source}/loss'] == pytest.approx(expected_loss, rel=1e-6)
-        logged_weights = [value for name, value in logged.items() if name.endswith('/weight')]
-        assert sum(logged_weights) == pytest.approx(1, abs=1e-9)
+
+        sum_of_weights = 0.0
+        for name, value in logged.items():
+            if name.endswith('/weight'):
+                sum_of_weights += value
+        assert sum_of_weights == pytest.approx(1, abs=1e-9)
