@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import pickle
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import numpy as np
@@ -112,32 +113,50 @@ def test_width_multiple_stays_inside_batch(side):
         assert trimmed['attention_mask'].sum() == num_tokens
 
 
-@pytest.mark.parametrize(
-    ('key', 'column', 'value', 'length'),
-    [
-        pytest.param('input_ids', 1, 0, 3, id='a token with the id of pads'),
-        pytest.param('input_ids', 5, 4, 3, id='a pad with the id of a token'),
-        pytest.param('attention_mask', 3, 1, 4, id='an attended pad, as if pads are end tokens (Qwen-7B)'),
-        pytest.param('labels', 4, 1, 5, id='a label just behind the tokens'),
-        pytest.param('labels', 6, 1, 7, id='a label far behind the tokens'),
-    ],
-)
+@dataclass(frozen=True, kw_only=True)
+class UnusualValue:
+    """One value of a row of 3 tokens. Padding is on the right."""
+
+    key: str
+    column: int
+    value: int
+    length: int
+    """The length that the row gets."""
+
+
+UNUSUAL_VALUES = {
+    'a token with the id of pads': UnusualValue(key='input_ids', column=1, value=0, length=3),
+    'a pad with the id of a token': UnusualValue(key='input_ids', column=5, value=4, length=3),
+    'an attended pad, as if pads are end tokens (Qwen-7B)': UnusualValue(
+        key='attention_mask', column=3, value=1, length=4
+    ),
+    'a label just behind the tokens': UnusualValue(key='labels', column=4, value=1, length=5),
+    'a label far behind the tokens': UnusualValue(key='labels', column=6, value=1, length=7),
+}
+
+
+def num_attended_and_labelled(batch):
+    """Returns how many positions are attended, and how many have a label."""
+    is_attended = batch['attention_mask'] != 0
+    is_labelled = batch['labels'] != -100
+    return int(is_attended.sum()), int(is_labelled.sum())
+
+
+@pytest.mark.parametrize('situation', UNUSUAL_VALUES)
 @for_each_side
-def test_lengths_of_unusual_padding(key, column, value, length, side):
-    """The first row has 3 tokens. One value of it is unusual."""
+def test_lengths_of_unusual_padding(situation, side):
+    """Trimming removes nothing that is attended or labelled."""
+    unusual = UNUSUAL_VALUES[situation]
     batch = text_batch([3, 2], width=8)
-    batch[key][0, column] = value
+    batch[unusual.key][0, unusual.column] = unusual.value
     if side == 'left':
         batch = {key: value.flip(1) for key, value in batch.items()}
-    num_attended = batch['attention_mask'].sum()
-    num_labels = (batch['labels'] != -100).sum()
 
     trimmed = TEXT_LAYOUT.trim(batch)
 
-    assert lengths_of(batch) == [length, 2]
-    assert trimmed['input_ids'].shape == (2, length)
-    assert trimmed['attention_mask'].sum() == num_attended
-    assert (trimmed['labels'] != -100).sum() == num_labels
+    assert lengths_of(batch) == [unusual.length, 2]
+    assert trimmed['input_ids'].shape == (2, unusual.length)
+    assert num_attended_and_labelled(trimmed) == num_attended_and_labelled(batch)
 
 
 @for_each_side
@@ -160,8 +179,9 @@ def test_empty_decoder_key_changes_nothing(side):
     trimmed = TEXT_LAYOUT.trim(short_row)
     joined = TEXT_LAYOUT.concat([short_row, long_row], padding_side=side)
 
+    expected_labels = both_rows['labels']
     assert trimmed['labels'].tolist() == [[1, 2, 3]]
-    torch.testing.assert_close(joined['labels'], both_rows['labels'])
+    torch.testing.assert_close(joined['labels'], expected_labels)
 
 
 SHARED_MASK = Entry(unit='shared', seq_dims=(-2, -1))
@@ -263,18 +283,19 @@ def test_square_masks_are_trimmed_twice(form, side):
     mask = in_form(square_mask(batch))
     batch['attention_mask'] = mask
     batch['labels'].fill_(-100)
-    tokens_of_first = slice(5, 8) if side == 'left' else slice(0, 3)
-    mask_of_first = mask[:1, ..., tokens_of_first, tokens_of_first]
-
     first_row = trimmed_rows(TEXT_LAYOUT, batch, [0])
     second_row = trimmed_rows(TEXT_LAYOUT, batch, [1])
+
     joined = TEXT_LAYOUT.concat([first_row, second_row], padding_side=side)
 
+    tokens_of_first = slice(5, 8) if side == 'left' else slice(0, 3)
+    mask_of_first = mask[:1, ..., tokens_of_first, tokens_of_first]
+    mask_of_both = joined['attention_mask']
     assert padding_side(batch) == side
     assert lengths_of(batch) == [3, 5, 2]
     torch.testing.assert_close(first_row['attention_mask'], mask_of_first)
     # No real position of the first row may attend to the two new pads, or its length would be 5.
-    assert joined['attention_mask'].shape[-2:] == (5, 5)
+    assert mask_of_both.shape[-2:] == (5, 5)
     assert lengths_of(joined) == [3, 5]
 
 
@@ -300,7 +321,14 @@ def test_rotary_positions_of_three_axes(side):
 
 
 @pytest.mark.parametrize(
-    'key', ['token_type_ids', 'mm_token_type_ids', 'loss_mask', 'sequence_id', 'special_tokens_mask']
+    'key',
+    [
+        'token_type_ids',
+        'mm_token_type_ids',
+        'loss_mask',
+        'sequence_id',
+        'special_tokens_mask',
+    ],
 )
 def test_token_wise_entries_are_selected(key):
     batch = three_rows(width=6)
@@ -308,7 +336,10 @@ def test_token_wise_entries_are_selected(key):
 
     last_and_first = trimmed_rows(TEXT_LAYOUT, batch, [2, 0])
 
-    assert last_and_first[key].tolist() == [[12, 13, 14], [0, 1, 2]]
+    assert last_and_first[key].tolist() == [
+        [12, 13, 14],
+        [0, 1, 2],
+    ]
 
 
 # Other entries.
@@ -347,9 +378,18 @@ def test_lists_none_and_plain_values():
     assert last_and_first['step'] == 3
 
 
-@pytest.mark.parametrize('rows', [[1], [0, 1, 2]])
+def test_wrong_number_of_videos_is_refused():
+    batch = batch_with_videos()
+    batch['num_videos'] = [0, 1, 1]
+
+    with pytest.raises(ValueError, match=r'3 videos .*`num_videos`=\[0, 1, 1\].*Carry `num_videos`'):
+        QWEN_LAYOUT.select(batch, [1])
+
+
+@pytest.mark.parametrize('rows', [[1], [0, 1, 2]], ids=['one row', 'all rows'])
 def test_unknown_tensor_is_refused_by_name(rows):
-    batch = three_rows(ocr_boxes=torch.zeros(4, 4))
+    boxes = torch.zeros(4, 4)
+    batch = three_rows(ocr_boxes=boxes)
 
     with pytest.raises(ValueError, match=r"batch\['ocr_boxes'\].*with_entries\(ocr_boxes=Entry\(unit=\.\.\.\)\)"):
         TEXT_LAYOUT.select(batch, rows)
@@ -391,15 +431,17 @@ def test_registered_tensors_are_selected():
 
 @pytest.mark.parametrize('count', [list, torch.tensor], ids=['list', 'tensor'])
 def test_image_numbers_go_with_their_rows(count):
-    num_images = count([1, 2, 0, 1])
-    batch = text_batch([3, 5, 2, 4], num_images=num_images, pixel_values=numbered_images(4))
+    batch = text_batch([3, 5, 2, 4])
+    batch['num_images'] = count([1, 2, 0, 1])
+    batch['pixel_values'] = numbered_images(4)
 
     third_and_second = LLAVA_LAYOUT.select(batch, [2, 1])
     fourth = LLAVA_LAYOUT.select(batch, [3])
     joined = LLAVA_LAYOUT.concat([fourth, third_and_second])
 
-    numbers = third_and_second['num_images']
-    assert list(numbers) == [0, 2]
+    no_image, two_images = third_and_second['num_images']
+    assert no_image == 0
+    assert two_images == 2
     assert images_of_rows(LLAVA_LAYOUT, third_and_second, [1]) == [1, 2]
     assert joined['num_images'] == [1, 0, 2]
     assert numbers_of(joined['pixel_values']) == [3, 1, 2]
@@ -416,17 +458,9 @@ def processed_by_onevision(lengths, images):
 
 
 def test_image_numbers_without_rows_of_text():
-    """Joining adds the missing counts of text rows. Without them, a batch with text rows cannot be cut."""
+    """Without the counts of text rows, a batch cannot be cut."""
     batch = processed_by_onevision([3, 2, 4], images=[1, 0, 2])
-    one_image = processed_by_onevision([3], images=[1])
-    no_image = processed_by_onevision([2], images=[0])
-    two_images = processed_by_onevision([4], images=[2])
 
-    joined = LLAVA_LAYOUT.concat([one_image, no_image, two_images])
-    last_and_middle = LLAVA_LAYOUT.select(joined, [2, 1])
-
-    assert last_and_middle['batch_num_images'].tolist() == [2, 0]
-    assert numbers_of(last_and_middle['pixel_values']) == [0, 1]
     with pytest.raises(ValueError, match=r'batch_num_images.*concat'):
         LLAVA_LAYOUT.select(batch, [1])
 
@@ -707,22 +741,46 @@ def test_tensors_of_two_forms_are_refused(key, first, second):
         joined_entry(key, first, second)
 
 
+def test_joining_counts_images_of_text_rows():
+    one_image = processed_by_onevision([3], images=[1])
+    no_image = processed_by_onevision([2], images=[0])
+    two_images = processed_by_onevision([4], images=[2])
+
+    joined = LLAVA_LAYOUT.concat([one_image, no_image, two_images])
+    last_and_middle = LLAVA_LAYOUT.select(joined, [2, 1])
+
+    assert last_and_middle['batch_num_images'].tolist() == [2, 0]
+    assert numbers_of(last_and_middle['pixel_values']) == [0, 1]
+
+
+WIDE_POSITIONS = torch.tensor([[0, 1, 2, 3]])
+
+
+FROM_0 = torch.tensor([[0, 1, 2]])
+
+
+FROM_1 = torch.tensor([[1, 2, 3]])
+
+
+FROM_10 = torch.tensor([[10, 11, 12]])
+
+
 @pytest.mark.parametrize(
     ('side', 'agreeing', 'other'),
     [
-        pytest.param('right', [0, 1, 2], [10, 11, 12], id='right'),
-        pytest.param('left', [1, 2, 3], [0, 1, 2], id='left'),
+        pytest.param('right', FROM_0, FROM_10, id='right'),
+        pytest.param('left', FROM_1, FROM_0, id='left'),
     ],
 )
 def test_shared_positions_must_agree(side, agreeing, other):
     """New padding on the left moves the tokens of the narrow batch by one position."""
-    wide = text_batch([4, 2], side=side, position_ids=torch.tensor([[0, 1, 2, 3]]))
-    narrow_that_agrees = text_batch([3], position_ids=torch.tensor([agreeing]))
-    narrow_that_differs = text_batch([3], position_ids=torch.tensor([other]))
+    wide = text_batch([4, 2], side=side, position_ids=WIDE_POSITIONS)
+    narrow_that_agrees = text_batch([3], position_ids=agreeing)
+    narrow_that_differs = text_batch([3], position_ids=other)
 
     joined = TEXT_LAYOUT.concat([narrow_that_agrees, wide], padding_side=side)
 
-    assert joined['position_ids'].tolist() == [[0, 1, 2, 3]]
+    assert torch.equal(joined['position_ids'], WIDE_POSITIONS)
     with pytest.raises(ValueError, match=r'position_ids.*same for all rows'):
         TEXT_LAYOUT.concat([narrow_that_differs, wide], padding_side=side)
 
@@ -767,21 +825,25 @@ def images_of(*rows, count, **entries):
     return layout.images_per_row(batch)
 
 
+def test_placeholders_tell_tiles_of_carried_images():
+    assert images_of('iii1', 'i123', count=4, num_images=[1, 1]) == [3, 1]
+
+
 @pytest.mark.parametrize(
-    ('rows', 'entries', 'expected'),
+    ('rows', 'image_sizes', 'expected'),
     [
-        pytest.param(['1iiii2', '345678', 'ii1'], {}, [2, 0, 1], id='touching images of equal size'),
-        pytest.param(['ii1ii1', 'ii1ii'], {}, [1, 1], id='an image over two lines is one'),
+        pytest.param(['1iiii2', '345678', 'ii1'], None, [2, 0, 1], id='touching images of equal size'),
+        pytest.param(['ii1ii1', 'ii1ii'], None, [1, 1], id='an image over two lines is one'),
         pytest.param(
             ['iii1iii', 'iiiiiiiiiiii1'],
-            {'image_sizes': torch.tensor([[2, 6], [6, 2], [4, 12]])},
+            [[2, 6], [6, 2], [4, 12]],
             [2, 1],
             id='sizes of Pixtral, by the mean size it would be 1 and 2',
         ),
-        pytest.param(['iii1', 'i123'], {'num_images': [1, 1]}, [3, 1], id='tiles of carried images'),
     ],
 )
-def test_placeholders_tell_the_images(rows, entries, expected):
+def test_placeholders_tell_the_images(rows, image_sizes, expected):
+    entries = {} if image_sizes is None else {'image_sizes': torch.tensor(image_sizes)}
     num_images = sum(expected)
 
     assert images_of(*rows, count=num_images, **entries) == expected
@@ -916,17 +978,14 @@ def test_videos_go_with_their_rows():
     last_video = list(range(12, 24))
 
     last_and_middle = QWEN_LAYOUT.select(batch, [2, 1])
-    without_image = QWEN_LAYOUT.select(batch, [1])
+    middle = QWEN_LAYOUT.select(batch, [1])
 
     assert QWEN_LAYOUT.media_per_row(batch) == [1, 2, 2]
     assert numbers_of(last_and_middle['pixel_values']) == second_image
     assert numbers_of(last_and_middle['pixel_values_videos']) == last_video + first_two_videos
     assert last_and_middle['second_per_grid_ts'].tolist() == [2.0, 0.5, 1.0]
-    assert 'pixel_values' not in without_image
-    assert 'image_grid_thw' not in without_image
-    batch['num_videos'] = [0, 1, 1]
-    with pytest.raises(ValueError, match=r'3 videos .*`num_videos`=\[0, 1, 1\].*Carry `num_videos`'):
-        QWEN_LAYOUT.select(batch, [1])
+    assert 'pixel_values' not in middle
+    assert 'image_grid_thw' not in middle
 
 
 @pytest.mark.parametrize(
@@ -1115,36 +1174,81 @@ def test_copies_stay_page_locked(monkeypatch, image_batch, rows):
     assert not locks.is_locked(selected['loss_mask'])
 
 
-@pytest.mark.parametrize(
-    ('key', 'first_value', 'second_value', 'fill'),
-    [
-        pytest.param('tags', [1, -7], [2, 3, 4], -7, id='value on padding'),
-        pytest.param('tags', [1], [-100, 3, 4], -100, id='has ignored labels'),
-        pytest.param('ner_labels', [1], [2, 3, 4], -100, id='name of labels'),
-        pytest.param('label_mask', [1], [1, 1, 4], 0, id='name of a mask'),
-        pytest.param('is_target', [1], [1, 0, 4], 0, id='other name'),
-        pytest.param('scores', [1.0, math.nan], [2.0, 3.0, 4.0], math.nan, id='NaN on padding'),
-    ],
-)
-def test_fill_of_unregistered_text(key, first_value, second_value, fill):
+@dataclass(frozen=True, kw_only=True)
+class UnregisteredText:
+    """A tensor along the text, of a row of 1 token and of a row of 3. The longer row fills its width."""
+
+    key: str
+    of_first: list
+    """Its second value, if it has one, is on padding."""
+    of_second: list
+    fill: float
+    """The value that pads the first row."""
+
+
+UNREGISTERED_TEXT = {
+    'value on padding': UnregisteredText(
+        key='tags',
+        of_first=[1, -7],
+        of_second=[2, 3, 4],
+        fill=-7,
+    ),
+    'NaN on padding': UnregisteredText(
+        key='scores',
+        of_first=[1.0, math.nan],
+        of_second=[2.0, 3.0, 4.0],
+        fill=math.nan,
+    ),
+    'has ignored labels': UnregisteredText(
+        key='tags',
+        of_first=[1],
+        of_second=[-100, 3, 4],
+        fill=-100,
+    ),
+    'name of labels': UnregisteredText(
+        key='ner_labels',
+        of_first=[1],
+        of_second=[2, 3, 4],
+        fill=-100,
+    ),
+    'name of a mask': UnregisteredText(
+        key='label_mask',
+        of_first=[1],
+        of_second=[1, 1, 4],
+        fill=0,
+    ),
+    'other name': UnregisteredText(
+        key='is_target',
+        of_first=[1],
+        of_second=[1, 0, 4],
+        fill=0,
+    ),
+}
+
+
+@pytest.mark.parametrize('situation', UNREGISTERED_TEXT)
+def test_fill_of_unregistered_text(situation):
     """The value on the collator's own padding, -100 for labels, or 0."""
-    first = text_batch([1], width=len(first_value))  # a second column is padding
+    text = UNREGISTERED_TEXT[situation]
+    first = text_batch([1], width=len(text.of_first))
     second = text_batch([3])
-    first[key] = torch.tensor([first_value])
-    second[key] = torch.tensor([second_value])
+    first[text.key] = torch.tensor([text.of_first])
+    second[text.key] = torch.tensor([text.of_second])
 
     joined = TEXT_LAYOUT.concat([first, second])
 
-    value_on_new_padding = joined[key][0, -1].item()
-    assert value_on_new_padding == pytest.approx(fill, nan_ok=True)
+    joined_first, _ = joined[text.key].tolist()
+    assert joined_first[-1] == pytest.approx(text.fill, nan_ok=True)
 
 
 def test_hole_does_not_tell_the_fill():
     """A token that is hidden from attention may have a label of a second task."""
-    with_hole = text_batch([3])
-    with_hole['attention_mask'] = torch.tensor([[1, 0, 1]])
-    with_hole['labels'] = torch.tensor([[1, -100, 3]])
-    with_hole['ner_labels'] = torch.tensor([[1, 5, 2]])
+    with_hole = {
+        'input_ids': torch.tensor([[1, 2, 3]]),
+        'attention_mask': torch.tensor([[1, 0, 1]]),
+        'labels': torch.tensor([[1, -100, 3]]),
+        'ner_labels': torch.tensor([[1, 5, 2]]),
+    }
     longer = text_batch([4])
     longer['ner_labels'] = torch.tensor([[1, 2, 3, 4]])
 
