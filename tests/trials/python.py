@@ -40,7 +40,7 @@ from composer_tokacc.data.lengths import build_length_table
 from composer_tokacc.planning import CostModel
 from composer_tokacc.sampling import LossShares, Mixture
 from tests.data.chat_processors import small
-from tests.support.text import collate, next_token_loss, one_layer_model, text_row, text_rows
+from tests.support.text import next_token_loss, one_layer_model, ragged_batch, text_row, text_rows
 from tests.support.training import loader, train
 from tests.trials.outcomes import WORKS, refusal
 
@@ -72,8 +72,8 @@ def calls_with(call: Callable[[Any], Any], table: Table) -> dict[str, PythonCall
 
 def batch(**entries: Any) -> dict[str, Any]:
     """Returns three ragged rows, 9 columns wide, with these further entries."""
-    rows = text_rows([(6, 3), (4, 4), (9, 2)])
-    return {**collate(rows), **entries}
+    ragged_rows = ragged_batch([(6, 3), (4, 4), (9, 2)])
+    return {**ragged_rows, **entries}
 
 
 def without(key: str, **entries: Any) -> dict[str, Any]:
@@ -97,18 +97,22 @@ def train_step(batch_of_step: Any) -> None:
     train_on(spec)
 
 
-IDS = batch()['input_ids']
-LABELS = batch()['labels']
+BATCH = batch()
+IDS = BATCH['input_ids']
+LABELS = BATCH['labels']
 NAN = float('nan')
 VECTORS_OF_NAN = torch.full((3, 9, 32), NAN)
-IN_LISTS = {key: value.tolist() for key, value in batch().items()}
+IN_LISTS = {key: value.tolist() for key, value in BATCH.items()}
+IN_A_TUPLE = tuple(BATCH.values())
+NARROW_POSITIONS = torch.arange(5).expand(3, 5)
+FLOAT_POSITIONS = torch.arange(9.0).expand(3, 9)
 NO_IMAGES = torch.zeros(3, dtype=torch.long)
 BATCHES: Table = {
-    'a step': (batch(), WORKS),
-    'a BatchEncoding': (BatchEncoding(batch()), WORKS),
-    'a batch in a tuple': (tuple(batch().values()), 'mappings'),
+    'a step': (BATCH, WORKS),
+    'a BatchEncoding': (BatchEncoding(BATCH), WORKS),
+    'a batch in a tuple': (IN_A_TUPLE, 'mappings'),
     'a batch of lists': (IN_LISTS, 'tensors'),
-    'a key that is a number': ({**batch(), 3: torch.ones(3)}, WORKS),
+    'a key that is a number': ({**BATCH, 3: torch.ones(3)}, WORKS),
     'a set in a batch': (batch(extra={1, 2}), "`batch['extra']`"),
     'ids that are floats': (batch(input_ids=IDS.float()), 'input_ids'),
     'ids of one dimension': (batch(input_ids=IDS[0]), 'input_ids'),
@@ -120,8 +124,8 @@ BATCHES: Table = {
     'a batch without labels': (without('labels'), 'labels'),
     'labels of another width': (batch(labels=LABELS[:, :-1]), 'labels'),
     'sparse labels': (batch(labels=LABELS.to_sparse()), "`batch['labels']` must be a dense tensor"),
-    'positions of another width': (batch(position_ids=torch.arange(5).expand(3, 5)), 'position_ids'),
-    'positions that are floats': (batch(position_ids=torch.arange(9.0).expand(3, 9)), WORKS),
+    'positions of another width': (batch(position_ids=NARROW_POSITIONS), 'position_ids'),
+    'positions that are floats': (batch(position_ids=FLOAT_POSITIONS), WORKS),
     'numbers of images that are text': (batch(num_images=['a', 'b', 'c']), 'num_images'),
     'negative numbers of images': (batch(num_images=[-1, 0, 1]), 'num_images'),
     'one number of images for all rows': (batch(num_images=3), 'num_images'),
@@ -137,7 +141,7 @@ def train_step_with_mask(mask: Any) -> None:
     train_step(changed_batch)
 
 
-MASK = batch()['attention_mask']
+MASK = BATCH['attention_mask']
 FLOAT_MASK = MASK.float()
 MASK_WITH_GRADIENT = FLOAT_MASK.clone().requires_grad_()
 QUANTISED_MASK = torch.quantize_per_tensor(FLOAT_MASK, 1.0, 0, torch.qint8)
@@ -186,7 +190,7 @@ class MeanOverRows(HuggingFaceModel):
 
 def loss_of_samples() -> None:
     model: Any = MeanOverRows(one_layer_model(), use_logits=True)
-    spec = token_data_spec(loader(batch()))
+    spec = token_data_spec(loader(BATCH))
     train_on(spec, model, loss_units={'lm': 'samples'})
 
 
@@ -205,18 +209,18 @@ def train_a_classifier() -> None:
 def train_a_frozen_model() -> None:
     model = one_layer_model()
     model.requires_grad_(False)
-    spec = token_data_spec(loader(batch()))
+    spec = token_data_spec(loader(BATCH))
     train_on(spec, model)
 
 
 def train_with_two_algorithms() -> None:
-    spec = token_data_spec(loader(batch()))
+    spec = token_data_spec(loader(BATCH))
     algorithms = [TokenAccumulation(), TokenAccumulation()]
     train(one_layer_model(), spec, algorithms=algorithms)
 
 
 def train_on_transformed_batches() -> None:
-    spec = token_data_spec(loader(batch()), microbatch_transforms=lambda microbatch: None)
+    spec = token_data_spec(loader(BATCH), microbatch_transforms=lambda microbatch: None)
     train_on(spec)
 
 
@@ -226,14 +230,14 @@ def train_on_nothing() -> None:
 
 
 def fit_again_with_nothing() -> None:
-    spec = token_data_spec(loader(batch()))
+    spec = token_data_spec(loader(BATCH))
     empty_spec = token_data_spec(loader())
     trainer = train_on(spec)
     trainer.fit(train_dataloader=empty_spec, duration='1ba', reset_time=False)
 
 
 def token_data_spec_twice() -> None:
-    spec = token_data_spec(loader(batch()))
+    spec = token_data_spec(loader(BATCH))
     token_data_spec(spec)
 
 
@@ -354,10 +358,12 @@ MIXTURES: Table = {
 
 def check_invariance(options: Mapping[str, Any]) -> None:
     """Checks a function that returns no gradients, unless other options are given."""
-    rows = text_rows([(6, 3), (9, 2)])
-    arguments = {'gradients': lambda cut: {}, **options}
-    gradients = arguments.pop('gradients')
-    verify_invariance(gradients, rows, **arguments)
+    arguments: dict[str, Any] = {
+        'gradients': lambda cut: {},
+        'rows': text_rows([(6, 3), (9, 2)]),
+        **options,
+    }
+    verify_invariance(**arguments)
 
 
 INVARIANCE: Table = {
@@ -372,10 +378,13 @@ INVARIANCE: Table = {
 
 def check_isolation(options: Mapping[str, Any]) -> None:
     """Checks a Llama on two documents in a row of three ids, unless other options are given."""
-    model = options.get('model', one_layer_model())
-    packed = options.get('packed', {'input_ids': torch.tensor([[3, 4, 5]])})
-    documents = options.get('documents', torch.tensor([[0, 0, 1]]))
-    verify_isolation(model, packed, documents)
+    arguments: dict[str, Any] = {
+        'model': one_layer_model(),
+        'packed': {'input_ids': torch.tensor([[3, 4, 5]])},
+        'documents': torch.tensor([[0, 0, 1]]),
+        **options,
+    }
+    verify_isolation(**arguments)
 
 
 HALF_A_DOCUMENT = torch.tensor([[0, 0.5, 1]])
@@ -398,7 +407,7 @@ def weigh_narrow_logits() -> None:
     """The logits are one column narrower than the text."""
     weights = torch.zeros(3, 8, 5, requires_grad=True)
     logits = weights * 1
-    apply_token_weights(logits, batch(), 'sqrt')
+    apply_token_weights(logits, BATCH, 'sqrt')
 
 
 def weights_of_boolean_labels() -> None:
@@ -406,13 +415,13 @@ def weights_of_boolean_labels() -> None:
     step_loss_weights([batch_with_booleans])
 
 
-LAYOUT = BatchLayout.infer(batch())
+LAYOUT = BatchLayout.infer(BATCH)
 LAYOUTS: Table = {
     'a layout of a number': (lambda: BatchLayout.infer(3), '`batch`'),
     'a family by its name': (lambda: BatchLayout(family='llava'), '`family` must be a Family'),
     'an entry by its name': (lambda: LAYOUT.with_entries(boxes='row'), '`boxes` must be a Entry'),
-    'a row that does not exist': (lambda: LAYOUT.select(batch(), [99]), '`rows`'),
-    'a width multiple of 0': (lambda: LAYOUT.trim(batch(), width_multiple=0), '`width_multiple`'),
+    'a row that does not exist': (lambda: LAYOUT.select(BATCH, [99]), '`rows`'),
+    'a width multiple of 0': (lambda: LAYOUT.trim(BATCH, width_multiple=0), '`width_multiple`'),
     'the number of rows of None': (lambda: LAYOUT.num_rows(None), '`batch`'),
     'an empty list of batches to join': (lambda: LAYOUT.concat([]), '`batches`'),
 }
@@ -421,7 +430,7 @@ FORMULA: Table = {
     'weights of None': (lambda: step_loss_weights(None), '`microbatches`'),
     'weights of a word': (lambda: step_loss_weights(['a']), '`batch`'),
     'weights of boolean labels': (weights_of_boolean_labels, 'must be integers'),
-    'weights of an unknown scheme': (lambda: step_loss_weights([batch()], token_weights='squared'), 'token_weights'),
+    'weights of an unknown scheme': (lambda: step_loss_weights([BATCH], token_weights='squared'), 'token_weights'),
     'token weights for logits of another width': (weigh_narrow_logits, '`logits`'),
     'token weights of a number': (lambda: measure_token_weights(3).__enter__(), '`model`'),
     'a token weight on 0 ranks': (lambda: token_weight(3, 9, world_size=0), '`world_size`'),
