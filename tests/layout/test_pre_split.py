@@ -143,8 +143,10 @@ def test_reads_patches_side_by_side():
     """MiniCPM-V has the patches of all images in one row of patches, and a tensor with the size of each image."""
     pixels_of_small = torch.rand(1, 3, 2, 4)  # (1, colours, side of a patch, 2 patches of side 2)
     pixels_of_large = torch.rand(1, 3, 2, 6)
-    small_image = text_batch([4], pixel_values=pixels_of_small, target_sizes=torch.tensor([[1, 2]]))
-    large_image = text_batch([4], pixel_values=pixels_of_large, target_sizes=torch.tensor([[1, 3]]))
+    small_image = text_batch([4], pixel_values=pixels_of_small)
+    large_image = text_batch([4], pixel_values=pixels_of_large)
+    small_image['target_sizes'] = torch.tensor([[1, 2]])
+    large_image['target_sizes'] = torch.tensor([[1, 3]])
 
     batch = PreSplitBatch([small_image, large_image], max_tokens=20)
 
@@ -190,7 +192,8 @@ def test_rows_without_media_bring_none():
 def test_lists_have_a_value_per_row():
     """Also if a microbatch lacks the list: its rows must not get the values of others."""
     without_lists = microbatch([4, 4])
-    with_lists = microbatch([3, 2], images=[1], sources=['charts', 'tables'])
+    with_lists = microbatch([3, 2], images=[1])
+    with_lists['sources'] = ['charts', 'tables']
 
     batch = pre_split(without_lists, with_lists)
 

@@ -136,13 +136,17 @@ LENGTH_AND_IMAGES = st.tuples(st.integers(1, 30), st.integers(0, 9))
 )
 @example([(1, 0), (4, 7), (5, 9)], 8, 0)  # two rows that fill the cap cost as much as the limit, except for rounding
 def test_costliest_microbatch_matches_exhaustive_search(drawn, max_tokens, num_more):
-    lengths = [length for length, _ in drawn]
-    images = [num_images for _, num_images in drawn]
-    samples = Samples(lengths, max_tokens, images=images, max_images=25)
+    lengths, images = zip(*drawn, strict=True)
+    samples = Samples(
+        lengths=list(lengths),
+        images=list(images),
+        max_tokens=max_tokens,
+        max_images=25,
+    )
     cost = CostModel(vision_per_token=0.7, launch=5.0)
     rows = samples.sorted_rows(cost)
-    bounds_of_fewest = filled_cut(rows, np.inf)
-    count = len(bounds_of_fewest) - 1 + num_more
+    cut_into_fewest = microbatches_of(rows, filled_cut(rows, np.inf))
+    count = len(cut_into_fewest) + num_more
 
     bounds = equal_cost_cut(rows.row_costs, rows.vision_before, rows.reach, count)
 
@@ -150,7 +154,8 @@ def test_costliest_microbatch_matches_exhaustive_search(drawn, max_tokens, num_m
     assert len(microbatches) <= count
     samples.check_cut(microbatches)
     costs = [cost_between(rows, start, end) for start, end in pairwise(bounds)]
-    assert max(costs) == pytest.approx(least_costliest(rows, count), rel=2e-4)
+    least_possible = least_costliest(rows, count)
+    assert max(costs) == pytest.approx(least_possible, rel=2e-4)
 
 
 def test_costs_without_a_float_between_them():
