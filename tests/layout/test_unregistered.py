@@ -564,8 +564,8 @@ def test_numbers_show_that_a_column_is_no_media(entries):
     assert values_of_rows(layout, batch, 'image_id') == [11, 12, 13]
 
 
-@pytest.mark.parametrize(
-    ('key', 'column', 'images_per_row'),
+for_each_column = pytest.mark.parametrize(
+    ('key', 'values', 'images_per_row'),
     [
         pytest.param('image_id', [0, 1, 1, 2], 1, id='an id'),
         pytest.param('image_id', [0, 1, 1, 2], 2, id='an id, tiles'),
@@ -573,20 +573,35 @@ def test_numbers_show_that_a_column_is_no_media(entries):
         pytest.param('num_images', [0, 1, 1, 2], 2, id='a wrong number'),
     ],
 )
-@pytest.mark.parametrize('is_declared', [True, False], ids=['declared', 'shown by a batch'])
-def test_column_of_rows_divides_no_images(key, column, images_per_row, is_declared):
-    """Neither a declared column nor one that a batch without images has shown."""
-    entries = {key: torch.tensor(column)}
-    text_only = text_batch([2, 2, 2, 2], **entries)
-    with_images = drawn_batch('1ii', '2ii', '3ii', '4ii', **entries)
-    with_images['pixel_values'] = torch.rand(4 * images_per_row, 3, 4, 4)
-    if is_declared:
-        layout = LAYOUT.with_entries(**{key: Entry()})
-    else:
-        readings = LAYOUT.readings_of(text_only)
-        layout = LAYOUT.with_readings(readings)
+"""Columns of a dataset, with one value for each of four rows."""
 
-    assert layout.images_per_row(with_images) == [images_per_row] * 4
+
+def four_rows_with_images(images_per_row):
+    batch = drawn_batch('1ii', '2ii', '3ii', '4ii')
+    batch['pixel_values'] = torch.rand(4 * images_per_row, 3, 4, 4)
+    return batch
+
+
+@for_each_column
+def test_declared_column_divides_no_images(key, values, images_per_row):
+    layout = LAYOUT.with_entries(**{key: Entry()})
+    batch = four_rows_with_images(images_per_row)
+    batch[key] = torch.tensor(values)
+
+    assert layout.images_per_row(batch) == [images_per_row] * 4
+
+
+@for_each_column
+def test_column_of_rows_divides_no_images(key, values, images_per_row):
+    """A batch without images has shown that the column has a value for each row."""
+    column = torch.tensor(values)
+    text_only = text_batch([2, 2, 2, 2], **{key: column})
+    readings = LAYOUT.readings_of(text_only)
+    layout = LAYOUT.with_readings(readings)
+    batch = four_rows_with_images(images_per_row)
+    batch[key] = column
+
+    assert layout.images_per_row(batch) == [images_per_row] * 4
 
 
 @pytest.mark.parametrize('key', ['supervision', 'percentile', 'dispatch_weights'])
