@@ -18,35 +18,58 @@ from composer_tokacc.layout import describe
 from composer_tokacc.layout.facts import is_ragged, largest_positions
 from tests.support.small_batches import IMAGE, LLAVA, QWEN, drawn_batch, layout_of_model, text_batch
 
-LAYOUT = BatchLayout(family=QWEN, config=SimpleNamespace(image_token_id=IMAGE))
+CONFIG = SimpleNamespace(image_token_id=IMAGE)
 
 
-@pytest.mark.parametrize(('side', 'start'), [('right', 1), ('left', 4)])
-def test_types_are_padded_like_the_ids(side, start):
-    """Types on the padding would be trimmed, and the model would number an image as text."""
+LAYOUT = BatchLayout(family=QWEN, config=CONFIG)
+
+
+def batch_with_image(side):
+    """Returns rows of 7 and 4 tokens. The two tokens in the middle of the second row are placeholders of an image."""
     batch = text_batch([7, 4], side=side, sample_ids=['a', 'b'])
-    batch['input_ids'][1, start : start + 2] = IMAGE  # in the middle of the four tokens of this row
-    types = (batch['input_ids'] == IMAGE).long()
-    types_on_padding = types.flip(1)
+    start = 4 if side == 'left' else 1
+    batch['input_ids'][1, start : start + 2] = IMAGE
+    is_image = batch['input_ids'] == IMAGE
+    batch['mm_token_type_ids'] = is_image.long()
+    return batch
 
-    facts = describe(LAYOUT, {**batch, 'mm_token_type_ids': types})
+
+@pytest.mark.parametrize('side', ['right', 'left'])
+def test_types_are_padded_like_the_ids(side):
+    """Types on the padding would be trimmed, and the model would number an image as text."""
+    batch = batch_with_image(side)
+    types = batch['mm_token_type_ids']
+    types_on_padding = types.flip(1)
+    refused_batch = {**batch, 'mm_token_type_ids': types_on_padding}
+
+    facts = describe(LAYOUT, batch)
 
     assert facts.lengths == [7, 4]
     with pytest.raises(ValueError, match=r"mm_token_type_ids.*sample 'b'.*on which `input_ids` are padded"):
-        describe(LAYOUT, {**batch, 'mm_token_type_ids': types_on_padding})
-    # A list is a note of the user, not a tensor for the model.
-    describe(LAYOUT, {**batch, 'mm_token_type_ids': types_on_padding.tolist()})
-    # An image that is neither attended nor labelled may have types.
-    nothing_attended = torch.zeros_like(types)
+        describe(LAYOUT, refused_batch)
+
+
+@pytest.mark.parametrize('side', ['right', 'left'])
+def test_types_that_may_be_anywhere(side):
+    """A list is a note of the user, not a tensor for the model. A placeholder on padding may have its type."""
+    batch = batch_with_image(side)
+    types = batch['mm_token_type_ids']
+    types_on_padding = types.flip(1)
+    no_mask = torch.zeros_like(types)
     no_labels = torch.full_like(types, -100)
-    hidden_image = {'attention_mask': nothing_attended, 'labels': no_labels, 'mm_token_type_ids': types}
-    describe(LAYOUT, {**batch, **hidden_image})
+    with_a_list = {**batch, 'mm_token_type_ids': types_on_padding.tolist()}
+    with_padding_only = {**batch, 'attention_mask': no_mask, 'labels': no_labels}
+
+    describe(LAYOUT, with_a_list)  # raises nothing
+    describe(LAYOUT, with_padding_only)
 
 
 def test_largest_image_of_each_row():
     """The first row has as many runs as images. The second has one run of two images, so only their mean is known."""
-    batch = drawn_batch('1ii2iiii', 'iiiiii', '12', pixel_values=torch.zeros(4, 3), num_images=[2, 2, 0])
-    layout = BatchLayout(family=LLAVA, config=LAYOUT.config)
+    layout = BatchLayout(family=LLAVA, config=CONFIG)
+    batch = drawn_batch('1ii2iiii', 'iiiiii', '12')
+    batch['pixel_values'] = torch.zeros(4, 3)
+    batch['num_images'] = [2, 2, 0]
 
     facts = describe(layout, batch)
 
@@ -58,16 +81,18 @@ def test_patches_side_by_side_are_not_padded():
     layout = layout_of_model('new_vl', image_token_id=IMAGE)
     facts_of_microbatches = []
     for num_patches in (2, 3):
-        pixels = torch.rand(1, 3, 4, 4 * num_patches)
-        batch = drawn_batch('ii1', pixel_values=pixels, target_sizes=torch.tensor([[1, num_patches]]))
-        facts_of_microbatches.append(describe(layout, batch))
+        batch = drawn_batch('ii1')
+        batch['pixel_values'] = torch.rand(1, 3, 4, 4 * num_patches)
+        batch['target_sizes'] = torch.tensor([[1, num_patches]])
+        facts = describe(layout, batch)
+        facts_of_microbatches.append(facts)
 
     assert not is_ragged('image', facts_of_microbatches)
 
 
 def test_facts_hold_until_an_entry_changes():
     batch = text_batch([7, 4])
-    another_layout = BatchLayout(family=QWEN, config=LAYOUT.config)
+    another_layout = BatchLayout(family=QWEN, config=CONFIG)
     with_another_key = {**batch, 'more': torch.zeros(2)}
 
     facts = describe(LAYOUT, batch)
@@ -81,20 +106,30 @@ def test_facts_hold_until_an_entry_changes():
     assert not facts.describes(LAYOUT, batch)
 
 
+POSITIONS = [
+    [0, 1, 2, 3],
+    [0, 1, 0, 1],
+]
+
+
+POSITIONS_ON_SECOND_AXIS = [
+    [0, 0, 0, 0],
+    [0, 5, 0, 0],
+]
+
+
 @pytest.mark.parametrize(
     ('positions', 'expected'),
     [
-        pytest.param(None, [4, 3], id='none'),
-        pytest.param([[0, 1, 2, 3], [0, 1, 0, 1]], [4, 2], id='of each row'),
+        pytest.param(POSITIONS, [4, 2], id='of each row'),
         pytest.param([[0, 1, 2, 3]], [4, 4], id='shared'),
-        pytest.param([[[0, 1, 2, 3], [0, 1, 0, 1]], [[0, 0, 0, 0], [0, 5, 0, 0]]], [4, 6], id='several axes'),
+        pytest.param([POSITIONS, POSITIONS_ON_SECOND_AXIS], [4, 6], id='several axes'),
     ],
 )
 def test_largest_positions_of_rows(positions, expected):
-    """The result is the largest position plus one. Without positions it is the length of the row."""
-    batch = text_batch([4, 3])
-    if positions is not None:
-        batch['position_ids'] = torch.tensor(positions)
+    """The result is the largest position plus one."""
+    position_ids = torch.tensor(positions)
+    batch = text_batch([4, 3], position_ids=position_ids)
 
     facts = describe(LAYOUT, batch)
 
@@ -144,6 +179,14 @@ class WalkedRow:
         return self.used[-1] + 1
 
 
+def test_rows_without_positions_count_their_tokens():
+    batch = text_batch([4, 3])
+
+    facts = describe(LAYOUT, batch)
+
+    assert largest_positions(facts) == [4, 3]
+
+
 def drawn_rows(rng: random.Random) -> list[WalkedRow]:
     """Returns a few narrow rows with random padding, holes and labels on padding. One row in eight is empty."""
     num_rows = rng.randint(1, 3)
@@ -155,7 +198,8 @@ def drawn_rows(rng: random.Random) -> list[WalkedRow]:
         if rng.random() < 1 / 8:
             mask = [0] * width
             labels = [-100] * width
-        rows.append(WalkedRow(mask, labels))
+        row = WalkedRow(mask, labels)
+        rows.append(row)
     return rows
 
 
@@ -175,32 +219,55 @@ def side_of_padding(rows: list[WalkedRow]) -> str:
 def test_facts_of_random_rows():
     layout = BatchLayout(family=QWEN)
     for seed in range(200):
-        rows = drawn_rows(random.Random(seed))
+        rng = random.Random(seed)
+        rows = drawn_rows(rng)
         side = side_of_padding(rows)
         mask = torch.tensor([row.mask for row in rows])
         labels = torch.tensor([row.labels for row in rows])
-        batch = {'input_ids': torch.ones_like(mask), 'attention_mask': mask, 'labels': labels}
+        ids = torch.ones_like(mask)
+        batch = {'input_ids': ids, 'attention_mask': mask, 'labels': labels}
+        expected_lengths = [row.length(side) for row in rows]
+        expected_holes = [row.has_hole() for row in rows]
+        some_row_is_padded = any(len(row.used) < row.width for row in rows)
 
         facts = describe(layout, batch)
 
         assert facts.side == side, seed
-        assert facts.lengths == [row.length(side) for row in rows], seed
-        assert facts.has_hole == [row.has_hole() for row in rows], seed
-        assert facts.is_padded == any(len(row.used) < row.width for row in rows), seed
+        assert facts.lengths == expected_lengths, seed
+        assert facts.has_hole == expected_holes, seed
+        assert facts.is_padded == some_row_is_padded, seed
 
 
 def test_lengths_of_runs():
-    rows = [[1, 1, 0, 1], [0, 0, 0, 0], [0, 1, 1, 1], [1, 0, 1, 0]]
-    is_in_run = torch.tensor(rows).bool()
+    is_in_run = torch.tensor(
+        [
+            [1, 1, 0, 1],
+            [0, 0, 0, 0],
+            [0, 1, 1, 1],
+            [1, 0, 1, 0],
+        ]
+    )
 
-    assert lengths_of_runs(is_in_run) == [[2, 1], [], [3], [1, 1]]
+    lengths = lengths_of_runs(is_in_run.bool())
+
+    assert lengths == [
+        [2, 1],
+        [],
+        [3],
+        [1, 1],
+    ]
 
 
 def test_rows_without_ids_are_not_trimmed():
     """In Whisper the labels are all that is text, and nothing tells which positions are padding."""
-    batch = {'labels': torch.tensor([[3, 4, -100], [3, 4, 5]])}
+    labels = torch.tensor(
+        [
+            [3, 4, -100],
+            [3, 4, 5],
+        ]
+    )
     layout = BatchLayout(family=LLAVA)
 
-    facts = describe(layout, batch)
+    facts = describe(layout, {'labels': labels})
 
     assert not facts.may_be_trimmed

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import pickle
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import numpy as np
@@ -112,32 +113,50 @@ def test_width_multiple_stays_inside_batch(side):
         assert trimmed['attention_mask'].sum() == num_tokens
 
 
-@pytest.mark.parametrize(
-    ('key', 'column', 'value', 'length'),
-    [
-        pytest.param('input_ids', 1, 0, 3, id='a token with the id of pads'),
-        pytest.param('input_ids', 5, 4, 3, id='a pad with the id of a token'),
-        pytest.param('attention_mask', 3, 1, 4, id='an attended pad, as if pads are end tokens (Qwen-7B)'),
-        pytest.param('labels', 4, 1, 5, id='a label just behind the tokens'),
-        pytest.param('labels', 6, 1, 7, id='a label far behind the tokens'),
-    ],
-)
+@dataclass(frozen=True, kw_only=True)
+class UnusualValue:
+    """One value of a row of 3 tokens. Padding is on the right."""
+
+    key: str
+    column: int
+    value: int
+    length: int
+    """The length that the row gets."""
+
+
+UNUSUAL_VALUES = {
+    'a token with the id of pads': UnusualValue(key='input_ids', column=1, value=0, length=3),
+    'a pad with the id of a token': UnusualValue(key='input_ids', column=5, value=4, length=3),
+    'an attended pad, as if pads are end tokens (Qwen-7B)': UnusualValue(
+        key='attention_mask', column=3, value=1, length=4
+    ),
+    'a label just behind the tokens': UnusualValue(key='labels', column=4, value=1, length=5),
+    'a label far behind the tokens': UnusualValue(key='labels', column=6, value=1, length=7),
+}
+
+
+def num_attended_and_labelled(batch):
+    """Returns how many positions are attended, and how many have a label."""
+    is_attended = batch['attention_mask'] != 0
+    is_labelled = batch['labels'] != -100
+    return int(is_attended.sum()), int(is_labelled.sum())
+
+
+@pytest.mark.parametrize('situation', UNUSUAL_VALUES)
 @for_each_side
-def test_lengths_of_unusual_padding(key, column, value, length, side):
-    """The first row has 3 tokens. One value of it is unusual."""
+def test_lengths_of_unusual_padding(situation, side):
+    """Trimming removes nothing that is attended or labelled."""
+    unusual = UNUSUAL_VALUES[situation]
     batch = text_batch([3, 2], width=8)
-    batch[key][0, column] = value
+    batch[unusual.key][0, unusual.column] = unusual.value
     if side == 'left':
         batch = {key: value.flip(1) for key, value in batch.items()}
-    num_attended = batch['attention_mask'].sum()
-    num_labels = (batch['labels'] != -100).sum()
 
     trimmed = TEXT_LAYOUT.trim(batch)
 
-    assert lengths_of(batch) == [length, 2]
-    assert trimmed['input_ids'].shape == (2, length)
-    assert trimmed['attention_mask'].sum() == num_attended
-    assert (trimmed['labels'] != -100).sum() == num_labels
+    assert lengths_of(batch) == [unusual.length, 2]
+    assert trimmed['input_ids'].shape == (2, unusual.length)
+    assert num_attended_and_labelled(trimmed) == num_attended_and_labelled(batch)
 
 
 @for_each_side
@@ -160,27 +179,50 @@ def test_empty_decoder_key_changes_nothing(side):
     trimmed = TEXT_LAYOUT.trim(short_row)
     joined = TEXT_LAYOUT.concat([short_row, long_row], padding_side=side)
 
+    expected_labels = both_rows['labels']
     assert trimmed['labels'].tolist() == [[1, 2, 3]]
-    torch.testing.assert_close(joined['labels'], both_rows['labels'])
+    torch.testing.assert_close(joined['labels'], expected_labels)
 
 
-PHOTO_AXES = torch.tensor([[0, 0, 0, 0, 2], [0, 0, 1, 1, 2], [0, 1, 0, 1, 2]])[:, None]
+SHARED_MASK = Entry(unit='shared', seq_dims=(-2, -1))
+"""How all rows of a batch share one square mask."""
+
+
+def causal_mask(width):
+    """Returns a mask that all rows of a batch share, bool of shape (1, 1, width, width)."""
+    return torch.ones(1, 1, width, width).tril().bool()
+
+
+PHOTO_AXES = [
+    [0, 0, 0, 0, 2],
+    [0, 0, 1, 1, 2],
+    [0, 1, 0, 1, 2],
+]
 """Multimodal positions of a row: an image of 2 x 2 placeholders, then a token. The axes are time, height and width."""
+
+
+TWO_PHOTO_AXES = [axis * 2 for axis in PHOTO_AXES]
 
 
 @pytest.mark.parametrize(
     ('positions', 'has_mask'),
     [
-        pytest.param(torch.tensor([[2, 3, 4]]), True, id='one document'),
-        pytest.param(torch.tensor([[0, 1, 0]]), False, id='two documents'),
-        pytest.param(torch.tensor([[1, 2, 1]]), False, id='two documents from 1'),
+        pytest.param([2, 3, 4], True, id='one document'),
+        pytest.param([0, 1, 0], False, id='two documents'),
+        pytest.param([1, 2, 1], False, id='two documents from 1'),
         pytest.param(PHOTO_AXES, True, id='image'),
-        pytest.param(PHOTO_AXES.repeat(1, 1, 2), False, id='two documents with images'),
+        pytest.param(TWO_PHOTO_AXES, False, id='two documents with images'),
     ],
 )
 def test_only_packed_rows_get_no_mask(positions, has_mask):
-    ids = torch.ones(positions.shape[-2:], dtype=torch.long)
-    [masked] = with_masks([{'input_ids': ids, 'position_ids': positions}])
+    position_ids = torch.tensor(positions)
+    position_ids = position_ids.unsqueeze(-2)  # (rows, width), or (axes, rows, width)
+    width = position_ids.shape[-1]
+    batch = text_batch([width], position_ids=position_ids)
+    del batch['attention_mask']
+
+    [masked] = with_masks([batch])
+
     assert ('attention_mask' in masked) == has_mask
 
 
@@ -194,9 +236,15 @@ def row_of_codebooks(length):
 
 def test_mask_of_padded_codebooks():
     """The mask has one value for each token, not one for each codebook."""
-    joined = TEXT_LAYOUT.concat([row_of_codebooks(3), row_of_codebooks(5)])
+    short_row = row_of_codebooks(3)
+    long_row = row_of_codebooks(5)
 
-    assert joined['attention_mask'].tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]
+    joined = TEXT_LAYOUT.concat([short_row, long_row])
+
+    assert joined['attention_mask'].tolist() == [
+        [1, 1, 1, 0, 0],
+        [1, 1, 1, 1, 1],
+    ]
 
 
 def test_hidden_label_of_codebooks_stays():
@@ -235,18 +283,19 @@ def test_square_masks_are_trimmed_twice(form, side):
     mask = in_form(square_mask(batch))
     batch['attention_mask'] = mask
     batch['labels'].fill_(-100)
-    tokens_of_first = slice(5, 8) if side == 'left' else slice(0, 3)
-    mask_of_first = mask[:1, ..., tokens_of_first, tokens_of_first]
-
     first_row = trimmed_rows(TEXT_LAYOUT, batch, [0])
     second_row = trimmed_rows(TEXT_LAYOUT, batch, [1])
+
     joined = TEXT_LAYOUT.concat([first_row, second_row], padding_side=side)
 
+    tokens_of_first = slice(5, 8) if side == 'left' else slice(0, 3)
+    mask_of_first = mask[:1, ..., tokens_of_first, tokens_of_first]
+    mask_of_both = joined['attention_mask']
     assert padding_side(batch) == side
     assert lengths_of(batch) == [3, 5, 2]
     torch.testing.assert_close(first_row['attention_mask'], mask_of_first)
     # No real position of the first row may attend to the two new pads, or its length would be 5.
-    assert joined['attention_mask'].shape[-2:] == (5, 5)
+    assert mask_of_both.shape[-2:] == (5, 5)
     assert lengths_of(joined) == [3, 5]
 
 
@@ -258,20 +307,28 @@ def test_rotary_positions_of_three_axes(side):
     """Qwen's positions have the shape (axes, rows, width)."""
     positions = torch.arange(3 * 3 * 6).view(3, 3, 6)
     batch = three_rows(side=side, width=6, position_ids=positions)
-    kept_columns = slice(3, 6) if side == 'left' else slice(0, 3)
+    columns_of_first = slice(3, 6) if side == 'left' else slice(0, 3)
 
     last_and_first = trimmed_rows(QWEN_LAYOUT, batch, [2, 0])
     middle = QWEN_LAYOUT.select(batch, [1])
     joined = QWEN_LAYOUT.concat([last_and_first, middle], padding_side=side)
 
-    expected_positions = positions[:, [2, 0], kept_columns]
+    expected_positions = positions[:, [2, 0], columns_of_first]
     torch.testing.assert_close(last_and_first['position_ids'], expected_positions)
-    assert joined['position_ids'].shape == (3, 3, 6)
-    torch.testing.assert_close(joined['position_ids'][:, 2], positions[:, 1])
+    positions_of_all = joined['position_ids']
+    assert positions_of_all.shape == (3, 3, 6)
+    torch.testing.assert_close(positions_of_all[:, 2], positions[:, 1])
 
 
 @pytest.mark.parametrize(
-    'key', ['token_type_ids', 'mm_token_type_ids', 'loss_mask', 'sequence_id', 'special_tokens_mask']
+    'key',
+    [
+        'token_type_ids',
+        'mm_token_type_ids',
+        'loss_mask',
+        'sequence_id',
+        'special_tokens_mask',
+    ],
 )
 def test_token_wise_entries_are_selected(key):
     batch = three_rows(width=6)
@@ -279,14 +336,20 @@ def test_token_wise_entries_are_selected(key):
 
     last_and_first = trimmed_rows(TEXT_LAYOUT, batch, [2, 0])
 
-    assert last_and_first[key].tolist() == [[12, 13, 14], [0, 1, 2]]
+    assert last_and_first[key].tolist() == [
+        [12, 13, 14],
+        [0, 1, 2],
+    ]
 
 
 # Other entries.
 
 
 def test_keys_that_are_no_strings():
-    batch = {**three_rows(), 7: ['a', 'b', 'c'], ('tags', 1): torch.tensor([1, 2, 3])}
+    batch = three_rows()
+    batch[7] = ['a', 'b', 'c']
+    batch['tags', 1] = torch.tensor([1, 2, 3])
+    batch_without_text = {7: 1, 'tags': 2}
 
     parts = TEXT_LAYOUT.split(batch, [[2, 0], [1]])
     joined = TEXT_LAYOUT.concat(parts)
@@ -294,11 +357,17 @@ def test_keys_that_are_no_strings():
     assert joined[7] == ['c', 'a', 'b']
     assert joined['tags', 1].tolist() == [3, 1, 2]
     with pytest.raises(ValueError, match=r'must have tensors `input_ids` or `labels`'):
-        TEXT_LAYOUT.num_rows({7: 1, 'tags': 2})
+        TEXT_LAYOUT.num_rows(batch_without_text)
 
 
 def test_lists_none_and_plain_values():
-    batch = three_rows(sample_ids=['a', 'b', 'c'], pixel_values=None, task='ocr', step=3, weights=(1, 2, 3))
+    batch = three_rows(
+        sample_ids=['a', 'b', 'c'],
+        weights=(1, 2, 3),
+        pixel_values=None,
+        task='ocr',
+        step=3,
+    )
 
     last_and_first = TEXT_LAYOUT.select(batch, [2, 0])
 
@@ -309,9 +378,18 @@ def test_lists_none_and_plain_values():
     assert last_and_first['step'] == 3
 
 
-@pytest.mark.parametrize('rows', [[1], [0, 1, 2]])
+def test_wrong_number_of_videos_is_refused():
+    batch = batch_with_videos()
+    batch['num_videos'] = [0, 1, 1]
+
+    with pytest.raises(ValueError, match=r'3 videos .*`num_videos`=\[0, 1, 1\].*Carry `num_videos`'):
+        QWEN_LAYOUT.select(batch, [1])
+
+
+@pytest.mark.parametrize('rows', [[1], [0, 1, 2]], ids=['one row', 'all rows'])
 def test_unknown_tensor_is_refused_by_name(rows):
-    batch = three_rows(ocr_boxes=torch.zeros(4, 4))
+    boxes = torch.zeros(4, 4)
+    batch = three_rows(ocr_boxes=boxes)
 
     with pytest.raises(ValueError, match=r"batch\['ocr_boxes'\].*with_entries\(ocr_boxes=Entry\(unit=\.\.\.\)\)"):
         TEXT_LAYOUT.select(batch, rows)
@@ -353,13 +431,17 @@ def test_registered_tensors_are_selected():
 
 @pytest.mark.parametrize('count', [list, torch.tensor], ids=['list', 'tensor'])
 def test_image_numbers_go_with_their_rows(count):
-    batch = text_batch([3, 5, 2, 4], num_images=count([1, 2, 0, 1]), pixel_values=numbered_images(4))
+    batch = text_batch([3, 5, 2, 4])
+    batch['num_images'] = count([1, 2, 0, 1])
+    batch['pixel_values'] = numbered_images(4)
 
     third_and_second = LLAVA_LAYOUT.select(batch, [2, 1])
     fourth = LLAVA_LAYOUT.select(batch, [3])
     joined = LLAVA_LAYOUT.concat([fourth, third_and_second])
 
-    assert list(third_and_second['num_images']) == [0, 2]
+    no_image, two_images = third_and_second['num_images']
+    assert no_image == 0
+    assert two_images == 2
     assert images_of_rows(LLAVA_LAYOUT, third_and_second, [1]) == [1, 2]
     assert joined['num_images'] == [1, 0, 2]
     assert numbers_of(joined['pixel_values']) == [3, 1, 2]
@@ -376,28 +458,28 @@ def processed_by_onevision(lengths, images):
 
 
 def test_image_numbers_without_rows_of_text():
-    """Joining adds the missing counts of text rows. Without them, a batch with text rows cannot be cut."""
+    """Without the counts of text rows, a batch cannot be cut."""
     batch = processed_by_onevision([3, 2, 4], images=[1, 0, 2])
-    samples = [
-        processed_by_onevision([3], images=[1]),
-        processed_by_onevision([2], images=[0]),
-        processed_by_onevision([4], images=[2]),
-    ]
 
-    joined = LLAVA_LAYOUT.concat(samples)
-    last_and_middle = LLAVA_LAYOUT.select(joined, [2, 1])
-
-    assert last_and_middle['batch_num_images'].tolist() == [2, 0]
-    assert numbers_of(last_and_middle['pixel_values']) == [0, 1]
     with pytest.raises(ValueError, match=r'batch_num_images.*concat'):
         LLAVA_LAYOUT.select(batch, [1])
 
 
-@pytest.mark.parametrize('numbers', [[1, 1], torch.tensor([1, 1]), torch.tensor(2)], ids=str)
+@pytest.mark.parametrize(
+    'numbers',
+    [
+        pytest.param([1, 1], id='list of two'),
+        pytest.param(torch.tensor([1, 1]), id='tensor of two'),
+        pytest.param(torch.tensor(2), id='their sum'),
+    ],
+)
 def test_image_numbers_of_other_rows(numbers):
     """Placeholders tell the row of each image, but nothing tells to which rows the numbers belong."""
-    batch = drawn_batch('ii1', '12', 'ii3', pixel_values=numbered_images(2), num_images=numbers)
-    layout = BatchLayout(family=LLAVA, config=SimpleNamespace(image_token_id=IMAGE))
+    config = SimpleNamespace(image_token_id=IMAGE)
+    layout = BatchLayout(family=LLAVA, config=config)
+    batch = drawn_batch('ii1', '12', 'ii3')
+    batch['pixel_values'] = numbered_images(2)
+    batch['num_images'] = numbers
 
     with pytest.raises(ValueError, match=r'num_images.* got: '):
         layout.select(batch, [0])
@@ -405,23 +487,25 @@ def test_image_numbers_of_other_rows(numbers):
 
 def test_registered_entry_comes_before_shapes():
     """An entry says that all rows share a mask or positions. In a batch of one row, their shape would fit the row."""
-    shared_mask = Entry(unit='shared', seq_dims=(-2, -1))
     shared_positions = Entry(unit='shared', seq_dims=(1,))
-    layout = TEXT_LAYOUT.with_entries(attention_mask=shared_mask, position_ids=shared_positions)
-    mask = torch.ones(1, 1, 5, 5).tril().bool()
-    batch = three_rows(attention_mask=mask, position_ids=torch.arange(5)[None])
+    layout = TEXT_LAYOUT.with_entries(attention_mask=SHARED_MASK, position_ids=shared_positions)
+    batch = three_rows()
+    batch['attention_mask'] = causal_mask(5)
+    batch['position_ids'] = torch.arange(5)[None]
 
     last_and_first = layout.select(batch, [2, 0])
     narrow = layout.narrow(last_and_first, 0, 3)
     one_row = layout.select(batch, [0])
 
     assert narrow['input_ids'].shape == (2, 3)
-    assert torch.equal(narrow['attention_mask'], mask[:, :, :3, :3])
+    assert torch.equal(narrow['attention_mask'], causal_mask(3))
     assert layout.entry_of(one_row, 'position_ids') == shared_positions
-    assert layout.entry_of(one_row, 'attention_mask') == shared_mask
+    assert layout.entry_of(one_row, 'attention_mask') == SHARED_MASK
     # Without the entry, shapes decide: the mask is of the row in a batch of one row, and shared in a batch of three.
-    assert TEXT_LAYOUT.entry_of(one_row, 'attention_mask').unit == 'row'
-    assert TEXT_LAYOUT.entry_of(batch, 'attention_mask') == shared_mask
+    entry_in_one_row = TEXT_LAYOUT.entry_of(one_row, 'attention_mask')
+    entry_in_three_rows = TEXT_LAYOUT.entry_of(batch, 'attention_mask')
+    assert entry_in_one_row.unit == 'row'
+    assert entry_in_three_rows == SHARED_MASK
 
 
 def test_registered_entries_keep_readings():
@@ -430,19 +514,26 @@ def test_registered_entries_keep_readings():
     first_batch = text_batch([12, 2, 3], memory=memory)
     later_batch = text_batch([8, 2, 3], memory=memory)
     readings = TEXT_LAYOUT.readings_of(first_batch)
+    layout_of_run = TEXT_LAYOUT.with_readings(readings)
 
-    layout = TEXT_LAYOUT.with_readings(readings).with_entries(tags=Entry())
+    layout = layout_of_run.with_entries(tags=Entry())
 
-    assert layout.entry_of(later_batch, 'memory').seq_dims == ()
+    entry = layout.entry_of(later_batch, 'memory')
+    assert entry.seq_dims == ()
 
 
 @pytest.mark.parametrize(
     ('key', 'value', 'words'),
     [
-        ('position_ids', torch.arange(5), 'one entry for each .*shape'),
-        ('position_ids', torch.zeros(3, 2, 5).long(), '3 entries along dimension -2'),  # (axes, rows, width)
-        ('pixel_values', torch.tensor(1.0), 'one entry for each .*shape'),
-        ('token_type_ids', torch.tensor(1), 'one entry for each .*shape'),
+        pytest.param('position_ids', torch.arange(5), 'one entry for each .*shape', id='positions without rows'),
+        pytest.param(
+            'position_ids',
+            torch.zeros(3, 2, 5).long(),  # (axes, rows, width)
+            '3 entries along dimension -2',
+            id='rotary positions of two rows',
+        ),
+        pytest.param('pixel_values', torch.tensor(1.0), 'one entry for each .*shape', id='a number as images'),
+        pytest.param('token_type_ids', torch.tensor(1), 'one entry for each .*shape', id='a number as types'),
     ],
 )
 def test_tensor_without_its_rows_is_refused(key, value, words):
@@ -453,7 +544,8 @@ def test_tensor_without_its_rows_is_refused(key, value, words):
 
 
 def test_unknown_family_can_be_passed():
-    family = Family(name='new', entries={'pixel_values': Entry(unit='image')})
+    image = Entry(unit='image')
+    family = Family(name='new', entries={'pixel_values': image})
     layout = BatchLayout(family=family)
     batch = text_batch([3, 2], num_images=[2, 1], pixel_values=numbered(3, 1))
 
@@ -477,7 +569,13 @@ def test_padding_side_is_checked():
         TEXT_LAYOUT.concat([text_batch([3])], padding_side='middle')
 
 
-@pytest.mark.parametrize(('key', 'value'), [('token_type_ids', torch.zeros(1, 3).long()), ('sample_ids', ['a'])])
+@pytest.mark.parametrize(
+    ('key', 'value'),
+    [
+        pytest.param('token_type_ids', torch.zeros(1, 3).long(), id='tensor'),
+        pytest.param('sample_ids', ['a'], id='list'),
+    ],
+)
 def test_entry_of_some_samples_is_refused(key, value):
     without_entry = text_batch([3])
     with_entry = text_batch([3], **{key: value})
@@ -486,29 +584,33 @@ def test_entry_of_some_samples_is_refused(key, value):
         TEXT_LAYOUT.concat([without_entry, with_entry])
 
 
-@pytest.mark.parametrize('count', [list, torch.tensor])
+@pytest.mark.parametrize('count', [list, torch.tensor], ids=['list', 'tensor'])
 def test_text_rows_lack_counts(count):
     """A collator may leave `num_images` out of a batch without images."""
-    with_images = text_batch([3, 2], num_images=count([2, 1]), pixel_values=numbered_images(3))
+    num_images = count([2, 1])
+    with_images = text_batch([3, 2], num_images=num_images, pixel_values=numbered_images(3))
+    without_images = text_batch([4])
 
-    joined = LLAVA_LAYOUT.concat([text_batch([4]), with_images])
+    joined = LLAVA_LAYOUT.concat([without_images, with_images])
 
     assert joined['num_images'] == [0, 2, 1]
 
 
 def test_text_rows_lack_image_entries():
     text = text_batch([2, 1])
-    with_image = text_batch(
-        [3],
-        pixel_values=torch.ones(1, 3, 3, 2, 2),
-        image_sizes=torch.ones(1, 2),
-        batch_num_images=torch.tensor([1]),
-    )
+    with_image = text_batch([3])
+    with_image['pixel_values'] = torch.ones(1, 3, 3, 2, 2)
+    with_image['image_sizes'] = torch.ones(1, 2)
+    with_image['batch_num_images'] = torch.tensor([1])
 
     joined = LLAVA_LAYOUT.concat([text, with_image], pad_token_id=7)
 
     assert joined['batch_num_images'].tolist() == [0, 0, 1]
-    assert joined['input_ids'].tolist() == [[1, 2, 7], [1, 0, 7], [1, 2, 3]]
+    assert joined['input_ids'].tolist() == [
+        [1, 2, 7],
+        [1, 0, 7],  # its own padding is kept
+        [1, 2, 3],
+    ]
     assert len(joined['pixel_values']) == 1
 
 
@@ -530,7 +632,11 @@ def test_concat_loses_no_plain_value():
 
 def test_plain_value_of_a_shared_key_stays_plain():
     layout = TEXT_LAYOUT.with_entries(temperature=Entry(unit='shared'))
-    joined = layout.concat([text_batch([3], temperature=0.5), text_batch([4], temperature=0.5)])
+    first = text_batch([3], temperature=0.5)
+    second = text_batch([4], temperature=0.5)
+
+    joined = layout.concat([first, second])
+
     assert joined['temperature'] == 0.5
 
 
@@ -545,9 +651,10 @@ def joined_entry(key, first, second):
 def test_arrays_are_kept_by_row():
     boxes = np.arange(4)
 
-    arrays = joined_entry('boxes', boxes, boxes)
+    first, second = joined_entry('boxes', boxes, boxes)
 
-    assert [array.tolist() for array in arrays] == [[0, 1, 2, 3]] * 2
+    assert first.tolist() == [0, 1, 2, 3]
+    assert second.tolist() == [0, 1, 2, 3]
 
 
 def test_list_is_joined_with_plain_value():
@@ -562,20 +669,32 @@ def test_list_is_joined_with_plain_value():
     assert string_first['source'] == ['ocr', 'ocr', 'ai2d', 'chartqa']
 
 
-@pytest.mark.parametrize('values', [(torch.ones(1), [1.0]), ([1.0], torch.ones(1)), (1.0, torch.ones(1))])
-def test_tensor_joins_no_other_type(values):
-    first, second = values
-
+@pytest.mark.parametrize(
+    ('first', 'second'),
+    [
+        pytest.param(torch.ones(1), [1.0], id='tensor and list'),
+        pytest.param([1.0], torch.ones(1), id='list and tensor'),
+        pytest.param(1.0, torch.ones(1), id='number and tensor'),
+    ],
+)
+def test_tensor_joins_no_other_type(first, second):
     with pytest.raises(ValueError, match=r'`scores` must be a tensor .* and a (list|float)'):
         joined_entry('scores', first, second)
 
 
 @pytest.mark.parametrize('key', ['loss_weights', 'scores'])
-@pytest.mark.parametrize('numbers', [(2, 0.5), (0.5, 2)], ids=['int first', 'float first'])
-def test_joined_numbers_are_not_rounded(key, numbers):
-    first, second = numbers
+@pytest.mark.parametrize(
+    ('first', 'second'),
+    [
+        pytest.param(2, 0.5, id='int first'),
+        pytest.param(0.5, 2, id='float first'),
+    ],
+)
+def test_joined_numbers_are_not_rounded(key, first, second):
+    first_value = torch.tensor([first])
+    second_value = torch.tensor([second])
 
-    joined = joined_entry(key, torch.tensor([first]), torch.tensor([second]))
+    joined = joined_entry(key, first_value, second_value)
 
     assert joined.tolist() == [first, second]
 
@@ -595,44 +714,97 @@ def test_integer_weights_of_some_samples():
 @pytest.mark.parametrize(
     ('key', 'first', 'second'),
     [
-        pytest.param('loss_weights', torch.ones(1), torch.ones(1, 4), id='by row and by position'),
-        pytest.param('attention_mask', torch.ones(1, 3), torch.ones(1, 1, 4, 4), id='masks of two and four dimensions'),
         pytest.param(
-            'attention_mask', torch.ones(1, 1, 3, 3).bool(), torch.zeros(1, 1, 4, 4), id='boolean and additive masks'
+            'loss_weights',
+            torch.ones(1),
+            torch.ones(1, 4),
+            id='by row and by position',
+        ),
+        pytest.param(
+            'attention_mask',
+            torch.ones(1, 3),
+            torch.ones(1, 1, 4, 4),
+            id='masks of two and four dimensions',
+        ),
+        pytest.param(
+            'attention_mask',
+            torch.ones(1, 1, 3, 3).bool(),
+            torch.zeros(1, 1, 4, 4),
+            id='boolean and additive masks',
         ),
     ],
 )
 def test_tensors_of_two_forms_are_refused(key, first, second):
-    with pytest.raises(ValueError, match=f'`{key}` .*same form.*{second.shape[-1]}'):
+    width = second.shape[-1]
+
+    with pytest.raises(ValueError, match=f'`{key}` .*same form.*{width}'):
         joined_entry(key, first, second)
 
 
-@pytest.mark.parametrize(('side', 'agreeing_start', 'other_start'), [('right', 0, 10), ('left', 1, 0)])
-def test_shared_positions_must_agree(side, agreeing_start, other_start):
+def test_joining_counts_images_of_text_rows():
+    one_image = processed_by_onevision([3], images=[1])
+    no_image = processed_by_onevision([2], images=[0])
+    two_images = processed_by_onevision([4], images=[2])
+
+    joined = LLAVA_LAYOUT.concat([one_image, no_image, two_images])
+    last_and_middle = LLAVA_LAYOUT.select(joined, [2, 1])
+
+    assert last_and_middle['batch_num_images'].tolist() == [2, 0]
+    assert numbers_of(last_and_middle['pixel_values']) == [0, 1]
+
+
+WIDE_POSITIONS = torch.tensor([[0, 1, 2, 3]])
+
+
+FROM_0 = torch.tensor([[0, 1, 2]])
+
+
+FROM_1 = torch.tensor([[1, 2, 3]])
+
+
+FROM_10 = torch.tensor([[10, 11, 12]])
+
+
+@pytest.mark.parametrize(
+    ('side', 'agreeing', 'other'),
+    [
+        pytest.param('right', FROM_0, FROM_10, id='right'),
+        pytest.param('left', FROM_1, FROM_0, id='left'),
+    ],
+)
+def test_shared_positions_must_agree(side, agreeing, other):
     """New padding on the left moves the tokens of the narrow batch by one position."""
-    wide = text_batch([4, 2], side=side, position_ids=torch.arange(4)[None])
+    wide = text_batch([4, 2], side=side, position_ids=WIDE_POSITIONS)
+    narrow_that_agrees = text_batch([3], position_ids=agreeing)
+    narrow_that_differs = text_batch([3], position_ids=other)
 
-    def joined_positions(start):
-        positions = torch.arange(start, start + 3)
-        narrow = text_batch([3], position_ids=positions[None])
-        joined = TEXT_LAYOUT.concat([narrow, wide], padding_side=side)
-        return joined['position_ids']
+    joined = TEXT_LAYOUT.concat([narrow_that_agrees, wide], padding_side=side)
 
-    assert joined_positions(agreeing_start).tolist() == [[0, 1, 2, 3]]
+    assert torch.equal(joined['position_ids'], WIDE_POSITIONS)
     with pytest.raises(ValueError, match=r'position_ids.*same for all rows'):
-        joined_positions(other_start)
+        TEXT_LAYOUT.concat([narrow_that_differs, wide], padding_side=side)
 
 
 def test_shared_positions_and_own_ones():
     """Positions of one row can be joined with positions of each row. Positions that several rows share cannot."""
-    positions_of_each_row = torch.tensor([[0, 1, 2], [5, 6, 0]])
+    positions_of_one_row = torch.arange(4)[None]
+    positions_of_each_row = torch.tensor(
+        [
+            [0, 1, 2],
+            [5, 6, 0],
+        ]
+    )
+    one_row = text_batch([4], position_ids=positions_of_one_row)
     two_rows = text_batch([3, 2], position_ids=positions_of_each_row)
-    one_row = text_batch([4], position_ids=torch.arange(4)[None])
-    two_rows_that_share = text_batch([4, 4], position_ids=torch.arange(4)[None])
+    two_rows_that_share = text_batch([4, 4], position_ids=positions_of_one_row)
 
     joined = TEXT_LAYOUT.concat([one_row, two_rows])
 
-    assert joined['position_ids'].tolist() == [[0, 1, 2, 3], [0, 1, 2, 0], [5, 6, 0, 0]]
+    assert joined['position_ids'].tolist() == [
+        [0, 1, 2, 3],
+        [0, 1, 2, 0],
+        [5, 6, 0, 0],
+    ]
     with pytest.raises(ValueError, match=r'position_ids.*same form'):
         TEXT_LAYOUT.concat([two_rows_that_share, two_rows])
 
@@ -645,27 +817,33 @@ def images_of(*rows, count, **entries):
 
     In a row ``i`` is a placeholder, and a digit a word.
     """
-    config = SimpleNamespace(image_token_id=IMAGE, vision_config=SimpleNamespace(patch_size=2))
+    vision_config = SimpleNamespace(patch_size=2)
+    config = SimpleNamespace(image_token_id=IMAGE, vision_config=vision_config)
     layout = BatchLayout(family=LLAVA, config=config)
-    batch = drawn_batch(*rows, pixel_values=torch.rand(count, 3, 2, 2), **entries)
+    pixels = torch.rand(count, 3, 2, 2)
+    batch = drawn_batch(*rows, pixel_values=pixels, **entries)
     return layout.images_per_row(batch)
 
 
+def test_placeholders_tell_tiles_of_carried_images():
+    assert images_of('iii1', 'i123', count=4, num_images=[1, 1]) == [3, 1]
+
+
 @pytest.mark.parametrize(
-    ('rows', 'entries', 'expected'),
+    ('rows', 'image_sizes', 'expected'),
     [
-        pytest.param(['1iiii2', '345678', 'ii1'], {}, [2, 0, 1], id='touching images of equal size'),
-        pytest.param(['ii1ii1', 'ii1ii'], {}, [1, 1], id='an image over two lines is one'),
+        pytest.param(['1iiii2', '345678', 'ii1'], None, [2, 0, 1], id='touching images of equal size'),
+        pytest.param(['ii1ii1', 'ii1ii'], None, [1, 1], id='an image over two lines is one'),
         pytest.param(
             ['iii1iii', 'iiiiiiiiiiii1'],
-            {'image_sizes': torch.tensor([[2, 6], [6, 2], [4, 12]])},
+            [[2, 6], [6, 2], [4, 12]],
             [2, 1],
             id='sizes of Pixtral, by the mean size it would be 1 and 2',
         ),
-        pytest.param(['iii1', 'i123'], {'num_images': [1, 1]}, [3, 1], id='tiles of carried images'),
     ],
 )
-def test_placeholders_tell_the_images(rows, entries, expected):
+def test_placeholders_tell_the_images(rows, image_sizes, expected):
+    entries = {} if image_sizes is None else {'image_sizes': torch.tensor(image_sizes)}
     num_images = sum(expected)
 
     assert images_of(*rows, count=num_images, **entries) == expected
@@ -700,7 +878,8 @@ def test_ambiguous_images_are_refused(rows, entries, words):
 
 
 def test_one_row_has_all_the_images():
-    batch = drawn_batch('iiii', pixel_values=torch.rand(3, 3, 2, 2))
+    pixels = torch.rand(3, 3, 2, 2)
+    batch = drawn_batch('iiii', pixel_values=pixels)
 
     assert LLAVA_LAYOUT.images_per_row(batch) == [3]
 
@@ -711,9 +890,15 @@ SLOT_LAYOUT = layout_of_model('idefics3')
 
 def batch_with_empty_slots(form):
     """Returns two rows of three slots, with an image in the second and in the first slot. ``form`` marks the others."""
-    is_image = torch.tensor([[0, 1, 0], [1, 0, 0]])  # (rows, slots)
+    is_image = torch.tensor(
+        [
+            [0, 1, 0],
+            [1, 0, 0],
+        ]
+    )
     is_pixel = is_image[:, :, None, None].expand(2, 3, 4, 4)
-    batch = text_batch([3, 2], pixel_values=torch.rand(2, 3, 3, 4, 4))
+    batch = text_batch([3, 2])
+    batch['pixel_values'] = torch.rand(2, 3, 3, 4, 4)
     if form == 'mask of pixels':
         batch['pixel_attention_mask'] = is_pixel
     elif form == 'empty slots are zeros':
@@ -724,23 +909,33 @@ def batch_with_empty_slots(form):
 
 
 @pytest.mark.parametrize('form', ['mask of pixels', 'mask of images, as in Granite Docling', 'empty slots are zeros'])
-def test_empty_slot_before_image_is_kept(form):
+@pytest.mark.parametrize(
+    ('rows', 'num_slots'),
+    [
+        pytest.param([0], 2, id='the row with an empty slot before its image'),
+        pytest.param([1], 1, id='the other row'),
+        pytest.param([1, 0], 2, id='both rows'),
+    ],
+)
+def test_empty_slot_before_image_is_kept(form, rows, num_slots):
     """Empty slots after the last image are cut off."""
     batch = batch_with_empty_slots(form)
-    slots_of_rows = [([0], 2), ([1], 1), ([1, 0], 2)]
+
+    selected = SLOT_LAYOUT.select(batch, rows)
 
     assert SLOT_LAYOUT.images_per_row(batch) == [2, 1]
-    for rows, num_slots in slots_of_rows:
-        selected = SLOT_LAYOUT.select(batch, rows)
-        for key in batch.keys() & {'pixel_values', 'pixel_attention_mask'}:
-            assert torch.equal(selected[key], batch[key][rows, :num_slots])
-        assert selected['pixel_values'].is_contiguous(), 'the model views rows and slots as one dimension'
+    for key in ('pixel_values', 'pixel_attention_mask'):
+        if key in batch:
+            expected = batch[key][rows, :num_slots]
+            assert torch.equal(selected[key], expected)
+    assert selected['pixel_values'].is_contiguous(), 'the model views rows and slots as one dimension'
 
 
 def test_mask_of_slots_stays_boolean():
     """A batch without images is joined with one whose mask of pixels is boolean."""
-    mask = torch.ones(1, 1, 2, 2, dtype=torch.bool)
-    with_image = text_batch([3], pixel_values=torch.rand(1, 1, 3, 2, 2), pixel_attention_mask=mask)
+    with_image = text_batch([3])
+    with_image['pixel_values'] = torch.rand(1, 1, 3, 2, 2)
+    with_image['pixel_attention_mask'] = torch.ones(1, 1, 2, 2, dtype=torch.bool)
     with_image['tile_fine_mask'] = torch.tensor([True])  # of the rows
     text = text_batch([2])
 
@@ -756,11 +951,20 @@ def batch_with_videos():
 
     The images have 4 and 8 patches, the videos 8, 4 and 12: the products of their time, height and width.
     """
+    image_grids = [
+        [1, 2, 2],
+        [1, 2, 4],
+    ]
+    video_grids = [
+        [2, 2, 2],
+        [1, 2, 2],
+        [3, 2, 2],
+    ]
     return three_rows(
         num_images=[1, 0, 1],
         num_videos=[0, 2, 1],
-        image_grid_thw=torch.tensor([[1, 2, 2], [1, 2, 4]]),
-        video_grid_thw=torch.tensor([[2, 2, 2], [1, 2, 2], [3, 2, 2]]),
+        image_grid_thw=torch.tensor(image_grids),
+        video_grid_thw=torch.tensor(video_grids),
         pixel_values=numbered(12, 1),
         pixel_values_videos=numbered(24, 1),
         second_per_grid_ts=torch.tensor([0.5, 1.0, 2.0]),
@@ -774,28 +978,32 @@ def test_videos_go_with_their_rows():
     last_video = list(range(12, 24))
 
     last_and_middle = QWEN_LAYOUT.select(batch, [2, 1])
-    without_image = QWEN_LAYOUT.select(batch, [1])
+    middle = QWEN_LAYOUT.select(batch, [1])
 
     assert QWEN_LAYOUT.media_per_row(batch) == [1, 2, 2]
     assert numbers_of(last_and_middle['pixel_values']) == second_image
     assert numbers_of(last_and_middle['pixel_values_videos']) == last_video + first_two_videos
     assert last_and_middle['second_per_grid_ts'].tolist() == [2.0, 0.5, 1.0]
-    assert 'pixel_values' not in without_image
-    assert 'image_grid_thw' not in without_image
-    batch['num_videos'] = [0, 1, 1]
-    with pytest.raises(ValueError, match=r'3 videos .*`num_videos`=\[0, 1, 1\].*Carry `num_videos`'):
-        QWEN_LAYOUT.select(batch, [1])
+    assert 'pixel_values' not in middle
+    assert 'image_grid_thw' not in middle
 
 
 @pytest.mark.parametrize(
     ('key', 'unit'),
-    [('pixel_values', 'image'), ('crops', 'image'), ('crops', 'box'), ('crops', 'shared')],
+    [
+        ('pixel_values', 'image'),
+        ('crops', 'image'),
+        ('crops', 'box'),
+        ('crops', 'shared'),
+    ],
 )
 def test_list_of_media_is_refused(key, unit):
     """Two entries for two rows, but both may be of the first row: a list would give each row one of them."""
     layout = LLAVA_LAYOUT.with_entries(crops=Entry(unit=unit))
-    values = [torch.zeros(3, 2, 2), torch.zeros(3, 4, 2)]
-    batch = text_batch([3, 2], num_images=[2, 0], num_boxs=[2, 0], **{key: values})
+    wide_image = torch.zeros(3, 2, 2)
+    high_image = torch.zeros(3, 4, 2)
+    batch = text_batch([3, 2], num_images=[2, 0], num_boxs=[2, 0])
+    batch[key] = [wide_image, high_image]
 
     with pytest.raises(ValueError, match=rf"batch\['{key}'\].* got: list of 2 {unit} entries for 2 rows"):
         layout.select(batch, [0])
@@ -813,7 +1021,13 @@ def test_patches_without_grid_are_refused():
 
 WHISPER_BATCH = {
     'input_features': torch.rand(3, 8, 16),
-    'labels': torch.tensor([[3, 4, 5, 2], [6, 2, -100, -100], [7, 8, 2, -100]]),
+    'labels': torch.tensor(
+        [
+            [3, 4, 5, 2],
+            [6, 2, -100, -100],
+            [7, 8, 2, -100],
+        ]
+    ),
     'sample_ids': ['a', 'b', 'c'],
 }
 for_each_whisper_layout = pytest.mark.parametrize(
@@ -840,7 +1054,8 @@ def test_labels_without_ids_are_padded(layout):
 
     joined = layout.concat([narrow, wide])
 
-    assert torch.equal(joined['labels'], WHISPER_BATCH['labels'][[1, 2, 0]])
+    expected_labels = WHISPER_BATCH['labels'][[1, 2, 0]]
+    assert torch.equal(joined['labels'], expected_labels)
 
 
 def test_batch_without_any_text():
@@ -856,7 +1071,8 @@ def test_batch_without_any_text():
 @pytest.fixture
 def image_batch():
     """Four rows with an image each."""
-    return text_batch([3] * 4, num_images=[1] * 4, pixel_values=torch.rand(4, 3, 2, 2))
+    pixels = torch.rand(4, 3, 2, 2)
+    return text_batch([3, 3, 3, 3], num_images=[1, 1, 1, 1], pixel_values=pixels)
 
 
 def test_split_needs_numbers_of_rows(image_batch):
@@ -866,31 +1082,43 @@ def test_split_needs_numbers_of_rows(image_batch):
 
 
 def test_each_group_keeps_its_columns():
-    positions = torch.arange(5)[None]
-    mask = torch.ones(1, 1, 5, 5).tril().bool()
-    layout = TEXT_LAYOUT.with_entries(attention_mask=Entry(unit='shared', seq_dims=(-2, -1)))
-    batch = three_rows(attention_mask=mask, position_ids=positions, scores=torch.rand(3))
+    """Also of tensors that all rows share. Tensors without text are kept as they are."""
+    layout = TEXT_LAYOUT.with_entries(attention_mask=SHARED_MASK)
+    batch = three_rows()
+    batch['attention_mask'] = causal_mask(5)
+    batch['position_ids'] = torch.arange(5)[None]
+    batch['scores'] = torch.tensor([0.1, 0.2, 0.3])
+    groups = [[2, 0], [0, 1, 2]]
+    columns = [range(1, 4), range(3)]
 
-    two_rows, all_rows = layout.split(batch, [[2, 0], [0, 1, 2]], [range(1, 4), range(3)])
+    last_and_first, all_rows = layout.split(batch, groups, columns)
 
-    assert torch.equal(two_rows['input_ids'], batch['input_ids'][[2, 0], 1:4])
-    assert torch.equal(two_rows['position_ids'], positions[:, 1:4])
-    assert torch.equal(two_rows['attention_mask'], mask[:, :, 1:4, 1:4])
-    assert torch.equal(two_rows['scores'], batch['scores'][[2, 0]])
-    assert torch.equal(all_rows['labels'], batch['labels'][:, :3])
-    for value in (two_rows['attention_mask'], all_rows['labels']):
-        assert value.is_contiguous()  # models and metrics may view it with another shape
+    assert last_and_first['input_ids'].tolist() == [
+        [2, 0, 0],
+        [2, 3, 0],
+    ]
+    assert last_and_first['position_ids'].tolist() == [[1, 2, 3]]
+    assert torch.equal(last_and_first['attention_mask'], causal_mask(3))
+    assert torch.equal(last_and_first['scores'], torch.tensor([0.3, 0.1]))
+    assert all_rows['labels'].tolist() == [
+        [1, 2, 3],
+        [1, 2, 3],
+        [1, 2, -100],
+    ]
+    # Models and metrics may view them with another shape.
+    assert last_and_first['attention_mask'].is_contiguous()
+    assert all_rows['labels'].is_contiguous()
 
 
 def test_shared_mask_is_not_copied():
     """A mask that is expanded to all heads has gaps in memory. A copy for each group would be much larger."""
-    mask = torch.ones(1, 1, 5, 5).tril().bool().expand(1, 4, 5, 5)
-    batch = three_rows(attention_mask=mask)
+    mask_of_heads = causal_mask(5).expand(1, 4, 5, 5)
+    batch = three_rows(attention_mask=mask_of_heads)
 
     groups = TEXT_LAYOUT.split(batch, [[0], [2, 1]])
 
     for group in groups:
-        assert group['attention_mask'] is mask
+        assert group['attention_mask'] is mask_of_heads
 
 
 def test_rows_are_counted_once(monkeypatch, image_batch):
@@ -931,49 +1159,102 @@ def test_copies_stay_page_locked(monkeypatch, image_batch, rows):
     locks = PageLocks()
     monkeypatch.setattr(tensors, '_is_page_locked', locks.is_locked)
     monkeypatch.setattr(tensors, '_empty', locks.empty)
-    batch = {**image_batch, **text_batch([3, 2, 1, 2], width=5)}
-    for value in batch.values():
-        if isinstance(value, torch.Tensor):
-            locks.tensors.append(value)
+    text = text_batch([3, 2, 1, 2], width=5)
+    batch = {**image_batch, **text}
+    locked_keys = ['input_ids', 'attention_mask', 'labels', 'pixel_values']
+    for key in locked_keys:
+        locks.tensors.append(batch[key])
+    batch['loss_mask'] = text['labels'].clone()  # not page-locked
 
     selected = trimmed_rows(LLAVA_LAYOUT, batch, rows)
 
     assert selected['input_ids'].shape == (2, 2)
-    for key in ('input_ids', 'attention_mask', 'labels', 'pixel_values'):
+    for key in locked_keys:
         assert locks.is_locked(selected[key]), key
-    batch['labels'] = batch['labels'].clone()  # not page-locked
-    selected = LLAVA_LAYOUT.select(batch, rows)
-    assert not locks.is_locked(selected['labels'])
+    assert not locks.is_locked(selected['loss_mask'])
 
 
-@pytest.mark.parametrize(
-    ('key', 'values', 'fill'),
-    [
-        ('tags', [[1, -7], [2, 3]], -7),  # the first row has padding
-        ('tags', [[1], [-100, 3]], -100),
-        ('ner_labels', [[1], [2, 3]], -100),
-        ('label_mask', [[1], [1, 1]], 0),
-        ('is_target', [[1], [1, 0]], 0),
-        ('scores', [[1.0, math.nan], [2.0, 3.0]], math.nan),
-    ],
-)
-def test_fill_of_unregistered_text(key, values, fill):
+@dataclass(frozen=True, kw_only=True)
+class UnregisteredText:
+    """A tensor along the text, of a row of 1 token and of a row of 3. The longer row fills its width."""
+
+    key: str
+    of_first: list
+    """Its second value, if it has one, is on padding."""
+    of_second: list
+    fill: float
+    """The value that pads the first row."""
+
+
+UNREGISTERED_TEXT = {
+    'value on padding': UnregisteredText(
+        key='tags',
+        of_first=[1, -7],
+        of_second=[2, 3, 4],
+        fill=-7,
+    ),
+    'NaN on padding': UnregisteredText(
+        key='scores',
+        of_first=[1.0, math.nan],
+        of_second=[2.0, 3.0, 4.0],
+        fill=math.nan,
+    ),
+    'has ignored labels': UnregisteredText(
+        key='tags',
+        of_first=[1],
+        of_second=[-100, 3, 4],
+        fill=-100,
+    ),
+    'name of labels': UnregisteredText(
+        key='ner_labels',
+        of_first=[1],
+        of_second=[2, 3, 4],
+        fill=-100,
+    ),
+    'name of a mask': UnregisteredText(
+        key='label_mask',
+        of_first=[1],
+        of_second=[1, 1, 4],
+        fill=0,
+    ),
+    'other name': UnregisteredText(
+        key='is_target',
+        of_first=[1],
+        of_second=[1, 0, 4],
+        fill=0,
+    ),
+}
+
+
+@pytest.mark.parametrize('situation', UNREGISTERED_TEXT)
+def test_fill_of_unregistered_text(situation):
     """The value on the collator's own padding, -100 for labels, or 0."""
-    first = text_batch([1], width=len(values[0]), **{key: torch.tensor(values[:1])})
-    second = text_batch([3], **{key: torch.tensor([[*values[1], 4]])})
+    text = UNREGISTERED_TEXT[situation]
+    first = text_batch([1], width=len(text.of_first))
+    second = text_batch([3])
+    first[text.key] = torch.tensor([text.of_first])
+    second[text.key] = torch.tensor([text.of_second])
 
     joined = TEXT_LAYOUT.concat([first, second])
 
-    assert joined[key][0, -1].item() == pytest.approx(fill, nan_ok=True)
+    joined_first, _ = joined[text.key].tolist()
+    assert joined_first[-1] == pytest.approx(text.fill, nan_ok=True)
 
 
 def test_hole_does_not_tell_the_fill():
     """A token that is hidden from attention may have a label of a second task."""
-    first = text_batch([3], ner_labels=torch.tensor([[1, 5, 2]]))
-    for key, hidden in (('attention_mask', 0), ('labels', -100)):
-        first[key][0, 1] = hidden
-    second = text_batch([4], ner_labels=torch.tensor([[1, 2, 3, 4]]))
+    with_hole = {
+        'input_ids': torch.tensor([[1, 2, 3]]),
+        'attention_mask': torch.tensor([[1, 0, 1]]),
+        'labels': torch.tensor([[1, -100, 3]]),
+        'ner_labels': torch.tensor([[1, 5, 2]]),
+    }
+    longer = text_batch([4])
+    longer['ner_labels'] = torch.tensor([[1, 2, 3, 4]])
 
-    joined = TEXT_LAYOUT.concat([first, second])
+    joined = TEXT_LAYOUT.concat([with_hole, longer])
 
-    assert joined['ner_labels'][0].tolist() == [1, 5, 2, -100]
+    assert joined['ner_labels'].tolist() == [
+        [1, 5, 2, -100],
+        [1, 2, 3, 4],
+    ]

@@ -23,15 +23,24 @@ def test_frames_of_glm_are_no_images():
         video_start_token_id=7,
         video_end_token_id=6,
     )
+    image_grids = [
+        [1, 2, 4],
+        [1, 2, 2],
+    ]
+    video_grids = [
+        [2, 2, 2],
+        [2, 2, 2],
+        [1, 2, 2],
+    ]
     batch = drawn_batch(
         'ii17i1i6',
         '7ii67i61',
         '1i123',
-        image_grid_thw=torch.tensor([[1, 2, 4], [1, 2, 2]]),
-        pixel_values=torch.rand(12, 2),
-        video_grid_thw=torch.tensor([[2, 2, 2], [2, 2, 2], [1, 2, 2]]),
-        pixel_values_videos=torch.rand(20, 2),
     )
+    batch['image_grid_thw'] = torch.tensor(image_grids)
+    batch['video_grid_thw'] = torch.tensor(video_grids)
+    batch['pixel_values'] = torch.rand(12, 2)
+    batch['pixel_values_videos'] = torch.rand(20, 2)
 
     facts = describe(layout, batch)
 
@@ -60,8 +69,8 @@ def test_query_tokens_are_never_guessed():
 @pytest.mark.parametrize(
     ('model_type', 'modality', 'shape', 'placeholders_of_item'),
     [
-        ('instructblip', 'image', (1, 1, 1), 'ii'),
-        ('instructblipvideo', 'video', (2, 1, 1, 1), 'iiii'),  # two frames
+        pytest.param('instructblip', 'image', (1, 1, 1), 'ii', id='image'),
+        pytest.param('instructblipvideo', 'video', (2, 1, 1, 1), 'iiii', id='video of two frames'),
     ],
 )
 def test_instruction_goes_with_its_media(model_type, modality, shape, placeholders_of_item):
@@ -70,9 +79,15 @@ def test_instruction_goes_with_its_media(model_type, modality, shape, placeholde
     layout = layout_of_model(model_type, num_query_tokens=2, **token_id)
     with_item = placeholders_of_item + '1'
     without = '1' * len(with_item)
-    media_of_two_items = {'pixel_values': numbered(2, *shape), 'qformer_input_ids': torch.arange(4).view(2, 2)}
-    batch = drawn_batch(with_item, without, with_item, **media_of_two_items)
-    one_item_without_placeholders = drawn_batch(without, without, with_item, **media_of_two_items)
+    instructions = torch.tensor(
+        [
+            [0, 1],
+            [2, 3],
+        ]
+    )
+    two_items = {'pixel_values': numbered(2, *shape), 'qformer_input_ids': instructions}
+    batch = drawn_batch(with_item, without, with_item, **two_items)
+    one_item_without_placeholders = drawn_batch(without, without, with_item, **two_items)
 
     last_and_middle = layout.select(batch, [2, 1])
     middle = layout.select(batch, [1])
@@ -85,19 +100,30 @@ def test_instruction_goes_with_its_media(model_type, modality, shape, placeholde
         layout.units_per_row(one_item_without_placeholders, modality)
 
 
+NO_IMAGES = torch.rand(0, 3, 2, 2)
+
+
+NO_AUDIOS = torch.rand(0, 4, 40)
+
+
 @pytest.mark.parametrize(
-    ('model_type', 'unit', 'media'),
+    ('model_type', 'unit', 'key', 'no_items'),
     [
-        ('llava', 'image', {'pixel_values': torch.rand(0, 3, 2, 2)}),
-        ('video_llava', 'image', {'pixel_values_images': torch.rand(0, 3, 2, 2)}),
-        ('blip-2', 'image', {'pixel_values': torch.rand(0, 3, 2, 2)}),
-        ('qwen2_audio', 'audio', {'input_features': torch.rand(0, 4, 40)}),
+        ('llava', 'image', 'pixel_values', NO_IMAGES),
+        ('video_llava', 'image', 'pixel_values_images', NO_IMAGES),
+        ('blip-2', 'image', 'pixel_values', NO_IMAGES),
+        ('qwen2_audio', 'audio', 'input_features', NO_AUDIOS),
     ],
 )
-def test_tensor_of_no_items(model_type, unit, media):
-    layout = layout_of_model(model_type, num_query_tokens=2, image_token_id=IMAGE, audio_token_id=IMAGE)
-    only_text = drawn_batch('1111', '1234', **media)
-    with_placeholder = drawn_batch('1i11', '1234', **media)
+def test_tensor_of_no_items(model_type, unit, key, no_items):
+    layout = layout_of_model(
+        model_type,
+        num_query_tokens=2,
+        image_token_id=IMAGE,
+        audio_token_id=IMAGE,
+    )
+    only_text = drawn_batch('1111', '1234', **{key: no_items})
+    with_placeholder = drawn_batch('1i11', '1234', **{key: no_items})
 
     assert layout.units_per_row(only_text, unit) == [0, 0]
     with pytest.raises(ValueError, match=f'0 (whole|entries of) {unit}s'):
@@ -106,7 +132,8 @@ def test_tensor_of_no_items(model_type, unit, media):
 
 def test_own_id_of_a_model_counts():
     """The config of its encoder repeats the name, with another value."""
-    config = SimpleNamespace(image_token_id=IMAGE, vision_config=SimpleNamespace(image_token_id=0))
+    vision_config = SimpleNamespace(image_token_id=0)
+    config = SimpleNamespace(image_token_id=IMAGE, vision_config=vision_config)
 
     assert placeholders.named_ids(config, 'image') == (IMAGE,)
 
@@ -114,8 +141,9 @@ def test_own_id_of_a_model_counts():
 def test_audio_expanded_by_the_model():
     """The text has one placeholder for each audio."""
     layout = layout_of_model('qwen2_audio', audio_token_id=IMAGE)
-    audios = {'input_features': torch.rand(3, 4, 40), 'feature_attention_mask': torch.ones(3, 40)}
-    batch = drawn_batch('1i1', '234', 'i1i', **audios)
+    batch = drawn_batch('1i1', '234', 'i1i')
+    batch['input_features'] = torch.rand(3, 4, 40)
+    batch['feature_attention_mask'] = torch.ones(3, 40)
 
     assert layout.units_per_row(batch, 'audio') == [1, 0, 2]
 
@@ -126,14 +154,14 @@ def test_row_cut_inside_an_audio():
     Four frames fill a placeholder, so the audios have 4, 2 and 2 placeholders.
     """
     layout = layout_of_model('qwen2_5_omni_thinker', audio_token_id=IMAGE)
-    num_frames = torch.tensor([[16], [8], [8]])
-    mask = (torch.arange(16) < num_frames).long()
+    mask = torch.zeros(3, 16, dtype=torch.long)
+    for audio, num_frames in enumerate([16, 8, 8]):
+        mask[audio, :num_frames] = 1
     audios = {'input_features': torch.rand(3, 2, 16), 'feature_attention_mask': mask}
     whole_audios = drawn_batch('iiiiii1', 'ii12', **audios)
     cut_audio = drawn_batch('iii1', 'ii12', 'ii12', **audios)
+    message = r'3 whole audios, got: rows with \[3, 2, 2\] placeholders, .* need \[4, 2, 2\]'
 
     assert layout.units_per_row(whole_audios, 'audio') == [2, 1]
-    with pytest.raises(
-        ValueError, match=r'3 whole audios, got: rows with \[3, 2, 2\] placeholders, .* need \[4, 2, 2\]'
-    ):
+    with pytest.raises(ValueError, match=message):
         layout.units_per_row(cut_audio, 'audio')

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections import Counter, defaultdict
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +16,11 @@ from hypothesis import strategies as st
 
 from composer_tokacc.planning import CostModel, CutOptions, MicrobatchPlan, Rows, plan_microbatches
 from composer_tokacc.planning.rows import OrderedRows
+
+
+def total_of(sizes: Sequence[int], rows: Sequence[int]) -> int:
+    """Returns the sum of the sizes of some rows."""
+    return sum(sizes[row] for row in rows)
 
 
 @dataclass
@@ -32,12 +37,16 @@ class Samples:
     max_labels: int | None = None
 
     def __post_init__(self) -> None:
-        self.images = self.images or [0] * len(self.lengths)
-        self.labels = self.labels or [0] * len(self.lengths)
+        num_samples = len(self.lengths)
+        self.images = self.images or [0] * num_samples
+        self.labels = self.labels or [0] * num_samples
 
     @property
     def tables(self) -> dict[str, list[int]]:
-        return {'image_tokens': self.images, 'loss_tokens': self.labels}
+        return {
+            'image_tokens': self.images,
+            'loss_tokens': self.labels,
+        }
 
     @property
     def caps(self) -> dict[str, int | None]:
@@ -55,20 +64,23 @@ class Samples:
 
     def plan(self, num_ranks: int, **options: Any) -> MicrobatchPlan:
         """Returns the plan of these samples under their caps."""
-        return plan_microbatches(self.lengths, num_ranks=num_ranks, **self.caps, **self.tables, **options)
+        arguments = {**self.caps, **self.tables, **options}
+        return plan_microbatches(self.lengths, num_ranks=num_ranks, **arguments)
+
+    def width(self, rows: Sequence[int]) -> int:
+        """Returns the length of the longest of these rows."""
+        return max(self.lengths[row] for row in rows)
 
     def keep_caps(self, rows: Sequence[int], *, is_packed: bool = False) -> bool:
         """Returns whether a microbatch of these rows breaks no cap."""
-        lengths = [self.lengths[row] for row in rows]
+        num_tokens = len(rows) * self.width(rows)
         if is_packed:
-            num_tokens = sum(lengths)
-        else:
-            num_tokens = len(rows) * max(lengths)
-        num_images = sum(self.images[row] for row in rows)
-        num_labels = sum(self.labels[row] for row in rows)
-        has_too_many_images = self.max_images is not None and num_images > self.max_images
-        has_too_many_labels = self.max_labels is not None and num_labels > self.max_labels
-        return num_tokens <= self.max_tokens and not has_too_many_images and not has_too_many_labels
+            num_tokens = total_of(self.lengths, rows)
+        if num_tokens > self.max_tokens:
+            return False
+        if self.max_images is not None and total_of(self.images, rows) > self.max_images:
+            return False
+        return self.max_labels is None or total_of(self.labels, rows) <= self.max_labels
 
     def fit(self, rows: Sequence[int], *, is_packed: bool = False) -> bool:
         """Returns whether rows may share a microbatch. A row that breaks a cap must be in one by itself."""
@@ -76,18 +88,20 @@ class Samples:
 
     def check_cut(self, microbatches: Sequence[Sequence[int]], *, is_packed: bool = False) -> None:
         """Checks that each sample is in one microbatch, and that no cap is broken."""
-        counts: Counter[int] = Counter()
+        rows_of_all: list[int] = []
         for rows in microbatches:
-            counts.update(rows)
+            rows_of_all += rows
             assert self.fit(rows, is_packed=is_packed), rows
-        assert counts == Counter(range(len(self.lengths)))
+        every_row = list(range(len(self.lengths)))
+        assert sorted(rows_of_all) == every_row
 
     def check_plan(self, plan: MicrobatchPlan, num_ranks: int) -> None:
         """Checks a plan of either objective."""
         assert len(plan.ranks) == num_ranks
         assert all(plan.ranks), 'a rank without a microbatch'
-        oversize = {row for row in range(len(self.lengths)) if not self.keep_caps([row])}
-        assert set(plan.stats.oversize) == oversize
+        every_row = range(len(self.lengths))
+        oversize = [row for row in every_row if not self.keep_caps([row])]
+        assert sorted(plan.stats.oversize) == oversize
 
         microbatches_of_samples = []
         num_copies = 0  # of samples, for ranks that would have no microbatch
@@ -98,9 +112,9 @@ class Samples:
                 num_copies += 1
             else:
                 microbatches_of_samples.append(rows)
-            longest_row = max(self.lengths[row] for row in rows)
-            assert microbatch.width >= longest_row
-            if not oversize.intersection(rows):
+            assert microbatch.width >= self.width(rows)
+            has_oversize = any(row in oversize for row in rows)
+            if not has_oversize:
                 assert microbatch.num_tokens <= self.max_tokens
         self.check_cut(microbatches_of_samples)
 
@@ -111,17 +125,16 @@ class Samples:
     def check_slots(self, plan: MicrobatchPlan) -> None:
         """Checks a plan for 'fsdp': equal counts on all ranks, and step slots only with images or only without."""
         for slot in zip(*plan.ranks, strict=True):
-            has_images = {self.has_images(microbatch.indices) for microbatch in slot}
-            assert len(has_images) == 1, slot
+            has_images = [self.has_images(microbatch.indices) for microbatch in slot]
+            assert len(set(has_images)) == 1, slot
 
     def has_images(self, rows: Sequence[int]) -> bool:
         """Returns whether any of the rows has an image."""
-        return any(self.images[row] > 0 for row in rows)
+        return total_of(self.images, rows) > 0
 
     def padded_cost(self, rows: Sequence[int]) -> float:
         """Returns the cost of a microbatch without vision and launch."""
-        width = max(self.lengths[row] for row in rows)
-        return len(rows) * row_cost(width)
+        return len(rows) * row_cost(self.width(rows))
 
     def least_padded_costs(self, order: Sequence[int]) -> dict[int, float]:
         """Returns the least padded cost of contiguous cuts of `order`, for each possible number of microbatches."""
@@ -131,15 +144,18 @@ class Samples:
             """Returns the least costs of the cuts of the rows from `start` on."""
             if start == len(order):
                 return {0: 0.0}
-            costs_by_count: dict[int, list[float]] = defaultdict(list)
+            least_costs: dict[int, float] = {}
             for end in range(start + 1, len(order) + 1):
                 first_microbatch = order[start:end]
                 if not self.fit(first_microbatch):
                     break
+                cost_of_first = self.padded_cost(first_microbatch)
                 for count_of_others, cost_of_others in least_costs_from(end).items():
-                    total = self.padded_cost(first_microbatch) + cost_of_others
-                    costs_by_count[1 + count_of_others].append(total)
-            return {count: min(costs) for count, costs in costs_by_count.items()}
+                    count = 1 + count_of_others
+                    cost = cost_of_first + cost_of_others
+                    least_so_far = least_costs.get(count, math.inf)
+                    least_costs[count] = min(least_so_far, cost)
+            return least_costs
 
         return least_costs_from(0)
 
@@ -177,12 +193,15 @@ def samples_under_caps(draw: st.DrawFn, *, most: int = 14) -> Samples:
     image_tokens = st.just(0) | st.integers(1, 9)
     sample = st.tuples(st.integers(1, 60), image_tokens, st.integers(0, 12))
     drawn = draw(st.lists(sample, min_size=1, max_size=most))
+    max_tokens = draw(st.integers(1, 200))
+    max_images = draw(st.none() | st.integers(1, 30))
+    max_labels = draw(st.none() | st.integers(1, 40))
     lengths, images, labels = zip(*drawn, strict=True)
     return Samples(
         lengths=list(lengths),
         images=list(images),
         labels=list(labels),
-        max_tokens=draw(st.integers(1, 200)),
-        max_images=draw(st.none() | st.integers(1, 30)),
-        max_labels=draw(st.none() | st.integers(1, 40)),
+        max_tokens=max_tokens,
+        max_images=max_images,
+        max_labels=max_labels,
     )

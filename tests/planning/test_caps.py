@@ -19,22 +19,25 @@ from tests.planning.reference import samples_under_caps
 @settings(max_examples=100, deadline=None)
 @given(samples_under_caps(), st.floats(0.0, 50.0))
 def test_cut_under_caps_costs_least(regroup, samples, launch):
-    options = CutOptions(regroup=regroup, cost=CostModel(launch=launch), **samples.caps)
+    cost = CostModel(launch=launch)
+    options = CutOptions(regroup=regroup, cost=cost, **samples.caps)
     order = list(range(len(samples.lengths)))
+    if regroup:
+        order.sort(key=lambda row: -samples.lengths[row])
+    least_costs = []
+    for count, padded_cost in samples.least_padded_costs(order).items():
+        least_costs.append(padded_cost + count * launch)
 
     microbatches = cut_rows(samples.lengths, options, **samples.tables)
 
     samples.check_cut(microbatches)
     costs = [samples.padded_cost(rows) + launch for rows in microbatches]
+    assert sum(costs) == pytest.approx(min(least_costs))
     if regroup:
-        order.sort(key=lambda row: -samples.lengths[row])
         assert costs == sorted(costs, reverse=True), 'costliest microbatch first'
     else:
-        assert list(itertools.chain(*microbatches)) == order
-    least_costs = []
-    for count, padded_cost in samples.least_padded_costs(order).items():
-        least_costs.append(padded_cost + count * launch)
-    assert sum(costs) == pytest.approx(min(least_costs))
+        rows_in_order = list(itertools.chain(*microbatches))
+        assert rows_in_order == order
 
 
 @settings(max_examples=100, deadline=None)
@@ -53,13 +56,14 @@ def test_packed_rows_keep_all_caps(samples):
 @pytest.mark.parametrize(
     ('cap', 'sizes', 'message'),
     [
-        (4, None, '`{size}` must be given with `max_{size}`'),
-        (0, [1, 1], '`max_{size}` must be a positive integer, got: 0'),
-        (4, [1, -1], '`{size}` must be finite and at least 0, got: -1'),
+        pytest.param(4, None, '`{size}` must be given with `max_{size}`', id='cap without sizes'),
+        pytest.param(0, [1, 1], '`max_{size}` must be a positive integer, got: 0', id='cap of 0'),
+        pytest.param(4, [1, -1], '`{size}` must be finite and at least 0, got: -1', id='negative size'),
     ],
 )
 def test_bad_caps_are_refused(size, cap, sizes, message):
     options = {size: sizes, f'max_{size}': cap}
+    message_of_size = message.format(size=size)
 
-    with pytest.raises(ValueError, match=message.format(size=size)):
+    with pytest.raises(ValueError, match=message_of_size):
         plan_microbatches([3, 4], num_ranks=1, max_tokens=8, **options)

@@ -15,14 +15,15 @@ from composer_tokacc.planning import CostModel
 
 def test_formula_by_hand():
     """A row costs its length plus the square of its length divided by ``quadratic``."""
+    lengths = np.array([10, 100, 1000])
     cost = CostModel(quadratic=100.0)
     cost_without_attention = CostModel(quadratic=math.inf)
 
-    row_costs = cost.rows(np.array([10, 100]))
-    row_cost_without_attention = cost_without_attention.rows(np.array([1000]))
+    costs = cost.rows(lengths)
+    costs_without_attention = cost_without_attention.rows(lengths)
 
-    np.testing.assert_allclose(row_costs, [10 + 1, 100 + 100])
-    assert row_cost_without_attention == 1000.0
+    np.testing.assert_allclose(costs, [10 + 1, 100 + 100, 1000 + 10000])
+    assert costs_without_attention.tolist() == [10.0, 100.0, 1000.0]
 
 
 def test_packed_row_costs_its_documents():
@@ -39,7 +40,12 @@ def test_vision_encoder_by_hand():
 
     The image costs 7, its tokens 10 * 0.5, its patches 100 * 0.1, and their square 100 * 100 * 0.001.
     """
-    cost = CostModel(vision_per_token=0.5, vision_per_image=7.0, vision_per_patch=0.1, vision_per_square=0.001)
+    cost = CostModel(
+        vision_per_token=0.5,
+        vision_per_image=7.0,
+        vision_per_patch=0.1,
+        vision_per_square=0.001,
+    )
     tokens = np.array([10, 0, 4])
     patches = np.array([100, 0, 0])
 

@@ -64,12 +64,19 @@ for trial in range(4000):
 """
 
 
-def run_script(script: str, root: Path = PACKAGE.parent, **environment: str) -> str:
+def run_script(script: str, root: Path = PACKAGE.parent, **variables: str) -> str:
     """Returns what a script prints in a new process, which imports the package in `root`."""
-    inherited = {key: value for key, value in os.environ.items() if not key.startswith('NUMBA_')}
-    environment = {**inherited, 'PYTHONPATH': str(root), **environment}
-    command = [sys.executable, '-c', script]
-    process = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True)
+    environment = {'PYTHONPATH': str(root), **variables}
+    for key, value in os.environ.items():
+        if not key.startswith('NUMBA_'):
+            environment.setdefault(key, value)
+    process = subprocess.run(
+        [sys.executable, '-c', script],
+        env=environment,
+        cwd=root,
+        capture_output=True,
+        text=True,
+    )
     assert process.returncode == 0, process.stderr
     return process.stdout
 

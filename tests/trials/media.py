@@ -41,7 +41,8 @@ from tests.trials.records import (
 
 
 def noise(path: Path, **options: Any) -> None:
-    Image.effect_noise((256, 256), 50).convert('RGB').save(path, **options)
+    pixels = Image.effect_noise((256, 256), 50)
+    pixels.convert('RGB').save(path, **options)
 
 
 def followed_by(write: Write, more: bytes) -> Write:
@@ -71,20 +72,28 @@ def of_bytes(content: bytes) -> Write:
 
 def of_pillow(mode: str, size: tuple[int, int] = (16, 16), color: float = 0) -> Write:
     """Writes a picture of one color, in a mode of Pillow."""
-    return lambda path: Image.new(mode, size, color).save(path)
+
+    def write(path: Path) -> None:
+        Image.new(mode, size, color).save(path)
+
+    return write
 
 
 def png_of(width: int, height: int) -> Write:
     """Writes a header of that size, and no pixels."""
 
     def chunk(chunk_type: bytes, content: bytes) -> bytes:
+        length = struct.pack('>I', len(content))
         checksum = zlib.crc32(chunk_type + content)
-        return struct.pack('>I', len(content)) + chunk_type + content + struct.pack('>I', checksum)
+        return length + chunk_type + content + struct.pack('>I', checksum)
 
-    header = chunk(b'IHDR', struct.pack('>IIBBBBB', width, height, 8, 2, 0, 0, 0))
+    signature = b'\x89PNG\r\n\x1a\n'
+    size = struct.pack('>II', width, height)
+    depth_and_color = struct.pack('>BBBBB', 8, 2, 0, 0, 0)  # 8 bits each of red, green and blue
+    header = chunk(b'IHDR', size + depth_and_color)
     pixels = chunk(b'IDAT', zlib.compress(b''))
     end = chunk(b'IEND', b'')
-    return of_bytes(b'\x89PNG\r\n\x1a\n' + header + pixels + end)
+    return of_bytes(signature + header + pixels + end)
 
 
 def with_70_megabytes_of_text(path: Path) -> None:
@@ -112,8 +121,11 @@ def of_frames(*sizes: tuple[int, int]) -> Make:
 
 
 def animated(path: Path) -> None:
-    first, *others = [Image.new('L', (32, 32), 40 * shade) for shade in range(5)]
-    first.save(path, 'PNG', save_all=True, append_images=others, duration=100)
+    frames = []
+    for shade in (0, 40, 80, 120, 160):
+        frame = Image.new('L', (32, 32), shade)
+        frames.append(frame)
+    frames[0].save(path, 'PNG', save_all=True, append_images=frames[1:], duration=100)
 
 
 def live(path: Path) -> None:
@@ -130,28 +142,35 @@ def live(path: Path) -> None:
         container.mux(stream.encode())
 
 
-def pcm(path: Path, *, width: int = 2, channels: int = 1, frames: int = 9600) -> None:
+def pcm(path: Path, *, channels: int = 1, frames: int = 9600) -> None:
+    samples = b'\1' * (2 * channels * frames)
     with wave.open(str(path), 'wb') as file:
         file.setnchannels(channels)
-        file.setsampwidth(width)
+        file.setsampwidth(2)
         file.setframerate(16000)
-        file.writeframes(b'\1' * (width * channels * frames))
+        file.writeframes(samples)
 
 
-def pcm_with(place: int, form: str, value: int, *, frames: int = 9600) -> Write:
+PLACES_IN_HEADER = {
+    'codec': (20, '<H'),
+    'channels': (22, '<H'),
+    'rate': (24, '<I'),
+    'size': (40, '<I'),
+}
+"""The first byte of a number in the header of a WAV file, and its format."""
+
+
+def pcm_with(field: str, value: int, *, frames: int = 9600) -> Write:
     """Writes a WAV with another number in its header."""
 
     def write(path: Path) -> None:
         pcm(path, frames=frames)
         content = bytearray(path.read_bytes())
+        place, form = PLACES_IN_HEADER[field]
         struct.pack_into(form, content, place, value)
         path.write_bytes(content)
 
     return write
-
-
-def pcm_without_frames(path: Path) -> None:
-    pcm(path, frames=0)
 
 
 def up_to_segment(content: bytes) -> bytes:
@@ -161,7 +180,8 @@ def up_to_segment(content: bytes) -> bytes:
 
 
 def sound_of(value: float) -> Write:
-    return lambda path: write_sound(path, np.full(9600, value, np.float32))
+    samples = np.full(9600, value, np.float32)
+    return partial(write_sound, samples=samples)
 
 
 MPEG4 = write_video
@@ -175,45 +195,61 @@ AIFF = partial(write_encoded_sound, codec='pcm_s16be')
 PCM = partial(write_encoded_sound, codec='pcm_s16le')
 BARE_MP3 = partial(MP3, rate=16000, write_xing='0', id3v2_version='0')
 LATIN_1_ARTIST = b'LIST\x14\0\0\0INFOIART\7\0\0\0Beyonc\xe9\0'
+DAMAGED_EXIF = b'Exif\0\0MM\0*\xff\xff\xff\xff'
+JOINING_SCRIPT = b"ffconcat version 1.0\nfile '../x.ts'\n"
+DASH = b'<?xml version="1.0"?><MPD><Period/></MPD>'
+PLAYLIST = b'[playlist]\nFile1=/etc/passwd\n'
+MIDI = b'MThd\0\0\0\6\0\0\0\1\0\x60MTrk\0\0\0\4\0\xff\x2f\0'
 NO_IMAGE = 'no image of a known format'
 NO_CONTAINER = 'container that is not supported'
 
-MEDIA: dict[str, Reading] = {
+PICTURES: dict[str, Reading] = {
     'a picture of 0 columns': of_image('a.png', png_of(0, 16), SAMPLE),
     'a picture of 60,000 x 60,000': of_image('a.png', png_of(60000, 60000), 'pixels'),
     'a picture of one pixel': of_image('a.png', of_pillow('RGB', (1, 1)), WORKS, processor=VIDEO),
     'a picture of 20,000 x 1': of_image('a.png', of_pillow('RGB', (20000, 1)), 'aspect ratio', processor=VIDEO),
     'a picture of a camera with its preview': of_image('a.jpg', camera_picture, WORKS),
     'a picture with 70 MB of text': of_image('a.png', with_70_megabytes_of_text, SAMPLE),
-    'a picture with a damaged EXIF': of_image('a.jpg', partial(picture, exif=b'Exif\0\0MM\0*\xff\xff\xff\xff'), WORKS),
-    'a picture in CMYK': of_image('a.tiff', of_pillow('CMYK', (16, 16)), WORKS),
+    'a picture with a damaged EXIF': of_image('a.jpg', partial(picture, exif=DAMAGED_EXIF), WORKS),
+    'a picture in CMYK': of_image('a.tiff', of_pillow('CMYK'), WORKS),
     'an empty picture': of_image('a.png', of_bytes(b''), NO_IMAGE),
     'an icon': of_image('a.ico', picture, NO_IMAGE),
     'an error page as a picture': of_image('a.jpg', of_bytes(b'<html>404</html>'), NO_IMAGE),
     'a sequence of AVIF': of_image('a.avif', pages, 'several images'),
-    'a cut jpg': of_image('a.jpg', cut(noise, 0.98), SAMPLE),
-    'a cut png': of_image('a.png', cut(noise, 0.95), SAMPLE),
-    'a cut webp': of_image('a.webp', cut(noise, 0.9), SAMPLE),
-    'a cut bmp': of_image('a.bmp', cut(noise, 0.9), SAMPLE),
-    'a cut tiff': of_image('a.tiff', cut(noise, 0.9), SAMPLE),
-    'a cut gif': of_image('a.gif', cut(noise, 0.9), SAMPLE),
-    'a cut ppm': of_image('a.ppm', cut(noise, 0.9), SAMPLE),
-    'a cut tga': of_image('a.tga', cut(noise, 0.9), SAMPLE),
-    'a cut jp2': of_image('a.jp2', cut(noise, 0.5), SAMPLE),
-    'a cut avif': of_image('a.avif', cut(noise, 0.9), SAMPLE),
     'a JPEG with damaged pixels, which no decoder notices': of_image('a.jpg', with_zeros(noise), WORKS),
-    'a picture of 32 bits a pixel': of_image('a.tiff', of_pillow('I', (16, 16), 200), 'no known white'),
-    'a picture of floats': of_image('a.tiff', of_pillow('F', (16, 16), 0.5), 'no known white'),
-    'a picture of two colours': of_image('a.png', of_pillow('1', (16, 16), 1), WORKS),
-    'a transparent picture': of_image('a.png', of_pillow('LA', (16, 16)), WORKS),
-    # videos
-    'a GIF of one frame as a video': of_video('a.gif', lambda path: GIF(path, [9]), WORKS),
+    'a picture of 32 bits a pixel': of_image('a.tiff', of_pillow('I', color=200), 'no known white'),
+    'a picture of floats': of_image('a.tiff', of_pillow('F', color=0.5), 'no known white'),
+    'a picture of two colours': of_image('a.png', of_pillow('1', color=1), WORKS),
+    'a transparent picture': of_image('a.png', of_pillow('LA'), WORKS),
+    'a video as a picture': of_image('a.mp4', MPEG4, 'pip install pillow-heif'),
+}
+CUT_PICTURES = {
+    'a.jpg': 0.98,
+    'a.png': 0.95,
+    'a.webp': 0.9,
+    'a.bmp': 0.9,
+    'a.tiff': 0.9,
+    'a.gif': 0.9,
+    'a.ppm': 0.9,
+    'a.tga': 0.9,
+    'a.jp2': 0.5,
+    'a.avif': 0.9,
+}
+"""Which share of a file is left. A decoder notices that the rest is missing."""
+for file_name, share_left in CUT_PICTURES.items():
+    suffix = file_name.removeprefix('a.')
+    PICTURES[f'a cut {suffix}'] = of_image(file_name, cut(noise, share_left), SAMPLE)
+
+LARGE_VIDEO = partial(MPEG4, size=(512, 512))
+MANY_FRAMES = {'video': {'num_frames': 9000, 'max_frames': 9000}}
+VIDEOS: dict[str, Reading] = {
+    'a GIF of one frame as a video': of_video('a.gif', partial(GIF, shades=[9]), WORKS),
     'an animated PNG as a video': of_video('a.png', animated, NO_CONTAINER),
     'an animated WebP as a video': of_video('a.webp', pages, NO_CONTAINER),
     'a name that is a pattern': of_video('%03d.png', picture, NO_CONTAINER),
     'a transport stream': of_video('a.ts', transport_stream, NO_CONTAINER),
-    'a script that joins files': of_video('a.txt', of_bytes(b"ffconcat version 1.0\nfile '../x.ts'\n"), NO_CONTAINER),
-    'a manifest of DASH': of_video('a.mpd', of_bytes(b'<?xml version="1.0"?><MPD><Period/></MPD>'), SAMPLE),
+    'a script that joins files': of_video('a.txt', of_bytes(JOINING_SCRIPT), NO_CONTAINER),
+    'a manifest of DASH': of_video('a.mpd', of_bytes(DASH), SAMPLE),
     'half a GIF': of_video('a.gif', half(GIF), SAMPLE),
     'a video that a browser recorded': of_video('a.webm', live, 'how long it is'),
     'an MP4 without its last bytes': of_video('a.mp4', cut(MPEG4, 0.98), SAMPLE),
@@ -233,41 +269,42 @@ MEDIA: dict[str, Reading] = {
     'a cut AVI': of_video('a.avi', cut(MPEG4, 0.6), SAMPLE),
     'a video without frames': of_video('a.avi', partial(MPEG4, shades=[]), 'no frames that have a time'),
     'a text as a video': of_video('a.mp4', of_bytes(b'film ' * 99), 'cannot be read: '),
-    'a video as a picture': of_image('a.mp4', MPEG4, 'pip install pillow-heif'),
-    # sounds
+    'half a NUT': of_video('a.nut', half(MPEG4), NO_CONTAINER),
+    'a video with too many pixels for a machine': of_video('a.mp4', LARGE_VIDEO, 'pixels', options=MANY_FRAMES),
+    'frames of different sizes': Reading(of_frames((32, 32), (16, 16)), 'of one size', processor=VIDEO),
+    'a list of one frame': Reading(of_frames((32, 32)), WORKS, processor=VIDEO),
+}
+
+SOUNDS: dict[str, Reading] = {
     'a video as a sound': of_audio('a.mp4', MPEG4, 'it holds no audio'),
     'half a WAV': of_audio('a.wav', half(long_wav), 'end is missing'),
     'half an AIFF': of_audio('a.aiff', half(AIFF), 'end is missing'),
     'half a CAF, whose end nobody would miss': of_audio('a.caf', half(PCM), NO_CONTAINER),
     'half a W64': of_audio('a.w64', half(PCM), NO_CONTAINER),
     'half a VOC': of_audio('a.voc', half(partial(write_encoded_sound, codec='pcm_u8')), NO_CONTAINER),
-    'half a NUT': of_video('a.nut', half(MPEG4), NO_CONTAINER),
-    'a WAV without samples': of_audio('a.wav', pcm_without_frames, 'it holds no audio'),
+    'a WAV without samples': of_audio('a.wav', partial(pcm, frames=0), 'it holds no audio'),
     'a sound of NaN': of_audio('a.wav', sound_of(float('nan')), 'finite'),
     'half an MP3': of_audio('a.mp3', half(MP3), 'it ends after'),
     'an Ogg Opus': of_audio('a.ogg', OPUS, WORKS),
     'an Ogg Opus without its last bytes': of_audio('a.ogg', cut(OPUS, 0.95), 'end is missing'),
     'an Ogg Opus with zeros behind it': of_audio('a.ogg', followed_by(OPUS, bytes(900)), WORKS),
     'a WAV with a tag in Latin-1': of_audio('a.wav', followed_by(long_wav, LATIN_1_ARTIST), WORKS),
-    'a WAV of rate 0': of_audio('a.wav', pcm_with(24, '<I', 0), SAMPLE),
-    'a WAV of rate 1': of_audio('a.wav', pcm_with(24, '<I', 1, frames=100), 'cuts it off'),
-    'a WAV of rate 384,000': of_audio('a.wav', pcm_with(24, '<I', 384000, frames=200_000), WORKS),
-    'a WAV of an unknown codec': of_audio('a.wav', pcm_with(20, '<H', 99), 'codec that is not known'),
-    'a WAV with too small a size in its header': of_audio('a.wav', pcm_with(40, '<I', 10), 'at least'),
+    'a WAV of rate 0': of_audio('a.wav', pcm_with('rate', 0), SAMPLE),
+    'a WAV of rate 1': of_audio('a.wav', pcm_with('rate', 1, frames=100), 'cuts it off'),
+    'a WAV of rate 384,000': of_audio('a.wav', pcm_with('rate', 384000, frames=200_000), WORKS),
+    'a WAV of an unknown codec': of_audio('a.wav', pcm_with('codec', 99), 'codec that is not known'),
+    'a WAV with too small a size in its header': of_audio('a.wav', pcm_with('size', 10), 'at least'),
     'a FLAC that lost bytes': of_audio('a.flac', with_zeros(FLAC), SAMPLE),
     'a FLAC with another bit': of_audio('a.flac', changed(FLAC, with_another_bit), 'CRC error'),
     'half an MP3 without a length in its header': of_audio('a.mp3', half(BARE_MP3), WORKS),
-    'a WAV of the highest rate': of_audio('a.wav', pcm_with(24, '<I', 2**32 - 1), SAMPLE),
-    'a WAV with 65,535 channels in its header': of_audio('a.wav', pcm_with(22, '<H', 65535), SAMPLE),
+    'a WAV of the highest rate': of_audio('a.wav', pcm_with('rate', 2**32 - 1), SAMPLE),
+    'a WAV with 65,535 channels in its header': of_audio('a.wav', pcm_with('channels', 65535), SAMPLE),
     'a WAV of 100 channels': of_audio('a.wav', partial(pcm, channels=100), SAMPLE),
     'a FLAC of 8 channels': of_audio('a.flac', partial(FLAC, channels=8), WORKS),
     'a sound of 1e30': of_audio('a.wav', sound_of(1e30), 'finite'),
-    'a list of sounds': of_audio('a.pls', of_bytes(b'[playlist]\nFile1=/etc/passwd\n'), SAMPLE),
-    'a MIDI': of_audio('a.mid', of_bytes(b'MThd\0\0\0\6\0\0\0\1\0\x60MTrk\0\0\0\4\0\xff\x2f\0'), SAMPLE),
+    'a list of sounds': of_audio('a.pls', of_bytes(PLAYLIST), SAMPLE),
+    'a MIDI': of_audio('a.mid', of_bytes(MIDI), SAMPLE),
     'a gzip of a sound': of_audio('a.wav', changed(long_wav, gzip.compress), SAMPLE),
-    'frames of different sizes': Reading(of_frames((32, 32), (16, 16)), 'of one size', processor=VIDEO),
-    'a list of one frame': Reading(of_frames((32, 32)), WORKS, processor=VIDEO),
-    'a video with too many pixels for a machine': of_video(
-        'a.mp4', partial(MPEG4, size=(512, 512)), 'pixels', options={'video': {'num_frames': 9000, 'max_frames': 9000}}
-    ),
 }
+
+MEDIA = {**PICTURES, **VIDEOS, **SOUNDS}

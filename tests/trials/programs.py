@@ -26,12 +26,22 @@ from PIL import Image
 from transformers import LlamaConfig
 
 from composer_tokacc import export, look, size, train, verify
-from tests.support.conversations import turns
+from tests.support.conversations import turns, write_json
 from tests.support.programs import DIGITS, LLAVA, QUIET, TINY_DIGITS
 from tests.trials.outcomes import WORKS, run_program
 
-MAINS = {'look': look.main, 'train': train.main, 'size': size.main, 'verify': verify.main, 'export': export.main}
+MAINS = {
+    'look': look.main,
+    'train': train.main,
+    'size': size.main,
+    'verify': verify.main,
+    'export': export.main,
+}
 RUN = [DIGITS, *TINY_DIGITS, 'trainer.max_duration=1ba', 'trainer.eval_interval=1ba', 'dataset.num_samples=8']
+
+
+Write = Callable[[Path], Any]
+"""Writes files into the folder of a trial."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +51,7 @@ class Call:
     program: str
     arguments: list[str]
     expected: str
-    write: Callable[[Path], Any] | None = None
+    write: Write | None = None
 
     def run(self, folder: Path) -> str:
         if self.write is not None:
@@ -66,8 +76,9 @@ class CallWithVariable:
     expected: str
 
     def run(self, folder: Path) -> str:
+        call = Call('look', [DIGITS], self.expected)
         with patch.dict(os.environ, {self.name: self.value}):
-            return Call('look', [DIGITS], self.expected).run(folder)
+            return call.run(folder)
 
 
 def _folder_of_session() -> Path:
@@ -81,7 +92,8 @@ def _folder_of_session() -> Path:
 def _checkpoint() -> Path:
     """Returns a checkpoint of one step, which is trained once a session."""
     folder = _folder_of_session()
-    assert Call('train', [*RUN, 'trainer.save_folder={folder}'], WORKS).run(folder) == WORKS
+    call = Call('train', [*RUN, 'trainer.save_folder={folder}'], WORKS)
+    assert call.run(folder) == WORKS
     return folder / 'latest-rank0.pt'
 
 
@@ -90,10 +102,11 @@ def intact(folder: Path, name: str = 'a.pt') -> None:
 
 
 def cut(folder: Path) -> None:
-    (folder / 'a.pt').write_bytes(_checkpoint().read_bytes()[:-5000])
+    content = _checkpoint().read_bytes()
+    (folder / 'a.pt').write_bytes(content[:-5000])
 
 
-def changed(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+def changed(change: Callable[[dict[str, Any]], Any]) -> Write:
     """Writes a checkpoint with another state."""
 
     def write(folder: Path) -> None:
@@ -104,17 +117,23 @@ def changed(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
     return write
 
 
-def with_entry(key: str, value: Any) -> Callable[[Path], None]:
+def with_entry(key: str, value: Any) -> Write:
     """Writes a checkpoint with another entry of the state."""
     return changed(lambda state: state.update({key: value}))
 
 
-def without(key: str) -> Callable[[Path], None]:
+def without(key: str) -> Write:
     return changed(lambda state: state.pop(key))
 
 
-def with_fingerprints(value: Any) -> Callable[[Path], None]:
-    return changed(lambda state: dict(state['callbacks'])['SameData'].update(fingerprints=value))
+def with_fingerprints(value: Any) -> Write:
+    """Writes a checkpoint with other fingerprints of the data."""
+
+    def change(state: dict[str, Any]) -> None:
+        callbacks = dict(state['callbacks'])
+        callbacks['SameData']['fingerprints'] = value
+
+    return changed(change)
 
 
 def with_nan(state: dict[str, Any]) -> None:
@@ -123,11 +142,13 @@ def with_nan(state: dict[str, Any]) -> None:
 
 
 def with_complex_weights(state: dict[str, Any]) -> None:
-    state['model'] = {name: weight.cfloat() for name, weight in state['model'].items()}
+    for name, weight in state['model'].items():
+        state['model'][name] = weight.cfloat()
 
 
 def with_another_optimizer(state: dict[str, Any]) -> None:
-    state['optimizers'] = {'SGD': state['optimizers']['AdamW']}
+    adam = state['optimizers']['AdamW']
+    state['optimizers'] = {'SGD': adam}
 
 
 def metadata(state: dict[str, Any]) -> dict[str, Any]:
@@ -139,8 +160,10 @@ def with_an_unknown_model_type(state: dict[str, Any]) -> None:
 
 
 def with_a_file_outside(state: dict[str, Any]) -> None:
-    files = metadata(state).get('processor') or metadata(state)['tokenizer']
-    files['../../evil.txt'] = next(iter(files.values())).copy()
+    entries = metadata(state)
+    files = entries.get('processor') or entries['tokenizer']
+    some_file = next(iter(files.values()))
+    files['../../evil.txt'] = some_file.copy()
 
 
 class MakesFolder:
@@ -150,53 +173,71 @@ class MakesFolder:
         self.folder = folder
 
     def __reduce__(self) -> Any:
-        return (os.mkdir, (str(self.folder / 'code ran'),))
+        new_folder = str(self.folder / 'code ran')
+        return (os.mkdir, (new_folder,))
 
 
-def pickled_code(folder: Path) -> None:
-    (folder / 'a.pt').write_bytes(pickle.dumps(MakesFolder(folder)))
-
-
-def pickled_code_of_another_ending(folder: Path) -> None:
-    (folder / 'a.ckpt').write_bytes(pickle.dumps(MakesFolder(folder)))
+def pickled_code(folder: Path, name: str = 'a.pt') -> None:
+    content = pickle.dumps(MakesFolder(folder))
+    (folder / name).write_bytes(content)
 
 
 def compressed_code(folder: Path) -> None:
-    (folder / 'a.pt.gz').write_bytes(gzip.compress(pickle.dumps(MakesFolder(folder))))
+    content = pickle.dumps(MakesFolder(folder))
+    (folder / 'a.pt.gz').write_bytes(gzip.compress(content))
 
 
 def code_in_a_checkpoint(folder: Path, name: str = 'a.pt') -> None:
-    torch.save({'state': {'model': {}, 'callbacks': MakesFolder(folder)}}, folder / name)
+    state = {'model': {}, 'callbacks': MakesFolder(folder)}
+    torch.save({'state': state}, folder / name)
+
+
+def result_folder(folder: Path) -> None:
+    path = folder / 'report' / 'result.json'
+    path.mkdir(parents=True)
 
 
 def metrics_pipe(folder: Path) -> None:
-    (folder / 'report').mkdir()
-    os.mkfifo(folder / 'report' / 'metrics.jsonl')
+    report = folder / 'report'
+    report.mkdir()
+    os.mkfifo(report / 'metrics.jsonl')
 
 
 def size_pipe(folder: Path) -> None:
-    (folder / 'size').mkdir()
-    os.mkfifo(folder / 'size' / 'size.json')
+    size_folder = folder / 'size'
+    size_folder.mkdir()
+    os.mkfifo(size_folder / 'size.json')
 
 
-def of_bytes(content: bytes) -> Callable[[Path], Any]:
+def of_bytes(content: bytes) -> Write:
     return lambda folder: (folder / 'a.pt').write_bytes(content)
 
 
 def a_picture(folder: Path) -> None:
-    Image.new('RGB', (8, 8)).save(folder / 'a.pt', format='PNG')
+    black_square = Image.new('RGB', (8, 8))
+    black_square.save(folder / 'a.pt', format='PNG')
 
 
 def a_folder(folder: Path) -> None:
     (folder / 'a.pt').mkdir()
 
 
-def saved(value: Any) -> Callable[[Path], Any]:
+def a_link_to_itself(folder: Path) -> None:
+    (folder / 'a.pt').symlink_to('a.pt')
+
+
+def a_hugging_face_folder(folder: Path) -> None:
+    LlamaConfig().save_pretrained(folder / 'a.pt')
+
+
+def saved(value: Any) -> Write:
     return lambda folder: torch.save(value, folder / 'a.pt')
 
 
 def a_compiled_model(folder: Path) -> None:
-    torch.jit.trace(torch.nn.Linear(2, 2), torch.ones(1, 2)).save(str(folder / 'a.pt'))
+    layer = torch.nn.Linear(2, 2)
+    compiled = torch.jit.trace(layer, torch.ones(1, 2))
+    compiled.save(str(folder / 'a.pt'))
 
 
 def a_damaged_index(folder: Path) -> None:
@@ -208,7 +249,7 @@ def a_pipe(folder: Path) -> None:
     os.mkfifo(folder / 'a.pt')
 
 
-def a_table(text: str) -> Callable[[Path], Any]:
+def a_table(text: str) -> Write:
     return lambda folder: (folder / 'a.csv').write_text(text)
 
 
@@ -216,11 +257,12 @@ TURNS = turns('A?', 'B.')
 
 
 def one_sample_without_weight(folder: Path) -> None:
-    records = [{'id': 'a', 'loss_weights': 1, 'conversations': TURNS}, {'id': 'b', 'conversations': TURNS}]
-    (folder / 'data.json').write_text(json.dumps(records))
+    with_weight = {'id': 'a', 'loss_weights': 1, 'conversations': TURNS}
+    without_weight = {'id': 'b', 'conversations': TURNS}
+    write_json(folder, [with_weight, without_weight])
 
 
-def module_of_user(code: str) -> Callable[[Path], Any]:
+def module_of_user(code: str) -> Write:
     """Runs code in a module ``mine``."""
 
     def write(folder: Path) -> None:
@@ -253,17 +295,20 @@ SIZE = [LLAVA, 'dataset.path=x.json', 'device_memory_gib=8', 'folder={folder}/si
 def _exported() -> Path:
     """Returns the checkpoint as a Transformers folder."""
     folder = _folder_of_session()
-    assert Call('export', [str(_checkpoint()), '{folder}/model'], WORKS).run(folder) == WORKS
+    call = Call('export', [str(_checkpoint()), '{folder}/model'], WORKS)
+    assert call.run(folder) == WORKS
     return folder / 'model'
 
 
-def a_model(change: Callable[[Path], Any]) -> Callable[[Path], None]:
+def a_model(change: Callable[[Path], Any]) -> Write:
     """Writes data, and that folder with something changed."""
+    record = {'id': 'a', 'conversations': TURNS}
 
     def write(folder: Path) -> None:
-        (folder / 'data.json').write_text(json.dumps([{'id': 'a', 'conversations': TURNS}] * 8))
-        shutil.copytree(_exported(), folder / 'model')
-        change(folder / 'model')
+        write_json(folder, [record] * 8)
+        model = folder / 'model'
+        shutil.copytree(_exported(), model)
+        change(model)
 
     return write
 
@@ -274,12 +319,14 @@ def unchanged(folder: Path) -> None:
 
 def weights_cut(folder: Path) -> None:
     path = folder / 'model.safetensors'
-    path.write_bytes(path.read_bytes()[:-1000])
+    content = path.read_bytes()
+    path.write_bytes(content[:-1000])
 
 
 def weights_pickled(folder: Path) -> None:
     (folder / 'model.safetensors').unlink()
-    (folder / 'pytorch_model.bin').write_bytes(pickle.dumps(MakesFolder(folder.parent)))
+    content = pickle.dumps(MakesFolder(folder.parent))
+    (folder / 'pytorch_model.bin').write_bytes(content)
 
 
 def generation_config_cut(folder: Path) -> None:
@@ -290,20 +337,23 @@ def config_of_a_list(folder: Path) -> None:
     (folder / 'config.json').write_text('[]')
 
 
+def change_config(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    path = folder / 'config.json'
+    config = json.loads(path.read_text())
+    change(config)
+    path.write_text(json.dumps(config))
+
+
 def more_layers(folder: Path) -> None:
-    config = json.loads((folder / 'config.json').read_text())
-    config['text_config']['num_hidden_layers'] = 4
-    (folder / 'config.json').write_text(json.dumps(config))
+    change_config(folder, lambda config: config['text_config'].update(num_hidden_layers=4))
 
 
 def code_of_its_own(folder: Path) -> None:
-    config = json.loads((folder / 'config.json').read_text())
-    config['model_type'] = 'mine'
-    config['auto_map'] = {'AutoConfig': 'mine.Config'}
-    (folder / 'config.json').write_text(json.dumps(config))
+    auto_map = {'AutoConfig': 'mine.Config'}
+    change_config(folder, lambda config: config.update(model_type='mine', auto_map=auto_map))
 
 
-def template(text: str) -> Callable[[Path], Any]:
+def template(text: str) -> Write:
     return lambda folder: (folder / 'chat_template.jinja').write_text(text)
 
 
@@ -320,23 +370,26 @@ PRETRAINED = [
 ]
 
 
-def exporting(write: Callable[[Path], Any], expected: str) -> Call:
+def exporting(write: Write, expected: str) -> Call:
     return Call('export', EXPORT, expected, write)
 
 
-def loading(write: Callable[[Path], Any], expected: str, *overrides: str) -> Call:
+def loading(write: Write, expected: str, *overrides: str) -> Call:
+    """Resumes from a checkpoint."""
     return Call('train', [*LOAD, *overrides], expected, write)
 
 
-def running(expected: str, *overrides: str, write: Callable[[Path], Any] | None = None) -> Call:
+def running(expected: str, *overrides: str, write: Write | None = None) -> Call:
+    """Trains a step of the digits."""
     return Call('train', [*RUN, *overrides], expected, write)
 
 
 def of_pretrained(change: Callable[[Path], Any], expected: str, *overrides: str) -> Call:
+    """Trains a step of a Transformers folder with something changed."""
     return Call('train', [*PRETRAINED, *overrides], expected, a_model(change))
 
 
-PROGRAMS: dict[str, Call] = {
+EXPORTS: dict[str, Call] = {
     'export of a checkpoint': exporting(intact, WORKS),
     'export of half a checkpoint': exporting(cut, 'a.pt'),
     'export of a text': exporting(of_bytes(b'no checkpoint'), 'a.pt'),
@@ -349,7 +402,7 @@ PROGRAMS: dict[str, Call] = {
     'export of weights alone': exporting(saved({'lm_head.weight': torch.zeros(2)}), "(KeyError: 'state')"),
     'export of a whole module': exporting(saved(torch.nn.Linear(2, 2)), 'Weights only load failed)'),
     'export of a TorchScript model': exporting(a_compiled_model, 'a.pt'),
-    'export of a link to itself': exporting(lambda folder: (folder / 'a.pt').symlink_to('a.pt'), 'which is not there'),
+    'export of a link to itself': exporting(a_link_to_itself, 'which is not there'),
     'export of a folder whose index is damaged': exporting(a_damaged_index, 'a.pt'),
     'export of a file outside the target': exporting(changed(with_a_file_outside), 'evil.txt'),
     'export of a checkpoint whose integrations are null': exporting(
@@ -366,24 +419,22 @@ PROGRAMS: dict[str, Call] = {
         'export', ['{folder}/a.pt', 's3://bucket/x'], 'must be a folder on this machine', write=intact
     ),
     'export without the model': exporting(without('model'), 'a.pt'),
-    'a column of weights that one sample lacks': Call(
-        'train',
-        [LLAVA, 'dataset.path={folder}/data.json', 'algorithms.token_accumulation.token_weights=column'],
-        'sample "b"',
-        write=one_sample_without_weight,
-    ),
+    'export of an unknown model type': exporting(changed(with_an_unknown_model_type), 'for a HuggingFaceModel'),
+}
+
+CHECKPOINTS: dict[str, Call] = {
     'resume from a checkpoint': loading(intact, WORKS),
     'resume from half a checkpoint': loading(cut, 'a.pt'),
     'resume from a folder': loading(a_folder, 'a.pt'),
     'resume from weights alone': loading(saved({'lm_head.weight': torch.zeros(2)}), 'written by Composer'),
-    'resume from a Hugging Face folder': loading(lambda folder: LlamaConfig().save_pretrained(folder / 'a.pt'), 'a.pt'),
+    'resume from a Hugging Face folder': loading(a_hugging_face_folder, 'a.pt'),
     'resume from a folder whose index is damaged': loading(a_damaged_index, 'damaged'),
     'resume from a pickle that runs code': loading(pickled_code, 'a.pt'),
     'resume from a checkpoint that runs code': loading(code_in_a_checkpoint, 'hold only tensors and plain values'),
     'resume from a checkpoint that runs code, by a pattern': running(
         'hold only tensors and plain values',
         'trainer.load_path={folder}/rank{rank}.pt',
-        write=lambda folder: code_in_a_checkpoint(folder, 'rank0.pt'),
+        write=functools.partial(code_in_a_checkpoint, name='rank0.pt'),
     ),
     'resume without the state of the optimizer': loading(without('optimizers'), 'optimizer'),
     'resume without the model': loading(without('model'), 'a.pt'),
@@ -394,7 +445,7 @@ PROGRAMS: dict[str, Call] = {
     'resume with fingerprints that are no JSON': loading(with_fingerprints('no JSON'), 'JSONDecodeError'),
     'resume with fingerprints in a list': loading(with_fingerprints('[1]'), '`trainer` cannot be used: TypeError'),
     'resume from a pickle that ends in .ckpt': running(
-        'a.ckpt', 'trainer.load_path={folder}/a.ckpt', write=pickled_code_of_another_ending
+        'a.ckpt', 'trainer.load_path={folder}/a.ckpt', write=functools.partial(pickled_code, name='a.ckpt')
     ),
     'resume from a compressed pickle': running(
         'compressed', 'trainer.load_path={folder}/a.pt.gz', write=compressed_code
@@ -407,7 +458,9 @@ PROGRAMS: dict[str, Call] = {
         with_entry('optimizers', {'AdamW': {}}), '`trainer` cannot be used: '
     ),
     'resume with another learning rate': loading(intact, 'lr 0.001 there, 0.1 here', 'optimizer.lr=0.1'),
-    'export of an unknown model type': exporting(changed(with_an_unknown_model_type), 'for a HuggingFaceModel'),
+}
+
+PRETRAINED_MODELS: dict[str, Call] = {
     'a checkpoint of Transformers': of_pretrained(unchanged, WORKS),
     'a checkpoint of Transformers with cut weights': of_pretrained(weights_cut, '`model.pretrained`'),
     'a checkpoint of Transformers with pickled weights': of_pretrained(weights_pickled, '`model.pretrained`'),
@@ -424,10 +477,18 @@ PROGRAMS: dict[str, Call] = {
     'a processor of a checkpoint with a key that is misspelt': of_pretrained(
         unchanged, 'Did you mean do_resize?', 'dataset.processor={do_resise: false}'
     ),
-    'look at a negative number of samples': Call('look', [DIGITS, 'samples=-1'], '`samples`'),
+}
+
+RUNS: dict[str, Call] = {
+    'a column of weights that one sample lacks': Call(
+        'train',
+        [LLAVA, 'dataset.path={folder}/data.json', 'algorithms.token_accumulation.token_weights=column'],
+        'sample "b"',
+        write=one_sample_without_weight,
+    ),
     'no samples to evaluate': running('`num_samples`', 'dataset.eval.num_samples=0'),
     'a second run into the folder of the first': running(
-        'ep0-ba1-rank0.pt may', 'trainer.save_folder={folder}', write=lambda folder: intact(folder, 'ep0-ba1-rank0.pt')
+        'ep0-ba1-rank0.pt may', 'trainer.save_folder={folder}', write=functools.partial(intact, name='ep0-ba1-rank0.pt')
     ),
     'a pipe as the YAML file': Call('train', ['{folder}/a.pt'], 'a.pt', write=a_pipe),
     'a picture as the YAML file': Call('train', ['{folder}/a.pt'], 'must be a YAML file', write=a_picture),
@@ -439,7 +500,6 @@ PROGRAMS: dict[str, Call] = {
     'fewer samples than a batch, in their own order': running(
         'every rank a batch', 'loader.regroup_ranks=false', 'dataset.num_samples=7'
     ),
-    'an unknown split of a dataset': Call('look', [DIGITS, 'dataset.split=tset'], '`split`'),
     'an algorithm for another model': running('`trainer` cannot be used: ', 'algorithms.gated_linear_units={}'),
     'a callback whose hook fails': running('shows where', 'callbacks.activation_monitor={interval: 1ba}'),
     'an algorithm that finds no labels': running('shows where', 'algorithms.label_smoothing={smoothing: 0.1}'),
@@ -458,7 +518,7 @@ PROGRAMS: dict[str, Call] = {
     ),
     'a result that is a folder': running(
         '`report.folder`',
-        write=lambda folder: (folder / 'report' / 'result.json').mkdir(parents=True),
+        write=result_folder,
     ),
     'a run name longer than any file may have': running(
         '`trainer.save_folder`', 'trainer.save_folder={folder}/{run_name}', f'trainer.run_name={"x" * 300}'
@@ -483,7 +543,6 @@ PROGRAMS: dict[str, Call] = {
     'a folder with a tilde': running('`trainer.save_folder`', 'trainer.save_folder=~/x'),
     'an unknown activation': running("KeyError: 'swishy'", 'model.config.text_config.hidden_act=swishy'),
     'a metrics file that is a pipe': running('metrics.jsonl', write=metrics_pipe),
-    'a size file that is a pipe': Call('size', [*SIZE, 'lengths.mean=50'], 'size.json', write=size_pipe),
     'a value of 200 kB': running('`split`', f'dataset.split={"x" * 200_000}'),
     'a warm-up in another unit than the run': running('arm', 'trainer.max_duration=30sp', 'trainer.eval_interval=30sp'),
     'an unknown mode of compilation': running('fast', 'trainer.compile_config={mode: fast}'),
@@ -494,6 +553,12 @@ PROGRAMS: dict[str, Call] = {
     'microbatches by trial on a CPU': running(
         '`trainer` cannot be used: ', 'microbatching.device_train_microbatch_size=auto'
     ),
+}
+
+OTHER_PROGRAMS: dict[str, Call] = {
+    'look at a negative number of samples': Call('look', [DIGITS, 'samples=-1'], '`samples`'),
+    'an unknown split of a dataset': Call('look', [DIGITS, 'dataset.split=tset'], '`split`'),
+    'a size file that is a pipe': Call('size', [*SIZE, 'lengths.mean=50'], 'size.json', write=size_pipe),
     'verify of one row': Call('verify', [*RUN, '--rows', '1'], '--rows'),
     'verify of a negative number of rows': Call('verify', [*RUN, '--rows', '-3'], '--rows'),
     'verify with a tolerance of NaN': Call('verify', [*RUN, '--tolerance', 'nan'], '--tolerance'),
@@ -514,6 +579,8 @@ PROGRAMS: dict[str, Call] = {
         write=of_bytes(b''),
     ),
 }
+
+PROGRAMS = {**EXPORTS, **CHECKPOINTS, **PRETRAINED_MODELS, **RUNS, **OTHER_PROGRAMS}
 ENVIRONMENTS = {
     'a local rank of 0.5': CallWithVariable('LOCAL_RANK', '0.5', 'LOCAL_RANK'),
     'a world size of 0': CallWithVariable('WORLD_SIZE', '0', 'WORLD_SIZE'),
