@@ -43,7 +43,18 @@ def texts_with_loss(sample, tokenizer):
 
 def make_images(count):
     """Returns images of unequal sizes and colours."""
-    return [Image.new('RGB', (20 + 9 * index, 24), (200, 30 * index, 0)) for index in range(count)]
+    images = []
+    for index in range(count):
+        size = (20 + 9 * index, 24)
+        color = (200, 30 * index, 0)
+        images.append(Image.new('RGB', size, color))
+    return images
+
+
+def decoded(processor, sample):
+    """Returns the text of a sample without special tokens."""
+    ids = sample['input_ids'][0]
+    return processor.tokenizer.decode(ids, skip_special_tokens=True).strip()
 
 
 WHAT = 'What is this?'
@@ -84,11 +95,19 @@ CONVERSATIONS = {
 def test_loss_on_answers_and_ending_tokens(family, conversation):
     make_processor, end_token = PROCESSORS[family]
     processor = make_processor()
+    encode = ConversationEncoder(processor)
     messages = CONVERSATIONS[conversation]
-    num_images = sum(message['content'].count(IMAGE) for message in messages)
-    sample = ConversationEncoder(processor)(messages, make_images(num_images), sample_id='x')
-    answers = [message['content'][0]['text'] for message in messages if message['role'] == 'assistant']
-    assert texts_with_loss(sample, processor.tokenizer) == [answer + end_token for answer in answers]
+    num_images = 0
+    expected_texts = []
+    for turn in messages:
+        num_images += turn['content'].count(IMAGE)
+        if turn['role'] == 'assistant':
+            [answer] = turn['content']
+            expected_texts.append(answer['text'] + end_token)
+
+    sample = encode(messages, make_images(num_images), sample_id='x')
+
+    assert texts_with_loss(sample, processor.tokenizer) == expected_texts
     carries_loss = sample['labels'] != IGNORE_INDEX
     assert torch.equal(sample['labels'][carries_loss], sample['input_ids'][carries_loss])
     assert sample['num_images'] == [num_images]
@@ -101,15 +120,18 @@ def test_encoding_is_that_of_the_processor(family):
     processor = make_processor()
     messages = CONVERSATIONS['images between answers']
     images = make_images(3)
-    sample = ConversationEncoder(processor)(messages, images)
     text = processor.apply_chat_template(messages, tokenize=False)
     bos_token = processor.tokenizer.bos_token
     has_bos = bos_token is not None and text.startswith(bos_token)
     expected = processor(text=[text], images=[images], return_tensors='pt', add_special_tokens=not has_bos)
-    added_keys = {'labels', 'sample_ids', 'num_images'}
+    expected_keys = {*expected, 'labels', 'sample_ids', 'num_images'}
     if hasattr(processor, 'video_processor'):
-        added_keys.add('num_videos')
-    assert set(sample) == {*expected, *added_keys}
+        expected_keys.add('num_videos')
+    encode = ConversationEncoder(processor)
+
+    sample = encode(messages, images)
+
+    assert sample.keys() == expected_keys
     for key, value in expected.items():
         assert torch.equal(sample[key], value), key
 
@@ -120,15 +142,20 @@ def test_nothing_is_cut_to_a_saved_length(family, side, tmp_path):
     """A tokenizer that has truncated a text saves the length. Processors cut each later text to it."""
     make_processor, _ = PROCESSORS[family]
     processor = make_processor()
-    question = ' '.join(['word'] * 20)
-    expected = ConversationEncoder(processor)([user(IMAGE, question), assistant('Red.')], make_images(1))
+    long_question = ' '.join(['word'] * 20)
+    messages = [user(IMAGE, long_question), assistant('Red.')]
+    images = make_images(1)
+    expected = ConversationEncoder(processor)(messages, images)
     processor.tokenizer.truncation_side = side
     processor.tokenizer('a b c', truncation=True, max_length=16)
     processor.save_pretrained(tmp_path)
     loaded = type(processor).from_pretrained(tmp_path)
     loaded.chat_template = processor.chat_template
-    assert loaded.tokenizer.init_kwargs['max_length'] == 16
-    sample = ConversationEncoder(loaded)([user(IMAGE, question), assistant('Red.')], make_images(1))
+    settings = loaded.tokenizer.init_kwargs
+    assert settings['max_length'] == 16
+
+    sample = ConversationEncoder(loaded)(messages, images)
+
     assert torch.equal(sample['input_ids'], expected['input_ids'])
     assert torch.equal(sample['labels'], expected['labels'])
     assert loaded.tokenizer.init_kwargs['max_length'] == 16, "the user's processor has changed"
@@ -138,11 +165,20 @@ def test_nothing_is_cut_to_a_saved_length(family, side, tmp_path):
 def test_empty_turns_are_those_of_the_template(family):
     make_processor, _ = PROCESSORS[family]
     processor = make_processor()
-    texts = {'system': '', 'user': '', 'assistant': 'Red.'}
-    record = parse({'messages': [{'role': role, 'content': text} for role, text in texts.items()]})
-    sample = ConversationEncoder(processor)(record.messages())
-    expected = processor.apply_chat_template([message(role, text) for role, text in texts.items()], tokenize=False)
-    assert processor.tokenizer.decode(sample['input_ids'][0]).strip() == expected.strip()
+    messages = [
+        {'role': 'system', 'content': ''},
+        {'role': 'user', 'content': ''},
+        {'role': 'assistant', 'content': 'Red.'},
+    ]
+    record = parse({'messages': messages})
+    messages_of_parts = [message('system', ''), message('user', ''), message('assistant', 'Red.')]
+    expected = processor.apply_chat_template(messages_of_parts, tokenize=False)
+    encode = ConversationEncoder(processor)
+
+    sample = encode(record.messages())
+
+    text = processor.tokenizer.decode(sample['input_ids'][0])
+    assert text.strip() == expected.strip()
 
 
 @pytest.mark.parametrize(
@@ -156,12 +192,13 @@ def test_dropped_turn_that_stands_elsewhere(role, messages):
     """The template drops a turn whose text also stands in an answer."""
     processor = small()
     ConversationEncoder(processor)(messages)
-    processor.chat_template = processor.chat_template.replace(
-        'for message in messages', f"for message in messages if message['role'] != '{role}'"
-    )
+    without_role = f"for message in messages if message['role'] != '{role}'"
+    processor.chat_template = processor.chat_template.replace('for message in messages', without_role)
     encode = ConversationEncoder(processor)
     # Nothing is lost of an empty turn. It must not show that turns of this role are written.
-    encode([message(role) if turn['role'] == role else turn for turn in messages])
+    with_empty_turn = [message(role) if turn['role'] == role else turn for turn in messages]
+    encode(with_empty_turn)
+
     with pytest.raises(ValueError, match=f'must write what the {role} says'):
         encode(messages)
 
@@ -175,9 +212,12 @@ def test_dropped_text_that_stands_elsewhere():
         "{{ (message['content'] | selectattr('text') | first).text }}<|end|>{% endfor %}"
     )
     encode = ConversationEncoder(processor)
-    encode([user(IMAGE, 'Is it red?'), assistant('Yes.')], make_images(1))
+    images = make_images(1)
+    encode([user(IMAGE, 'Is it red?'), assistant('Yes.')], images)
+    question_of_two_texts = user('Is it red?', IMAGE, 'red')
+
     with pytest.raises(ValueError, match='must write what the user says'):
-        encode([user('Is it red?', IMAGE, 'red'), assistant('Yes.')], make_images(1))
+        encode([question_of_two_texts, assistant('Yes.')], images)
 
 
 def test_dropped_text_behind_a_second_image():
@@ -202,19 +242,33 @@ def test_result_of_a_tool_as_json():
         "{% for message in messages %}<|{{ message['role'] }}|>{% for part in message['content'] %}"
         "{{ part.text | tojson if message['role'] == 'tool' else part.text }}{% endfor %}<|end|>{% endfor %}"
     )
+    encode = ConversationEncoder(processor)
     result = message('tool', '{"place": "Zürich"}\n')
-    sample = ConversationEncoder(processor)([user('Where?'), assistant('So?'), result, assistant('There.')])
+
+    sample = encode([user('Where?'), assistant('So?'), result, assistant('There.')])
+
     text = processor.tokenizer.decode(sample['input_ids'][0])
     assert r'<|tool|>"{\"place\": \"Zürich\"}\n"<|end|>' in text
 
 
+def add_plain_tokens(processor, *tokens):
+    """Adds tokens that are not special."""
+    for token in tokens:
+        plain_token = AddedToken(token, special=False, normalized=False)
+        processor.tokenizer.add_tokens([plain_token])
+
+
 def test_ending_token_that_is_not_special():
     processor = llava()
-    processor.tokenizer.add_tokens([AddedToken('<|im_end|>', special=False, normalized=False)])
+    add_plain_tokens(processor, '<|im_end|>')
     processor.chat_template = QWEN
-    sample = ConversationEncoder(processor)(CONVERSATIONS['no image'])
+    encode = ConversationEncoder(processor)
+
+    sample = encode(CONVERSATIONS['no image'])
+
     assert learned_text(sample, processor.tokenizer) == 'A colour.<|im_end|>'
-    assert '</s>' not in processor.tokenizer.decode(sample['input_ids'][0])
+    text = processor.tokenizer.decode(sample['input_ids'][0])
+    assert '</s>' not in text
 
 
 @pytest.mark.parametrize(
@@ -225,18 +279,22 @@ def test_template_of_plain_strings(template_of_turn):
     processor = blip2()
     processor.chat_template = '{% for message in messages %}' + template_of_turn + '{% endfor %}'
     messages = [user(IMAGE, "What's this?"), assistant("It's red.")]
-    sample = ConversationEncoder(processor)(messages, make_images(1))
-    decoded = processor.tokenizer.decode(sample['input_ids'][0], skip_special_tokens=True)
-    assert decoded.strip() == "<user>What's this? <assistant>It's red."
+    encode = ConversationEncoder(processor)
+
+    sample = encode(messages, make_images(1))
+
+    assert decoded(processor, sample) == "<user>What's this? <assistant>It's red."
 
 
 def test_role_that_no_record_has():
     """The template writes only parts, also in the turns of a role that it does not name."""
     processor = llava()
     messages = [message('developer', 'Be brief.'), user('What is blue?'), assistant('A colour.')]
-    sample = ConversationEncoder(processor)(messages)
-    decoded = processor.tokenizer.decode(sample['input_ids'][0], skip_special_tokens=True)
-    assert decoded.strip() == 'DEVELOPER: Be brief. USER: What is blue? ASSISTANT: A colour.'
+    encode = ConversationEncoder(processor)
+
+    sample = encode(messages)
+
+    assert decoded(processor, sample) == 'DEVELOPER: Be brief. USER: What is blue? ASSISTANT: A colour.'
 
 
 @pytest.mark.parametrize('modality', ['image', 'video'])
@@ -244,44 +302,72 @@ def test_media_without_a_placeholder_are_refused(modality):
     processor = qwen2_vl()
     assert 'video' not in processor.chat_template
     processor.chat_template = processor.chat_template.replace('<|vision_start|><|image_pad|><|vision_end|>', '')
-    record = parse({'id': 'a', f'{modality}s': ['x'], 'conversations': turns(f'<{modality}>?', 'Red.')})
-    with pytest.raises(
-        BadSampleError, match=f'"a" .*has {modality}s in a turn of the user, but the chat template writes no'
-    ):
-        ConversationEncoder(processor).check_takes_media(record)
+    encoder = ConversationEncoder(processor)
+    conversation = turns(f'<{modality}>?', 'Red.')
+    record = parse({'id': 'a', f'{modality}s': ['x'], 'conversations': conversation})
+
+    message = f'"a" .*has {modality}s in a turn of the user, but the chat template writes no'
+    with pytest.raises(BadSampleError, match=message):
+        encoder.check_takes_media(record)
+
+
+def small_tokenizer():
+    return small().tokenizer
 
 
 @pytest.mark.parametrize(
     ('make', 'parts', 'num_images', 'message'),
     [
-        (lambda: small().tokenizer, [IMAGE], 1, 'takes none'),
-        (lambda: small().tokenizer, [], 1, 'got: 1 for 0 parts'),
-        (blip2, [IMAGE], 0, 'got: 0 for 1 parts'),
-        (qwen2_vl, [IMAGE], 2, 'got: 2 for 1 parts'),
+        pytest.param(small_tokenizer, [IMAGE], 1, 'takes none', id='tokenizer, placeholder'),
+        pytest.param(small_tokenizer, [], 1, 'got: 1 for 0 parts', id='tokenizer, no placeholder'),
+        pytest.param(blip2, [IMAGE], 0, 'got: 0 for 1 parts', id='too few images'),
+        pytest.param(qwen2_vl, [IMAGE], 2, 'got: 2 for 1 parts', id='too many images'),
     ],
 )
 def test_media_that_would_be_dropped(make, parts, num_images, message):
     encode = ConversationEncoder(make())
+    messages = [user(*parts, WHAT), assistant('Red.')]
+    images = make_images(num_images)
+
     with pytest.raises(ValueError, match=f'`images` must .*{message}'):
-        encode([user(*parts, WHAT), assistant('Red.')], make_images(num_images))
+        encode(messages, images)
 
 
-def test_messages_of_a_wrong_form_are_refused():
-    """The encoder takes only the text of an answer, so an image in it would be dropped."""
-    encoder = ConversationEncoder(small())
+def test_image_in_an_answer_is_refused():
+    """The encoder takes only the text of an answer, so the image would be dropped."""
+    encode = ConversationEncoder(small())
+    answer = message('assistant', IMAGE, 'Red.')
+
     with pytest.raises(ValueError, match='only text in answers'):
-        encoder([user('Which colour?'), message('assistant', IMAGE, 'Red.')])
+        encode([user('Which colour?'), answer])
+
+
+def test_conversation_without_turns_is_refused():
+    encode = ConversationEncoder(small())
+
     with pytest.raises(ValueError, match='`messages` must hold at least one turn'):
-        encoder([])
+        encode([])
 
 
 @pytest.mark.parametrize('key', ['reasoning_content', 'tool_calls', 'name'])
 def test_keys_of_messages_are_not_dropped(key):
     """Chat templates read such keys, but the encoder hands on only the role and the content."""
-    encoder = ConversationEncoder(small())
+    encode = ConversationEncoder(small())
+    answer = assistant('Red.')
+    answer[key] = 'Blood is red.'
+
     with pytest.raises(ValueError, match=rf'`messages` must .*`{key}`'):
-        encoder([user('Which colour?'), {**assistant('Red.'), key: 'Blood is red.'}])
-    sample = encoder([user('Which colour?'), {**assistant('Red.'), key: None, 'id': 1, 'weight': 1}])
+        encode([user('Which colour?'), answer])
+
+
+@pytest.mark.parametrize('key', ['reasoning_content', 'tool_calls', 'name'])
+def test_keys_without_a_value_are_taken(key):
+    """Neither does a template read ``id`` and ``weight``."""
+    encoder = ConversationEncoder(small())
+    answer = {**assistant('Red.'), key: None, 'id': 1, 'weight': 1}
+
+    sample = encoder([user('Which colour?'), answer])
+
     assert learned_text(sample, encoder.tokenizer) == 'Red.<|end|>'
 
 
@@ -297,108 +383,156 @@ def test_answer_without_tokens_is_refused(text):
     bert = Tokenizer(WordLevel({'[UNK]': 0}, unk_token='[UNK]'))
     bert.normalizer = BertNormalizer()
     bert.pre_tokenizer = BertPreTokenizer()
-    answer = AnswerSpan(len(text) - 1, len(text))
+    encoding = bert.encode(text)
+    last_character = AnswerSpan(len(text) - 1, len(text))
+
     with pytest.raises(InvalidInputError, match='an answer must have tokens'):
-        _spans_of(bert.encode(text), [answer])
+        _spans_of(encoding, [last_character])
 
 
 def test_control_tokens_become_text():
+    """The template's own tokens stay: one ends the answer, and one begins the question."""
     processor = small()
     tokenizer = processor.tokenizer
     vocabulary = tokenizer.get_vocab()
-    as_tokens = ConversationEncoder(processor, control_tokens='warn')(SPOKEN)['input_ids'][0]
-    as_text = ConversationEncoder(processor, control_tokens='text')(SPOKEN)['input_ids'][0]
-    assert tokenizer.decode(as_text) == tokenizer.decode(as_tokens)
-    # The template's own tokens stay: one ends the answer, and one begins the question.
-    end, user = tokenizer.convert_tokens_to_ids(['<|end|>', '<|user|>'])
-    assert as_tokens.tolist().count(end) == 3
-    assert as_text.tolist().count(end) == 1
-    assert as_tokens.tolist().count(user) == 2
-    assert as_text.tolist().count(user) == 1
+    end = vocabulary['<|end|>']
+    user = vocabulary['<|user|>']
+    encode_as_tokens = ConversationEncoder(processor, control_tokens='warn')
+    encode_as_text = ConversationEncoder(processor, control_tokens='text')
+
+    tokens = encode_as_tokens(SPOKEN)['input_ids'][0].tolist()
+    spelled = encode_as_text(SPOKEN)['input_ids'][0].tolist()
+
+    assert tokenizer.decode(spelled) == tokenizer.decode(tokens)
+    assert tokens.count(end) == 3
+    assert tokens.count(user) == 2
+    assert spelled.count(end) == 1
+    assert spelled.count(user) == 1
     assert tokenizer.get_vocab() == vocabulary
 
 
-def test_labels_and_lengths_of_spelled_tokens():
+def test_labels_of_spelled_tokens():
     encoder = ConversationEncoder(small(), control_tokens='text')
+
     sample = encoder(SPOKEN)
-    (unexpanded,) = encoder.encode_unexpanded([SPOKEN])
-    for key in ('input_ids', 'labels'):
-        assert torch.equal(unexpanded[key], sample[key])
+    [unexpanded] = encoder.encode_unexpanded([SPOKEN])
+
     assert learned_text(sample, encoder.tokenizer) == 'Yes.<|end|><|user|> No.<|end|>'
     assert sample['attention_mask'].shape == sample['input_ids'].shape
-    encoder.max_length = sample['input_ids'].shape[1]
+    assert torch.equal(unexpanded['input_ids'], sample['input_ids'])
+    assert torch.equal(unexpanded['labels'], sample['labels'])
+
+
+def test_length_of_spelled_tokens():
+    encoder = ConversationEncoder(small(), control_tokens='text')
+    length = encoder(SPOKEN)['input_ids'].shape[1]
+    encoder.max_length = length
     encoder(SPOKEN)
-    encoder.max_length -= 1
-    with pytest.raises(ValueError, match=f'max_length.*got: {encoder.max_length} < {encoder.max_length + 1} tokens'):
+
+    encoder.max_length = length - 1
+
+    with pytest.raises(ValueError, match=f'max_length.*got: {length - 1} < {length} tokens'):
         encoder(SPOKEN)
 
 
 def test_masks_of_images_follow_spelled_tokens():
     """Mllama's mask has a dimension along the text and two others. The reference has other text of the same length."""
-    processor = transformers.MllamaProcessor(
-        image_processor=small_processor('mllama', 'image'),
-        tokenizer=tokenizer('<|image|>', '<|python_tag|>', '<s>', '</s>', bos_token='<s>', eos_token='</s>'),
-    )
+    words = tokenizer('<|image|>', '<|python_tag|>', '<s>', '</s>', bos_token='<s>', eos_token='</s>')
+    images = small_processor('mllama', 'image')
+    processor = transformers.MllamaProcessor(image_processor=images, tokenizer=words)
     processor.chat_template = (
         "{% for message in messages %}{% for part in message['content'] %}"
         "{{ '<|image|>' if part['type'] == 'image' else part['text'] }}{% endfor %}{{ eos_token }}{% endfor %}"
     )
-    encoder = ConversationEncoder(processor, control_tokens='text')
+    encode = ConversationEncoder(processor, control_tokens='text')
+    spelled_token = user(IMAGE, 'A </s>?')
+    plain_text = user(IMAGE, 'A </z>?')
     other_turns = [assistant('Red.'), user(IMAGE, '?'), assistant('Red.')]
-    sample = encoder([user(IMAGE, 'A </s>?'), *other_turns], make_images(2))
-    expected = encoder([user(IMAGE, 'A </z>?'), *other_turns], make_images(2))
-    assert not torch.equal(sample['input_ids'], expected['input_ids'])
+
+    sample = encode([spelled_token, *other_turns], make_images(2))
+    expected = encode([plain_text, *other_turns], make_images(2))
+
+    assert not torch.equal(sample.pop('input_ids'), expected.pop('input_ids'))
     for key, value in expected.items():
-        if isinstance(value, torch.Tensor) and key != 'input_ids':
+        if isinstance(value, torch.Tensor):
             assert torch.equal(sample[key], value), key
 
 
 def test_first_control_token_is_named_once(caplog):
     encoder = ConversationEncoder(small())
+    conversation = turns('A?', 'B.<|end|>')
+
     for name in ('a', 'b'):
-        record = parse({'id': name, 'conversations': turns('A?', 'B.<|end|>')})
+        record = parse({'id': name, 'conversations': conversation})
         encoder.encode_record(record, [])
-    (line,) = [message for message in caplog.messages if 'control token' in message]
+
+    [line] = [message for message in caplog.messages if 'control token' in message]
     assert line.startswith('sample "a" (data.json, line 3): has the control token <|end|>')
 
 
 def test_control_tokens_of_a_direct_call(caplog):
     """Without a record, the texts of the messages are checked in the same way."""
-    with pytest.raises(InvalidInputError, match=r'the conversation has the control token <\|end\|> in its text'):
-        ConversationEncoder(small(), control_tokens='refuse')(SPOKEN)
-    with pytest.raises(InvalidInputError, match=r'the conversation has `<image>` in a text where it stands for no'):
-        ConversationEncoder(small())([user('Write <image>.'), assistant('Yes.')])
-    assert not caplog.messages
-    encoder = ConversationEncoder(small())
-    encoder(SPOKEN)
-    encoder(SPOKEN)
-    (line,) = caplog.messages
+    encode = ConversationEncoder(small())
+
+    encode(SPOKEN)
+    encode(SPOKEN)
+
+    [line] = caplog.messages
     assert line.startswith('the conversation has the control token <|end|>')
+
+
+@pytest.mark.parametrize(
+    ('messages', 'control_tokens', 'reason'),
+    [
+        pytest.param(SPOKEN, 'refuse', r'the control token <\|end\|> in its text', id='control token'),
+        pytest.param(
+            [user('Write <image>.'), assistant('Yes.')],
+            'warn',
+            '`<image>` in a text where it stands for no',
+            id='placeholder',
+        ),
+    ],
+)
+def test_refused_tokens_of_a_direct_call(messages, control_tokens, reason, caplog):
+    encode = ConversationEncoder(small(), control_tokens=control_tokens)
+
+    with pytest.raises(InvalidInputError, match=f'the conversation has {reason}'):
+        encode(messages)
+
+    assert not caplog.messages
 
 
 @pytest.mark.parametrize('token', ['<|im_start|>', '<|im_end|>'])
 def test_token_of_the_template_that_is_not_special(token):
     """Plain tokens that begin or end turns are control tokens, too. Such a tokenizer cannot spell them."""
     processor = llava()
-    for added in ('<|im_start|>', '<|im_end|>', '<think>'):
-        processor.tokenizer.add_tokens([AddedToken(added, special=False, normalized=False)])
+    add_plain_tokens(processor, '<|im_start|>', '<|im_end|>', '<think>')
     processor.chat_template = QWEN
+    refusing = ConversationEncoder(processor, control_tokens='refuse')
+    spelling = ConversationEncoder(processor, control_tokens='text')
     record = parse({'conversations': turns(f'What is {token}?', '<think>Hm.')})
+    record_without_token = parse({'conversations': turns('What?', '<think>Hm.')})
+
+    refusing.encode_record(record_without_token, [])
     with pytest.raises(ValueError, match=f'the control token {re.escape(token)} '):
-        ConversationEncoder(processor, control_tokens='refuse').encode_record(record, [])
+        refusing.encode_record(record, [])
     with pytest.raises(ValueError, match='cannot write the control token'):
-        ConversationEncoder(processor, control_tokens='text').encode_record(record, [])
-    thought = parse({'conversations': turns('What?', '<think>Hm.')})
-    ConversationEncoder(processor, control_tokens='refuse').encode_record(thought, [])
+        spelling.encode_record(record, [])
 
 
-def test_missing_part_of_processor_is_named():
+def test_missing_chat_template_is_named():
     processor = small()
     processor.chat_template = None
     processor.tokenizer.chat_template = None
+
     with pytest.raises(ValueError, match='has no chat template'):
         ConversationEncoder(processor)
+
+
+def test_missing_tokenizer_is_named():
+    processor = small()
     processor.tokenizer = None
+
     with pytest.raises(ValueError, match='a LlavaProcessor that has no tokenizer'):
         ConversationEncoder(processor)
 
@@ -408,16 +542,21 @@ def test_error_of_the_processor_names_it(longest_edge):
     """Without the name, a message about the processor's arithmetic would look like one about the sample."""
     processor = qwen2_vl()
     processor.image_processor.size = {'shortest_edge': 64, 'longest_edge': longest_edge}
+    encode = ConversationEncoder(processor)
     wide_image = Image.new('RGB', (3000, 2))
+
     with pytest.raises(ValueError, match=r'Qwen2VLProcessor cannot encode it: '):
-        ConversationEncoder(processor)(CONVERSATIONS['one turn'], [wide_image])
+        encode(CONVERSATIONS['one turn'], [wide_image])
 
 
 def test_long_reason_loses_its_middle():
     record = Record(sample_id='a', source='data.json', turns=(), media=())
-    message = str(record.error('x' * 200_000 + '. Take it out'))
-    assert len(message) < 1100
-    assert message.endswith('. Take it out')
+    long_reason = 'x' * 200_000
+
+    error = record.error(f'{long_reason}. Take it out')
+
+    assert len(str(error)) < 1100
+    assert str(error).endswith('. Take it out')
 
 
 HEARING = QWEN.replace(
@@ -450,11 +589,18 @@ def hearing_processor(name):
     return processor
 
 
+def silence(seconds):
+    """Returns a sound of 16,000 samples a second."""
+    num_samples = round(16000 * seconds)
+    return np.zeros(num_samples, dtype=np.float32)
+
+
 def encode_sounds(encoder, *seconds):
     """Encodes a conversation with a silent sound of each length."""
-    sounds = [np.zeros(round(16000 * length), dtype=np.float32) for length in seconds]
+    sounds = [silence(length) for length in seconds]
     parts = [{'type': 'audio'}] * len(sounds)
-    return encoder([user(*parts, WHAT), assistant('A red square.')], audios=sounds)
+    messages = [user(*parts, WHAT), assistant('A red square.')]
+    return encoder(messages, audios=sounds)
 
 
 def test_sounds_cut_off_are_refused():
@@ -468,7 +614,10 @@ def test_long_sounds_in_several_windows():
     processor = hearing_processor('AudioFlamingo3')
     processor.max_audio_len = 3
     encoder = ConversationEncoder(processor)
-    assert encode_sounds(encoder, 2.3)['input_features'].shape[0] == 3
+
+    sample = encode_sounds(encoder, 2.3)
+
+    assert len(sample['input_features']) == 3
     with pytest.raises(ValueError, match=r'window is 1 s \(16000 .* got: 48001 audio samples'):
         encode_sounds(encoder, 48001 / 16000)
 
@@ -476,10 +625,17 @@ def test_long_sounds_in_several_windows():
 def test_part_named_audio_processor():
     """Phi-4 multimodal has no `feature_extractor`, and writes a mask only for several sounds."""
     encoder = ConversationEncoder(hearing_processor('Phi4Multimodal'))
-    samples = [encode_sounds(encoder, 0.5), encode_sounds(encoder), encode_sounds(encoder, 0.3, 0.7)]
-    assert [sample['num_audios'] for sample in samples] == [[1], [0], [2]]
-    sounds = [np.zeros(round(16000 * length), dtype=np.float32) for length in (0.5, 0.3, 0.7)]
+    collate = VisionLanguageCollator(encoder.processor)
+    one_sound = encode_sounds(encoder, 0.5)
+    no_sound = encode_sounds(encoder)
+    two_sounds = encode_sounds(encoder, 0.3, 0.7)
+
+    batch = collate([one_sound, no_sound, two_sounds])
+
+    assert one_sound['num_audios'] == [1]
+    assert no_sound['num_audios'] == [0]
+    assert two_sounds['num_audios'] == [2]
+    sounds = [silence(0.5), silence(0.3), silence(0.7)]
     expected = encoder.parts['audio'](sounds, sampling_rate=16000, return_tensors='pt')
-    batch = VisionLanguageCollator(encoder.processor)(samples)
     for key, value in expected.items():
         assert torch.equal(batch[key], value)

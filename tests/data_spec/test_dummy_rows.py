@@ -107,29 +107,44 @@ def expected_loss_and_gradients(case: Case, side: str):
 
 
 def num_placeholders(layout, batch):
-    return int((batch['input_ids'] == layout.image_token_id).sum())
+    is_placeholder = batch['input_ids'] == layout.image_token_id
+    return int(is_placeholder.sum())
+
+
+def adopt(spec, rules=None, **options):
+    """Lets the split of a spec take these rules, or the ones that it has, as if the check had proven them."""
+    microbatch_split = split.split_of(spec.dataloader)
+    microbatch_split.adopt(rules or microbatch_split.rules, microbatch_split.layout, **options)
+    return microbatch_split
 
 
 # Dummy rows with an image, in every family.
 
 
-@pytest.mark.parametrize(('spare', 'side'), [(1, 'right'), (5, 'left')], ids=['narrower, right', 'wider, left'])
+@pytest.mark.parametrize(
+    ('image_row', 'side'),
+    [
+        pytest.param(1, 'right', id='narrower, right'),
+        pytest.param(5, 'left', id='wider, left'),
+    ],
+)
 @for_each_family
-def test_dummy_image_row_changes_no_gradient(name, spare, side):
+def test_dummy_image_row_changes_no_gradient(name, image_row, side):
+    """The purpose of the row: every parameter gets a gradient, so that no rank waits for another."""
     case, layout = case_of(name)
     expected_loss, expected_gradients = expected_loss_and_gradients(case, side)
     text = batch_of(case, TEXT_ROWS, side)
     _, gradients_of_text = loss_and_gradients(case, text)
-    dummy = zero_weight(batch_of(case, [spare], side))
+    dummy = zero_weight(batch_of(case, [image_row], side))
 
     with_dummy = add_rows(layout, text, [dummy], side)
     loss, gradients = loss_and_gradients(case, with_dummy)
 
-    assert num_placeholders(layout, dummy) > 0
-    assert num_placeholders(layout, with_dummy) == num_placeholders(layout, dummy), 'pads are no placeholders'
+    placeholders_of_dummy = num_placeholders(layout, dummy)
+    assert placeholders_of_dummy > 0
+    assert num_placeholders(layout, with_dummy) == placeholders_of_dummy, 'pads are no placeholders'
     torch.testing.assert_close(loss, expected_loss, rtol=1e-6, atol=0)
     assert relative_error(gradients, expected_gradients) < 1e-6
-    # The purpose of the row: every parameter gets a gradient, so that no rank waits for another.
     trained = [parameter for parameter in case.model.parameters() if parameter.requires_grad]
     assert len(gradients) == len(trained)
     assert len(gradients_of_text) < len(trained)
@@ -140,6 +155,7 @@ def test_dummy_rows_are_no_samples():
     text = batch_of(case, TEXT_ROWS)
     image_row = batch_of(case, [1])
     dummy = zero_weight(image_row)
+    spec = token_data_spec(loader(text))
 
     with_dummy = add_rows(layout, text, [dummy], 'right')
 
@@ -149,7 +165,6 @@ def test_dummy_rows_are_no_samples():
     assert num_samples(with_dummy) == 2
     counts_of_dummy = RowCounts(samples=0, rule=LossRule.CAUSAL)
     assert row_counts_of(with_dummy) == [*row_counts_of(text), counts_of_dummy]
-    spec = token_data_spec(loader(text))
     assert spec.get_num_samples_in_batch(with_dummy) == 2
     assert spec.get_num_tokens_in_batch(with_dummy) == spec.get_num_tokens_in_batch(text)
 
@@ -158,15 +173,17 @@ def test_dummy_rows_are_no_samples():
 def test_dummy_row_is_the_smallest(name):
     case, layout = case_of(name)
     batch = batch_of(case, range(6), 'left')
+    facts = describe(layout, batch)
+
+    dummy = smallest_row([facts], 'image')
+
     image_counts = [num_images for num_images in layout.images_per_row(batch) if num_images > 0]
-
-    dummy = smallest_row([describe(layout, batch)], 'image')
-
     assert layout.images_per_row(dummy) == [min(image_counts)]
     # The rows with the fewest images, by family.
     assert dummy['sample_ids'][0] in ('sample-1', 'sample-2')
+    facts_of_dummy = describe(layout, dummy)
     width = dummy['input_ids'].shape[1]
-    assert describe(layout, dummy).lengths == [width], 'no padding'
+    assert facts_of_dummy.lengths == [width], 'no padding'
     assert num_samples(dummy) == 0
 
 
@@ -197,16 +214,20 @@ def test_only_some_rows_have_a_mask(masked_rows):
     with_dummy = add_rows(layout, text, [dummy], 'right')
 
     lengths = [layout.width(text), layout.width(dummy)]
-    assert with_dummy['attention_mask'].sum(dim=1).tolist() == lengths
+    attended = with_dummy['attention_mask'].sum(dim=1)
+    assert attended.tolist() == lengths
 
 
 @pytest.mark.parametrize('listed', ['image', 'video'])
 def test_dummies_of_two_ranks_have_unlike_lists(listed):
     """An empty microbatch joins the dummy row of this rank with that of another rank, whose batches lack a list."""
     case, layout = media_case_of('video_llava')
-    rows = {modality: with_counts(row_of(case, modality)) for modality in ('image', 'video')}
-    rows[listed]['files'] = ['a']
-    dummies = {modality: describe(layout, zero_weight(row)) for modality, row in rows.items()}
+    dummies = {}
+    for modality in ('image', 'video'):
+        row = with_counts(row_of(case, modality))
+        if modality == listed:
+            row['files'] = ['a']
+        dummies[modality] = describe(layout, zero_weight(row))
 
     microbatch = split._empty_microbatch([dummies['image']], dummies)
 
@@ -217,9 +238,10 @@ def test_dummies_of_two_ranks_have_unlike_lists(listed):
 def test_padding_of_row_beginning_with_placeholder():
     """The padding must not take the id of the placeholder."""
     case, layout = media_case_of('video_llava')
-    number_of_row = case.truth.index({'image': 2, 'video': 0})
-    row_of_images = case.rows[number_of_row]
-    assert row_of_images['input_ids'][0, 0] == case.model.config.image_token_id
+    place_of_images = case.truth.index({'image': 2, 'video': 0})
+    row_of_images = case.rows[place_of_images]
+    first_id = row_of_images['input_ids'][0, 0]
+    assert first_id == case.model.config.image_token_id
     dummy = zero_weight(row_of(case, 'video'))
 
     with_dummy = add_rows(layout, row_of_images, [dummy], 'right')
@@ -233,15 +255,16 @@ def test_padding_of_row_beginning_with_placeholder():
 def test_dummy_row_is_padded_as_batch():
     """A row of text is shorter than the dummy row. It is padded on the left, as it was in the batch."""
     case, layout = case_of('llava')
-    facts = describe(layout, batch_of(case, range(6), 'left'))
+    batch = batch_of(case, range(6), 'left')
+    facts = describe(layout, batch)
     shorter_text = min(TEXT_ROWS, key=facts.lengths.__getitem__)
     length = facts.lengths[shorter_text]
-    dummies = {'image': describe(layout, smallest_row([facts], 'image'))}
-    missing = missing_dummies(dummies, facts, [shorter_text])
-    piece_of_all_rows = Piece.from_facts(facts, CutRules(left=sys.maxsize), CutOptions())
-    piece = piece_of_all_rows.take([shorter_text])
+    dummy = describe(layout, smallest_row([facts], 'image'))
+    missing = missing_dummies({'image': dummy}, facts, [shorter_text])
+    all_rows = Piece.from_facts(facts, CutRules(left=sys.maxsize), CutOptions())
+    text_row = all_rows.take([shorter_text])
 
-    [microbatch] = build([replace(piece, dummies=missing)])
+    [microbatch] = build([replace(text_row, dummies=missing)])
 
     mask = microbatch['attention_mask'][0]
     assert len(mask) > length
@@ -304,9 +327,9 @@ def test_dummy_row_keeps_image_codes(shortest):
     facts = facts_with_codes([shortest, 6, 6])
     dummy = describe(facts.layout, smallest_row([facts], 'image'))
     all_rows = Piece.from_facts(facts, CutRules(), CutOptions(max_tokens=100))
-    row_without_image = replace(all_rows.take([2]), dummies=[dummy])
+    text_row = all_rows.take([2])
 
-    (microbatch,) = build([row_without_image])
+    [microbatch] = build([replace(text_row, dummies=[dummy])])
 
     assert dummy.width == shortest
     assert microbatch['image_codes'].tolist() == [[0, 1, 2, 3, 4, 5]]
@@ -316,8 +339,10 @@ def test_packed_rows_keep_image_codes():
     facts = facts_with_codes([6, 6, 4])
     rules = CutRules(packing='documents')
     all_rows = Piece.from_facts(facts, rules, CutOptions(max_tokens=100))
+    image_rows = all_rows.take([0, 1])
+    attention = DocumentAttention(one_layer_model(), 'documents')
 
-    (microbatch,) = build([all_rows.take([0, 1])], DocumentAttention(one_layer_model(), 'documents'))
+    [microbatch] = build([image_rows], attention)
 
     assert microbatch['input_ids'].shape == (1, 12)
     assert torch.equal(microbatch['image_codes'], facts.batch['image_codes'])
@@ -363,9 +388,10 @@ def test_glm_gets_no_video_beside_image(modality, some_rank_has_videos, monkeypa
     text = text_batch([5, 3], mm_token_type_ids=torch.zeros(2, 5).long())
     text['input_ids'] += 10
     media_row = glm_row(model.config, modality)
+    image_row_of_other_rank = glm_row(model.config, 'image')
+    receive(monkeypatch, image_row_of_other_rank)
     batch = layout.concat([text, media_row])
     spec = token_data_spec(loader(batch), layout=layout)
-    receive(monkeypatch, glm_row(model.config, 'image'))
 
     microbatches = spec.split_batch(batch, 1)
 
@@ -382,12 +408,13 @@ def test_text_rank_takes_layout_of_another(other_rank_has_images, monkeypatch):
     """Without a model each rank infers a layout from its own batch. Text does not show the entries of Mllama."""
     case, layout = case_of('mllama')
     batch = family_batch(case)
-    row_with_one_image = layout.images_per_row(batch).index(1)
     text_keys = {'input_ids', 'attention_mask', 'labels', 'token_type_ids'}  # old processors add the last one
     text = {key: batch[key][TEXT_ROWS] for key in text_keys & batch.keys()}
+    place_of_image = layout.images_per_row(batch).index(1)
+    image_row = layout.select(batch, [place_of_image])
+    receive(monkeypatch, image_row)
     layout_of_other_rank = BatchLayout.infer(batch)
     monkeypatch.setattr(split, 'all_gather_object', lambda inferred: [inferred, layout_of_other_rank])
-    receive(monkeypatch, layout.select(batch, [row_with_one_image]))
     spec = token_data_spec(loader(text))
 
     microbatches = spec.split_batch(text, 1)
@@ -401,14 +428,14 @@ def test_text_rank_takes_layout_of_another(other_rank_has_images, monkeypatch):
 def test_text_rank_knows_unregistered_media(other_rank_has_images, monkeypatch):
     """The family of this layout has no media. The check has found the images of another rank by their key."""
     text = with_counts(text_batch([5, 3]))
-    image = {'pixel_values': torch.rand(1, 3, 4, 4), 'num_images': torch.tensor([1, 0])}
-    with_image = text_batch([5, 3], **image)
+    image = torch.rand(1, 3, 4, 4)
+    with_image = text_batch([5, 3], pixel_values=image, num_images=torch.tensor([1, 0]))
     layout_of_text = BatchLayout.infer(text)
-    layout = layout_of_text.with_readings(layout_of_text.readings_of(with_image))
+    readings = layout_of_text.readings_of(with_image)
+    layout = layout_of_text.with_readings(readings)
     receive(monkeypatch, layout.select(with_image, [0]))
     spec = token_data_spec(loader(text))
-    microbatch_split = split.split_of(spec.dataloader)
-    microbatch_split.adopt(CutRules(), layout)
+    split.split_of(spec.dataloader).adopt(CutRules(), layout)
 
     microbatches = spec.split_batch(text, 1)
 
@@ -443,10 +470,12 @@ def test_packed_rows_are_not_halved_needlessly(two_ranks):
     image_row = batch_of(case, [1])
     text_row = batch_of(case, [0])
     batch = layout.concat([image_row] + [text_row] * 8)
-    image_length, text_length, *_ = describe(layout, batch).lengths
+    lengths = describe(layout, batch).lengths
+    image_length = lengths[0]
+    text_length = lengths[1]
     budget = image_length + 5 * text_length
     # The image row, row 0, is in one of two microbatches. The other one has only text.
-    groups = pack_lengths([image_length] + [text_length] * 8, budget)
+    groups = pack_lengths(lengths, budget)
     [text_group] = [group for group in groups if 0 not in group]
     num_texts = len(text_group)
     packed_with_dummy = num_texts * text_length + image_length
@@ -483,8 +512,10 @@ def test_packed_rows_are_halved_if_needed(some_rank_has_videos, monkeypatch):
 def test_cap_holds_beside_wider_decoder(other_rank_has_images, monkeypatch):
     """The dummy row of another rank makes the decoder's text of all rows of its microbatch wider."""
     layout = layout_of_model('llava', image_token_id=IMAGE)
-    text = {**text_batch([6] * 4), 'labels': torch.full((4, 3), 5)}
-    image_row = {**drawn_batch('1i23'), 'labels': torch.full((1, 20), 5), 'pixel_values': numbered_images(1)}
+    text = text_batch([6] * 4)
+    text['labels'] = torch.full((4, 3), 5)
+    image_row = drawn_batch('1i23', pixel_values=numbered_images(1))
+    image_row['labels'] = torch.full((1, 20), 5)
     receive(monkeypatch, image_row)
     spec = token_data_spec(loader(text), layout=layout, slot_tokens=27)
 
@@ -493,7 +524,8 @@ def test_cap_holds_beside_wider_decoder(other_rank_has_images, monkeypatch):
     cap = 2 * (27 + 3)
     assert len(microbatches) == 4
     for microbatch in microbatches:
-        assert microbatch['input_ids'].numel() + microbatch['labels'].numel() <= cap
+        num_positions = microbatch['input_ids'].numel() + microbatch['labels'].numel()
+        assert num_positions <= cap
 
 
 def test_row_that_leaves_no_room(two_ranks, caplog):
@@ -524,69 +556,82 @@ def test_gaps_depend_on_media_of_ranks(gap, other_rank_has_images, monkeypatch):
         text['attention_mask'][:, 2] = 0
     if gap == 'labelled padding':
         text['attention_mask'][:, -3:] = 0
-    image = zero_weight(batch_of(case, [1]))
-    receive(monkeypatch, image)
+    image_row = zero_weight(batch_of(case, [1]))
+    receive(monkeypatch, image_row)
+    text_beside_image = layout.concat([text, image_row])
+    expected_loss = float(case.loss_sum(text_beside_image))
     spec = token_data_spec(loader(text), layout=layout)
     microbatch_split = split.split_of(spec.dataloader)
-    first_rules = next(microbatch_split.candidates(describe(layout, text), CutRules()))
-    microbatch_split.adopt(first_rules, layout)
+    candidates = microbatch_split.candidates(describe(layout, text), CutRules())
+    adopt(spec, next(candidates))
     microbatch_split.step = Step(rows=[RowCounts()], reduces_once=True)
 
     microbatches = spec.split_batch(text, 1)
 
-    has_gap = gap is not None
-    assert ['pixel_values' in microbatch for microbatch in microbatches] == [has_gap, has_gap]
-    loss = sum(float(case.loss_sum(microbatch)) for microbatch in microbatches)
-    text_beside_image = layout.concat([text, image])
-    expected_loss = float(case.loss_sum(text_beside_image))
+    assert len(microbatches) == 2
+    loss = 0.0
+    for microbatch in microbatches:
+        has_image = 'pixel_values' in microbatch
+        assert has_image == (gap is not None)
+        loss += float(case.loss_sum(microbatch))
     assert loss == pytest.approx(expected_loss, rel=1e-6)
 
 
 def test_no_media_rows_if_reduced_once(two_ranks, monkeypatch):
     case, layout = case_of('llava')
-    text = layout.concat([batch_of(case, TEXT_ROWS)] * 4)
+    text = batch_of(case, TEXT_ROWS * 4)
     longest_row = max(describe(layout, text).lengths)
     monkeypatch.setattr(split, 'max_over_ranks', None)  # nothing is agreed upon
     spec = token_data_spec(loader(text), layout=layout, slot_tokens=longest_row)
-    microbatch_split = split.split_of(spec.dataloader)
-    microbatch_split.adopt(microbatch_split.rules, microbatch_split.layout)
+    microbatch_split = adopt(spec)
     microbatch_split.step = Step(rows=[RowCounts()], reduces_once=True)
 
     microbatches = spec.split_batch(text, 1)
 
     assert len(microbatches) > 1
+    total_samples = 0
     for microbatch in microbatches:
         assert 'pixel_values' not in microbatch
-        assert layout.num_rows(microbatch) == num_samples(microbatch)
-    assert sum(num_samples(microbatch) for microbatch in microbatches) == 8
+        samples = num_samples(microbatch)
+        assert layout.num_rows(microbatch) == samples
+        total_samples += samples
+    assert total_samples == 8
 
 
 @pytest.mark.parametrize('has_loss_in_dummies', [False, True])
 def test_loss_in_dummy_rows_is_refused(has_loss_in_dummies):
     """The check has found that rows with media and without labels add to a mean over tokens."""
     case, layout = case_of('llava')
-    batch = layout.concat([batch_of(case, TEXT_ROWS), batch_of(case, [1])])
+    batch = batch_of(case, [*TEXT_ROWS, 1])
     spec = token_data_spec(loader(batch), layout=layout)
     rules = CutRules(right=sys.maxsize, needs_media=True)
-    split.split_of(spec.dataloader).adopt(rules, layout, has_loss_in_dummies=has_loss_in_dummies)
+    adopt(spec, rules, has_loss_in_dummies=has_loss_in_dummies)
 
-    if not has_loss_in_dummies:
-        assert all('pixel_values' in microbatch for microbatch in spec.split_batch(batch, 1))
-        return
-    with pytest.raises(RuntimeError, match='a term in rows without labels'):
-        spec.split_batch(batch, 1)
+    if has_loss_in_dummies:
+        with pytest.raises(RuntimeError, match='a term in rows without labels'):
+            spec.split_batch(batch, 1)
+    else:
+        for microbatch in spec.split_batch(batch, 1):
+            assert 'pixel_values' in microbatch
 
 
-@pytest.mark.parametrize(('length', 'fits'), [(16, True), (17, False)])
+@pytest.mark.parametrize(
+    ('length', 'fits'),
+    [
+        pytest.param(16, True, id='at the limit'),
+        pytest.param(17, False, id='beyond the limit'),
+    ],
+)
 def test_dummies_beyond_rotary_limit_are_refused(length, fits):
     """Beyond 16 tokens the widest row of a batch changes the embedding of all."""
     dynamic = {'rope_type': 'dynamic', 'factor': 4.0}
     model = in_double(one_layer_model(rope_scaling=dynamic, max_position_embeddings=16))
     layout = BatchLayout.for_model(model)
     batch = with_counts(ragged_batch([(4, 2), (9, 7)]))
-    piece = Piece.from_facts(describe(layout, batch), CutRules(right=sys.maxsize), CutOptions())
-    dummy_row = zero_weight(with_counts(ragged_batch([(length, 1)])))
-    dummy = describe(layout, dummy_row)
+    facts = describe(layout, batch)
+    piece = Piece.from_facts(facts, CutRules(right=sys.maxsize), CutOptions())
+    long_row = with_counts(ragged_batch([(length, 1)]))
+    dummy = describe(layout, zero_weight(long_row))
     expected_gradients, _ = reference_gradients(model, batch)
 
     [with_dummy] = build([replace(piece, dummies=[dummy])])
@@ -632,8 +677,7 @@ def test_counts_are_equal_if_needed(equal_counts, reduces_once, expected, two_ra
     monkeypatch.setattr(split, 'max_over_ranks', max_over_ranks)
     batch = ragged_batch([(6, 3)] * NUM_ROWS)
     spec = token_data_spec(loader(batch), equal_counts=equal_counts)
-    microbatch_split = split.split_of(spec.dataloader)
-    microbatch_split.adopt(microbatch_split.rules, microbatch_split.layout)
+    microbatch_split = adopt(spec)
     microbatch_split.step = Step(rows=[RowCounts()], reduces_once=reduces_once)
 
     microbatches = spec.split_batch(batch, 1)

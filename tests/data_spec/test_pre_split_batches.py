@@ -30,7 +30,7 @@ from tests.support.families import FAMILIES
 from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples, regrouping_loader
 from tests.support.masked_text import masked_batch, masked_model
 from tests.support.small_batches import LLAVA, TEXT, text_batch
-from tests.support.text import collate, column_counter, gpt2, one_layer_model, text_rows, with_vectors
+from tests.support.text import collate, column_counter, gpt2, one_layer_model, packed_row, text_rows, with_vectors
 from tests.support.training import On, assert_exact, fit, gradients_of, in_double, relative_error, tensors_in
 
 LENGTHS = [[9, 8], [5, 4, 4, 3], [10]]
@@ -40,6 +40,8 @@ CAP = 20
 TRIM = CutRules(left=sys.maxsize, right=sys.maxsize)
 """Padding of any width may be cut off on both sides."""
 TEXT_LAYOUT = BatchLayout(family=TEXT)
+ROWS = [(9, 3), (8, 4), (5, 2), (4, 2), (4, 1), (3, 2)]
+"""Length and number of labels of each row, for training."""
 
 
 def pre_split(lengths_of_microbatches=LENGTHS, *, side='right'):
@@ -49,19 +51,22 @@ def pre_split(lengths_of_microbatches=LENGTHS, *, side='right'):
     next_index = 0
     for number, lengths in enumerate(lengths_of_microbatches):
         num_rows = len(lengths)
-        names = [f'{number}.{row}' for row in range(num_rows)]
-        microbatches.append(text_batch(lengths, side=side, names=names))
-        indices.append(list(range(next_index, next_index + num_rows)))
-        next_index += num_rows
+        names_of_rows = [f'{number}.{row}' for row in range(num_rows)]
+        microbatch = text_batch(lengths, side=side, names=names_of_rows)
+        microbatches.append(microbatch)
+        end_index = next_index + num_rows
+        indices.append(list(range(next_index, end_index)))
+        next_index = end_index
     return PreSplitBatch(microbatches, max_tokens=CAP, indices=indices)
 
 
 def with_images(batch, numbers):
     """Adds an image to the first row of the microbatches with these numbers."""
     for number, microbatch in enumerate(batch.microbatches):
-        microbatch['num_images'] = [0] * len(microbatch['names'])
+        images_per_row = [0] * len(microbatch['names'])
+        microbatch['num_images'] = images_per_row
         if number in numbers:
-            microbatch['num_images'][0] = 1
+            images_per_row[0] = 1
             microbatch['pixel_values'] = torch.full((1, 3, 4, 4), float(number))
     return batch
 
@@ -89,6 +94,16 @@ def spec_for(*, family=TEXT, rules=TRIM, **options):
 def names(microbatches):
     """Returns the names of the rows of each microbatch."""
     return [microbatch['names'] for microbatch in microbatches]
+
+
+def shapes(microbatches):
+    """Returns number and width of the rows of each microbatch."""
+    return [microbatch['input_ids'].shape for microbatch in microbatches]
+
+
+def num_positions(microbatches):
+    """Returns the number of positions of each microbatch, rows times width."""
+    return [shape.numel() for shape in shapes(microbatches)]
 
 
 def assert_same_rows(microbatches, batch):
@@ -136,7 +151,8 @@ def test_planned_microbatches_stay_as_they_are():
 
 
 def test_ranks_in_step_copy_nothing(two_ranks):
-    batch = with_images(pre_split([[9, 8], [5, 4, 4]]), [0, 1])
+    text_and_image = pre_split([[9, 8], [5, 4, 4]])
+    batch = with_images(text_and_image, [0, 1])
     spec = spec_for(family=LLAVA)
 
     microbatches = spec.split_batch(batch, 2)
@@ -146,15 +162,17 @@ def test_ranks_in_step_copy_nothing(two_ranks):
 
 def test_ranks_in_step_add_an_image(two_ranks):
     """The last microbatch has no image, so it gets a dummy row, which is no sample."""
-    batch = with_images(pre_split([[9, 8], [5, 4], [10]]), [0, 1])
+    planned = pre_split([[9, 8], [5, 4], [10]])
+    batch = with_images(planned, [0, 1])
     spec = spec_for(family=LLAVA)
 
     microbatches = spec.split_batch(batch, 4)
 
+    rows = [len(microbatch['input_ids']) for microbatch in microbatches]
+    samples = [num_samples(microbatch) for microbatch in microbatches]
+    assert rows == [2, 2, 2]
+    assert samples == [2, 2, 1]
     first, _, last = microbatches
-    for microbatch in microbatches:
-        assert len(microbatch['input_ids']) == 2
-    assert [num_samples(microbatch) for microbatch in microbatches] == [2, 2, 1]
     assert first['pixel_values'] is batch.microbatches[0]['pixel_values']
     assert last['pixel_values'].shape == (1, 3, 4, 4)
 
@@ -167,8 +185,7 @@ def test_too_large_microbatches_are_cut(size):
 
     microbatches = spec.split_batch(batch, size)
 
-    for microbatch in microbatches:
-        assert microbatch['input_ids'].numel() <= 10 * size
+    assert max(num_positions(microbatches)) <= 10 * size
     assert_same_rows(microbatches, batch)
     place_of_last = names(microbatches).index(['2.0'])
     assert microbatches[place_of_last]['input_ids'] is batch.microbatches[2]['input_ids']
@@ -190,8 +207,7 @@ def test_loader_gives_the_budget(size):
     undivided = spec.split_batch(row_over_the_cap, size / 2)
 
     assert_handed_on(microbatches, batch)
-    for microbatch in halves:
-        assert microbatch['input_ids'].numel() <= 12  # half of the budget, in whole tokens a slot
+    assert max(num_positions(halves)) <= 12  # half of the budget, in whole tokens a slot
     assert_same_rows(halves, batch)
     assert_handed_on(undivided, row_over_the_cap)
 
@@ -200,12 +216,18 @@ def test_longer_lengths_keep_the_cap():
     """The loader has planned with lengths that are too short: three rows of 9 tokens are over the cap of 20."""
     spec = spec_for()
     too_many_rows = pre_split([[9, 9, 9], [4, 4]])
-    too_long_row = pre_split([[9, 8], [21]])
 
     microbatches = spec.split_batch(too_many_rows, 2)
 
-    rows_of_microbatches = [len(microbatch['names']) for microbatch in microbatches]
+    rows_of_microbatches = [len(rows) for rows in names(microbatches)]
     assert sorted(rows_of_microbatches) == [1, 2, 2]
+
+
+def test_longer_length_over_the_cap():
+    """The length of a row that the loader took for shorter is over the cap of 20 by itself."""
+    spec = spec_for()
+    too_long_row = pre_split([[9, 8], [21]])
+
     with pytest.raises(ValueError, match='got: sample number 2 of the dataset of 21 tokens, over the cap of 20'):
         spec.split_batch(too_long_row, 2)
 
@@ -215,9 +237,9 @@ def test_unneeded_columns_are_cut_off():
     batch = PreSplitBatch([too_wide], max_tokens=CAP)
     spec = spec_for()
 
-    [microbatch] = spec.split_batch(batch, 2)
+    microbatches = spec.split_batch(batch, 2)
 
-    assert microbatch['input_ids'].shape == (2, 4)
+    assert shapes(microbatches) == [(2, 4)]
 
 
 @pytest.mark.parametrize(
@@ -257,11 +279,11 @@ def test_evaluation_keeps_rows_in_order():
 
 def test_layout_of_all_microbatches():
     """The first microbatch does not tell the layout, although it has as many keys as the other one."""
+    one_image = torch.zeros(1, 3, 4, 4)
     without_image = text_batch([4], pixel_values=None)
-    with_image = text_batch([5], pixel_values=torch.zeros(1, 3, 4, 4))
-    batch = PreSplitBatch([without_image, with_image], max_tokens=CAP)
+    with_image = text_batch([5], pixel_values=one_image)
 
-    layout = inferred_layout(batch.microbatches)
+    layout = inferred_layout([without_image, with_image])
 
     assert layout.family.name == 'LLaVA'
 
@@ -276,11 +298,15 @@ def test_evaluation_cuts_each_microbatch_by_itself():
     with torch.no_grad():
         parts = spec.split_batch(batch, 2)
 
-    assert [part.get('paths') for part in parts] == [['a.png', 'b.png'], ['c.png'], None]
-    assert [part['scale'] for part in parts] == [1.0, 1.0, 2.0]
-    for part, lengths in zip(parts, [[4, 3], [2], [5]], strict=True):
-        trimmed = text_batch(lengths)
-        assert torch.equal(part['input_ids'], trimmed['input_ids'])
+    expected_parts = [
+        text_batch([4, 3], paths=['a.png', 'b.png'], scale=1.0),
+        text_batch([2], paths=['c.png'], scale=1.0),
+        text_batch([5], scale=2.0),
+    ]
+    for part, expected in zip(parts, expected_parts, strict=True):
+        assert torch.equal(part['input_ids'], expected['input_ids'])
+        assert part.get('paths') == expected.get('paths')
+        assert part['scale'] == expected['scale']
 
 
 def test_users_transforms_see_plain_mappings():
@@ -295,7 +321,7 @@ def test_users_transforms_see_plain_mappings():
     assert isinstance(changed, PreSplitBatch)
     assert 'names' not in changed
     assert spec.get_num_samples_in_batch(changed) == 7
-    assert spec.get_num_tokens_in_batch(changed) == sum(map(sum, LENGTHS))
+    assert spec.get_num_tokens_in_batch(changed) == 43
 
 
 def test_repeated_microbatch_adds_no_tokens():
@@ -329,6 +355,20 @@ def left_padded_loader(rows):
     return token_data_spec(planned)
 
 
+def rows_of_lengths(lengths):
+    """Returns rows of text. Each token except the first of a row has a label."""
+    return text_rows([(length, length - 1) for length in lengths])
+
+
+def without_masks(rows):
+    """Collates rows of one length, which need no mask."""
+    batch = {}
+    for key in rows[0]:
+        if key != 'attention_mask':
+            batch[key] = torch.cat([row[key] for row in rows])
+    return batch
+
+
 def rows_without_padding(batch, lengths):
     """Returns the rows of a batch that is padded on the right, each as a batch."""
     rows = []
@@ -347,19 +387,26 @@ def test_label_predicted_by_pad_is_refused():
         fit(one_layer_model(), data)
 
 
-def test_first_label_of_narrow_microbatch_is_refused():
+@pytest.mark.parametrize(
+    ('lengths', 'is_refused'),
+    [
+        pytest.param([4, 4], True, id='narrower than the padded microbatch'),
+        pytest.param([10], False, id='as wide as all rows'),
+    ],
+)
+def test_first_label_of_narrow_microbatch_is_refused(lengths, is_refused):
     """No pad predicts it in its own microbatch, but in one batch of all rows a pad would."""
-    (padded_left,) = without_first_labels(pre_split([[9, 8]], side='left')).microbatches
-    narrow = text_batch([4, 4], names=['1.0', '1.1'])
-    wide = text_batch([10], names=['1.0'])
+    [padded_left] = without_first_labels(pre_split([[9, 8]], side='left')).microbatches
+    [with_first_labels] = pre_split([lengths]).microbatches
+    batch = with_counts(PreSplitBatch([padded_left, with_first_labels], max_tokens=CAP))
     spec = spec_for()
 
-    batch = with_counts(PreSplitBatch([padded_left, narrow], max_tokens=CAP))
-    with pytest.raises(ValueError, match='first token of a row must have no label'):
-        spec.split_batch(batch, 2)
-
-    batch = with_counts(PreSplitBatch([padded_left, wide], max_tokens=CAP))
-    assert_handed_on(spec.split_batch(batch, 2), batch)
+    if is_refused:
+        with pytest.raises(ValueError, match='first token of a row must have no label'):
+            spec.split_batch(batch, 2)
+    else:
+        microbatches = spec.split_batch(batch, 2)
+        assert_handed_on(microbatches, batch)
 
 
 def test_hidden_token_looks_like_padding():
@@ -369,17 +416,22 @@ def test_hidden_token_looks_like_padding():
     """
 
     def with_hidden_bos(microbatch):
-        microbatch = {**microbatch, 'attention_mask': microbatch['attention_mask'].clone()}
-        microbatch['attention_mask'][:, 0] = 0
-        return microbatch
+        mask = microbatch['attention_mask'].clone()
+        mask[:, 0] = 0
+        return {**microbatch, 'attention_mask': mask}
 
-    batch = with_counts(without_first_labels(pre_split()).map(with_hidden_bos))
+    rows = without_first_labels(pre_split())
+    batch = with_counts(rows.map(with_hidden_bos))
+    spec = spec_for()
 
-    microbatches = spec_for().split_batch(batch, 2)
+    microbatches = spec.split_batch(batch, 2)
 
     assert_same_rows(microbatches, batch)
-    num_tokens = sum(int(LossRule.CAUSAL.mask(microbatch).sum()) for microbatch in microbatches)
-    assert num_tokens == sum(length - 1 for length in chain.from_iterable(LENGTHS))
+    counted_tokens = 0
+    for microbatch in microbatches:
+        has_loss = LossRule.CAUSAL.mask(microbatch)
+        counted_tokens += int(has_loss.sum())
+    assert counted_tokens == 36  # 43 tokens in 7 rows, whose first tokens have no label
 
 
 @pytest.mark.parametrize('has_positions', [False, True])
@@ -389,84 +441,83 @@ def test_padding_without_masks_is_not_attended(width_multiple, has_positions):
     lengths = [9, 9, 5, 5]
     batch = masked_batch(lengths)
     rows = rows_without_padding(batch, lengths)
-
-    def collate_without_masks(rows):
-        collated = {
-            'input_ids': torch.cat([row['input_ids'] for row in rows]),
-            'labels': torch.cat([row['labels'] for row in rows]),
-        }
-        if has_positions:
-            positions = torch.arange(collated['input_ids'].shape[1])
-            collated['position_ids'] = positions.expand_as(collated['input_ids'])
-        return collated
-
-    planned = planned_loader(rows, collate_without_masks, max_tokens=32, width_multiple=width_multiple)
+    if has_positions:
+        for row, length in zip(rows, lengths, strict=True):
+            row['position_ids'] = torch.arange(length)[None]
+    planned = planned_loader(rows, without_masks, max_tokens=32, width_multiple=width_multiple)
     data = token_data_spec(planned, width_multiple=width_multiple)
+    model = masked_model('bert')
 
-    assert_exact(masked_model('bert'), data, batch=batch, microbatch_size=4)
+    assert_exact(model, data, batch=batch, microbatch_size=4)
 
 
 @pytest.mark.parametrize('first_position', [0, 2])
 def test_padded_packed_rows_get_no_mask(first_position):
     """Transformers tells documents apart by their positions only if there is no mask."""
-    one_document = torch.arange(9) + first_position
-    two_documents = torch.cat([one_document[:5], one_document[:4]])
-    rows = text_rows([(9, 7)] * 4)
-    for row, positions in zip(rows, [two_documents, two_documents, one_document, one_document], strict=True):
-        row['position_ids'] = positions[None]
-        row['labels'][:, 5] = -100  # the first token of the second document
-
-    def collate_without_masks(rows):
-        return {key: torch.cat([row[key] for row in rows]) for key in ('input_ids', 'labels', 'position_ids')}
-
-    planned = planned_loader(rows, collate_without_masks, max_tokens=32, width_multiple=8)
-    [planned_batch] = planned
-    assert [microbatch['input_ids'].shape for microbatch in planned_batch.microbatches] == [(2, 16), (2, 16)]
+    documents_of_rows = [
+        rows_of_lengths([5, 4]),
+        rows_of_lengths([4, 5]),
+        rows_of_lengths([9]),
+        text_rows([(9, 7)]),
+    ]
+    rows = [packed_row(documents) for documents in documents_of_rows]
+    for row in rows:
+        row['position_ids'] += first_position
+    planned = planned_loader(rows, without_masks, max_tokens=32, width_multiple=8)
     data = token_data_spec(planned, width_multiple=8)
+    [planned_batch] = planned
+    assert shapes(planned_batch.microbatches) == [(2, 16), (2, 16)]
+    whole_batch = without_masks(rows)
 
-    assert_exact(one_layer_model(), data, batch=collate_without_masks(rows), microbatch_size=4)
+    assert_exact(one_layer_model(), data, batch=whole_batch, microbatch_size=4)
 
 
 def test_all_microbatches_get_masks_or_none():
     """Only one of them is padded to the next multiple, but they are joined later."""
-    rows = text_rows([(16, 9), (16, 9), (5, 3), (5, 3), (5, 3)])
-
-    def collate_without_masks(rows):
-        return {key: torch.cat([row[key] for row in rows]) for key in ('input_ids', 'labels')}
-
-    planned = planned_loader(rows, collate_without_masks, max_tokens=32, width_multiple=8)
-    [planned_batch] = planned
-    assert {microbatch['input_ids'].shape for microbatch in planned_batch.microbatches} == {(2, 16), (3, 8)}
+    rows = rows_of_lengths([16, 16, 5, 5, 5])
+    planned = planned_loader(rows, without_masks, max_tokens=32, width_multiple=8)
     data = token_data_spec(planned, width_multiple=8)
+    [planned_batch] = planned
+    assert sorted(shapes(planned_batch.microbatches)) == [(2, 16), (3, 8)]
+    whole_batch = collate(rows)
 
-    assert_exact(one_layer_model(), data, batch=collate(rows), microbatch_size=4)
+    assert_exact(one_layer_model(), data, batch=whole_batch, microbatch_size=4)
 
 
 def test_positions_that_padding_moves_are_refused():
     """The check keeps the padding of such a model, but joined microbatches would have more of it."""
-    rows = text_rows([(9, 3), (8, 4), (5, 2), (4, 2), (4, 1), (3, 2)])
+    rows = text_rows(ROWS)
     data = left_padded_loader(rows)
 
     with pytest.raises(ValueError, match='padded on the right'):
         fit(column_counter(), data)
 
 
-@pytest.mark.parametrize('make_model', [gpt2, one_layer_model])
-def test_vectors_are_padded_as_ids(make_model):
+@pytest.mark.parametrize(
+    ('make_model', 'is_refused'),
+    [
+        pytest.param(one_layer_model, False, id='positions from the first token'),
+        pytest.param(gpt2, True, id='positions from the first column'),
+    ],
+)
+def test_vectors_are_padded_as_ids(make_model, is_refused):
     """A batch with ``inputs_embeds`` has no ids, but its mask tells the padding."""
     model = make_model()
-    rows = text_rows([(9, 3), (8, 4), (5, 2), (4, 2), (4, 1), (3, 2)])
+    rows = text_rows(ROWS)
 
     def collate_vectors(rows):
-        return with_vectors(model, collate(rows, side='left'))
+        padded_left = collate(rows, side='left')
+        return with_vectors(model, padded_left)
 
-    data = token_data_spec(planned_loader(rows, collate_vectors, max_tokens=24))
+    planned = planned_loader(rows, collate_vectors, max_tokens=24)
+    data = token_data_spec(planned)
 
-    if make_model is gpt2:  # counts positions from the first column
+    if is_refused:
         with pytest.raises(ValueError, match='padded on the right'):
             fit(model, data)
     else:
-        assert_exact(model, data, batch=collate_vectors(rows))
+        whole_batch = collate_vectors(rows)
+        assert_exact(model, data, batch=whole_batch)
 
 
 @pytest.mark.parametrize('width_multiple', [1, 4])
@@ -476,13 +527,14 @@ def test_microbatches_stay_after_the_check(side, width_multiple):
     rows = text_rows([(9, 3), (8, 4), (3, 2), (3, 2), (3, 1), (3, 2)])
     collate_on_side = partial(collate, side=side)
     planned = planned_loader(rows, collate_on_side, max_tokens=24, width_multiple=width_multiple)
-    [planned_batch] = planned
-    planned_shapes = [microbatch['input_ids'].shape for microbatch in planned_batch.microbatches]
-    assert len(planned_shapes) > 1
     data = token_data_spec(planned, width_multiple=width_multiple)
+    [planned_batch] = planned
+    planned_shapes = shapes(planned_batch.microbatches)
+    assert len(planned_shapes) > 1
+    whole_batch = collate(rows)
     trained_shapes = On(Event.AFTER_LOSS, lambda state: state.batch['input_ids'].shape)
 
-    assert_exact(one_layer_model(), data, batch=collate(rows), microbatch_size=6, callbacks=[trained_shapes])
+    assert_exact(one_layer_model(), data, batch=whole_batch, microbatch_size=6, callbacks=[trained_shapes])
 
     assert trained_shapes.values == planned_shapes
 
@@ -493,34 +545,45 @@ def test_label_preceded_by_pad_counts():
     batch = masked_batch(lengths)
     rows = rows_without_padding(batch, lengths)
     data = left_padded_loader(rows)
+    model = masked_model('esm')
 
-    assert_exact(masked_model('esm'), data, batch=batch)
+    assert_exact(model, data, batch=batch)
 
 
-@pytest.mark.parametrize(('max_tokens', 'sizes', 'most_rows'), [(49, [3], 4), (sys.maxsize, [1, 2], 6)])
-def test_joined_rows_keep_the_budget(max_tokens, sizes, most_rows):
-    """The budget of 49 tokens is not a multiple of the microbatch size. The other budget has no exact float."""
-    rows = text_rows([(10, 9)] * 6)
+@pytest.mark.parametrize(
+    ('max_tokens', 'size', 'most_rows'),
+    [
+        pytest.param(49, 3, 4, id='budget is no multiple of the size'),
+        pytest.param(sys.maxsize, 1, 6, id='budget without an exact float'),
+        pytest.param(sys.maxsize, 2, 6, id='half of a budget without an exact float'),
+    ],
+)
+def test_joined_rows_keep_the_budget(max_tokens, size, most_rows):
+    rows = rows_of_lengths([10] * 6)
     planned = planned_loader(rows, collate, max_tokens=max_tokens)
     spec = token_data_spec(planned, regroup=False)
     [batch] = planned
 
-    for size in sizes:
-        microbatches = spec.split_batch(batch, size)
-        for microbatch in microbatches:
-            assert len(microbatch['labels']) <= most_rows
+    microbatches = spec.split_batch(batch, size)
+
+    for num_rows, _ in shapes(microbatches):
+        assert num_rows <= most_rows
 
 
 @pytest.mark.parametrize('options', [{}, {'packing': True}, {'regroup': False}])
 def test_padding_to_one_width_keeps_the_budget(options):
     """The collator pads all rows to 60 tokens, and the loader has planned with half of each length."""
-    rows = text_rows([(10, 9), (9, 8), (8, 7), (7, 6), (6, 5), (5, 4)])
-    planned = planned_loader(rows, partial(collate, width=60), max_tokens=22, lengths=[5, 5, 4, 4, 3, 3])
+    lengths = [10, 9, 8, 7, 6, 5]
+    rows = rows_of_lengths(lengths)
+    half_lengths = [(length + 1) // 2 for length in lengths]
+    collate_wide = partial(collate, width=60)
+    planned = planned_loader(rows, collate_wide, max_tokens=22, lengths=half_lengths)
+    data = token_data_spec(planned, **options)
     positions = On(Event.BEFORE_FORWARD, lambda state: state.batch['input_ids'].numel())
 
-    fit(one_layer_model(), token_data_spec(planned, **options), microbatch_size=6, callbacks=[positions])
+    fit(one_layer_model(), data, microbatch_size=6, callbacks=[positions])
 
-    assert sum(positions.values) >= 45
+    assert sum(positions.values) >= sum(lengths)
     assert max(positions.values) <= 22
 
 
@@ -538,11 +601,12 @@ def test_gradient_of_each_global_batch(width_multiple):
     dataset = LengthDataset(20)
     loader = regrouping_loader(dataset, global_batch_size=8, width_multiple=width_multiple)
     for batch in loader:
-        for microbatch in batch.microbatches:
-            assert microbatch['input_ids'].shape[1] % width_multiple == 0
+        for _, width in shapes(batch.microbatches):
+            assert width % width_multiple == 0
     spec = token_data_spec(loader, slot_tokens=LONGEST, width_multiple=width_multiple)
+    batches = global_batches(dataset, loader)
 
-    recorder = assert_exact(one_layer_model(), spec, batch=global_batches(dataset, loader), max_duration='1ep')
+    recorder = assert_exact(one_layer_model(), spec, batch=batches, max_duration='1ep')
 
     num_trained = int(recorder.trainer.state.timestamp.sample)
     assert num_trained == 20
@@ -578,7 +642,11 @@ def test_stale_lengths_stop_the_run():
 
 def samples_over(microbatches, cap):
     """Returns the samples of each microbatch that is over the cap."""
-    return [microbatch['sample_ids'] for microbatch in microbatches if microbatch['input_ids'].numel() > cap]
+    samples = []
+    for microbatch in microbatches:
+        if microbatch['input_ids'].numel() > cap:
+            samples.append(microbatch['sample_ids'])
+    return samples
 
 
 def test_stale_lengths_may_only_warn(caplog):
@@ -608,12 +676,13 @@ def test_images_go_with_their_rows(name):
     longest = max(layout.width(row) for row in case.rows)
     collate_rows = partial(layout.concat, pad_token_id=case.pad_token_id)
     planned = planned_loader(case.rows, collate_rows, max_tokens=2 * longest)
-    first_batch = next(iter(planned))
-    assert len(first_batch.microbatches) > 1
     data = token_data_spec(planned, slot_tokens=longest)
+    [planned_batch] = planned
+    assert len(planned_batch.microbatches) > 1
+    whole_batch = family_batch(case)
     is_checked = On(Event.BATCH_END, lambda state: split_of(planned).checked)
 
-    assert_exact(case.model, data, batch=family_batch(case), callbacks=[is_checked])
+    assert_exact(case.model, data, batch=whole_batch, callbacks=[is_checked])
 
     assert is_checked.values == [True]
 
@@ -634,36 +703,47 @@ def test_image_masks_as_wide_as_text(side, width_multiple):
 class TwoTasks(HuggingFaceModel):
     """The labels of its second task lie at the tokens. Its second term is divided by the number of the first labels."""
 
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__(model, shift_labels=True, use_logits=True)
+
     def loss(self, outputs: Any, batch: Any) -> torch.Tensor:
-        num_labels = (batch['labels'][:, 1:] != -100).sum()
+        has_label = batch['labels'][:, 1:] != -100
         scores = outputs['hidden_states'][-1].flatten(0, 1)
-        losses = torch.nn.functional.cross_entropy(scores, batch['more_labels'].flatten(), reduction='sum')
-        return outputs['loss'] + losses / num_labels
+        second_labels = batch['more_labels'].flatten()
+        second_loss = torch.nn.functional.cross_entropy(scores, second_labels, reduction='sum')
+        return outputs['loss'] + second_loss / has_label.sum()
 
 
-def two_tasks(model: torch.nn.Module) -> TwoTasks:
-    return TwoTasks(model, shift_labels=True, use_logits=True)
+def collate_two_tasks(rows: Any) -> Any:
+    """Adds labels of the second task to each token."""
+    batch = collate(rows)
+    is_padding = batch['attention_mask'] == 0
+    second_labels = batch['input_ids'] % 7
+    batch['more_labels'] = second_labels.masked_fill(is_padding, -100)
+    return batch
 
 
 @pytest.mark.parametrize(
-    'shapes',
-    [[(4, 2), (5, 3), (9, 7), (14, 11)], [(5, 2), (5, 3), (14, 7), (14, 11)]],
-    ids=['padded', 'without padding'],
+    'row_sizes',
+    [
+        pytest.param([(4, 2), (5, 3), (9, 7), (14, 11)], id='padded'),
+        pytest.param([(5, 2), (5, 3), (14, 7), (14, 11)], id='without padding'),
+    ],
 )
 @pytest.mark.parametrize('regroup', [True, False])
-def test_labels_of_a_second_task_are_masked_on_padding(shapes, regroup):
+def test_labels_of_a_second_task_are_masked_on_padding(row_sizes, regroup):
     """No family registers their key. Padded by 0, they would be labels of the token 0."""
+    rows = text_rows(row_sizes)
+    short_rows = collate_two_tasks(rows[:2])
+    long_rows = collate_two_tasks(rows[2:])
+    planned = PreSplitBatch([short_rows, long_rows], max_tokens=28)
+    whole_batch = collate_two_tasks(rows)
     model = one_layer_model(output_hidden_states=True)
-    rows = text_rows(shapes)
-    microbatches = []
-    for microbatch in (collate(rows[:2]), collate(rows[2:]), collate(rows)):
-        is_padding = microbatch['attention_mask'] == 0
-        microbatch['more_labels'] = (microbatch['input_ids'] % 7).masked_fill(is_padding, -100)
-        microbatches.append(microbatch)
-    *planned, batch = microbatches
     reference = in_double(model)
-    expected = gradients_of(reference, two_tasks(reference).loss(reference(**tensors_in(batch, torch.float64)), batch))
+    outputs = reference(**tensors_in(whole_batch, torch.float64))
+    loss = TwoTasks(reference).loss(outputs, whole_batch)
+    expected = gradients_of(reference, loss)
 
-    recorder = fit(two_tasks(model), PreSplitBatch(planned, max_tokens=28), regroup=regroup)
+    recorder = fit(TwoTasks(model), planned, regroup=regroup)
 
     assert relative_error(recorder.gradients, expected) < 1e-6

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from composer import Trainer
 from composer.core import Evaluator, Event
 from composer.metrics import LanguageCrossEntropy
+from composer.models import HuggingFaceModel
 
 from composer_tokacc import BatchLayout, TokenAccumulation, row_counts, token_data_spec
 from composer_tokacc.checks.cut_rules import CutRules, padded_candidates
@@ -28,7 +30,6 @@ from tests.support.small_batches import TEXT, text_batch
 from tests.support.text import RAGGED, named_batch, one_layer_model, ragged_batch
 from tests.support.training import On, fit, hugging_face, loader, reference_gradients, relative_error, train
 
-NUM_TOKENS = sum(length for length, _ in RAGGED)
 for_each_side = pytest.mark.parametrize('side', ['left', 'right'])
 
 
@@ -40,8 +41,15 @@ def mean_of_evaluation(trainer):
 
 def two_documents(num_rows: int = 1) -> dict[str, Any]:
     """Returns packed rows of two documents, of 5 and 7 tokens. All tokens have a label."""
-    positions = [*range(5), *range(7)]
-    return {**ragged_batch([(12, 12)] * num_rows), 'position_ids': torch.tensor([positions] * num_rows)}
+    positions = torch.tensor([*range(5), *range(7)])
+    batch = ragged_batch([(12, 12)] * num_rows)
+    batch['position_ids'] = positions.expand(num_rows, 12)
+    return batch
+
+
+def shapes_of(microbatches):
+    """Returns number and width of the rows of each microbatch."""
+    return [microbatch['input_ids'].shape for microbatch in microbatches]
 
 
 @for_each_side
@@ -66,7 +74,8 @@ def test_cap_is_hard_and_rows_complete(side, regroup):
             if side == 'left':
                 assert width == longest_of_batch  # nothing is trimmed before the check has seen the model
             else:
-                longest = int(microbatch['attention_mask'].sum(dim=1).max())
+                lengths_of_rows = microbatch['attention_mask'].sum(dim=1)
+                longest = int(lengths_of_rows.max())
                 rounded_up = math.ceil(longest / multiple) * multiple
                 assert width == min(rounded_up, longest_of_batch)
 
@@ -80,8 +89,7 @@ def test_rounded_widths_stay_within_the_cap():
 
     microbatches = split(batch, 1, slot_tokens=34, width_multiple=16)
 
-    shapes = [microbatch['input_ids'].shape for microbatch in microbatches]
-    assert shapes == [(1, 34), (1, 32), (1, 16)]
+    assert shapes_of(microbatches) == [(1, 34), (1, 32), (1, 16)]
 
 
 @pytest.mark.parametrize('trains', [True, False], ids=['training', 'evaluation'])
@@ -112,12 +120,13 @@ def test_bfloat16_rows_of_either_side(side, regroup):
     gradients_of_one_forward = plain_gradients(hugging_face(model), batch)
     round_off = relative_error(gradients_of_one_forward, expected_gradients)
 
-    for microbatch_size in (1, 3):
-        recorder = fit(model, batch, regroup=regroup, microbatch_size=microbatch_size)
-        assert relative_error(recorder.gradients, expected_gradients) < 2 * round_off
-
-    # Stock Composer is off by more, so the test can fail.
+    single_rows = fit(model, batch, regroup=regroup, microbatch_size=1)
+    three_rows = fit(model, batch, regroup=regroup, microbatch_size=3)
     stock, _, _ = train(model, loader(batch))
+
+    assert relative_error(single_rows.gradients, expected_gradients) < 2 * round_off
+    assert relative_error(three_rows.gradients, expected_gradients) < 2 * round_off
+    # Stock Composer is off by more, so the test can fail.
     assert relative_error(stock.gradients, expected_gradients) > 10 * round_off
 
 
@@ -152,13 +161,20 @@ def test_rows_without_padding_prove_no_trimming(side):
 
 
 @for_each_side
-@pytest.mark.parametrize(('width', 'expected_widths'), [(5, [5, 3]), (6, [6, 6])])
+@pytest.mark.parametrize(
+    ('width', 'expected_widths'),
+    [
+        pytest.param(5, [5, 3], id='checked width'),
+        pytest.param(6, [6, 6], id='wider'),
+    ],
+)
 def test_wider_batches_keep_their_padding(side, width, expected_widths):
     """The check has looked at batches of up to 5 tokens."""
     rules_of_the_check = CutRules(left=5, right=5)
     batch = text_batch([width, 3], side=side)
     batch['labels'].fill_(-100)
-    facts = describe(BatchLayout(family=TEXT), batch)
+    layout = BatchLayout(family=TEXT)
+    facts = describe(layout, batch)
 
     widths = rules_of_the_check.widths(facts)
 
@@ -181,31 +197,45 @@ def test_same_batch_is_cut_alike():
 
 
 def test_order_is_kept_without_regrouping():
-    expected_lengths = [length for length, _ in RAGGED]
-
     microbatches = split(ragged_batch(), 2, regroup=False)
 
     lengths = []
     for microbatch in microbatches:
-        lengths += [row.real_tokens for row in row_counts.row_counts_of(microbatch)]
+        for counts in row_counts.row_counts_of(microbatch):
+            lengths.append(counts.real_tokens)
+    expected_lengths = [length for length, _ in RAGGED]
     assert lengths == expected_lengths
 
 
-def test_microbatch_without_room_is_refused():
+def test_microbatch_of_no_row_is_refused():
+    batch = ragged_batch()
+
     with pytest.raises(ValueError, match='must be positive, got: 0'):
-        split(ragged_batch(), 0)
+        split(batch, 0)
+
+
+def test_row_over_the_cap_is_refused():
+    batch = named_batch()
+
     with pytest.raises(ValueError, match="got: sample 'sample-3' of 14 tokens, over the cap of 12"):
-        split(named_batch(), 2, slot_tokens=6)
+        split(batch, 2, slot_tokens=6)
 
 
-def test_counters_are_exact_ints():
+@pytest.mark.parametrize('is_transformed', [False, True])
+def test_counters_are_exact_ints(is_transformed):
     batch = ragged_batch()
     spec = token_data_spec(loader(batch))
-    for counted in (batch, spec.batch_transforms(batch)):
-        # The rows of RAGGED have 2 + 3 + 7 + 11 + 1 + 2 labels.
-        assert spec.get_num_tokens_in_batch(counted, token_type='loss_generating') == 26
-        assert spec.get_num_tokens_in_batch(counted) == NUM_TOKENS
-        assert spec.get_num_samples_in_batch(counted) == 6
+    if is_transformed:
+        batch = spec.batch_transforms(batch)
+
+    loss_tokens = spec.get_num_tokens_in_batch(batch, token_type='loss_generating')
+    tokens = spec.get_num_tokens_in_batch(batch)
+    samples = spec.get_num_samples_in_batch(batch)
+
+    # The rows of RAGGED have 2 + 3 + 7 + 11 + 1 + 2 labels, at 4 + 5 + 9 + 14 + 6 + 3 tokens.
+    assert loss_tokens == 26
+    assert tokens == 41
+    assert samples == 6
 
 
 def test_config_without_a_model_type():
@@ -214,10 +244,11 @@ def test_config_without_a_model_type():
     model.config = {'width': 8}
     batch = ragged_batch()
     data = token_data_spec(loader(batch), model=model)
+    expected_gradients = plain_gradients(model, batch)
 
     recorder = fit(model, data)
 
-    assert relative_error(recorder.gradients, plain_gradients(model, batch)) < 1e-6
+    assert relative_error(recorder.gradients, expected_gradients) < 1e-6
 
 
 # Evaluation and metrics of training.
@@ -229,19 +260,24 @@ def evaluator_of(*batches: Any, microbatch_size: int | None = 2, **options: Any)
     return Evaluator(label='eval', dataloader=data, device_eval_microbatch_size=microbatch_size)
 
 
+def model_with_metric(model: torch.nn.Module) -> HuggingFaceModel:
+    """Returns a model of Composer that :func:`mean_of_evaluation` can read."""
+    return hugging_face(model, eval_metrics=[LanguageCrossEntropy()])
+
+
 @pytest.mark.parametrize('microbatch_size', [2, None])
 def test_evaluation_gives_the_true_mean(microbatch_size):
     """The collator of an eval loader may leave out all rows of a batch, and the loader may have no batch size."""
     model = one_layer_model()
     batch = ragged_batch()
-    four_rows = {key: value[:4] for key, value in batch.items()}
-    no_rows = {key: value[:0] for key, value in batch.items()}
-    last_rows = {key: value[4:] for key, value in batch.items()}
+    layout = BatchLayout(family=TEXT)
+    four_rows = layout.select(batch, range(4))
+    no_rows = layout.select(batch, [])
+    last_rows = layout.select(batch, [4, 5])
     evaluator = evaluator_of(four_rows, no_rows, last_rows, microbatch_size=microbatch_size)
     _, expected_loss = reference_gradients(model, batch)
-    composer_model = hugging_face(model, eval_metrics=[LanguageCrossEntropy()])
+    trainer = fit(model_with_metric(model), batch).trainer
 
-    trainer = fit(composer_model, batch).trainer
     trainer.eval(evaluator)
 
     assert mean_of_evaluation(trainer) == pytest.approx(expected_loss, rel=1e-6)
@@ -280,8 +316,9 @@ def test_evaluation_has_the_rule_of_training():
     """Labels that no other token predicts stay in packed rows, because the check of the first batch has shown it."""
     batch = two_documents()
     model = EvaluatedLabels()
+    evaluator = evaluator_of(batch)
 
-    fit(model, batch, eval_dataloader=evaluator_of(batch), eval_interval='1ba')
+    fit(model, batch, eval_dataloader=evaluator, eval_interval='1ba')
 
     assert torch.equal(model.labels[-1], batch['labels'])
 
@@ -289,8 +326,9 @@ def test_evaluation_has_the_rule_of_training():
 def test_evaluation_before_training_uses_named_rule():
     batch = two_documents()
     model = EvaluatedLabels()
+    evaluator = evaluator_of(batch)
     algorithm = TokenAccumulation(loss_tokens='unshifted')
-    trainer = Trainer(model=model, eval_dataloader=evaluator_of(batch), algorithms=[algorithm], progress_bar=False)
+    trainer = Trainer(model=model, eval_dataloader=evaluator, algorithms=[algorithm], progress_bar=False)
 
     trainer.eval()
 
@@ -303,10 +341,10 @@ def test_evaluation_has_layout_of_the_model():
     model = one_layer_model()
     batch = ragged_batch()
     _, expected_loss = reference_gradients(model, batch)
-    with_id = {**batch, 'image_id': torch.arange(len(batch['labels']))}
-    composer_model = hugging_face(model, eval_metrics=[LanguageCrossEntropy()])
+    with_id = {**batch, 'image_id': torch.arange(6)}
+    evaluator = evaluator_of(with_id)
 
-    recorder = fit(composer_model, with_id, eval_dataloader=evaluator_of(with_id), eval_interval='1ba')
+    recorder = fit(model_with_metric(model), with_id, eval_dataloader=evaluator, eval_interval='1ba')
 
     assert mean_of_evaluation(recorder.trainer) == pytest.approx(expected_loss, rel=1e-6)
 
@@ -345,12 +383,13 @@ def test_evaluation_keeps_the_order():
 
 
 def test_total_loss_equals_composer_metric():
+    batch = ragged_batch()
     composer_model = hugging_face(one_layer_model(), metrics=[LanguageCrossEntropy()])
 
-    recorder = fit(composer_model, ragged_batch())
+    recorder = fit(composer_model, batch)
 
     [total] = recorder.logged('loss/train/total')
-    metric = recorder.logged('metrics/train/LanguageCrossEntropy')[-1]
+    *_, metric = recorder.logged('metrics/train/LanguageCrossEntropy')
     assert total == pytest.approx(metric, rel=1e-6)
 
 
@@ -369,18 +408,18 @@ def test_late_train_metrics_keep_labels(monkeypatch):
     def set_metrics(state):
         state.train_metrics = {'late': LanguageCrossEntropy()}
 
-    composer_model = hugging_face(one_layer_model())
+    model = hugging_face(one_layer_model())
     batch = ragged_batch([(4, 1), (9, 5), (14, 11), (6, 2)])
-    expected_gradients, expected_loss = reference_gradients(composer_model.model, batch)
+    expected_gradients, expected_loss = reference_gradients(model.model, batch)
     late_metrics = On(Event.BEFORE_TRAIN_BATCH, set_metrics)
-    optimizer = StepsTwice(composer_model.parameters(), lr=0.0)
+    optimizer = StepsTwice(model.parameters(), lr=0.0)
 
-    recorder = fit(composer_model, batch, callbacks=[late_metrics], optimizer=optimizer)
+    recorder = fit(model, batch, callbacks=[late_metrics], optimizer=optimizer)
 
     first, second = recorder.steps
+    *_, metric = recorder.logged('metrics/train/late')
     assert relative_error(first, expected_gradients) < 1e-6
     assert relative_error(second, expected_gradients) < 1e-6
-    metric = recorder.logged('metrics/train/late')[-1]
     assert metric == pytest.approx(expected_loss, rel=1e-6)
 
 
@@ -412,20 +451,23 @@ def test_bad_arguments_get_one_clear_line(kwargs, message):
 
 @pytest.mark.parametrize('name', ['split_batch', 'get_num_samples_in_batch', 'get_num_tokens_in_batch'])
 def test_own_functions_are_refused(name):
+    own_function = {name: len}
+
     with pytest.raises(TypeError, match=name):
-        token_data_spec(loader(), **{name: len})
+        token_data_spec(loader(), **own_function)
 
 
 def test_costlier_launch_makes_fewer_microbatches():
     """The longest row has 35 tokens, so a microbatch of 8 slots has the budget of 8 * 35."""
-    batch = ragged_batch([(length, 2) for length in range(4, 36)])
+    lengths = list(range(4, 36))
+    batch = text_batch(lengths)
 
     cheap = split(batch, 8, cost=CostModel(launch=1.0))
     costly = split(batch, 8, cost=CostModel(launch=1000.0))
 
     assert len(costly) < len(cheap)
-    for microbatch in cheap + costly:
-        assert microbatch['input_ids'].numel() <= 8 * 35
+    for shape in shapes_of(cheap + costly):
+        assert shape.numel() <= 8 * 35
 
 
 # Several models, several specs.
@@ -439,13 +481,14 @@ def test_unshifted_first_labels_of_documents(has_spec):
     last_tokens = [4, 11]
     batch['labels'][:, last_tokens] = -100
     model = NativeModel('unshifted')
+    expected_gradients = plain_gradients(model, batch)
     data = loader(batch)
     if has_spec:
         data = token_data_spec(data)
 
     recorder = fit(model, data, microbatch_size=1)
 
-    assert relative_error(recorder.gradients, plain_gradients(model, batch)) < 1e-6
+    assert relative_error(recorder.gradients, expected_gradients) < 1e-6
 
 
 def test_second_model_is_checked_again():
@@ -459,14 +502,16 @@ def test_second_model_is_checked_again():
     spec = token_data_spec(batches)
     llama = SUBJECTS['llama'].model('large')
     gpt2 = SUBJECTS['gpt2'].model('large')
+    expected_of_unpadded = plain_gradients(gpt2, unpadded)
+    expected_of_padded = plain_gradients(gpt2, padded_left)
 
     fit(llama, spec, max_duration='2ba')
     batches.dataset.batches = [unpadded, padded_left]  # pyright: ignore[reportAttributeAccessIssue]
     recorder = fit(gpt2, spec, max_duration='2ba')
 
     first_step, second_step = recorder.steps
-    assert relative_error(first_step, plain_gradients(gpt2, unpadded)) < 1e-6
-    assert relative_error(second_step, plain_gradients(gpt2, padded_left)) < 1e-6
+    assert relative_error(first_step, expected_of_unpadded) < 1e-6
+    assert relative_error(second_step, expected_of_padded) < 1e-6
 
 
 def test_only_used_spec_is_checked():
@@ -476,27 +521,34 @@ def test_only_used_spec_is_checked():
     unused = token_data_spec(data, packing=True)
     assert unused.dataloader is used.dataloader
     model = SUBJECTS['bloom'].model('large')  # would refuse to be packed
+    expected_gradients = plain_gradients(model, batch)
 
     recorder = fit(model, used)
 
-    assert relative_error(recorder.gradients, plain_gradients(model, batch)) < 1e-6
+    assert relative_error(recorder.gradients, expected_gradients) < 1e-6
 
 
-def test_entry_that_only_another_rank_has(monkeypatch):
+@pytest.mark.parametrize('other_rank_can_tell', [True, False])
+def test_entry_that_only_another_rank_has(other_rank_can_tell, monkeypatch):
     """All ranks do without a layout then, because their checks must run the same forwards."""
-    model, batch = hugging_face(one_layer_model()), ragged_batch()
-    assert layout_without_split(model, batch) is not None
+    model = hugging_face(one_layer_model())
+    batch = ragged_batch()
 
-    def other_rank_cannot_tell(can_tell):
-        return [can_tell, False]
+    def answers_of_ranks(can_tell):
+        return [can_tell, other_rank_can_tell]
 
-    monkeypatch.setattr('composer_tokacc.data_spec.split.all_gather_object', other_rank_cannot_tell)
-    assert layout_without_split(model, batch) is None
+    monkeypatch.setattr('composer_tokacc.data_spec.split.all_gather_object', answers_of_ranks)
+
+    layout = layout_without_split(model, batch)
+
+    has_layout = layout is not None
+    assert has_layout == other_rank_can_tell
 
 
 def test_split_learns_readings_from_check():
     """An entry of no model family may belong to the rows in several ways. The check finds out which are possible."""
-    batch = {**ragged_batch(), 'scores': torch.arange(6.0)}  # of six rows
+    batch = ragged_batch()
+    batch['scores'] = torch.arange(6.0)  # one for each row
     layouts = On(Event.BEFORE_TRAIN_BATCH, lambda state: split_of(state.train_dataloader).layout)
 
     fit(one_layer_model(), batch, callbacks=[layouts])
@@ -507,10 +559,12 @@ def test_split_learns_readings_from_check():
 
 def test_unknown_entry_under_either_split():
     """Nothing tells the rows of an entry. Under the user's split there is no layout. Our split refuses the batch."""
-    batch = {**ragged_batch(), 'notes': ['one', 'two']}  # of six rows
+    batch = ragged_batch()
+    batch['notes'] = ['one', 'two']  # of six rows
+    model = hugging_face(one_layer_model())
     spec = token_data_spec(loader(batch))
 
-    assert layout_without_split(hugging_face(one_layer_model()), batch) is None
+    assert layout_without_split(model, batch) is None
     with pytest.raises(ValueError, match=r"batch\['notes'\].*list of 2 row entries for 6 rows"):
         spec.split_batch(batch, 1)
 
@@ -519,13 +573,15 @@ def test_mask_that_a_callback_writes_into():
     """At BATCH_START facts about the rows are known already. The row must not be trimmed by its old mask."""
     model = one_layer_model()
     batch = ragged_batch(side='left')
-    changed = {**batch, 'attention_mask': batch['attention_mask'].clone()}
-    changed['attention_mask'][0, :3] = 1
+
+    def attend(batch):
+        batch['attention_mask'][0, :3] = 1
+
+    changed = copy.deepcopy(batch)
+    attend(changed)
     expected, _ = reference_gradients(model, changed)
+    callback = On(Event.BATCH_START, lambda state: attend(state.batch))
 
-    def attend(state):
-        state.batch['attention_mask'][0, :3] = 1
-
-    recorder = fit(model, batch, microbatch_size=1, callbacks=[On(Event.BATCH_START, attend)])
+    recorder = fit(model, batch, microbatch_size=1, callbacks=[callback])
 
     assert relative_error(recorder.gradients, expected) < 1e-6
