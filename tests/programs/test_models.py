@@ -521,10 +521,14 @@ def test_learning_rates_of_parts(processor):
 def test_inner_part_wins(outer, inner):
     """A leading ``model.`` of the outer name does not count, although it makes the name longer."""
     model = build_transformers_model(config=SMALL_TEXT)
+
     rates = rates_by_name(model, {outer: 0.5, inner: 0.25})
+    rates_with_inner_first = rates_by_name(model, {inner: 0.25, outer: 0.5})
+
     assert rates['model.layers.0.mlp.up_proj.weight'] == 0.25
     assert rates['model.layers.1.mlp.up_proj.weight'] == 0.5
     assert rates['lm_head.weight'] is None
+    assert rates_with_inner_first == rates
 
 
 def test_parts_with_an_adapter(processor):
