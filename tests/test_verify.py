@@ -218,9 +218,12 @@ def test_rows_that_do_not_train_the_projector(capsys, monkeypatch):
 
 
 def test_chosen_rows_have_unlike_numbers_of_labels():
-    """With equal numbers, a mean of means would be right. Only the fifth row has another number than the others."""
-    four_equal_rows = [(9, 2)] * 4
-    batch = ragged_batch([*four_equal_rows, (12, 7), *four_equal_rows])
+    """With equal numbers, a mean of means would be right. Only the second row has another number than the others.
+
+    Rows that are evenly spread in the order of the batch would leave it out.
+    """
+    seven_equal_rows = [(9, 2)] * 7
+    batch = ragged_batch([(9, 2), (12, 7), *seven_equal_rows])
     layout = BatchLayout.infer(batch)
 
     rows = program._rows(batch, layout, 3)
