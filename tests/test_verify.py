@@ -30,8 +30,9 @@ from tests.support.image_codes import (
 from tests.support.launch import launch_program
 from tests.support.programs import DIGITS, TINY_DIGITS
 from tests.support.text import packed_row, ragged_batch, text_model, text_rows
-from tests.support.training import hugging_face
+from tests.support.training import hugging_face, take_gradients
 
+FLAG = 'trainer.accumulate_train_batch_on_tokens=true'
 TINY = [*TINY_DIGITS, 'dataset.eval=null', 'report.num_samples=0']
 BOTH_SIDES = program.SIDES
 
@@ -52,9 +53,24 @@ def largest_error(printed, split):
     return max(errors(printed, split))
 
 
-def verify(*overrides, rows=2):
+def verify(*overrides, rows=2, config=DIGITS):
     """Returns the exit status."""
-    return main([DIGITS, '--rows', str(rows), *TINY, *overrides])
+    return main([config, '--rows', str(rows), *TINY, *overrides])
+
+
+@pytest.fixture
+def assert_reference(monkeypatch):
+    """Returns a function that compares the reference of the last case with the gradients of a model."""
+    relative_error = mock.Mock(wraps=invariance.relative_error)
+    monkeypatch.setattr(invariance, 'relative_error', relative_error)
+
+    def compare(expected):
+        _, reference_gradients = relative_error.call_args.args
+        reference = {name.removeprefix('model.'): gradient for name, gradient in reference_gradients.items()}
+        error, reason = invariance.relative_error(reference, expected)
+        assert error < 1e-6, reason
+
+    return compare
 
 
 def test_demo_is_exact_and_stock_not(capsys, monkeypatch):
@@ -95,11 +111,13 @@ def test_cuts_are_made_with_the_runs_options(monkeypatch):
     assert verify('algorithms.token_accumulation={loss_tokens: unshifted, check_loss: false, logits: all}') == 1
 
     _, _, algorithm = fit.call_args.args
-    assert "loss_tokens='unshifted'" in repr(algorithm)
-    assert 'check_loss=False' in repr(algorithm)
+    arguments = repr(algorithm)
+    assert "loss_tokens='unshifted'" in arguments
+    assert 'check_loss=False' in arguments
 
 
 def test_both_halves_of_an_adapter(capsys, monkeypatch):
+    """peft starts with B = 0. Then the gradient of A is 0 and cannot be wrong. So `verify` starts with other values."""
     pytest.importorskip('peft')
     relative_error = mock.Mock(wraps=invariance.relative_error)
     monkeypatch.setattr(invariance, 'relative_error', relative_error)
@@ -109,7 +127,6 @@ def test_both_halves_of_an_adapter(capsys, monkeypatch):
 
     printed = capsys.readouterr().out
     assert largest_error(printed, 'regrouped') < 1e-6
-    # peft starts with B = 0. Then the gradient of A is 0 and cannot be wrong. So `verify` starts with other values.
     _, reference_gradients = relative_error.call_args.args
     for half in ('.lora_A.', '.lora_B.'):
         assert any(half in name for name in reference_gradients)
@@ -124,7 +141,9 @@ def test_tolerance_fits_the_runs_device(device, tolerance, monkeypatch):
     verify_config = mock.Mock(side_effect=NotExactError('the tolerance is known'))
     monkeypatch.setattr(program, 'verify', verify_config)
     monkeypatch.setattr(program, 'runs_on_gpu', lambda config: config.trainer['device'] != 'cpu')
+
     assert verify(f'trainer.device={device}') == 1
+
     assert verify_config.call_args.kwargs['tolerance'] == tolerance
 
 
@@ -145,7 +164,7 @@ def without_algorithm(folder, **other_algorithms):
 
 def test_run_without_the_algorithm(tmp_path, capsys):
     """Such a run has the weights of stock Composer."""
-    assert main([without_algorithm(tmp_path), *TINY]) == 1
+    assert verify(config=without_algorithm(tmp_path)) == 1
     assert 'NOT exact: The run must weight its microbatches by their tokens' in capsys.readouterr().err
 
 
@@ -159,10 +178,13 @@ class AlgorithmOfUser(TokenAccumulation):
 def test_subclass_of_the_algorithm(tmp_path, capsys):
     """Its own arguments set the weights, so `verify` must build the subclass itself."""
     name = f'{__name__}.{AlgorithmOfUser.__name__}'
-    assert main([without_algorithm(tmp_path, **{name: {'weights': 'sqrt'}}), '--rows', '2', *TINY]) == 0
+    config = without_algorithm(tmp_path, **{name: {'weights': 'sqrt'}})
+
+    assert verify(config=config) == 0
+
     printed = capsys.readouterr().out
-    assert max(errors(printed, 'regrouped')) < 1e-6
-    assert max(errors(printed, 'stock Composer')) > 1e-2
+    assert largest_error(printed, 'regrouped') < 1e-6
+    assert largest_error(printed, 'stock Composer') > 1e-2
 
 
 def test_model_without_trained_parameters(capsys):
@@ -170,27 +192,46 @@ def test_model_without_trained_parameters(capsys):
     assert 'NOT exact: No parameter of the model requires a gradient' in capsys.readouterr().err
 
 
-def test_only_the_projector_is_trained(capsys, monkeypatch):
+ONLY_PROJECTOR = 'model.freeze=[language_model, vision_tower, lm_head]'
+
+
+def test_only_the_projector_is_trained(capsys):
     """A microbatch without images then has no gradient. Of the three rows one has an image."""
-    frozen = 'model.freeze=[language_model, vision_tower, lm_head]'
-    assert verify(frozen, rows=3) == 0
-    assert max(errors(capsys.readouterr().out, 'regrouped')) < 1e-6
+    assert verify(ONLY_PROJECTOR, rows=3) == 0
+    printed = capsys.readouterr().out
+    assert largest_error(printed, 'regrouped') < 1e-6
+
+
+def test_rows_that_do_not_train_the_projector(capsys, monkeypatch):
     all_rows = program._rows
 
     def rows_without_images(batch, layout, max_rows):
-        (row, *_) = (row for row in all_rows(batch, layout, max_rows) if not layout.media_of(row))
-        return [row, row]
+        rows = all_rows(batch, layout, max_rows)
+        text_row = next(row for row in rows if not layout.media_of(row))
+        return [text_row, text_row]
 
     monkeypatch.setattr(program, '_rows', rows_without_images)
-    assert verify(frozen, rows=3) == 2
+
+    assert verify(ONLY_PROJECTOR, rows=3) == 2
+
     assert '`--rows` must take rows that train something' in capsys.readouterr().err
 
 
 def test_chosen_rows_have_unlike_numbers_of_labels():
-    """With equal numbers, a mean of means would be right. Only the fifth row has another number than the others."""
-    batch = ragged_batch([(9, 2)] * 4 + [(12, 7)] + [(9, 2)] * 4)
-    rows = program._rows(batch, BatchLayout.infer(batch), 3)
-    num_labels = [int((row['labels'] != IGNORE_INDEX).sum()) for row in rows]
+    """With equal numbers, a mean of means would be right. Only the second row has another number than the others.
+
+    Rows that are evenly spread in the order of the batch would leave it out.
+    """
+    seven_equal_rows = [(9, 2)] * 7
+    batch = ragged_batch([(9, 2), (12, 7), *seven_equal_rows])
+    layout = BatchLayout.infer(batch)
+
+    rows = program._rows(batch, layout, 3)
+
+    num_labels = []
+    for row in rows:
+        is_label = row['labels'] != IGNORE_INDEX
+        num_labels.append(int(is_label.sum()))
     assert sorted(num_labels) == [2, 2, 7]
 
 
@@ -205,43 +246,47 @@ def packed_rows():
     """Returns two rows of several documents. Every token has a label, also the first one of each document."""
     first = packed_row(text_rows([(4, 4), (9, 9)]))
     second = packed_row(text_rows([(6, 6), (3, 3), (5, 5)]))
-    pads = {'input_ids': 0, 'labels': -100, 'position_ids': 0}
+    padding = {  # one column for the first row
+        'input_ids': torch.tensor([[0]]),
+        'labels': torch.tensor([[-100]]),
+        'position_ids': torch.tensor([[0]]),
+    }
     batch = {}
-    for key, pad in pads.items():
-        padded_first = torch.nn.functional.pad(first[key], (0, 1), value=pad)
+    for key in padding:
+        padded_first = torch.cat([first[key], padding[key]], dim=1)
         batch[key] = torch.cat([padded_first, second[key]])
     return batch
 
 
 @pytest.mark.parametrize(
     ('uses_flag', 'padding'),
-    [(False, 'right'), (False, 'left'), (True, 'right')],
-    ids=['algorithm, right', 'algorithm, left', 'flag'],
+    [
+        pytest.param(False, 'right', id='algorithm, right'),
+        pytest.param(False, 'left', id='algorithm, left'),
+        pytest.param(True, 'right', id='flag'),
+    ],
 )
-def test_labels_that_packed_rows_lose(uses_flag, padding, tmp_path, capsys, monkeypatch):
+def test_labels_that_packed_rows_lose(uses_flag, padding, tmp_path, capsys, monkeypatch, assert_reference):
     """The run masks the first label of each further document. So the reference must not train on it, either."""
     monkeypatch.setattr(program, 'SIDES', (padding,))
     model = text_model()
     batch = packed_rows()
     take_first_batch(monkeypatch, model, batch)
-    relative_error = mock.Mock(wraps=invariance.relative_error)
-    monkeypatch.setattr(invariance, 'relative_error', relative_error)
 
     if uses_flag:
-        flag = 'trainer.accumulate_train_batch_on_tokens=true'
-        assert main([without_algorithm(tmp_path), '--rows', '2', *TINY, flag]) == 0
+        assert verify(FLAG, config=without_algorithm(tmp_path)) == 0
     else:
         assert verify() == 0
 
-    assert largest_error(capsys.readouterr().out, 'regrouped') < 1e-6
-    labels = batch['labels'].clone()
-    labels[[0, 1, 1], [4, 6, 9]] = -100  # where a further document begins
+    printed = capsys.readouterr().out
+    assert largest_error(printed, 'regrouped') < 1e-6
+    # The first label of each further document.
+    batch['labels'][0, 4] = -100
+    batch['labels'][1, 6] = -100
+    batch['labels'][1, 9] = -100
     model.zero_grad()
-    model(**{**batch, 'labels': labels}).loss.backward()
-    expected = {f'model.{name}': parameter.grad for name, parameter in model.named_parameters()}
-    _, reference_gradients = relative_error.call_args.args
-    error, reason = invariance.relative_error(reference_gradients, expected)
-    assert error < 1e-6, reason
+    model(**batch).loss.backward()
+    assert_reference(take_gradients(model))
 
 
 def test_packed_rows_without_logits(monkeypatch):
@@ -271,50 +316,73 @@ def test_packed_rows_need_no_logits(monkeypatch):
     assert verify() == 0
 
 
+def as_tuple(batch):
+    return tuple(batch.values())
+
+
+def mask_as_list(batch):
+    mask = batch['attention_mask'].tolist()
+    return {**batch, 'attention_mask': mask}
+
+
+def labels_of_int32(batch):
+    labels = batch['labels'].int()
+    return {**batch, 'labels': labels}
+
+
 @pytest.mark.parametrize(
     ('change', 'message'),
     [
-        (lambda batch: tuple(batch.values()), '`batch` must be a mapping with a `labels` tensor .*, got: tuple'),
-        (lambda batch: {**batch, 'attention_mask': [[1] * 9] * 2}, '`attention_mask` must be real numbers, .* list'),
-        (lambda batch: {**batch, 'labels': batch['labels'].int()}, '`labels` must be int64'),
+        pytest.param(as_tuple, '`batch` must be a mapping with a `labels` tensor .*, got: tuple', id='tuple'),
+        pytest.param(mask_as_list, '`attention_mask` must be real numbers, .* list', id='mask is a list'),
+        pytest.param(labels_of_int32, '`labels` must be int64', id='labels are int32'),
     ],
-    ids=['tuple', 'mask is a list', 'labels are int32'],
 )
 def test_first_batch_that_cannot_be_counted(change, message, capsys, monkeypatch):
-    take_first_batch(monkeypatch, text_model(), change(ragged_batch([(4, 2), (9, 7)])))
+    batch = change(ragged_batch([(4, 2), (9, 7)]))
+    take_first_batch(monkeypatch, text_model(), batch)
     assert verify() == 2
     assert re.search(f'error: {message}', capsys.readouterr().err)
 
 
-@pytest.mark.parametrize(('max_rows', 'images'), [(3, (1, 1, 0)), (2, (1, 2, 1))])
-def test_rows_keep_their_image_codes(max_rows, images, capsys, monkeypatch):
+@pytest.mark.parametrize(
+    ('images', 'chosen_rows'),
+    [
+        pytest.param([1, 1, 0], [0, 1, 2], id='all rows'),
+        pytest.param([1, 2, 1], [0, 2], id='rows with the fewest and the most labels'),
+    ],
+)
+def test_rows_keep_their_image_codes(images, chosen_rows, capsys, monkeypatch, assert_reference):
     """An image has 6 codes, and the widest row 6 tokens. Only the whole batch shows that the codes are not text."""
     rows = rows_with_codes([(4, 2), (5, 4), (6, 6)], images)
+    batch = collate_with_codes(rows)
     model = image_codes_model()
-    take_first_batch(monkeypatch, model, collate_with_codes(rows))
-    relative_error = mock.Mock(wraps=invariance.relative_error)
-    monkeypatch.setattr(invariance, 'relative_error', relative_error)
+    take_first_batch(monkeypatch, model, batch)
 
-    assert verify(rows=max_rows) == 0
+    assert verify(rows=len(chosen_rows)) == 0
 
-    assert largest_error(capsys.readouterr().out, 'regrouped') < 1e-6
-    chosen_rows = rows if max_rows == 3 else [rows[0], rows[2]]  # those with the fewest and the most labels
-    expected = gradients_of_single_rows(model, chosen_rows)
-    _, reference_gradients = relative_error.call_args.args
-    reference_of_rows = {name.removeprefix('model.'): value for name, value in reference_gradients.items()}
-    error, reason = invariance.relative_error(reference_of_rows, expected)
-    assert error < 1e-6, reason
+    printed = capsys.readouterr().out
+    assert largest_error(printed, 'regrouped') < 1e-6
+    expected = gradients_of_single_rows(model, [rows[index] for index in chosen_rows])
+    assert_reference(expected)
 
 
 def test_flag_instead_of_the_algorithm(tmp_path, capsys):
-    flag = 'trainer.accumulate_train_batch_on_tokens=true'
-    assert main([without_algorithm(tmp_path), '--rows', '2', *TINY, flag]) == 0
-    assert max(errors(capsys.readouterr().out, 'regrouped')) < 1e-6
-    # A wrong rule, which `train` refuses, too.
+    assert verify(FLAG, config=without_algorithm(tmp_path)) == 0
+    printed = capsys.readouterr().out
+    assert largest_error(printed, 'regrouped') < 1e-6
+
+
+def test_flag_with_a_wrong_rule(tmp_path, capsys):
+    """The program `train` refuses it, too."""
     wrong_rule = 'microbatching.loss_tokens=unshifted'
-    assert main([without_algorithm(tmp_path), '--rows', '2', *TINY, flag, wrong_rule]) == 1
+    assert verify(FLAG, wrong_rule, config=without_algorithm(tmp_path)) == 1
     assert '`loss_tokens` must be the rule' in capsys.readouterr().err
-    assert verify(flag) == 1  # both would weight the loss
+
+
+def test_flag_beside_the_algorithm(capsys):
+    """Both would weight the loss."""
+    assert verify(FLAG) == 1
     assert 'Set `accumulate_train_batch_on_tokens` to False' in capsys.readouterr().err
 
 
@@ -327,10 +395,12 @@ def test_error_over_the_tolerance(capsys, monkeypatch):
 
     monkeypatch.setattr(LossTerms, 'scaled', wrong_scaled)
     monkeypatch.setattr(step, '_check_tokens', lambda *_, **__: None)  # it would refuse the step
+
     assert verify() == 1
+
     printed = capsys.readouterr().out
-    # Microbatches of 1 and 2 rows.
-    assert errors(printed, 'regrouped') == pytest.approx([1e-3] * 2, rel=1e-2)
+    errors_of_sizes_1_and_2 = errors(printed, 'regrouped')
+    assert errors_of_sizes_1_and_2 == pytest.approx([1e-3, 1e-3], rel=1e-2)
     assert re.search(r'over tolerance; .*\S+weight is off', printed)
     assert 'NOT exact' in printed
 
@@ -352,8 +422,11 @@ def make_steps_wrong(monkeypatch, is_wrong):
 def test_error_in_one_microbatch_size(wrong_size, capsys, monkeypatch):
     """The steps of all sizes belong to one fit. The other sizes must not hide the error."""
     make_steps_wrong(monkeypatch, lambda state: state.device_train_microbatch_size == wrong_size)
+
     assert verify(rows=3) == 1
-    errors_by_size = errors(capsys.readouterr().out, 'regrouped')
+
+    printed = capsys.readouterr().out
+    errors_by_size = errors(printed, 'regrouped')
     error_of_wrong_size = errors_by_size.pop(wrong_size - 1)
     assert error_of_wrong_size == pytest.approx(1e-3, rel=1e-2)
     assert max(errors_by_size) < 1e-6
@@ -363,21 +436,25 @@ def test_error_in_one_microbatch_size(wrong_size, capsys, monkeypatch):
 def test_error_in_first_or_later_steps(is_first, capsys, monkeypatch):
     """The first step of one fit has the smallest microbatches, that of the other the largest."""
     make_steps_wrong(monkeypatch, lambda state: (state.timestamp.batch == 0) == is_first)
+
     assert verify() == 1
+
     printed = capsys.readouterr().out
-    for split, first in (('regrouped', 0), ('in order', -1)):
-        errors_by_size = errors(printed, split)
-        error_of_first_step = errors_by_size.pop(first)
-        (error_of_later_step,) = errors_by_size
-        assert (error_of_first_step > 1e-4) == is_first
-        assert (error_of_later_step > 1e-4) != is_first
+    first_of_regrouped, later_of_regrouped = errors(printed, 'regrouped')
+    later_in_order, first_in_order = errors(printed, 'in order')
+    assert (first_of_regrouped > 1e-4) is is_first
+    assert (first_in_order > 1e-4) is is_first
+    assert (later_of_regrouped > 1e-4) is not is_first
+    assert (later_in_order > 1e-4) is not is_first
 
 
 def test_each_size_begins_a_fit(capsys, monkeypatch):
     """Otherwise an error that only the first step with one size has would not be noticed."""
     monkeypatch.setattr(program, 'SIDES', BOTH_SIDES)
     make_steps_wrong(monkeypatch, lambda state: state.timestamp.batch == 0)
+
     assert verify(rows=4) == 1
+
     printed = capsys.readouterr().out
     wrong_sizes = []
     for split in ('in order', 'regrouped'):
@@ -393,7 +470,9 @@ def test_sizes_share_one_check(monkeypatch):
     right_check_rows = FirstBatchCheck._check_rows
     check_rows = mock.create_autospec(right_check_rows, side_effect=right_check_rows)
     monkeypatch.setattr(FirstBatchCheck, '_check_rows', check_rows)
+
     assert verify(rows=3) == 0
+
     assert check_rows.call_count == 2  # in order and regrouped
 
 

@@ -21,6 +21,7 @@ from benchmarks.rivals.data import UNKNOWN, Samples, Sizes, collate, lengths_of,
 from benchmarks.rivals.probe import watched
 from composer_tokacc.invariance import relative_error
 from composer_tokacc.planning import pack_lengths
+from tests.support.text import packed_row
 
 if transformers.__version__.startswith('4.'):
     pytest.skip('rivals run with Transformers 5', allow_module_level=True)
@@ -50,8 +51,10 @@ def small_samples(**changes):
 
 @pytest.mark.parametrize('page', report.PAGES, ids=lambda page: page.name)
 def test_pages_show_the_results(page):
+    results = read(report.RESULTS_FILE)
+    parts = report.parts_of(results)
     text = page.read_text()
-    assert text == filled(text, report.parts_of(read(report.RESULTS_FILE))), 'python -m benchmarks.rivals --report'
+    assert text == filled(text, parts), 'python -m benchmarks.rivals --report'
 
 
 def test_results_have_titles_and_settings():
@@ -68,8 +71,11 @@ def test_faster_rival_is_named():
     for each_round in odb['rounds']:
         each_round['tokens_per_second'] *= 1000
     odb['tokens_per_second'] = [1000 * speed for speed in odb['tokens_per_second']]
+    title = report.TITLES['odb']
+
     lines = report.ratios(cells).splitlines()
-    [row] = [line for line in lines if line.startswith(f'| {report.TITLES["odb"]} |')]
+
+    [row] = [line for line in lines if line.startswith(f'| {title} |')]
     texts = row.split('|')
     least_case = texts[3].strip()
     faster_cases = texts[5]
@@ -78,34 +84,41 @@ def test_faster_rival_is_named():
 
 def test_contender_over_cap_is_named():
     cells = measured_cells()
-    assert 'over the cap, in all sets: none.' in report.reached_the_model(cells)
+    nothing_over_cap = 'over the cap, in all sets: none.'
+    assert nothing_over_cap in report.reached_the_model(cells)
+
     cells[0]['within_cap'] = False
-    assert 'over the cap, in all sets: none.' not in report.reached_the_model(cells)
+    assert nothing_over_cap not in report.reached_the_model(cells)
+
+
+def cell_of_speeds(rival, speeds, *, measured_on):
+    """Returns the cell of a rival that trained this many tokens a second in each round."""
+    return {
+        'rival': rival,
+        'rounds': [{'tokens_per_second': value} for value in speeds],
+        'tokens_per_second': speed.quartiles(speeds),
+        'measured_on': measured_on,
+    }
 
 
 def test_rounds_of_two_runs():
-    cells = []
-    for name, speeds in (('ours', [10.0, 30.0, 40.0]), ('odb', [30.0, 10.0, 20.0])):
-        cells.append(
-            {
-                'rival': name,
-                'rounds': [{'tokens_per_second': value} for value in speeds],
-                'tokens_per_second': speed.quartiles(speeds),
-                'measured_on': 'the same run',
-            }
-        )
-    # The median of the ratios 1/3, 3 and 2.
-    assert report.against(cells, 'odb') == pytest.approx(2.0)
-    cells[1]['measured_on'] = 'another run'
-    # The ratio of the medians 30 and 20.
-    assert report.against(cells, 'odb') == pytest.approx(1.5)
+    ours = cell_of_speeds('ours', [10.0, 30.0, 40.0], measured_on='a run')
+    odb = cell_of_speeds('odb', [30.0, 10.0, 20.0], measured_on='a run')
+    odb_of_another_run = {**odb, 'measured_on': 'another run'}
+
+    median_of_ratios = report.against([ours, odb], 'odb')
+    ratio_of_medians = report.against([ours, odb_of_another_run], 'odb')
+
+    assert median_of_ratios == pytest.approx(2.0)  # of 1/3, 3 and 2
+    assert ratio_of_medians == pytest.approx(30 / 20)
 
 
 def test_number_of_packed_rows():
     sizes = Sizes(model='llama')
     all_lengths, _ = lengths_of('lognormal 0.9', sizes.mean)
     lengths = Samples(sizes, all_lengths).lengths
-    cells = report.cells_of_set(read(report.RESULTS_FILE)['cells'], report.SHOWN_SET)
+    results = read(report.RESULTS_FILE)
+    cells = report.cells_of_set(results['cells'], report.SHOWN_SET)
     cells_of_llama = {}
     for cell in cells:
         if cell['model'] == 'llama' and cell['ranks'] == 1:
@@ -120,18 +133,27 @@ def test_number_of_packed_rows():
     assert f'{num_packed} microbatches an epoch instead of {num_full}' in page
 
 
+def cells_in(path):
+    return json.loads(path.read_text())['cells']
+
+
 def test_hung_contender_keeps_its_cell(tmp_path):
+    """A contender that hung has no rounds. Its earlier ones are kept until it is measured again."""
     path = tmp_path / 'results.json'
-    cell = {'model': 'llama', 'set': 'digits', 'ranks': 1, 'rival': 'odb'}
-    other = {**cell, 'rival': 'hf', 'rounds': [2]}
-    program.keep(path, [{**cell, 'rounds': [1]}])
-    program.keep(path, [cell, other])
-    cells = json.loads(path.read_text())['cells']
-    assert [row['rival'] for row in cells] == ['odb', 'hf']
-    assert [row['rounds'] for row in cells] == [[1], [2]]
-    program.keep(path, [{**cell, 'rounds': [3]}])
-    cells = json.loads(path.read_text())['cells']
-    assert cells[0]['rounds'] == [3]
+    without_rounds = {'model': 'llama', 'set': 'digits', 'ranks': 1, 'rival': 'odb'}
+    first_odb = {**without_rounds, 'rounds': [1]}
+    hf = {**without_rounds, 'rival': 'hf', 'rounds': [2]}
+    second_odb = {**without_rounds, 'rounds': [3]}
+
+    program.keep(path, [first_odb])
+    program.keep(path, [without_rounds, hf])
+    kept = cells_in(path)
+    program.keep(path, [second_odb])
+    replaced = cells_in(path)
+
+    rounds_of_rivals = [(cell['rival'], cell['rounds']) for cell in kept]
+    assert rounds_of_rivals == [('odb', [1]), ('hf', [2])]
+    assert replaced[0]['rounds'] == [3]
 
 
 def trained_model(sizes, lr=0.0):
@@ -140,13 +162,14 @@ def trained_model(sizes, lr=0.0):
 
 
 def loss_of(model, samples, indices):
-    outputs = model(**collate([samples[index] for index in indices]))
-    return outputs.loss
+    batch = collate([samples[index] for index in indices])
+    return model(**batch).loss
 
 
 def test_hooks_record_the_samples():
     sizes, samples = small_samples()
     model, optimizer = trained_model(sizes, lr=0.1)
+
     with watched(model, samples) as trace:
         # A step of two microbatches, and a step of one.
         for microbatches in ([[3, 1], [4]], [[0, 2, 5]]):
@@ -157,12 +180,12 @@ def test_hooks_record_the_samples():
             with torch.no_grad():
                 loss_of(model, samples, [9])
             optimizer.step()
+
     assert trace.indices == [[3, 1, 4], [0, 2, 5]]
     lengths = samples.lengths
-    assert trace.tokens == [
-        sum(lengths[[3, 1, 4]]),
-        sum(lengths[[0, 2, 5]]),
-    ]
+    tokens_of_first_step = lengths[3] + lengths[1] + lengths[4]
+    tokens_of_second_step = lengths[0] + lengths[2] + lengths[5]
+    assert trace.tokens == [tokens_of_first_step, tokens_of_second_step]
     positions_of_3_and_1 = 2 * max(lengths[[3, 1]])
     positions_of_4 = lengths[4]
     positions_of_second_step = 3 * max(lengths[[0, 2, 5]])
@@ -183,9 +206,12 @@ def test_hooks_count_dummy_rows():
     dummy['labels'][1:] = -100
     unknown = samples[3]
     unknown['input_ids'] = unknown['input_ids'].flip(0) + 1
+    batch = collate([samples[1], dummy, unknown])
+
     with watched(model, samples) as trace:
-        model(**collate([samples[1], dummy, unknown])).loss.backward()
+        model(**batch).loss.backward()
         optimizer.step()
+
     assert trace.indices == [[1, UNKNOWN]]
     assert trace.num_dummy_rows == 1
 
@@ -193,35 +219,51 @@ def test_hooks_count_dummy_rows():
 def test_documents_are_samples():
     sizes, samples = small_samples()
     model, optimizer = trained_model(sizes)
-    documents = [samples[4], samples[7]]
-    ids = torch.cat([document['input_ids'] for document in documents])
-    labels = torch.cat([document['labels'] for document in documents])
-    positions = torch.cat([torch.arange(len(document['input_ids'])) for document in documents])
-    packed_row = {'input_ids': ids[None], 'labels': labels[None], 'position_ids': positions[None]}
+    documents = []
+    for index in (4, 7):
+        document = {key: samples[index][key][None] for key in ('input_ids', 'labels')}
+        documents.append(document)
+    row = packed_row(documents)
+
     with watched(model, samples) as trace:
-        model(**packed_row, use_cache=False).loss.backward()
+        model(**row, use_cache=False).loss.backward()
         optimizer.step()
+
     assert trace.indices == [[4, 7]]
     assert trace.positions == trace.tokens
 
 
-def test_kinds_of_global_batches():
-    in_order = [list(range(8)), list(range(8, 16))]
-    reversed_batches = [batch[::-1] for batch in in_order]
-    unequal_batches = [list(range(7)), list(range(7, 16))]
-    assert speed.membership(in_order, 16, 8) == 'the same'
-    assert speed.membership(reversed_batches, 16, 8) == 'the same'
-    assert speed.membership(unequal_batches, 16, 8) == 'by length'
+def own_shuffle():
+    """Returns two global batches of 8 samples in the order from which Transformers' BatchRebalanceSampler starts."""
     generator = torch.Generator().manual_seed(42)
     order = torch.randperm(16, generator=generator).tolist()
-    assert speed.membership([order[:8], order[8:]], 16, 8) == 'of a shuffle of its own'
+    return [order[:8], order[8:]]
+
+
+SAMPLES = list(range(16))
+
+
+@pytest.mark.parametrize(
+    ('global_batches', 'kind'),
+    [
+        pytest.param([SAMPLES[:8], SAMPLES[8:]], 'the same', id='in order'),
+        pytest.param([SAMPLES[7::-1], SAMPLES[:7:-1]], 'the same', id='each reversed'),
+        pytest.param([SAMPLES[:7], SAMPLES[7:]], 'by length', id='of unequal size'),
+        pytest.param(own_shuffle(), 'of a shuffle of its own', id='shuffled'),
+    ],
+)
+def test_kinds_of_global_batches(global_batches, kind):
+    assert speed.membership(global_batches, 16, 8) == kind
 
 
 def test_reference_equals_one_forward():
     sizes, samples = small_samples(model='llava')
-    gradient = speed.whole_gradient(new_model(sizes), samples, range(6))
+    indices = range(6)
     model = new_model(sizes)
-    loss_of(model, samples, range(6)).backward()
+    loss_of(model, samples, indices).backward()
+
+    gradient = speed.whole_gradient(new_model(sizes), samples, indices)
+
     error, _ = relative_error(gradient, gradients_of(model))
     assert error < 1e-6
 
@@ -247,7 +289,9 @@ def test_our_epochs_keep_the_cap(name):
     assert cell['every_sample_once']
     assert cell['within_cap']
     assert cell['steps'] == 2
-    assert (cell['gradient_error'] < 1e-6) == (name != 'composer'), cell['gradient_error']
+    is_exact = cell['gradient_error'] < 1e-6
+    is_ours = name != 'composer'
+    assert is_exact is is_ours, cell['gradient_error']
     assert cell['settings']['device_train_microbatch_size'] == 2
 
 
@@ -265,7 +309,12 @@ def test_our_epochs_keep_the_cap(name):
 )
 def test_rival_sees_every_sample_once(name, package, keeps_batches):
     pytest.importorskip(package)
-    cell = inspected(name, workers=1 if name == 'odb' else 0)
+    workers = 1 if name == 'odb' else 0
+
+    cell = inspected(name, workers=workers)
+
     assert cell['every_sample_once']
-    assert cell['unknown_rows'] == cell['filler_rows'] == 0
-    assert (cell['global_batches'] == 'the same') == keeps_batches
+    assert cell['unknown_rows'] == 0
+    assert cell['filler_rows'] == 0
+    has_same_batches = cell['global_batches'] == 'the same'
+    assert has_same_batches is keeps_batches

@@ -28,7 +28,8 @@ from tests.support.training import hugging_face
 
 @pytest.fixture(scope='module')
 def model(processor):
-    config = digits_model_config(processor, hidden_size=32, num_layers=1, vision_hidden_size=16, num_vision_layers=1)
+    sizes = {'hidden_size': 32, 'num_layers': 1, 'vision_hidden_size': 16, 'num_vision_layers': 1}
+    config = digits_model_config(processor, **sizes)
     torch.manual_seed(0)
     llava = LlavaForConditionalGeneration(config)
     return hugging_face(llava).train()
@@ -41,9 +42,11 @@ def dataset(processor):
 
 def answers_at_evaluations(model, dataset, processor, folder, *, steps):
     """Evaluates after the given steps. Returns the answers of the last evaluation."""
-    answers = Answers(dataset, processor, folder=str(folder / '{run_name}'), num_samples=2, max_new_tokens=3)
+    folder_of_run = str(folder / '{run_name}')
+    answers = Answers(dataset, processor, folder=folder_of_run, num_samples=2, max_new_tokens=3)
     for step in steps:
-        state = SimpleNamespace(model=model, algorithms=[], run_name='run', timestamp=Timestamp(batch=step))
+        timestamp = Timestamp(batch=step)
+        state = SimpleNamespace(model=model, algorithms=[], run_name='run', timestamp=timestamp)
         answers.eval_end(state, None)
     return answers.last
 
@@ -74,15 +77,29 @@ def test_answer_is_that_of_plain_generation(model, dataset, processor, tmp_path)
     last = answers_at_evaluations(model, dataset, processor, tmp_path, steps=(3, 6))
 
     assert model.training
-    lines = read_lines(tmp_path / 'run' / 'answers.jsonl')
-    assert [line['step'] for line in lines] == [3, 3, 6, 6]
-    assert [line['sample_id'] for line in lines] == ['digits-eval-0', 'digits-eval-4'] * 2
-    for index, answer, line in zip((0, 4), last, lines[2:], strict=True):
-        (question, expected), images, _ = dataset.conversation(index)
-        assert question['content'][-1]['text'] in answer.question
-        assert answer.expected == expected['content'][0]['text']
+    for index, answer in zip([0, 4], last, strict=True):
+        (question, expected_answer), images, _ = dataset.conversation(index)
+        question_text = question['content'][-1]['text']
+        expected_text = expected_answer['content'][0]['text']
+        assert answer.sample_id == f'digits-eval-{index}'
+        assert question_text in answer.question
+        assert answer.expected == expected_text
         assert answer.generated == generate(model, processor, question, images)
         assert list(answer.images) == list(images)
+
+
+def test_answers_of_all_evaluations_are_written(model, dataset, processor, tmp_path):
+    last = answers_at_evaluations(model, dataset, processor, tmp_path, steps=(3, 6))
+
+    lines = read_lines(tmp_path / 'run' / 'answers.jsonl')
+    steps_and_samples = [(line['step'], line['sample_id']) for line in lines]
+    assert steps_and_samples == [
+        (3, 'digits-eval-0'),
+        (3, 'digits-eval-4'),
+        (6, 'digits-eval-0'),
+        (6, 'digits-eval-4'),
+    ]
+    for answer, line in zip(last, lines[2:], strict=True):
         assert line['expected'] == answer.expected
         assert line['generated'] == answer.generated
 
@@ -97,11 +114,14 @@ def unlabelled_row(ids):
     }
 
 
+IMAGE_TOKEN = build_digits_processor().image_token_id
+
+
 def text_without_labels(sample):
     """Leaves only the text of a sample, without its labels."""
     del sample['pixel_values']
-    is_text = sample['input_ids'] != build_digits_processor().image_token_id
-    text_ids = sample['input_ids'][is_text]
+    ids = sample['input_ids']
+    text_ids = ids[ids != IMAGE_TOKEN]
     sample.update(unlabelled_row(text_ids))
 
 
@@ -113,18 +133,20 @@ def text_without_question(sample):
 
 def with_media_at_its_end(sample):
     """Adds the images once more after the answer, in a turn without loss."""
-    is_image = sample['input_ids'] == build_digits_processor().image_token_id
-    image_ids = sample['input_ids'][is_image]
+    ids = sample['input_ids']
+    image_ids = ids[ids == IMAGE_TOKEN]
     for key, added in unlabelled_row(image_ids).items():
         sample[key] = torch.cat([sample[key], added], dim=1)
-    sample['pixel_values'] = torch.cat([sample['pixel_values'], sample['pixel_values']])
+    images = sample['pixel_values']
+    sample['pixel_values'] = torch.cat([images, images])
 
 
 @pytest.mark.parametrize('change', [text_without_labels, text_without_question, with_media_at_its_end])
 def test_sample_that_cannot_be_answered(change, model, dataset, processor, tmp_path, caplog):
     """The other samples are answered. With media at its end, generation would get media without their placeholders."""
     samples = [dataset[index] for index in range(len(dataset))]
-    change(samples[0])
+    first_sample = samples[0]
+    change(first_sample)
 
     (answer,) = answers_at_evaluations(model, samples, processor, tmp_path, steps=(3,))
 
@@ -145,9 +167,11 @@ def test_page_has_answers_and_images(model, dataset, processor, tmp_path):
         assert answer.sample_id in text
         num_images += len(answer.images)
     shown_images = re.findall(r'base64,([^"]+)"', text)
-    assert len(shown_images) == num_images > 0
+    assert num_images > 0
+    assert len(shown_images) == num_images
     for encoded in shown_images:
-        image = Image.open(BytesIO(base64.b64decode(encoded)))
+        image_file = BytesIO(base64.b64decode(encoded))
+        image = Image.open(image_file)
         assert image.size == (8, 8)
 
 
@@ -165,19 +189,17 @@ def test_images_of_files_are_shown_small(tmp_path):
     assert thumbnail.size == (224, 56)
 
 
-def dataset_of_image(image):
-    return SimpleNamespace(decoded=lambda index: {'image': [image]})
+@pytest.mark.parametrize('mode', ['RGB', 'CMYK'])
+def test_images_of_a_dataset_stay_as_they_are(mode):
+    large = Image.new(mode, (448, 448))
+    dataset = SimpleNamespace(decoded=lambda index: {'image': [large]})
 
+    (thumbnail,) = _thumbnails(dataset, 0)
 
-def test_images_of_a_dataset_stay_as_they_are():
-    for mode in ('RGB', 'CMYK'):
-        large = Image.new(mode, (448, 448))
-        (thumbnail,) = _thumbnails(dataset_of_image(large), 0)
-
-        assert thumbnail.mode == 'RGB'
-        assert thumbnail.size == (224, 224)
-        assert large.mode == mode
-        assert large.size == (448, 448)
+    assert thumbnail.mode == 'RGB'
+    assert thumbnail.size == (224, 224)
+    assert large.mode == mode
+    assert large.size == (448, 448)
 
 
 def test_patches_stay_when_text_is_cut():
@@ -197,18 +219,28 @@ def test_model_that_cannot_generate(dataset, processor, tmp_path, caplog):
     model = torch.nn.Module()
     model.model = None
     model.model_forward_args = ()
+
     answers = answers_at_evaluations(model, dataset, processor, tmp_path, steps=(3, 6))
+
     assert answers == []
     assert caplog.text.count('Nothing is answered at evaluations') == 1
     assert not (tmp_path / 'run').exists()
 
 
-@pytest.mark.parametrize(('first_step', 'kept_steps'), [(0, []), (100, [50, 100])])
+@pytest.mark.parametrize(
+    ('first_step', 'kept_steps'),
+    [
+        pytest.param(0, [], id='starts again'),
+        pytest.param(100, [50, 100], id='resumes'),
+    ],
+)
 def test_answers_of_repeated_steps_are_removed(tmp_path, first_step, kept_steps):
     """A killed run had answered at step 150. It goes on from the checkpoint of step 100, or starts again."""
     path = tmp_path / 'answers.jsonl'
-    lines = [json.dumps({'step': step, 'generated': 'seven'}) for step in (50, 100, 150)]
-    path.write_text('\n'.join(lines) + '\n')
+    with path.open('w') as file:
+        for step in (50, 100, 150):
+            line = json.dumps({'step': step, 'generated': 'seven'})
+            file.write(f'{line}\n')
     state = SimpleNamespace(run_name='x', timestamp=Timestamp(batch=first_step))
     callback = Answers([], None, folder=str(tmp_path), num_samples=1, max_new_tokens=1)
 

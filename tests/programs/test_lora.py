@@ -19,9 +19,9 @@ from composer_tokacc import size as size_program
 from composer_tokacc import train as train_program
 from composer_tokacc import verify as verify_program
 from composer_tokacc.programs.lora import four_bit_options, identify_adapter, with_adapter
-from composer_tokacc.programs.models import build_model
+from composer_tokacc.programs.models import build_model, build_transformers_model
 from examples.digits import build_digits_processor
-from tests.programs.test_models import LLAVA, trained_names
+from tests.programs.test_models import LLAVA, assert_same_tensors, trained_names
 from tests.support.families import FAMILIES
 from tests.support.launch import launch_json, launch_program
 from tests.support.process_group import group_of_one_rank
@@ -36,15 +36,17 @@ pytest.importorskip('peft')
 def pretrained(processor, tmp_path):
     """The folder of a base model, as on the hub."""
     folder = tmp_path / 'base'
-    base = build_model(config=LLAVA, processor=processor).model
+    base = build_transformers_model(config=LLAVA, processor=processor)
     base.save_pretrained(folder)
     return str(folder)
 
 
 def with_lora(processor, *, pretrained=None, **lora):
     """Returns a model with an adapter of rank 4. Its base is read from a folder, or has fresh weights."""
-    source = {'config': LLAVA} if pretrained is None else {'pretrained': pretrained}
-    return build_model(**source, processor=processor, lora={'r': 4, **lora})
+    settings = {'r': 4, **lora}
+    if pretrained is None:
+        return build_model(config=LLAVA, processor=processor, lora=settings)
+    return build_model(pretrained=pretrained, processor=processor, lora=settings)
 
 
 def randomize_adapters(model):
@@ -58,7 +60,9 @@ def randomize_adapters(model):
 @pytest.mark.parametrize('lora', [{}, {'r': 4}])
 def test_only_adapters_of_text_are_trained(processor, lora):
     model = build_model(config=LLAVA, processor=processor, lora=lora)
+
     names = trained_names(model)
+
     assert len(names) == 2 * 7 * 2  # two layers of seven linear modules, A and B
     for name in names:
         assert 'lora_' in name
@@ -113,14 +117,15 @@ def test_checkpoint_without_base_is_loaded_strictly(processor, pretrained):
     other = with_lora(processor, pretrained=pretrained)
     weights = model.state_dict()
     weights_in_ddp = {f'module.{name}': weight for name, weight in weights.items()}
+    incomplete_weights = dict(weights)
+    incomplete_weights.popitem()
 
     other.load_state_dict(weights, strict=True)
-    torch.testing.assert_close(dict(other.named_parameters()), dict(model.named_parameters()), rtol=0, atol=0)
     as_in_ddp(other).load_state_dict(weights_in_ddp, strict=True)
 
-    weights.popitem()
+    assert_same_tensors(other.named_parameters(), model.named_parameters())
     with pytest.raises(RuntimeError, match='Missing key'):
-        other.load_state_dict(weights, strict=True)
+        other.load_state_dict(incomplete_weights, strict=True)
 
 
 @pytest.mark.filterwarnings('ignore:.*FullyShardedDataParallel|.*NO_SHARD|.*FSDP')
@@ -130,12 +135,13 @@ def test_fsdp_1_saves_and_loads_trained_weights(is_full, processor, pretrained, 
     model = with_lora(processor, pretrained=pretrained, modules_to_save=['multi_modal_projector'])
     names = trained_names(model)
     options = StateDictOptions(full_state_dict=is_full, strict=True)
+    cpu = torch.device('cpu')
     with group_of_one_rank(tmp_path):
-        model.model = FullyShardedDataParallel(model.model, use_orig_params=True, device_id=torch.device('cpu'))
+        model.model = FullyShardedDataParallel(model.model, use_orig_params=True, device_id=cpu)
 
         weights = get_model_state_dict(model, options=options)
         assert set(weights) == names
-        set_model_state_dict(model, weights, options=options)
+        set_model_state_dict(model, weights, options=options)  # renames the entries of `weights`
 
         with pytest.raises(RuntimeError, match='Missing key'):
             model.load_state_dict({}, strict=True)
@@ -175,7 +181,10 @@ def test_mistyped_settings_are_named(processor, lora, message):
 )
 def test_every_program_refuses_in_one_line(program, lora, message, capsys, tmp_path, monkeypatch):
     monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
-    assert program.main([DIGITS, *TINY_DIGITS, f'model.lora={lora}', 'dataset.eval=null']) == 2
+    overrides = [*TINY_DIGITS, f'model.lora={lora}', 'dataset.eval=null']
+
+    assert program.main([DIGITS, *overrides]) == 2
+
     printed = capsys.readouterr().err
     assert message in printed
     assert 'Traceback' not in printed
@@ -184,9 +193,11 @@ def test_every_program_refuses_in_one_line(program, lora, message, capsys, tmp_p
 @pytest.mark.skipif(torch.cuda.is_available(), reason='there is a GPU')
 @pytest.mark.parametrize('program', [train_program, size_program, verify_program])
 def test_four_bits_without_gpu_are_refused(program, pretrained, capsys):
-    settings = ['model.config=null', f'model.pretrained={pretrained}', 'model.lora={bits: 4}', 'trainer.device=cpu']
-    assert program.main([DIGITS, *settings]) == 2
-    last_line = capsys.readouterr().err.splitlines()[-1]
+    overrides = ['model.config=null', f'model.pretrained={pretrained}', 'model.lora={bits: 4}', 'trainer.device=cpu']
+
+    assert program.main([DIGITS, *overrides]) == 2
+
+    *_, last_line = capsys.readouterr().err.splitlines()
     assert last_line.startswith('error: `model')
 
 
@@ -201,7 +212,7 @@ def test_four_bits_are_for_text_only(processor, monkeypatch):
     except PackageNotFoundError:
         pytest.skip('this transformers asks for bitsandbytes itself')
     monkeypatch.setattr(torch.cuda, 'current_device', lambda: 0)
-    model = build_model(config=LLAVA, processor=processor).model
+    model = build_transformers_model(config=LLAVA, processor=processor)
     linear_layers = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
 
     options = four_bit_options({'modules_to_save': ['mlp']}, model, torch.bfloat16)
@@ -209,7 +220,8 @@ def test_four_bits_are_for_text_only(processor, monkeypatch):
     not_rounded = set(options['quantization_config'].llm_int8_skip_modules)
     assert {'lm_head', 'model.multi_modal_projector.linear_1'} <= not_rounded
     rounded = linear_layers - not_rounded
-    assert all('language_model' in name for name in rounded)
+    for name in rounded:
+        assert 'language_model' in name
     assert last_parts(rounded) == {'q_proj', 'k_proj', 'v_proj', 'o_proj'}
 
 
@@ -222,14 +234,22 @@ def test_base_with_few_embeddings_is_refused(lora, pretrained):
         with_lora(processor, pretrained=pretrained, **lora)
 
 
-@pytest.mark.parametrize('other_lora', [{'r': 2}, {'r': 4, 'modules_to_save': ['lm_head']}, None])
+@pytest.mark.parametrize(
+    'other_lora',
+    [
+        pytest.param({'r': 2}, id='other rank'),
+        pytest.param({'r': 4, 'modules_to_save': ['lm_head']}, id='further module'),
+        pytest.param(None, id='no adapter'),
+    ],
+)
 def test_weights_of_another_adapter_are_refused(processor, other_lora):
     model = with_lora(processor)
     other = build_model(config=LLAVA, processor=processor, lora=other_lora)
-    for target, source in ((model, other), (other, model)):
-        weights = source.state_dict()
-        with pytest.raises(RuntimeError, match=r'Missing key|Unexpected key|size mismatch'):
-            target.load_state_dict(weights)
+    message = r'Missing key|Unexpected key|size mismatch'
+    with pytest.raises(RuntimeError, match=message):
+        model.load_state_dict(other.state_dict())
+    with pytest.raises(RuntimeError, match=message):
+        other.load_state_dict(model.state_dict())
 
 
 @pytest.fixture
@@ -237,7 +257,7 @@ def identity_of(processor):
     """A function that builds a model with these settings, and returns the identity of its adapter."""
 
     def build_and_identify(**settings):
-        model = build_model(processor=processor, **settings).model
+        model = build_transformers_model(processor=processor, **settings)
         return identify_adapter(model)
 
     return build_and_identify
@@ -245,8 +265,9 @@ def identity_of(processor):
 
 def change_one_embedding(folder, processor):
     """Changes one number of the weights in the folder of a base."""
-    base = build_model(pretrained=folder, processor=processor).model
-    base.get_input_embeddings().weight.data[-1, -1] += 1
+    base = build_transformers_model(pretrained=folder, processor=processor)
+    embedding = base.get_input_embeddings()
+    embedding.weight.data[-1, -1] += 1
     base.save_pretrained(folder)
 
 
@@ -260,7 +281,8 @@ def test_identity_depends_on_the_base_weights(identity_of, processor, pretrained
 
     identity = identity_of(pretrained=pretrained, lora=lora)
     in_half_precision = identity_of(pretrained=pretrained, lora=lora, dtype='bfloat16')
-    folder = str(shutil.move(pretrained, tmp_path / 'moved'))
+    folder = str(tmp_path / 'moved')
+    shutil.move(pretrained, folder)
     in_other_folder = identity_of(pretrained=folder, lora=lora)
     with_other_lora = identity_of(pretrained=folder, lora=other_lora)
     change_one_embedding(folder, processor)
@@ -281,7 +303,9 @@ def test_identity_without_base_or_adapter(identity_of):
 @pytest.mark.parametrize('family', ['llava', 'qwen2_5_vl', 'idefics3', 'mllama'])
 def test_default_adapts_every_familys_text(family):
     case = FAMILIES[family]()
+
     model = with_adapter(case.model, {'r': 2}, base=None)
+
     linear_layers = set()
     for name in trained_names(model):
         assert 'language_model' in name or 'text_model' in name
@@ -302,14 +326,16 @@ def test_trained_parameters_are_in_float32(processor):
 @pytest.mark.parametrize(
     'lora',
     [
-        {'target_modules': 'all-linear', 'modules_to_save': ['embed_tokens']},
-        {'modules_to_save': ['vision_tower']},
+        pytest.param({'target_modules': 'all-linear', 'modules_to_save': ['embed_tokens']}, id='adapted encoder'),
+        pytest.param({'modules_to_save': ['vision_tower']}, id='trained encoder'),
     ],
 )
 def test_unreached_layers_are_not_trained(lora, processor):
     """The features come from before the last of the encoder's three layers, so no loss reaches that layer."""
     config = {**LLAVA, 'vision_feature_layer': -2}
+
     model = build_model(config=config, processor=processor, lora={'r': 2, **lora})
+
     trained_in_encoder = [name for name in trained_names(model) if 'vision_tower' in name]
     assert any('.layers.1.' in name for name in trained_in_encoder)
     for name in trained_in_encoder:
@@ -319,9 +345,10 @@ def test_unreached_layers_are_not_trained(lora, processor):
 
 def test_whole_base_may_be_frozen(processor):
     """An adapter freezes its base anyway, so ``model.freeze`` may name all of it."""
-    parts = ['vision_tower', 'language_model', 'multi_modal_projector', 'lm_head']
-    frozen = build_model(config=LLAVA, processor=processor, freeze=parts, lora={'r': 2})
-    not_frozen = build_model(config=LLAVA, processor=processor, lora={'r': 2})
+    lora = {'r': 2}
+    all_parts = ['vision_tower', 'language_model', 'multi_modal_projector', 'lm_head']
+    frozen = build_model(config=LLAVA, processor=processor, freeze=all_parts, lora=lora)
+    not_frozen = build_model(config=LLAVA, processor=processor, lora=lora)
     assert trained_names(frozen) == trained_names(not_frozen)
 
 
@@ -329,13 +356,16 @@ def test_frozen_parts_keep_their_biases(processor):
     """``bias`` trains biases of the base, except for those in parts that ``model.freeze`` names."""
     lora = {'r': 2, 'bias': 'all', 'modules_to_save': ['multi_modal_projector']}
     frozen_parts = ['vision_tower', 'multi_modal_projector']
-    frozen = trained_names(build_model(config=LLAVA, processor=processor, freeze=frozen_parts, lora=lora))
-    not_frozen = trained_names(build_model(config=LLAVA, processor=processor, lora=lora))
-    kept = not_frozen - frozen
+    model = build_model(config=LLAVA, processor=processor, lora=lora)
+    model_with_frozen_parts = build_model(config=LLAVA, processor=processor, freeze=frozen_parts, lora=lora)
+
+    trained = trained_names(model_with_frozen_parts)
+    kept = trained_names(model) - trained
+
     assert any('vision_tower' in name for name in kept)
-    assert not any('vision_tower' in name for name in frozen)
+    assert not any('vision_tower' in name for name in trained)
     assert all(name.endswith('.bias') for name in kept)
-    assert any('multi_modal_projector.modules_to_save' in name for name in frozen)
+    assert any('multi_modal_projector.modules_to_save' in name for name in trained)
 
 
 @pytest.mark.slow
@@ -374,16 +404,19 @@ def test_resumed_run_ends_bitwise_the_same(tmp_path):
     base = tmp_path / 'base'
     processor = build_digits_processor()
     config = {**LLAVA, 'vision_feature_select_strategy': 'default'}
-    build_model(config=config, processor=processor).model.save_pretrained(base)
+    model = build_transformers_model(config=config, processor=processor)
+    model.save_pretrained(base)
     processor.save_pretrained(base)
     after_two_steps = tmp_path / 'uninterrupted' / 'checkpoints' / 'ep0-ba2-rank0.pt'
 
     uninterrupted = lora_run(base, tmp_path / 'uninterrupted')
     resumed = lora_run(base, tmp_path / 'resumed', f'trainer.load_path={after_two_steps}')
 
+    weights = resumed['model']
     assert int(resumed['timestamp']['Timestamp']['batch']) == 4
-    assert all('lora_' in name or 'modules_to_save' in name for name in resumed['model'])
-    assert_equal_bitwise(resumed['model'], uninterrupted['model'])
+    for name in weights:
+        assert 'lora_' in name or 'modules_to_save' in name
+    assert_equal_bitwise(weights, uninterrupted['model'])
     assert_equal_bitwise(resumed['optimizers'], uninterrupted['optimizers'])
-    before = checkpoint(after_two_steps)['model']
-    assert any(not torch.equal(before[name], weight) for name, weight in resumed['model'].items())
+    weights_before = checkpoint(after_two_steps)['model']
+    assert any(not torch.equal(weights_before[name], weight) for name, weight in weights.items())

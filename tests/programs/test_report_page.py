@@ -22,10 +22,16 @@ from composer_tokacc.programs import ConfigError, TrainConfig
 from composer_tokacc.programs.metrics_file import JsonLines, Series, read_metrics
 from composer_tokacc.programs.report_page import MOST_POINTS, write_page
 from composer_tokacc.programs.run_result import FinishedRun, _sources, summarize, write_report
-from tests.support.text import collate, text_model, text_rows
+from tests.support.programs import result_of
+from tests.support.text import ragged_batch, text_model
 from tests.support.training import loader, logged, train
 
 SHAPE = [(4, 2), (9, 7), (6, 1)]
+
+
+def lines_in(path):
+    """Returns the objects of a file of JSON lines."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def lines_of(page):
@@ -44,10 +50,11 @@ def lines_of(page):
 def run(tmp_path_factory):
     """The folder and the logger of a run of five steps. Its rows are of two sources."""
     folder = tmp_path_factory.mktemp('run')
-    batch = {**collate(text_rows(SHAPE)), 'source': ['a', 'b<', 'a']}
+    batch = {**ragged_batch(SHAPE), 'source': ['a', 'b<', 'a']}
+    batches = [batch] * 5
     _, memory, trainer = train(
         text_model(),
-        token_data_spec(loader(*[batch] * 5)),
+        token_data_spec(loader(*batches)),
         algorithms=[TokenAccumulation()],
         callbacks=[TokenMonitor()],
         loggers=[JsonLines(str(folder))],
@@ -60,12 +67,11 @@ def run(tmp_path_factory):
 
 def test_lines_match_other_loggers(run):
     folder, memory = run
-    written = (folder / 'metrics.jsonl').read_text()
-    lines = [json.loads(line) for line in written.splitlines()]
+    lines = lines_in(folder / 'metrics.jsonl')
     for name in ('loss/train/total', 'token_monitor/seconds_p99', 'token_monitor/source/a/loss'):
         values = [(line['step'], line[name]) for line in lines if name in line]
-        expected_values = list(enumerate(logged(memory, name), start=1))
-        assert values == expected_values
+        expected_values = enumerate(logged(memory, name), start=1)
+        assert values == list(expected_values)
 
 
 def test_page_draws_what_was_logged(run, tmp_path):
@@ -77,7 +83,7 @@ def test_page_draws_what_was_logged(run, tmp_path):
 
     page = path.read_text()
     assert 'a <b>' not in page, 'names are escaped'
-    assert 'http' not in page
+    assert 'http' not in page, 'nothing is loaded from the network'
     (image,) = re.findall('(?:src|href)="(.*?)"', page)
     assert image.startswith('data:image/png;base64,')
     captions = re.findall('<figcaption>(.*?)</figcaption>', page)
@@ -91,49 +97,72 @@ def test_page_draws_what_was_logged(run, tmp_path):
             assert 0 <= y <= 200
 
 
+def page_of(folder, metrics):
+    """Returns the page of a run with these metrics."""
+    path = folder / 'report.html'
+    write_page(path, 'run', [], metrics)
+    return path.read_text()
+
+
 def test_long_run_keeps_spikes(tmp_path):
     steps = list(range(5000))
     values = [float(step) for step in steps]
     values[1234] = 1e5
     values[3000] = -1e5
     values[-1] = values[-2] - 0.5  # neither the lowest nor the highest value of the last steps
-    path = tmp_path / 'report.html'
 
-    write_page(path, 'long', [], {'loss/train/total': Series(steps, values)})
+    page = page_of(tmp_path, {'loss/train/total': Series(steps, values)})
 
-    (line,) = lines_of(path.read_text())
+    (line,) = lines_of(page)
     assert MOST_POINTS / 2 < len(line) <= MOST_POINTS
     xs, ys = zip(*line, strict=True)
     assert list(xs) == sorted(xs)
     steps_per_pixel = (len(steps) - 1) / (xs[-1] - xs[0])
     last_distance = steps_per_pixel * (xs[-1] - xs[-2])
     assert last_distance < 1.5, 'the last two steps are drawn'
-    assert (min(ys), max(ys)) == (10, 180), 'the spikes reach both ends of the axis'
+    assert min(ys) == 10, 'the spikes reach both ends of the axis'
+    assert max(ys) == 180, 'the spikes reach both ends of the axis'
 
 
 def test_single_value_has_a_mark(tmp_path):
     """An evaluation at the end of a run gives one point. A line of one point cannot be seen."""
-    metrics = {'metrics/eval/a': Series([8], [1.5]), 'metrics/eval/b': Series([4, 8], [2.0, 1.0])}
-    path = tmp_path / 'report.html'
-    write_page(path, 'short', [], metrics)
-    page = path.read_text()
+    metrics = {
+        'metrics/eval/a': Series([8], [1.5]),
+        'metrics/eval/b': Series([4, 8], [2.0, 1.0]),
+    }
+    page = page_of(tmp_path, metrics)
     assert page.count('<circle') == 1
+
+
+# The result of a run.
 
 
 def state_at(step):
     return SimpleNamespace(run_name='run', timestamp=Timestamp(batch=step))
 
 
-def test_attributes_of_a_users_dataset_are_not_ours():
-    """A dataset of the user may have attributes with the names of LlavaDataset's."""
-    dataset = SimpleNamespace(skipped=['a'], fitted=True, datasets=None)
-    parts = SimpleNamespace(source=SimpleNamespace(train_dataset=dataset, eval_dataset=None))
-    result = summarize(state_at(0), {}, parts, first_step=0, seconds=1.0)
-    assert result['skipped'] == []
-    assert result['fitted'] == []
+def summarize_run(parts, metrics=None, *, last_step=0):
+    """Returns the result of a run of a second that began at step 0."""
+    return summarize(state_at(last_step), metrics or {}, parts, first_step=0, seconds=1.0)
 
 
 WITHOUT_DATA = SimpleNamespace(train_dataset=None, eval_dataset=None, processor=None)
+PARTS = SimpleNamespace(source=WITHOUT_DATA, model=None)
+
+
+def report_run(report, result, metrics=None):
+    """Writes the files of a run. ``report`` is the section of the YAML file. Returns the printed summary."""
+    config = TrainConfig(report=report)
+    return write_report(config, PARTS, result, metrics or {}, InMemoryLogger(), [])
+
+
+def test_attributes_of_a_users_dataset_are_not_ours():
+    """A dataset of the user may have attributes with the names of LlavaDataset's."""
+    dataset = SimpleNamespace(skipped=['a'], fitted=True, datasets=None)
+    source = SimpleNamespace(train_dataset=dataset, eval_dataset=None)
+    result = summarize_run(SimpleNamespace(source=source))
+    assert result['skipped'] == []
+    assert result['fitted'] == []
 
 
 def name_of_file(run: FinishedRun, file: Path) -> list[tuple[str, str]]:
@@ -143,10 +172,9 @@ def name_of_file(run: FinishedRun, file: Path) -> list[tuple[str, str]]:
 
 def test_report_gets_a_path(tmp_path):
     report = {'folder': str(tmp_path), 'name': f'{__name__}.name_of_file', 'file': 'folder/notes.txt'}
-    parts = SimpleNamespace(source=WITHOUT_DATA, model=None)
-    result = summarize(state_at(0), {}, parts, first_step=0, seconds=1.0)
+    result = summarize_run(PARTS)
 
-    summary = write_report(TrainConfig(report=report), parts, result, {}, InMemoryLogger(), [])
+    summary = report_run(report, result)
 
     words_of_lines = [line.split() for line in summary.splitlines()]
     assert ['file', 'notes.txt'] in words_of_lines
@@ -165,19 +193,22 @@ def log_steps(folder, metrics_of_steps, *, first_step=1):
 
 def test_resumed_run_replaces_later_lines(tmp_path):
     log_steps(tmp_path, [{'loss': 1}, {'loss': 2}, {'loss': 3}])
-    with (tmp_path / 'metrics.jsonl').open('a') as file:
+    path = tmp_path / 'metrics.jsonl'
+    with path.open('a') as file:
         file.write('{"step": 4, "lo')  # of a killed process
+
     log_steps(tmp_path, [{'loss': 30}], first_step=3)
+
     assert read_metrics(tmp_path) == {'loss': ([1, 2, 3], [1.0, 2.0, 30.0])}
 
 
 @pytest.mark.parametrize(
     'metrics',
     [
-        {'phase': 'warm-up', 'nothing': None},
-        {'vector': torch.ones(1), 'complex': torch.tensor(1j)},
-        {'rows': [[1, 2], [3]], 'large': 10**400},
-        {'step': 70.5},  # the name of our own entry
+        pytest.param({'phase': 'warm-up', 'nothing': None}, id='text and None'),
+        pytest.param({'vector': torch.ones(1), 'complex': torch.tensor(1j)}, id='vector and complex number'),
+        pytest.param({'rows': [[1, 2], [3]], 'large': 10**400}, id='list and too large number'),
+        pytest.param({'step': 70.5}, id='name of our own entry'),
     ],
 )
 def test_only_numbers_are_written(metrics, tmp_path):
@@ -189,19 +220,32 @@ def test_only_numbers_are_written(metrics, tmp_path):
 
 def test_last_figures_that_are_not_finite(tmp_path):
     """They must not be replaced by those of an earlier step."""
-    first = {'loss/train/total': 2, 'metrics/eval/Loss': 3, 'token_monitor/mfu': 0.5}
-    diverged = {'loss/train/total': math.nan, 'metrics/eval/Loss': math.inf, 'token_monitor/mfu': math.nan}
-    source = dict.fromkeys((f'token_monitor/source/a/{name}' for name in ('tokens', 'weight', 'positions')), 1)
-    loss_of_source = 'token_monitor/source/a/loss'
-    log_steps(tmp_path, [first | source | {loss_of_source: 2}, diverged | source | {loss_of_source: math.nan}])
+    metrics_of_source = {
+        'token_monitor/source/a/tokens': 1,
+        'token_monitor/source/a/weight': 1,
+        'token_monitor/source/a/positions': 1,
+    }
+    first_step = {
+        **metrics_of_source,
+        'token_monitor/source/a/loss': 2,
+        'loss/train/total': 2,
+        'metrics/eval/Loss': 3,
+        'token_monitor/mfu': 0.5,
+    }
+    diverged_step = {
+        **metrics_of_source,
+        'token_monitor/source/a/loss': math.nan,
+        'loss/train/total': math.nan,
+        'metrics/eval/Loss': math.inf,
+        'token_monitor/mfu': math.nan,
+    }
+    log_steps(tmp_path, [first_step, diverged_step])
     metrics = read_metrics(tmp_path)
-    parts = SimpleNamespace(source=WITHOUT_DATA, model=None)
-    result = summarize(state_at(2), metrics, parts, first_step=0, seconds=1.0)
+    result = summarize_run(PARTS, metrics, last_step=2)
 
-    config = TrainConfig(report={'folder': str(tmp_path)})
-    summary = write_report(config, parts, result, metrics, InMemoryLogger(), [])
+    summary = report_run({'folder': str(tmp_path)}, result, metrics)
 
-    written = json.loads((tmp_path / 'result.json').read_text())
+    written = result_of(tmp_path)
     assert written['loss'] == {'first': 2.0, 'last': None}
     assert written['eval'] == {'Loss': None}
     assert written['token_monitor'] == {'mfu': 0.5}
@@ -214,7 +258,8 @@ def test_last_figures_that_are_not_finite(tmp_path):
 @pytest.mark.parametrize('name', ['result.json', 'report.html'])
 def test_earlier_result_survives_a_full_disk(name, tmp_path, monkeypatch):
     """A file of the result is replaced as a whole, so a reader never finds half of it."""
-    (tmp_path / name).write_text('earlier')
+    file = tmp_path / name
+    file.write_text('earlier')
     write_text = Path.write_text
 
     def run_out_of_disk(path, text, **options):
@@ -224,12 +269,12 @@ def test_earlier_result_survives_a_full_disk(name, tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, 'No space left on device')
 
     monkeypatch.setattr(Path, 'write_text', run_out_of_disk)
-    parts = SimpleNamespace(source=WITHOUT_DATA, model=None)
-    result = summarize(state_at(0), {}, parts, first_step=0, seconds=1.0)
-    config = TrainConfig(report={'folder': str(tmp_path)})
+    result = summarize_run(PARTS)
+
     with pytest.raises(OSError, match='No space left'):
-        write_report(config, parts, result, {}, InMemoryLogger(), [])
-    assert (tmp_path / name).read_text() == 'earlier'
+        report_run({'folder': str(tmp_path)}, result)
+
+    assert file.read_text() == 'earlier'
 
 
 def test_source_whose_name_is_a_pattern():
@@ -247,10 +292,12 @@ def test_source_whose_name_is_a_pattern():
 
 def test_shares_of_a_source_that_came_late():
     """It has all of the weight in the last of four steps, and is not logged before."""
+    figures_of_early = Series([1, 2, 3, 4], [1.0, 1.0, 1.0, 0.0])
+    figures_of_late = Series([4], [1.0])
     metrics = {}
     for name in ('tokens', 'weight', 'positions'):
-        metrics[f'token_monitor/source/early/{name}'] = Series([1, 2, 3, 4], [1.0, 1.0, 1.0, 0.0])
-        metrics[f'token_monitor/source/late/{name}'] = Series([4], [1.0])
+        metrics[f'token_monitor/source/early/{name}'] = figures_of_early
+        metrics[f'token_monitor/source/late/{name}'] = figures_of_late
 
     sources = _sources(metrics)
 

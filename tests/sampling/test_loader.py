@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 from types import SimpleNamespace
@@ -24,7 +23,7 @@ from composer_tokacc.sampling.loader import RegroupingDataLoader, SkippedBatch
 from tests.ranks.last_steps import CASES
 from tests.support.launch import launch_json
 from tests.support.length_dataset import LONGEST, LengthDataset, Reversed, collate_samples, regrouping_loader
-from tests.support.sampler_steps import sample_numbers
+from tests.support.sampler_steps import joined, sample_numbers
 from tests.support.text import text_model
 from tests.support.training import hugging_face
 
@@ -61,29 +60,33 @@ def test_planned_microbatches_are_collated_separately(num_workers):
 
     batches = list(loader)
 
+    assert len(batches) == 4
+    assert len(loader) == 4
+    assert loader.batch_size == 4
     assert sample_numbers(batches) == [list(assignment) for assignment in assignments]
     for batch, assignment in zip(batches, assignments, strict=True):
         assert batch.indices == assignment.microbatches
         assert sample_numbers(batch.microbatches) == assignment.microbatches
         for microbatch, indices in zip(batch.microbatches, assignment.microbatches, strict=True):
-            samples = [loader.dataset[index] for index in indices]
-            expected = collate_samples(samples)
+            expected = collate_samples([loader.dataset[index] for index in indices])
             assert microbatch.keys() == expected.keys()
             for key in ('input_ids', 'attention_mask', 'labels'):
                 assert torch.equal(microbatch[key], expected[key]), 'as wide as its longest row'
-    assert len(loader) == len(batches) == 4
-    assert loader.batch_size == 4
 
 
 def test_accelerate_prepares_nothing(monkeypatch):
     accelerate = pytest.importorskip('accelerate')
     loader = build()
     accelerator = accelerate.Accelerator(cpu=True)
-    assert accelerator.prepare(loader) is loader
     monkeypatch.setattr(type(accelerator), 'multi_device', True)
     monkeypatch.setattr('accelerate.accelerator.Join', lambda *_, **__: contextlib.nullcontext())
+
+    prepared = accelerator.prepare(loader)
     with accelerator.join_uneven_inputs([], even_batches=False):
-        assert len(list(loader)) == len(loader)
+        batches = list(loader)
+
+    assert prepared is loader
+    assert len(batches) == len(loader)
 
 
 def test_widths_stay_within_the_budget():
@@ -91,13 +94,15 @@ def test_widths_stay_within_the_budget():
     dataset = LengthDataset(30)
     longest = int(dataset.lengths.max())
     loader = regrouping_loader(dataset, global_batch_size=8, max_tokens=longest, width_multiple=longest - 1)
+
     all_widths = set()
-    for batch_index, batch in enumerate(loader):
-        (planned_microbatches,) = loader.batch_sampler.plan(batch_index).ranks
+    for step, batch in enumerate(loader):
+        (planned_microbatches,) = loader.batch_sampler.plan(step).ranks
         planned_widths = [microbatch.width for microbatch in planned_microbatches]
         widths = [microbatch['input_ids'].shape[1] for microbatch in batch.microbatches]
         assert widths == planned_widths
         all_widths.update(widths)
+
     assert all_widths == {longest - 1, longest}
 
 
@@ -107,16 +112,20 @@ def test_later_batches_tell_the_order_of_samples():
     So the second epoch is compared, of datasets that hold the same samples in another order.
     """
 
+    equal_lengths = [LONGEST] * 30  # so that only the samples show their order
+
     def checksums_of_second_epoch(dataset):
-        """Returns the checksum of each batch. All lengths are equal, so only the samples show their order."""
-        loader = regrouping_loader(dataset, lengths=[LONGEST] * 30, global_batch_size=8, num_replicas=2, rank=0)
+        """Returns the checksum of each batch."""
+        loader = regrouping_loader(dataset, lengths=equal_lengths, global_batch_size=8, num_replicas=2, rank=0)
         next(iter(loader))
         loader.set_epoch(1)
         return [batch.plan.checksum for batch in loader]
 
     checksums = checksums_of_second_epoch(LengthDataset(30))
-    assert checksums_of_second_epoch(LengthDataset(30)) == checksums
+    checksums_of_same = checksums_of_second_epoch(LengthDataset(30))
     checksums_of_reversed = checksums_of_second_epoch(Reversed(LengthDataset(30)))
+
+    assert checksums_of_same == checksums
     for checksum, checksum_of_reversed in zip(checksums, checksums_of_reversed, strict=True):
         assert checksum != checksum_of_reversed
 
@@ -155,13 +164,20 @@ def test_batched_reads_happen_once_a_batch():
     dataset = Reader(30)
     loader = loader_over(dataset)
     assignments = list(loader.batch_sampler)
-    assert sample_numbers(loader) == [list(assignment) for assignment in assignments]
+
+    numbers = sample_numbers(loader)
+
+    assert numbers == [list(assignment) for assignment in assignments]
     assert dataset.calls == 4
 
 
 @pytest.mark.parametrize(
     ('loader_class', 'is_read_at_once'),
-    [(RegroupingDataLoader, False), (RegroupingDataLoader, True), (ExchangingDataLoader, False)],
+    [
+        pytest.param(RegroupingDataLoader, False, id='planned, one by one'),
+        pytest.param(RegroupingDataLoader, True, id='planned, at once'),
+        pytest.param(ExchangingDataLoader, False, id='exchanged'),
+    ],
 )
 def test_stopped_iteration_ends_no_epoch(loader_class, is_read_at_once):
     """A processor raises it for a text with too many image tokens (`next(image_sizes)` of LLaVA-NeXT)."""
@@ -198,8 +214,11 @@ def test_iterating_takes_no_random_numbers(loader_class, num_workers):
     """A plain DataLoader draws the seed of its workers from the generator that also draws the model's dropout."""
     loader = loader_over(LengthDataset(30), loader_class, num_workers=num_workers)
     state_before = torch.get_rng_state()
+
     list(loader)
-    assert torch.equal(torch.get_rng_state(), state_before)
+
+    state_after = torch.get_rng_state()
+    assert torch.equal(state_after, state_before)
 
 
 @pytest.mark.parametrize('loader_class', [RegroupingDataLoader, ExchangingDataLoader])
@@ -227,9 +246,11 @@ def test_worker_seeds_of_ranks_and_epochs():
         return seed
 
     seed = seed_of_worker(rank=0, epoch=0)
-    assert seed_of_worker(rank=0, epoch=0) == seed
+    same_seed = seed_of_worker(rank=0, epoch=0)
     seed_of_other_rank = seed_of_worker(rank=1, epoch=0)
     seed_of_other_epoch = seed_of_worker(rank=0, epoch=1)
+
+    assert same_seed == seed
     assert len({seed, seed_of_other_rank, seed_of_other_epoch}) == 3
 
 
@@ -252,6 +273,11 @@ def test_persistent_workers_read_every_epoch():
     assert second_workers == first_workers
 
 
+def are_skipped(batches):
+    """Says of each batch whether it was skipped."""
+    return [isinstance(batch, SkippedBatch) for batch in batches]
+
+
 @pytest.mark.parametrize('num_workers', [0, 2])
 def test_skipped_batches_are_not_read(num_workers):
     """After a skip to batch 2 of epoch 1: epoch 0 is skipped, epoch 1 is read in part, and later ones completely."""
@@ -264,18 +290,20 @@ def test_skipped_batches_are_not_read(num_workers):
     dataset.read.clear()
 
     loader.skip_to(1, 2)
-    read_batches = []
+    expected_reads = []
     for epoch, num_skipped in ((0, 4), (1, 2), (1, 0), (2, 0)):
         loader.batch_sampler.set_epoch(epoch)
         batches = list(loader)
-        are_skipped = [isinstance(batch, SkippedBatch) for batch in batches]
-        assert are_skipped == [True] * num_skipped + [False] * (4 - num_skipped)
+        skipped_batches = batches[:num_skipped]
+        read_batches = batches[num_skipped:]
         expected = samples_of_epochs[epoch][num_skipped:]
-        assert sample_numbers(batches[num_skipped:]) == expected
-        read_batches += expected
+        assert are_skipped(skipped_batches) == [True] * num_skipped
+        assert are_skipped(read_batches) == [False] * (4 - num_skipped)
+        assert sample_numbers(read_batches) == expected
+        expected_reads += joined(expected)
 
     if num_workers == 0:  # workers read copies of the dataset
-        assert dataset.read == list(itertools.chain(*read_batches))
+        assert dataset.read == expected_reads
 
 
 @pytest.mark.parametrize('first', [2, 4])
@@ -292,20 +320,23 @@ def test_callback_skips_to_the_place_of_the_run():
     loader = build()
     place = Timestamp(epoch=0, batch_in_epoch=2)
     state = SimpleNamespace(train_dataloader=loader, timestamp=place)
+
     SkipReadBatches().fit_start(state, logger=None)
-    are_skipped = [isinstance(batch, SkippedBatch) for batch in loader]
-    assert are_skipped == [True, True, False, False]
+
+    assert are_skipped(loader) == [True, True, False, False]
 
 
 def test_epoch_set_while_skipping():
     """The iterator goes on in its epoch, as it does if the next epoch is set later."""
     loader = build(ranks=1, rank=0)
     expected = sample_numbers(loader)
+
     loader.skip_to(0, 2)
     batches = iter(loader)
     next(batches)
     loader.set_epoch(1)
     next(batches)
+
     assert sample_numbers(batches) == expected[2:]
 
 
@@ -444,7 +475,7 @@ def test_other_ranks_and_samplers_continue(ranks, stock, eight_steps):
 
 
 def test_rank_without_samples_gets_a_copy():
-    # 25 samples in global batches of 8 leave one sample for two ranks. The plan decides which rank computes it.
+    """25 samples in global batches of 8 leave one sample for two ranks. The plan decides which rank computes it."""
     counts = []
     for rank in range(2):
         loader = build(25, rank=rank)
@@ -462,7 +493,8 @@ def test_rank_without_samples_gets_a_copy():
         assert has_labels == is_counted
         # Composer leaves out the last sample of some ranks if torch's sampler would repeat samples.
         assert loader.batch_sampler.total_size == 25
-        assert token_data_spec([last_batch]).get_num_samples_in_batch(last_batch) == count
+        spec = token_data_spec([last_batch])
+        assert spec.get_num_samples_in_batch(last_batch) == count
     assert sorted(counts) == [0, 1]
 
 

@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
+import math
 from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from composer_tokacc.sampling.global_batches import GlobalBatches
@@ -19,7 +20,8 @@ from tests.support.sampler_steps import joined, samplers_of_ranks, samples_of_st
 
 def lists_of_sizes(smallest, largest, *, min_size=1, max_size=4):
     """Returns a strategy of hypothesis: the numbers of samples of a few datasets."""
-    return st.lists(st.integers(smallest, largest), min_size=min_size, max_size=max_size)
+    numbers = st.integers(smallest, largest)
+    return st.lists(numbers, min_size=min_size, max_size=max_size)
 
 
 def batches_of_epochs(mixture, global_batch_size, epochs, *, seed=3, **options):
@@ -44,12 +46,14 @@ def count_samples(batches_of_samples, num_samples):
     return np.bincount(joined(batches_of_samples), minlength=num_samples)
 
 
-@pytest.mark.parametrize('name', ['epochs', 'weights'])
+@pytest.mark.parametrize('argument', ['epochs', 'weights'])
 @pytest.mark.parametrize('dtype', [np.float64, np.float32, np.int64])
-def test_rates_may_be_arrays(name, dtype):
-    rates = [1, 2]
-    mixture = Mixture([30, 40], **{name: np.array(rates, dtype=dtype)})
-    mixture_of_list = Mixture([30, 40], **{name: rates})
+def test_rates_may_be_arrays(argument, dtype):
+    rates = np.array([1, 2], dtype=dtype)
+
+    mixture = Mixture([30, 40], **{argument: rates})
+    mixture_of_list = Mixture([30, 40], **{argument: [1, 2]})
+
     assert mixture.quotas == mixture_of_list.quotas
     assert len(batches(mixture, 8, 0)) > 0
 
@@ -76,6 +80,7 @@ def test_ranks_make_the_same_steps(sizes, epochs, modality, drop_last, epoch):
         media = np.sign(media)  # with images, or without
 
     global_batches = batches(mixture, 24, epoch, drop_last=drop_last, seed=0, media=media)
+
     if not drop_last:
         counts = count_samples(global_batches, num_samples)
         assert counts.tolist() == [epochs] * num_samples
@@ -89,11 +94,11 @@ def test_ranks_make_the_same_steps(sizes, epochs, modality, drop_last, epoch):
 @given(sizes=lists_of_sizes(5, 40), global_batch_size=st.integers(1, 20))
 def test_drop_last_loses_nothing_over_epochs(sizes, global_batch_size):
     num_samples = sum(sizes)
-    if num_samples < global_batch_size:
-        return
-    mixture = Mixture(sizes)
+    assume(num_samples >= global_batch_size)
+    epochs = batches_of_epochs(Mixture(sizes), global_batch_size, range(40), drop_last=True)
+
     counts = np.zeros(num_samples, dtype=int)
-    for batches_of_epoch in batches_of_epochs(mixture, global_batch_size, range(40), drop_last=True):
+    for batches_of_epoch in epochs:
         for batch in batches_of_epoch:
             assert len(batch) == global_batch_size
         counts += count_samples(batches_of_epoch, num_samples)
@@ -116,7 +121,8 @@ def counts_of_three_datasets(**options):
     """
     dataset_of_sample = np.repeat([0, 1, 2], SIZES_OF_THREE)
     mixture = Mixture(SIZES_OF_THREE, weights=[1.0, 2.0, 1.0])
-    for batches_of_epoch in batches_of_epochs(mixture, 40, range(3), drop_last=True, **options):
+    epochs = batches_of_epochs(mixture, 40, range(3), drop_last=True, **options)
+    for batches_of_epoch in epochs:
         for batch in batches_of_epoch:
             yield np.bincount(dataset_of_sample[batch], minlength=3)
 
@@ -144,15 +150,19 @@ def test_shares_with_one_modality_a_step():
 def test_fractions_of_a_pass_go_on():
     """Two epochs of half a pass have each of the first 10 samples once. Each epoch has the other 8 samples twice."""
     mixture = Mixture([10, 8], epochs=[0.5, 2])
-    counts_of_first_dataset = []
-    for epoch in range(4):
-        counts = count_samples(batches(mixture, 7, epoch), 18)
-        counts_of_first_dataset.append(counts[:10])
-        assert counts[10:].tolist() == [2] * 8
 
-    first, second, third, fourth = counts_of_first_dataset
-    assert (first + second == 1).all()
-    assert (third + fourth == 1).all()
+    counts = []
+    for epoch in range(4):
+        batches_of_epoch = batches(mixture, 7, epoch)
+        counts.append(count_samples(batches_of_epoch, 18))
+
+    expected = [1] * 10 + [4] * 8
+    first_two_epochs = counts[0] + counts[1]
+    last_two_epochs = counts[2] + counts[3]
+    assert first_two_epochs.tolist() == expected
+    assert last_two_epochs.tolist() == expected
+    for counts_of_epoch in counts:
+        assert counts_of_epoch[10:].tolist() == [2] * 8
 
 
 def test_epochs_and_seeds_give_other_orders():
@@ -175,9 +185,10 @@ def test_epochs_and_seeds_give_other_orders():
 def test_one_modality_a_step(sizes, global_batch_size, drop_last, num_modalities, seed, shuffle):
     """Every sample is trained once an epoch, or as often as the others if batches must be full."""
     num_samples = sum(sizes)
-    media = np.random.default_rng(seed).integers(0, num_modalities, num_samples)
-    if drop_last and num_samples < global_batch_size:
-        return
+    if drop_last:
+        assume(num_samples >= global_batch_size)
+    rng = np.random.default_rng(seed)
+    media = rng.integers(0, num_modalities, num_samples)
     mixture = Mixture(sizes)
     options = {'drop_last': drop_last, 'seed': None}
     if shuffle:
@@ -209,17 +220,27 @@ def test_one_modality_a_step(sizes, global_batch_size, drop_last, num_modalities
 @pytest.mark.parametrize(
     ('arguments', 'message'),
     [
-        ({'sizes': [3, 0]}, '`sizes` must be .* at least 1, .*got: 0'),
-        ({'sizes': []}, '`sizes` must hold at least one'),
-        ({'sizes': [3], 'epochs': [1], 'weights': [1]}, 'got: both'),
-        ({'sizes': [3, 4], 'epochs': [1]}, r'`epochs` must have one entry .* shape \(1,\) for 2'),
-        ({'sizes': [3, 4], 'weights': [1, -1]}, '`weights` must be .* got: -1'),
-        ({'sizes': [3, 4], 'weights': [1, float('nan')]}, '`weights` must be .* got: nan'),
+        pytest.param({'epochs': [1, 1], 'weights': [1, 1]}, 'got: both', id='epochs and weights'),
+        pytest.param({'epochs': [1]}, r'`epochs` must have one entry .* shape \(1,\) for 2', id='too few epochs'),
+        pytest.param({'weights': [1, -1]}, '`weights` must be .* got: -1', id='negative weight'),
+        pytest.param({'weights': [1, math.nan]}, '`weights` must be .* got: nan', id='NaN'),
     ],
 )
-def test_bad_mixtures_are_refused(arguments, message):
+def test_bad_rates_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
-        Mixture(**arguments)
+        Mixture([3, 4], **arguments)
+
+
+@pytest.mark.parametrize(
+    ('sizes', 'message'),
+    [
+        pytest.param([3, 0], '`sizes` must be .* at least 1, .*got: 0', id='empty dataset'),
+        pytest.param([], '`sizes` must hold at least one', id='no dataset'),
+    ],
+)
+def test_bad_sizes_are_refused(sizes, message):
+    with pytest.raises(ValueError, match=message):
+        Mixture(sizes)
 
 
 def test_modality_without_a_sample_is_refused():
@@ -252,8 +273,9 @@ def merge_one_by_one(num_items, quotas):
 @given(quotas=LISTS_OF_QUOTAS, num_items=st.integers(0, 120))
 def test_counts_of_the_divisor_method(quotas, num_items):
     merged = merge_one_by_one(num_items, quotas)
-    expected = [merged.count(index) for index in range(len(quotas))]
-    assert counts_of_first(num_items, quotas) == expected
+    expected = [merged.count(source) for source in range(len(quotas))]
+    counts = counts_of_first(num_items, quotas)
+    assert counts == expected
 
 
 @settings(deadline=None, max_examples=100)
@@ -276,6 +298,9 @@ def test_stretch_of_the_merged_sequence(quotas, begin, length):
     assert sorted(pairs) == sorted(expected)
 
 
+# Shares of loss tokens.
+
+
 @settings(deadline=None, max_examples=10)
 @given(sizes=lists_of_sizes(30, 90, min_size=2, max_size=3), seed=st.integers(0, 9))
 def test_shares_of_loss_tokens(sizes, seed):
@@ -289,39 +314,57 @@ def test_shares_of_loss_tokens(sizes, seed):
         tokens_of_datasets.append(dataset_tokens)
     tokens = np.concatenate(tokens_of_datasets)
     dataset_of_sample = np.repeat(np.arange(len(sizes)), sizes)
-    shares = (0.7, 0.3)
+    shares = [0.7, 0.3]
     if len(sizes) == 3:
-        shares = (0.5, 0.3, 0.2)
+        shares = [0.5, 0.3, 0.2]
 
     mixture = Mixture.from_loss_shares(sizes, shares, tokens)
+    epochs = batches_of_epochs(mixture, 20, range(40), seed=seed)
+
     assert float(sum(mixture.quotas)) == pytest.approx(sum(sizes))
     trained_tokens = np.zeros(len(sizes))
-    for batches_of_epoch in batches_of_epochs(mixture, 20, range(40), seed=seed):
+    for batches_of_epoch in epochs:
         for sample in joined(batches_of_epoch):
             dataset = dataset_of_sample[sample]
             trained_tokens[dataset] += tokens[sample]
-
-    # Shares are exact over whole passes. So they are off by less than one pass of each dataset.
-    tokens_of_pass = np.array([dataset_tokens.sum() for dataset_tokens in tokens_of_datasets])
     total = trained_tokens.sum()
-    errors = np.abs(trained_tokens / total - shares)
-    largest_errors = (tokens_of_pass.max() + tokens_of_pass) / total
-    assert (errors <= largest_errors).all()
+    tokens_of_pass = [dataset_tokens.sum() for dataset_tokens in tokens_of_datasets]
+    largest_pass = max(tokens_of_pass)
+    for dataset, share in enumerate(shares):
+        trained_share = trained_tokens[dataset] / total
+        # Shares are exact over whole passes. So they are off by less than one pass of each dataset.
+        largest_error = (largest_pass + tokens_of_pass[dataset]) / total
+        assert trained_share == pytest.approx(share, abs=largest_error, rel=0)
 
 
 @pytest.mark.parametrize('num_tokens', [3e9, 3e12])
 def test_loss_shares_may_be_numbers_of_tokens(num_tokens):
-    in_tokens = Mixture.from_loss_shares([2, 1], [num_tokens, 2 * num_tokens], [30, 40, 50])
-    relative = Mixture.from_loss_shares([2, 1], [1, 2], [30, 40, 50])
-    for quota, expected in zip(in_tokens.quotas, relative.quotas, strict=True):
-        assert float(quota) == pytest.approx(float(expected))
+    loss_tokens = [30, 40, 50]
+    in_tokens = Mixture.from_loss_shares([2, 1], [num_tokens, 2 * num_tokens], loss_tokens)
+    relative = Mixture.from_loss_shares([2, 1], [1, 2], loss_tokens)
+
+    quotas = [float(quota) for quota in in_tokens.quotas]
+    expected_quotas = [float(quota) for quota in relative.quotas]
+    assert quotas == pytest.approx(expected_quotas)
 
 
-def test_loss_shares_without_loss_tokens():
-    with pytest.raises(ValueError, match=r'Every dataset must have `loss_tokens`, got: means of \[3\.5, 0\.0\]'):
-        Mixture.from_loss_shares([2, 1], [0.5, 0.5], [3, 4, 0])
-
-
-def test_loss_share_of_zero():
-    with pytest.raises(ValueError, match=r'`shares` must be above 0 .* got: \[1\.0, 0\.0\]'):
-        Mixture.from_loss_shares([2, 1], [1, 0], [3, 4, 5])
+@pytest.mark.parametrize(
+    ('shares', 'loss_tokens', 'message'),
+    [
+        pytest.param(
+            [0.5, 0.5],
+            [3, 4, 0],
+            r'Every dataset must have `loss_tokens`, got: means of \[3\.5, 0\.0\]',
+            id='dataset without loss tokens',
+        ),
+        pytest.param(
+            [1, 0],
+            [3, 4, 5],
+            r'`shares` must be above 0 .* got: \[1\.0, 0\.0\]',
+            id='share of zero',
+        ),
+    ],
+)
+def test_bad_loss_shares_are_refused(shares, loss_tokens, message):
+    with pytest.raises(ValueError, match=message):
+        Mixture.from_loss_shares([2, 1], shares, loss_tokens)

@@ -119,6 +119,7 @@ def closed_by_schedule(lengths, schedule, num_epochs, drop_last=False):
 def test_windows_of_random_tables():
     rng = np.random.default_rng(0)
     for table in range(400):
+        is_tenth_table = table % 10 == 0
         lengths = random_table(rng)
         drop_last = bool(rng.integers(2))
         epoch = int(rng.integers(4))
@@ -136,7 +137,7 @@ def test_windows_of_random_tables():
             assert windows_of(sampler, epoch) == expected
             assert len(sampler) == len(expected), 'as many in every epoch'
             assert sampler.window_tokens().tolist() == expected_tokens
-            if table % 10 == 0:  # not for each table, because it takes long
+            if is_tenth_table:  # not for each table, because it takes long
                 samplers = samplers_of_ranks(lengths, ranks, epoch=epoch, **options)
                 assert samples_of_steps(samplers) == expected_steps
 
@@ -148,13 +149,21 @@ def test_windows_of_random_tables():
             assert len(expected) == math.ceil(lengths.sum() / tokens)
 
 
-@pytest.mark.parametrize('schedule', [RISING, BY_TOKENS, [(0, 24), (3, 8)], [('0ba', 8)]])
+@pytest.mark.parametrize(
+    'schedule',
+    [
+        pytest.param(RISING, id='rising'),
+        pytest.param(BY_TOKENS, id='by tokens'),
+        pytest.param([(0, 24), (3, 8)], id='falling'),
+        pytest.param([('0ba', 8)], id='one stage'),
+    ],
+)
 @pytest.mark.parametrize('drop_last', [False, True])
 def test_scheduled_windows_match_a_loop(schedule, drop_last):
     for seed in range(40):
         rng = np.random.default_rng(seed)
         lengths = random_table(rng, least=24)
-        expected = closed_by_schedule(lengths, schedule, 5, drop_last)
+        expected = closed_by_schedule(lengths, schedule, num_epochs=5, drop_last=drop_last)
         for ranks in NUMBERS_OF_RANKS:
             sampler = build_sampler(lengths, ranks=ranks, global_batch_size=schedule, drop_last=drop_last)
             # The last epoch first: its windows depend on all epochs before it.
@@ -162,76 +171,159 @@ def test_scheduled_windows_match_a_loop(schedule, drop_last):
                 assert windows_of(sampler, epoch) == expected[epoch]
 
 
-@pytest.mark.parametrize(
-    ('schedule', 'drop_last', 'expected'),
-    [
-        ([(0, 3), (2, 5)], False, [[3, 3, 5, 5, 5, 1], [5, 5, 5, 5, 2]]),
-        ([(0, 3), (2, 5)], True, [[3, 3, 5, 5, 5], [5, 5, 5, 5]]),
-        ([(0, 11), (2, 22)], True, [[11, 11], [22]]),
-        # A sample has 10 tokens, so two global batches of 3 samples have 60.
-        ([(0, 3), ('59tok', 5)], False, [[3, 3, 5, 5, 5, 1], [5, 5, 5, 5, 2]]),
-        ([(0, 3), ('60tok', 5)], False, [[3, 3, 5, 5, 5, 1], [5, 5, 5, 5, 2]]),
-        ([(0, 3), ('61tok', 5)], False, [[3, 3, 3, 5, 5, 3], [5, 5, 5, 5, 2]]),
-        # The 22 samples of the first epoch have 220 tokens, if none is dropped.
-        ([(0, 20), ('220tok', 11)], False, [[20, 2], [11, 11]]),
-        ([(0, 20), ('220tok', 11)], True, [[20], [20]]),
-        ([(0, 20), ('201tok', 11)], True, [[20], [20]]),
-        ([(0, 20), ('200tok', 11)], True, [[20], [11, 11]]),
-    ],
-)
-def test_stages_begin_at_their_very_start(schedule, drop_last, expected):
-    """22 samples of 10 tokens. Expected: the sizes of the windows of two epochs."""
-    sampler = build_sampler(np.full(22, 10), global_batch_size=schedule, drop_last=drop_last)
-    for epoch, expected_sizes in enumerate(expected):
-        windows = windows_of(sampler, epoch)
-        assert sizes_of(windows) == expected_sizes
+@dataclass(kw_only=True)
+class Stages:
+    """A schedule for 22 samples of 10 tokens, and the sizes of the windows of two epochs."""
+
+    schedule: list[tuple[int | str, int]]
+    drop_last: bool = False
+    first_epoch: list[int]
+    second_epoch: list[int]
+
+
+STAGES = {
+    'second stage in step 2': Stages(
+        schedule=[(0, 3), (2, 5)],
+        first_epoch=[3, 3, 5, 5, 5, 1],
+        second_epoch=[5, 5, 5, 5, 2],
+    ),
+    'last window dropped': Stages(
+        schedule=[(0, 3), (2, 5)],
+        drop_last=True,
+        first_epoch=[3, 3, 5, 5, 5],
+        second_epoch=[5, 5, 5, 5],
+    ),
+    'second stage with the epoch': Stages(
+        schedule=[(0, 11), (2, 22)],
+        drop_last=True,
+        first_epoch=[11, 11],
+        second_epoch=[22],
+    ),
+    # Two global batches of 3 samples have 60 tokens.
+    'tokens are passed': Stages(
+        schedule=[(0, 3), ('59tok', 5)],
+        first_epoch=[3, 3, 5, 5, 5, 1],
+        second_epoch=[5, 5, 5, 5, 2],
+    ),
+    'tokens are reached': Stages(
+        schedule=[(0, 3), ('60tok', 5)],
+        first_epoch=[3, 3, 5, 5, 5, 1],
+        second_epoch=[5, 5, 5, 5, 2],
+    ),
+    'tokens are not reached': Stages(
+        schedule=[(0, 3), ('61tok', 5)],
+        first_epoch=[3, 3, 3, 5, 5, 3],
+        second_epoch=[5, 5, 5, 5, 2],
+    ),
+    # The first epoch has 220 tokens if none is dropped, and otherwise 200.
+    'tokens of the first epoch': Stages(
+        schedule=[(0, 20), ('220tok', 11)],
+        first_epoch=[20, 2],
+        second_epoch=[11, 11],
+    ),
+    'dropped tokens are not trained': Stages(
+        schedule=[(0, 20), ('220tok', 11)],
+        drop_last=True,
+        first_epoch=[20],
+        second_epoch=[20],
+    ),
+    'a token more than is trained': Stages(
+        schedule=[(0, 20), ('201tok', 11)],
+        drop_last=True,
+        first_epoch=[20],
+        second_epoch=[20],
+    ),
+    'trained tokens of the first epoch': Stages(
+        schedule=[(0, 20), ('200tok', 11)],
+        drop_last=True,
+        first_epoch=[20],
+        second_epoch=[11, 11],
+    ),
+}
+
+
+@pytest.mark.parametrize('name', STAGES)
+def test_stages_begin_at_their_very_start(name):
+    stages = STAGES[name]
+    lengths = np.full(22, 10)
+
+    sampler = build_sampler(lengths, global_batch_size=stages.schedule, drop_last=stages.drop_last)
+    first_windows = windows_of(sampler, 0)
+    second_windows = windows_of(sampler, 1)
+
+    assert sizes_of(first_windows) == stages.first_epoch
+    assert sizes_of(second_windows) == stages.second_epoch
 
 
 def test_scheduled_epochs_have_no_length():
     sampler = build_sampler(np.full(48, 5), global_batch_size=RISING)
-    # 48 samples: 5 x 8 + 8, then 16 + 16 + 16, then 24 + 24.
-    num_windows = [len(windows_of(sampler, epoch)) for epoch in range(3)]
-    assert num_windows == [6, 3, 2]
+
+    sizes_of_epochs = [sizes_of(windows_of(sampler, epoch)) for epoch in range(3)]
+
+    assert sizes_of_epochs == [
+        [8, 8, 8, 8, 8, 8],
+        [16, 16, 16],
+        [24, 24],
+    ]
     with pytest.raises(TypeError, match='unequal numbers of global batches'):
         len(sampler)
     assert sampler.global_batch_size == 24
 
 
-TWO_PASSES_AND_ONE = {'global_batch_tokens': 120, 'mixture': Mixture([30, 30], epochs=[2, 1])}
-THREE_TO_ONE = {'global_batch_tokens': 120, 'mixture': Mixture([30, 30], weights=[3, 1])}
-ONE_MODALITY_A_STEP = {'global_batch_tokens': 120, 'modality': 'per_step', 'media': [0, 1, 0] * 20}
-WINDOWS = [
-    {'global_batch_size': 8},
-    {'global_batch_size': 8, 'mixture': Mixture([20, 40])},
-    {'global_batch_tokens': 120},
-    {'global_batch_tokens': 120, 'drop_last': True},
-    {'global_batch_size': RISING},
-    {'global_batch_size': BY_TOKENS},
-    TWO_PASSES_AND_ONE,
-    THREE_TO_ONE,
-    ONE_MODALITY_A_STEP,
-    {'global_batch_size': RISING, 'mixture': Mixture([30, 30], epochs=[0.5, 1])},
-]
+TWO_PASSES_AND_ONE = {
+    'global_batch_tokens': 120,
+    'mixture': Mixture([30, 30], epochs=[2, 1]),
+}
+THREE_TO_ONE = {
+    'global_batch_tokens': 120,
+    'mixture': Mixture([30, 30], weights=[3, 1]),
+}
+ONE_MODALITY_A_STEP = {
+    'global_batch_tokens': 120,
+    'modality': 'per_step',
+    'media': [0, 1, 0] * 20,
+}
+WINDOWS = {
+    'size': {'global_batch_size': 8},
+    'size, mixture': {'global_batch_size': 8, 'mixture': Mixture([20, 40])},
+    'tokens': {'global_batch_tokens': 120},
+    'tokens, drop_last': {'global_batch_tokens': 120, 'drop_last': True},
+    'schedule': {'global_batch_size': RISING},
+    'schedule by tokens': {'global_batch_size': BY_TOKENS},
+    'schedule, mixture': {'global_batch_size': RISING, 'mixture': Mixture([30, 30], epochs=[0.5, 1])},
+    'whole passes': TWO_PASSES_AND_ONE,
+    'parts of passes': THREE_TO_ONE,
+    'one modality a step': ONE_MODALITY_A_STEP,
+}
 
 
-@pytest.mark.parametrize('windows', WINDOWS)
+def state_after(sampler, epoch, num_batches):
+    """Returns the state of a sampler after some batches of an epoch, as it is read from a checkpoint."""
+    sampler.set_epoch(epoch)
+    iterator = iter(sampler)
+    for _ in range(num_batches):
+        next(iterator)
+    saved = json.dumps(sampler.state_dict())
+    return json.loads(saved)
+
+
+@pytest.mark.parametrize('name', WINDOWS)
 @pytest.mark.parametrize('epoch', [0, 2])
-def test_state_continues_on_other_ranks(windows, epoch):
+def test_state_continues_on_other_ranks(name, epoch):
+    options = WINDOWS[name]
     lengths = lognormal_lengths(np.random.default_rng(5), 60)
-    unbroken = build_sampler(lengths, **windows)
+    unbroken = build_sampler(lengths, **options)
     expected = [sorted(window) for window in windows_of(unbroken, epoch)]
-    for position in range(len(expected)):
-        saved = build_sampler(lengths, ranks=2, rank=1, **windows)
-        saved.set_epoch(epoch)
-        iterator = iter(saved)
-        for _ in range(position):
-            next(iterator)
-        state = json.loads(json.dumps(saved.state_dict()))
+    numbers_of_ranks = itertools.cycle([8, 1, 2])
 
-        ranks = NUMBERS_OF_RANKS[(position - 1) % 3]  # another number for the next position
-        resumed = samplers_of_ranks(lengths, ranks, **windows)
+    for position in range(len(expected)):
+        saving = build_sampler(lengths, ranks=2, rank=1, **options)
+        state = state_after(saving, epoch, position)
+
+        resumed = samplers_of_ranks(lengths, next(numbers_of_ranks), **options)
         for sampler in resumed:
             sampler.load_state_dict(state)
+
         assert samples_of_steps(resumed) == expected[position:]
 
 
@@ -241,19 +333,27 @@ def sixty_lengths():
     return random_table(rng, least=60)[:60]
 
 
-@pytest.mark.parametrize(('windows', 'passes'), [(TWO_PASSES_AND_ONE, [2, 1]), (ONE_MODALITY_A_STEP, [1, 1])])
-def test_whole_passes_give_equal_epochs(sixty_lengths, windows, passes):
-    """``passes``: how often an epoch has each of the first 30 samples, and each of the others."""
-    sampler = build_sampler(sixty_lengths, **windows)
+@pytest.mark.parametrize(
+    ('options', 'passes_of_first', 'passes_of_others'),
+    [
+        pytest.param(TWO_PASSES_AND_ONE, 2, 1, id='two passes and one'),
+        pytest.param(ONE_MODALITY_A_STEP, 1, 1, id='one modality a step'),
+    ],
+)
+def test_whole_passes_give_equal_epochs(sixty_lengths, options, passes_of_first, passes_of_others):
+    """An epoch has each of the first 30 samples ``passes_of_first`` times."""
+    expected_samples = 30 * [passes_of_first] + 30 * [passes_of_others]
+    sampler = build_sampler(sixty_lengths, **options)
     for epoch in range(4):
-        windows_of_epoch = windows_of(sampler, epoch)
-        assert len(windows_of_epoch) == len(sampler)
-        counts = np.bincount(joined(windows_of_epoch), minlength=60)
-        np.testing.assert_array_equal(counts, np.repeat(passes, 30))
-        # All but the last window of each modality.
-        full_windows = sorted(sampler.window_tokens())[2:]
-        assert abs(full_windows[0] - 120) < LONGEST_SAMPLE
-        assert abs(full_windows[-1] - 120) < LONGEST_SAMPLE
+        windows = windows_of(sampler, epoch)
+        assert len(windows) == len(sampler)
+        counts = np.bincount(joined(windows), minlength=60)
+        assert counts.tolist() == expected_samples
+
+        # The last window of each of the two modalities may be small.
+        _, _, *full_windows = sorted(sampler.window_tokens())
+        for tokens in full_windows:
+            assert abs(tokens - 120) < LONGEST_SAMPLE
 
 
 def test_parts_of_passes_give_unequal_epochs(sixty_lengths):
@@ -266,7 +366,7 @@ FORTY_LENGTHS = np.arange(1, 41)
 OTHER_LENGTHS = np.arange(40, 0, -1)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class OtherWindows:
     """A saved run, and a resumed run whose sampler has other options."""
 
@@ -278,36 +378,64 @@ class OtherWindows:
 
 BY_SIZE = {'global_batch_size': 8}
 BY_NUMBER_OF_TOKENS = {'global_batch_tokens': 100}
-MIXED = {'global_batch_size': 8, 'mixture': Mixture([20, 20])}
-MIXED_BY_WEIGHTS = {'global_batch_size': 8, 'mixture': Mixture([10, 30], weights=[1, 1])}
-ONE_MODALITY = {'global_batch_size': 8, 'modality': 'per_step', 'media': [0, 1] * 20}
+MIXED = {**BY_SIZE, 'mixture': Mixture([20, 20])}
+MIXED_BY_WEIGHTS = {**BY_SIZE, 'mixture': Mixture([10, 30], weights=[1, 1])}
+ONE_MODALITY = {**BY_SIZE, 'modality': 'per_step', 'media': [0, 1] * 20}
 OTHER_WINDOWS = {
-    'seed': OtherWindows(BY_SIZE, {'seed': 1}, '`seed` must be that of the saved run'),
-    'shuffle': OtherWindows(BY_SIZE, {'shuffle': False}, '`shuffle` must be that of the saved run'),
-    'drop_last': OtherWindows(BY_SIZE, {'drop_last': True}, '`drop_last` must be that of the saved run'),
-    'size': OtherWindows(BY_SIZE, {'global_batch_size': 24}, '`global_batch_size` .*, got: 24, saved: 8'),
+    'seed': OtherWindows(
+        saved=BY_SIZE,
+        changes={'seed': 1},
+        message='`seed` must be that of the saved run',
+    ),
+    'shuffle': OtherWindows(
+        saved=BY_SIZE,
+        changes={'shuffle': False},
+        message='`shuffle` must be that of the saved run',
+    ),
+    'drop_last': OtherWindows(
+        saved=BY_SIZE,
+        changes={'drop_last': True},
+        message='`drop_last` must be that of the saved run',
+    ),
+    'size': OtherWindows(
+        saved=BY_SIZE,
+        changes={'global_batch_size': 24},
+        message='`global_batch_size` .*, got: 24, saved: 8',
+    ),
     'tokens': OtherWindows(
-        BY_NUMBER_OF_TOKENS, {'global_batch_tokens': 101}, '`global_batch_tokens` must be that of the saved'
+        saved=BY_NUMBER_OF_TOKENS,
+        changes={'global_batch_tokens': 101},
+        message='`global_batch_tokens` must be that of the saved',
     ),
     'lengths': OtherWindows(
-        BY_NUMBER_OF_TOKENS, {'lengths': OTHER_LENGTHS}, '`checksum_of_lengths` must be that of the saved run'
+        saved=BY_NUMBER_OF_TOKENS,
+        changes={'lengths': OTHER_LENGTHS},
+        message='`checksum_of_lengths` must be that of the saved run',
     ),
     'size, not tokens': OtherWindows(
-        BY_NUMBER_OF_TOKENS,
-        {'global_batch_tokens': None, 'global_batch_size': 8},
-        '`checksum_of_lengths` .*, got: None, saved: ',
+        saved=BY_NUMBER_OF_TOKENS,
+        changes={'global_batch_tokens': None, 'global_batch_size': 8},
+        message='`checksum_of_lengths` .*, got: None, saved: ',
     ),
     'weights': OtherWindows(
-        MIXED, {'mixture': Mixture([20, 20], weights=[1, 3])}, '`quotas` must be that of the saved run'
+        saved=MIXED,
+        changes={'mixture': Mixture([20, 20], weights=[1, 3])},
+        message='`quotas` must be that of the saved run',
     ),
     'sizes of datasets': OtherWindows(
-        MIXED_BY_WEIGHTS, {'mixture': Mixture([30, 10], weights=[1, 1])}, '`sizes` must be that of the saved run'
+        saved=MIXED_BY_WEIGHTS,
+        changes={'mixture': Mixture([30, 10], weights=[1, 1])},
+        message='`sizes` must be that of the saved run',
     ),
-    'media': OtherWindows(ONE_MODALITY, {'media': [1, 0] * 20}, '`checksum_of_media` must be that of the saved run'),
+    'media': OtherWindows(
+        saved=ONE_MODALITY,
+        changes={'media': [1, 0] * 20},
+        message='`checksum_of_media` must be that of the saved run',
+    ),
     'schedule': OtherWindows(
-        {'global_batch_size': RISING},
-        {'global_batch_size': [*RISING, (20, 32)]},
-        '`global_batch_size` must be that of the saved run',
+        saved={'global_batch_size': RISING},
+        changes={'global_batch_size': [*RISING, (20, 32)]},
+        message='`global_batch_size` must be that of the saved run',
     ),
 }
 
@@ -316,9 +444,11 @@ OTHER_WINDOWS = {
 def test_state_of_other_windows_is_refused(name):
     case = OTHER_WINDOWS[name]
     options = {'lengths': FORTY_LENGTHS, **case.saved}
-    state = build_sampler(**options).state_dict()
     changed_options = {**options, **case.changes}
+    saved = build_sampler(**options)
     resumed = build_sampler(**changed_options)
+    state = saved.state_dict()
+
     with pytest.raises(ValueError, match=case.message):
         resumed.load_state_dict(state)
 
@@ -355,48 +485,90 @@ def test_state_of_this_version_is_loaded_later():
     assert (sampler.epoch, sampler.first_batch) == (1, 3)
 
 
-@pytest.mark.parametrize('stages', [8, [(0, 8)], [('0tok', 8)], OmegaConf.create([[0, 8]])])
+@pytest.mark.parametrize(
+    'stages',
+    [
+        pytest.param(8, id='size'),
+        pytest.param([(0, 8)], id='in steps'),
+        pytest.param([('0tok', 8)], id='in tokens'),
+        pytest.param(OmegaConf.create([[0, 8]]), id='from YAML'),
+    ],
+)
 def test_saved_schedule_of_one_stage(stages):
     """Such a schedule is saved as its size. Earlier versions saved a list."""
-    sampler = build_sampler(FORTY_LENGTHS, global_batch_size=stages)
-    state = sampler.state_dict()
+    saved = build_sampler(FORTY_LENGTHS, global_batch_size=stages)
+    # The lengths do not matter, because the global batches are not cut by tokens.
+    resumed = build_sampler(OTHER_LENGTHS, global_batch_size=stages)
+    resumed_earlier = build_sampler(OTHER_LENGTHS, global_batch_size=stages)
+    state = {**saved.state_dict(), 'batch': 3}
+    state_of_earlier_version = {**state, 'global_batch_size': [['0ba', 8]]}
+    state_of_other_size = {**state, 'global_batch_size': [['0ba', 16]]}
+
+    resumed.load_state_dict(state)
+    resumed_earlier.load_state_dict(state_of_earlier_version)
+
     assert state['global_batch_size'] == 8
-
-    expected_state = {**state, 'batch': 3}
-    for saved_size in (8, [['0ba', 8]]):
-        # The lengths do not matter, because the global batches are not cut by tokens.
-        resumed = build_sampler(OTHER_LENGTHS, global_batch_size=stages)
-        saved_state = {**expected_state, 'global_batch_size': saved_size}
-        resumed.load_state_dict(saved_state)
-        assert resumed.state_dict() == expected_state
-
-    state['global_batch_size'] = [['0ba', 16]]
+    assert resumed.state_dict() == state
+    assert resumed_earlier.state_dict() == state
     with pytest.raises(ValueError, match=r"`global_batch_size` .*, got: 8, saved: \[\['0ba', 16\]\]"):
-        sampler.load_state_dict(state)
+        saved.load_state_dict(state_of_other_size)
 
 
 @pytest.mark.parametrize(
-    ('kwargs', 'message'),
+    ('options', 'message'),
     [
-        ({}, 'Exactly one of `global_batch_size` and `global_batch_tokens`'),
-        ({'global_batch_size': 8, 'global_batch_tokens': 80}, 'Exactly one of'),
-        ({'global_batch_tokens': 0}, '`global_batch_tokens` must be a positive integer'),
-        (
+        pytest.param(
+            {},
+            'Exactly one of `global_batch_size` and `global_batch_tokens`',
+            id='neither size nor tokens',
+        ),
+        pytest.param(
+            {'global_batch_size': 8, 'global_batch_tokens': 80},
+            'Exactly one of',
+            id='size and tokens',
+        ),
+        pytest.param(
+            {'global_batch_tokens': 0},
+            '`global_batch_tokens` must be a positive integer',
+            id='no tokens',
+        ),
+        pytest.param(
             {'global_batch_tokens': 19},
             r'`global_batch_tokens` must be at least the size of the largest sample, got: 19 < 20 ',
+            id='fewer tokens than a sample',
         ),
-        ({'global_batch_tokens': 1000, 'drop_last': True}, 'at most the tokens of an epoch .* got: 1000 > 210'),
-        ({'global_batch_size': [(0, 8), (4, 0)]}, '`global_batch_size` must be a positive integer'),
-        ({'global_batch_size': [(0, 8), (4, 9)], 'ranks': 2}, 'multiple of the number of ranks, got: 9 on 2 ranks'),
-        ({'global_batch_size': [(0, 8), (4, 24)], 'drop_last': True}, 'got: 24 > 20 samples'),
-        ({'global_batch_size': [(0, 8), (4, 16)], 'modality': 'per_step', 'media': [0, 1] * 10}, 'per_step'),
+        pytest.param(
+            {'global_batch_tokens': 1000, 'drop_last': True},
+            'at most the tokens of an epoch .* got: 1000 > 210',
+            id='more tokens than an epoch',
+        ),
+        pytest.param(
+            {'global_batch_size': [(0, 8), (4, 0)]},
+            '`global_batch_size` must be a positive integer',
+            id='a stage of size 0',
+        ),
+        pytest.param(
+            {'global_batch_size': [(0, 8), (4, 9)], 'ranks': 2},
+            'multiple of the number of ranks, got: 9 on 2 ranks',
+            id='a stage that ranks cannot share',
+        ),
+        pytest.param(
+            {'global_batch_size': [(0, 8), (4, 24)], 'drop_last': True},
+            'got: 24 > 20 samples',
+            id='a stage larger than the dataset',
+        ),
+        pytest.param(
+            {'global_batch_size': [(0, 8), (4, 16)], 'modality': 'per_step', 'media': [0, 1] * 10},
+            'per_step',
+            id='schedule and modality',
+        ),
     ],
 )
-def test_bad_windows_are_refused(kwargs, message):
+def test_bad_windows_are_refused(options, message):
     """20 samples of 1 to 20 tokens, 210 in total."""
     lengths = np.arange(1, 21)
     with pytest.raises(ValueError, match=message) as caught:
-        build_sampler(lengths, **kwargs)
+        build_sampler(lengths, **options)
     assert '\n' not in str(caught.value)
 
 
@@ -421,9 +593,18 @@ def test_bad_schedules_are_refused(schedule):
 
 # Trained by Composer.
 
-TOKENS = {'windows': {'global_batch_tokens': 100}, 'duration': '2ep'}
-STEPS = {'windows': {'global_batch_size': [[0, 4], ['6ba', 8]]}, 'duration': '11ba'}
-MEASURED = {'windows': {'global_batch_size': [[0, 4], ['150tok', 8]]}, 'duration': '700tok'}
+TOKENS = {
+    'windows': {'global_batch_tokens': 100},
+    'duration': '2ep',
+}
+STEPS = {
+    'windows': {'global_batch_size': [[0, 4], ['6ba', 8]]},
+    'duration': '11ba',
+}
+MEASURED = {
+    'windows': {'global_batch_size': [[0, 4], ['150tok', 8]]},
+    'duration': '700tok',
+}
 CASES = {'tokens': TOKENS, 'steps': STEPS, 'measured': MEASURED}
 
 
@@ -470,10 +651,12 @@ def test_composer_ends_epochs_by_tokens():
 
 def test_composer_ends_epochs_of_a_schedule(tmp_path):
     result = run(**STEPS, folder=str(tmp_path))
+
     check_run(result, num_epochs=1)
     assert result['ends_of_epochs'] == [9]
-    # 44 samples: six windows of 4, two windows of 8, and the last 4 samples of the epoch.
-    assert sizes_of(result['windows'].values()) == [4, 4, 4, 4, 4, 4, 8, 8, 4, 8, 8]
+    sizes = sizes_of(result['windows'].values())
+    first_epoch = [4, 4, 4, 4, 4, 4, 8, 8, 4]  # 44 samples
+    assert sizes == [*first_epoch, 8, 8]
 
     for step in (9, 10):
         resumed = run(**STEPS, load_path=f'{tmp_path}/ba{step}.pt')

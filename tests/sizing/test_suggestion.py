@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import yaml
+from numpy.testing import assert_array_equal
 
 from composer_tokacc.data.lengths import LengthTable
 from composer_tokacc.planning import CostModel, CutOptions
@@ -120,6 +122,18 @@ def suggest_for_one_rank(lengths: Any, **changes: Any) -> Any:
     return suggest(lengths, **arguments)
 
 
+def stored_report(report: Any, folder: Path) -> dict[str, Any]:
+    """Returns what is in the file that the report is saved to."""
+    path = folder / 'size.json'
+    report.save(path)
+    return json.loads(path.read_text())
+
+
+def pasted_keys(report: Any) -> dict[str, Any]:
+    """Returns the keys that a user pastes into the YAML file of the run."""
+    return yaml.safe_load(report.yaml())['microbatching']
+
+
 def test_largest_safe_size_by_hand():
     """In 16 GiB all 64 rows fit at once. In 8 GiB the memory of the text is the limit."""
     lengths = [100] * 64
@@ -150,67 +164,87 @@ def test_rows_of_selected_samples():
     sizes = SampleSizes.from_lengths(table(20))
     options = CutOptions(cost=CostModel(vision_per_image=2.0, vision_per_patch=0.5))
     samples = np.array([7, 1, 12])
-    rows = sizes.select(samples).rows(options)
-    expected = sizes.rows(options).of(samples)
-    assert rows.lengths.tolist() == expected.lengths.tolist() == sizes.tokens[samples].tolist()
-    assert rows.image_tokens.tolist() == expected.image_tokens.tolist() == sizes.image_tokens[samples].tolist()
-    assert rows.sizes['loss_tokens'].tolist() == expected.sizes['loss_tokens'].tolist()
-    # Each image has 256 patches.
+
+    rows_of_selected = sizes.select(samples).rows(options)
+    selected_rows = sizes.rows(options).of(samples)
+
     has_image = sizes.image_tokens[samples] > 0
-    assert rows.vision_cost.tolist() == expected.vision_cost.tolist() == (has_image * 130.0).tolist()
+    vision_cost = has_image * (2.0 + 0.5 * 256)  # each image has 256 patches
+    for rows in (rows_of_selected, selected_rows):
+        assert_array_equal(rows.lengths, sizes.tokens[samples])
+        assert_array_equal(rows.image_tokens, sizes.image_tokens[samples])
+        assert_array_equal(rows.sizes['loss_tokens'], sizes.loss_tokens[samples])
+        assert_array_equal(rows.vision_cost, vision_cost)
 
 
-def test_sizes_that_are_not_counted():
-    """A column of zeros is unknown, as are all columns of plain lengths."""
-    samples = np.array([2, 0])
-    for lengths in ([3, 4, 5], sizes_of([3, 4, 5])):
-        sizes = SampleSizes.from_lengths(lengths).select(samples)
-        assert sizes.loss_tokens is None
-        assert sizes.vision_patches is None
-        assert sizes.rows(CutOptions()).sizes.keys() == {'image_tokens'}
+@pytest.mark.parametrize(
+    'lengths',
+    [
+        pytest.param([3, 4, 5], id='plain lengths'),
+        pytest.param(sizes_of([3, 4, 5]), id='columns of zeros'),
+    ],
+)
+def test_sizes_that_are_not_counted(lengths):
+    all_sizes = SampleSizes.from_lengths(lengths)
+    sizes = all_sizes.select(np.array([2, 0]))
+    rows = sizes.rows(CutOptions())
+    assert sizes.loss_tokens is None
+    assert sizes.vision_patches is None
+    assert rows.sizes.keys() == {'image_tokens'}
 
 
 def test_lengths_may_be_a_tensor():
     lengths = [100, 20] * 16
-    assert suggest_for_one_rank(torch.tensor(lengths)) == suggest_for_one_rank(lengths)
+    report_of_tensor = suggest_for_one_rank(torch.tensor(lengths))
+    assert report_of_tensor == suggest_for_one_rank(lengths)
 
 
 def test_numbers_of_numpy(tmp_path):
     counts = {'num_ranks': 4, 'global_batch_size': 128, 'slot_tokens': 300, 'max_image_tokens': 256}
     numbers_of_numpy = {name: np.int64(count) for name, count in counts.items()}
 
-    report = suggest(**numbers_of_numpy, device_memory_gib=np.float32(12.5))
-
     expected = suggest(**counts, device_memory_gib=12.5)
+
+    report = suggest(**numbers_of_numpy, device_memory_gib=np.float32(12.5))
+    stored = stored_report(report, tmp_path)
+
     assert report.yaml() == expected.yaml()
-    path = tmp_path / 'size.json'
-    report.save(path)
-    assert json.loads(path.read_text())['device_memory_gib'] == 12.5
+    assert stored['device_memory_gib'] == 12.5
 
 
-@pytest.mark.parametrize(('slot_tokens', 'device_memory_gib'), [(None, 7.0), (16, 6.65), (300, 6.65)])
+@pytest.mark.parametrize(
+    ('slot_tokens', 'device_memory_gib'),
+    [
+        pytest.param(None, 7.0, id='a slot holds the longest sample'),
+        # The memory is only a little more than the longest sample needs.
+        pytest.param(16, 6.65, id='short slots'),
+        pytest.param(300, 6.65, id='long slots'),
+    ],
+)
 def test_budget_of_any_slot_fits(slot_tokens, device_memory_gib):
     """A microbatch of the suggested budget fits at every width, and one row more does not fit."""
     sizes = table()
+    memory = memory_model()
     limit = SAFETY * device_memory_gib * GIB
     image_shares = sizes.image_tokens / sizes.lengths
 
     def peak_of(rows, width, num_tokens):
         image_tokens = int(num_tokens * image_shares.max())
         shape = BatchShape(rows=rows, width=width, image_tokens=image_tokens)
-        return memory_model().peak(shape, num_ranks=4)
+        return memory.peak(shape, num_ranks=4)
 
     report = suggest(sizes, device_memory_gib=device_memory_gib, global_batch_size=512, slot_tokens=slot_tokens)
 
     budget = report.max_tokens
     if slot_tokens is not None:
-        # The memory is only a little more than the longest sample needs.
         assert 1 < budget / sizes.lengths.max() < 1.5
-    for width in np.unique(sizes.lengths).tolist():
+    for width in set(sizes.lengths):
         rows_that_fit = max(budget // width, 1)
-        assert peak_of(rows_that_fit, width, budget) <= limit
+        peak = peak_of(rows_that_fit, width, budget)
+        assert peak <= limit
     one_row_more = report.device_train_microbatch_size + 1
-    assert peak_of(one_row_more, report.slot_tokens, one_row_more * report.slot_tokens) > limit
+    tokens_of_one_row_more = one_row_more * report.slot_tokens
+    assert peak_of(one_row_more, report.slot_tokens, tokens_of_one_row_more) > limit
 
 
 def test_budget_fits_with_rounded_widths():
@@ -223,32 +257,37 @@ def test_budget_fits_with_rounded_widths():
 
     rows = report.device_train_microbatch_size
     assert report.max_tokens == rows * 192
-    peak = memory.peak(BatchShape(rows=rows, width=192))
+    shape = BatchShape(rows=rows, width=192)
+    peak = memory.peak(shape)
     assert peak == report.peak_gib * GIB
     assert peak <= SAFETY * 8 * GIB
 
 
-def at_labels(**changes: Any) -> MemoryModel:
-    """Returns a memory model with half a MiB for each position at which logits are computed."""
+def at_labels(bytes_of_logits: int = PER_LOGIT_ROW) -> MemoryModel:
+    """Returns a memory model with these bytes for each position at which logits are computed."""
     coefficients = {
         'text': {'tokens': PER_TOKEN},
-        'logits': {'logits': PER_LOGIT_ROW},
+        'logits': {'logits': bytes_of_logits},
         'vision': {},
         'weights': {},
     }
     fit = ActivationFit(coefficients=coefficients, area='never', residual=0.01)
-    return memory_model(phases={'head': fit}, logits='labels', **changes)
+    return memory_model(phases={'head': fit}, logits='labels')
 
 
 @pytest.mark.parametrize(
-    ('loss_tokens', 'share'),
+    ('most_loss_tokens', 'share'),
     [
-        ([9] * 63 + [19], 0.2),  # one more for each sample: a model that does not shift counts its first label
-        ([9] * 63 + [95], 1.0),  # from 90 % of labels on, a microbatch computes all logits
-        ([0] * 64, 1.0),  # unknown
+        # 20 of 100 tokens, because a model that does not shift also counts the label of the first token.
+        pytest.param(19, 0.2, id='few labels'),
+        pytest.param(95, 1.0, id='from 90 % of labels on, all logits'),
+        pytest.param(None, 1.0, id='unknown labels'),
     ],
 )
-def test_logits_count_by_the_largest_share(loss_tokens, share):
+def test_logits_count_by_the_largest_share(most_loss_tokens, share):
+    loss_tokens = [0] * 64
+    if most_loss_tokens is not None:
+        loss_tokens = [9] * 63 + [most_loss_tokens]
     sizes = sizes_of(100, loss_tokens=loss_tokens)
 
     report = suggest(sizes, memory=at_labels(), num_ranks=1, global_batch_size=256, device_memory_gib=20.0)
@@ -260,19 +299,25 @@ def test_logits_count_by_the_largest_share(loss_tokens, share):
     assert report.most_logits == pytest.approx(share * report.max_tokens, abs=1)
     assert report.as_dict()['most_logits'] == report.most_logits
     says_how_many = f'at most {report.most_logits:,} of' in report.text()
-    assert says_how_many == (share < 1)
+    computes_all = share == 1.0
+    assert says_how_many is not computes_all
     # Stock Composer computes all logits.
     assert report.stock_microbatch_size == most_positions(20) // 100
 
 
 def densest_microbatch(sizes: LengthTable, samples: np.ndarray, max_tokens: int) -> BatchShape:
     """Shape of a microbatch of the first samples that fit into the budget."""
-    # Width of the first sample, of the first two, and so on.
-    widths = np.maximum.accumulate(sizes.lengths[samples])
-    num_positions = widths * np.arange(1, len(samples) + 1)
-    rows = int(np.searchsorted(num_positions, max_tokens, side='right'))
-    labels = sizes.loss_tokens[samples[:rows]].sum()
-    return BatchShape(rows=rows, width=int(widths[rows - 1]), labels=int(labels) + 1)
+    rows = 0
+    width = 0
+    labels = 0
+    for sample in samples.tolist():
+        wider = max(width, int(sizes.lengths[sample]))
+        if (rows + 1) * wider > max_tokens:
+            break
+        rows += 1
+        width = wider
+        labels += int(sizes.loss_tokens[sample])
+    return BatchShape(rows=rows, width=width, labels=labels + 1)
 
 
 def test_any_microbatch_fits_with_its_labels():
@@ -283,13 +328,15 @@ def test_any_microbatch_fits_with_its_labels():
     loss_tokens = np.minimum(drawn_labels, sizes.lengths // 4)
     sizes = replace(sizes, loss_tokens=loss_tokens)
     memory = at_labels()
+    memory_of_all_logits = replace(memory, logits='all')
     arguments = {'num_ranks': 1, 'global_batch_size': 512, 'device_memory_gib': 6.0, 'slot_tokens': 16}
 
     report = suggest(sizes, memory=memory, **arguments)
+    report_of_all_logits = suggest(sizes, memory=memory_of_all_logits, **arguments)
 
-    with_all_logits = suggest(sizes, memory=replace(memory, logits='all'), **arguments)
-    assert report.max_tokens > 1.1 * with_all_logits.max_tokens
-    most_labels_first = np.argsort(-loss_tokens / sizes.lengths)
+    assert report.max_tokens > 1.1 * report_of_all_logits.max_tokens
+    share_of_labels = loss_tokens / sizes.lengths
+    most_labels_first = np.argsort(-share_of_labels)
     for start in range(0, 200, 7):
         shape = densest_microbatch(sizes, most_labels_first[start:], report.max_tokens)
         assert memory.peak(shape) <= SAFETY * 6 * GIB
@@ -312,12 +359,13 @@ def test_profile_against_a_plain_count():
 def test_seconds_of_a_step_by_hand():
     """Four rows of 100 tokens on one rank, one microbatch: 4 x (100 + 100 x 100 / 1000) + 5 units."""
     measured_cost = CostModel(quadratic=1000.0, launch=5.0, seconds_per_token=1e-2)
+
     report = suggest_for_one_rank([100] * 4, measured_cost=measured_cost, seconds_per_step=0.5)
+    report_without_measurement = suggest()
+
     assert report.step_seconds('stock') == pytest.approx(445e-2 + 0.5)
     assert report.step_seconds('split') == pytest.approx(445e-2 + 0.5)
-
-    not_measured = suggest()
-    assert not_measured.step_seconds('stock') is None
+    assert report_without_measurement.step_seconds('stock') is None
 
 
 def test_cost_of_the_run_cuts_steps():
@@ -357,7 +405,6 @@ def test_measured_encoder_time_counts():
     assert report.bound == pytest.approx(cost_of_step)
     pasted_cost = CostModel(**pasted_keys(report)['cost'])
     assert pasted_cost == replace(measured_cost, seconds_per_token=None)
-    assert 'cost' not in pasted_keys(suggest())
 
 
 def test_pasted_lines_keep_cost_and_equal_counts():
@@ -371,17 +418,14 @@ def test_pasted_lines_keep_cost_and_equal_counts():
     assert CostModel(**keys['cost']) == cost
     assert keys['equal_counts'] is True
     assert default_keys['equal_counts'] == 'auto'
+    assert 'cost' not in default_keys
     assert measured_keys['cost'] == {'launch': 5.0}
-
-
-def pasted_keys(report: Any) -> dict[str, Any]:
-    """Returns the keys that a user pastes into the YAML file of the run."""
-    return yaml.safe_load(report.yaml())['microbatching']
 
 
 def test_packed_steps_have_no_padding():
     packed = suggest(packing=True)
     padded = suggest()
+
     assert packed.figures['split'].padding_ratio == 0
     assert packed.figures['planned'].padding_ratio == 0
     assert packed.figures['stock'] == padded.figures['stock']
@@ -466,12 +510,11 @@ def test_stock_composer_may_not_fit():
 
     A row takes 1.0 GiB, and 2.0 GiB more for all its logits. The devices have 2.4 GiB and 3.4 GiB for activations.
     """
-    sizes = sizes_of([1000] * 64, loss_tokens=[20] * 64)
-    fit = memory_model().phases['head']
-    coefficients = {**fit.coefficients, 'logits': {'logits': 4 * PER_LOGIT_ROW}}
-    memory = memory_model(logits='labels', phases={'head': replace(fit, coefficients=coefficients)})
+    sizes = sizes_of([1000] * 64, loss_tokens=20)
+    memory = at_labels(bytes_of_logits=4 * PER_LOGIT_ROW)
 
     report = suggest_for_one_rank(sizes, memory=memory, device_memory_gib=7.0)
+    report_of_larger_device = suggest_for_one_rank(sizes, memory=memory, device_memory_gib=8.0)
 
     assert report.device_train_microbatch_size == 2
     assert report.stock_microbatch_size == 0
@@ -480,16 +523,16 @@ def test_stock_composer_may_not_fit():
     assert report.identity() == '(1 x 64) rows x 1 ranks = 64 samples a step'
     [warning] = report.warnings()
     assert 'one row of the longest sample (1000 tokens) may not fit' in warning
-
-    large_device = suggest_for_one_rank(sizes, memory=memory, device_memory_gib=8.0)
-    assert large_device.stock_microbatch_size == 1
-    assert large_device.speedup('split') > 1
+    assert report_of_larger_device.stock_microbatch_size == 1
+    assert report_of_larger_device.speedup('split') > 1
 
 
 def test_sharding_makes_room():
     sharded = memory_model(strategy='fsdp')
+
     two_ranks = suggest(memory=sharded, num_ranks=2, device_memory_gib=6.0)
     eight_ranks = suggest(memory=sharded, num_ranks=8, device_memory_gib=6.0)
+
     assert eight_ranks.max_tokens > two_ranks.max_tokens
     assert eight_ranks.terms['parameters'] == pytest.approx(1 / 8)
 
@@ -526,9 +569,7 @@ def test_report_as_text_json_yaml_picture(tmp_path):
         assert words in text
     assert report.yaml() in text
 
-    json_path = tmp_path / 'new folder' / 'size.json'
-    report.save(json_path)
-    stored = json.loads(json_path.read_text())
+    stored = stored_report(report, tmp_path / 'new folder')
     assert stored['profile']['num_samples'] == 600
     for keys in (stored, pasted_keys(report)):
         assert keys['device_train_microbatch_size'] * keys['slot_tokens'] == stored['max_tokens']
@@ -549,37 +590,44 @@ def check_capped_steps(sizes: LengthTable, cap: dict[str, int], **arguments: Any
     capped = suggest_for_one_rank(sizes, **cap, **arguments)
     packed = suggest_for_one_rank(sizes, packing=True, **cap, **arguments)
 
-    for method in ('split', 'planned'):
-        assert free.figures[method].microbatches == 1
-        assert capped.figures[method].microbatches == 4
+    assert free.figures['split'].microbatches == 1
+    assert free.figures['planned'].microbatches == 1
+    assert capped.figures['split'].microbatches == 4
+    assert capped.figures['planned'].microbatches == 4
     assert packed.figures['split'].microbatches == 4
     assert free.figures['stock'] == capped.figures['stock']
     assert cap.items() <= pasted_keys(capped).items()
     return free, capped
 
 
+def saved_bytes(free: Any, capped: Any) -> float:
+    """Returns how many bytes less the peak is with a cap."""
+    return (free.peak_gib - capped.peak_gib) * GIB
+
+
 def test_image_cap_bounds_memory_and_steps():
     sizes = sizes_of([100] * 8, image_tokens=60, loss_tokens=1, vision_patches=60)
-    free, capped = check_capped_steps(sizes, {'max_image_tokens': 120}, width_multiple=2)
-    # A microbatch of all rows has 480 image tokens, and one under the cap 120.
-    saved_bytes = (free.peak_gib - capped.peak_gib) * GIB
-    assert saved_bytes == pytest.approx(360 * PER_IMAGE_TOKEN)
 
+    free, capped = check_capped_steps(sizes, {'max_image_tokens': 120}, width_multiple=2)
     below_a_sample = suggest_for_one_rank(sizes, max_image_tokens=59)
+
+    # A microbatch of all rows has 480 image tokens, and one under the cap 120.
+    assert saved_bytes(free, capped) == pytest.approx(360 * PER_IMAGE_TOKEN)
     assert len(below_a_sample.oversize) == 8
 
 
 def test_loss_cap_bounds_logits_and_steps():
     sizes = sizes_of([100] * 8, loss_tokens=50)
-    free, capped = check_capped_steps(sizes, {'max_loss_tokens': 100}, memory=at_labels())
+    memory = at_labels()
+
+    free, capped = check_capped_steps(sizes, {'max_loss_tokens': 100}, memory=memory)
+    below_a_sample = suggest_for_one_rank(sizes, memory=memory, max_loss_tokens=49)
+
     # Without the cap each of 8 rows may need logits at 51 positions. With it, a microbatch of 100 labels computes all
     # logits if it has at most 100 / 0.9 positions, rounded up to 112. One more is counted, for the last token.
     assert free.most_logits == 408
     assert capped.most_logits == 113
-    saved_bytes = (free.peak_gib - capped.peak_gib) * GIB
-    assert saved_bytes == pytest.approx((408 - 113) * PER_LOGIT_ROW)
-
-    below_a_sample = suggest_for_one_rank(sizes, memory=at_labels(), max_loss_tokens=49)
+    assert saved_bytes(free, capped) == pytest.approx((408 - 113) * PER_LOGIT_ROW)
     assert len(below_a_sample.oversize) == 8
 
 
@@ -598,10 +646,10 @@ def test_loss_cap_allows_larger_microbatches():
 @pytest.mark.parametrize(
     ('image_tokens', 'loss_tokens', 'width', 'options'),
     [
-        (4900, 0, 5000, {'max_image_tokens': 100}),
-        (0, 4900, 5000, {'max_loss_tokens': 100}),
-        (0, 0, 5000, {}),
-        (4900, 0, 5056, {'max_image_tokens': 100, 'width_multiple': 64}),
+        pytest.param(4900, 0, 5000, {'max_image_tokens': 100}, id='over the image cap'),
+        pytest.param(0, 4900, 5000, {'max_loss_tokens': 100}, id='over the loss cap'),
+        pytest.param(0, 0, 5000, {}, id='no cap'),
+        pytest.param(4900, 0, 5056, {'max_image_tokens': 100, 'width_multiple': 64}, id='rounded width'),
     ],
 )
 def test_memory_of_a_sample_alone(image_tokens, loss_tokens, width, options):
@@ -614,23 +662,26 @@ def test_memory_of_a_sample_alone(image_tokens, loss_tokens, width, options):
     memory = at_labels() if loss_tokens else memory_model()
     large_sample = BatchShape(rows=1, width=width, image_tokens=image_tokens)
     needed_gib = memory.peak(large_sample) / GIB
+    more_gib = needed_gib + 0.1
+    less_gib = needed_gib - 0.1
     arguments = {'memory': memory, 'slot_tokens': 100, **options}
 
-    enough = suggest_for_one_rank(sizes, device_memory_gib=(needed_gib + 0.1) / SAFETY, **arguments)
-    too_little = suggest_for_one_rank(sizes, device_memory_gib=(needed_gib - 0.1) / SAFETY, **arguments)
+    enough = suggest_for_one_rank(sizes, device_memory_gib=more_gib / SAFETY, **arguments)
+    too_little = suggest_for_one_rank(sizes, device_memory_gib=less_gib / SAFETY, **arguments)
 
     assert enough.too_large == []
-    assert needed_gib - 1e-6 <= enough.peak_gib <= needed_gib + 0.1
+    assert needed_gib - 1e-6 <= enough.peak_gib <= more_gib
     sizes_within_caps = [size for size in enough.sizes if size.size <= 8]  # a slot for each row
     assert sizes_within_caps
     for size in sizes_within_caps:
         assert size.peak_gib == pytest.approx(needed_gib), 'a microbatch within the caps takes less'
     assert too_little.too_large == ['sample 7: 5000 tokens']
-    assert too_little.peak_gib < needed_gib - 0.1
+    assert too_little.peak_gib < less_gib
 
 
 def test_samples_alone_are_predicted_once(monkeypatch):
     """A large dataset has thousands of them. For each of them it takes long, so it is not done again for each size."""
+    sizes = sizes_of([100] * 6 + [5000, 6000])
     samples_alone = []
     peak = Capacity.peak
 
@@ -640,7 +691,7 @@ def test_samples_alone_are_predicted_once(monkeypatch):
         return peak(self, tokens, image_tokens)
 
     monkeypatch.setattr(Capacity, 'peak', noting_peak)
-    report = suggest_for_one_rank(sizes_of([100] * 6 + [5000, 6000]), slot_tokens=100, device_memory_gib=80)
+    report = suggest_for_one_rank(sizes, slot_tokens=100, device_memory_gib=80)
 
     assert len(report.sizes) > 1
     assert samples_alone == [5000, 6000]
@@ -652,8 +703,9 @@ def test_labels_of_a_sample_alone():
     memory = at_labels()
     large_sample = BatchShape(rows=1, width=5000, labels=51)
     needed_gib = memory.peak(large_sample) / GIB
+    more_gib = needed_gib + 0.1
 
-    report = suggest_for_one_rank(sizes, memory=memory, slot_tokens=100, device_memory_gib=(needed_gib + 0.1) / SAFETY)
+    report = suggest_for_one_rank(sizes, memory=memory, slot_tokens=100, device_memory_gib=more_gib / SAFETY)
 
     assert report.oversize == ['sample 7: 5000 tokens']
     assert report.too_large == []

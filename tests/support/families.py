@@ -46,8 +46,21 @@ IMAGE_ROWS: Plan = (
     (12, 15),
     (3, 'image', 'image', 1, 'image', 1, 4),
 )
-TEXT_ROWS: Plan = ((4, 3), (3, 1), (5, 9), (2, 2), (12, 15), (3, 4))
-AUDIO_ROWS: Plan = ((4, 3), (2, 'audio', 3), ('audio', 'audio', 5), (9, 6), (1, 'audio', 2, 'audio', 'audio', 2))
+TEXT_ROWS: Plan = (
+    (4, 3),
+    (3, 1),
+    (5, 9),
+    (2, 2),
+    (12, 15),
+    (3, 4),
+)
+AUDIO_ROWS: Plan = (
+    (4, 3),
+    (2, 'audio', 3),
+    ('audio', 'audio', 5),
+    (9, 6),
+    (1, 'audio', 2, 'audio', 'audio', 2),
+)
 VIDEO_ROWS: Plan = (
     (4, 3),
     (2, 'video', 3),
@@ -57,8 +70,21 @@ VIDEO_ROWS: Plan = (
     ('image', 'image', 4),
     (2, 'image', 1, 'video', 1, 'video', 2),
 )
-OMNI_ROWS: Plan = (*VIDEO_ROWS, (2, 'audio', 3), ('audio', 'image', 1, 'audio', 'video', 2))
-SMOLVLM_ROWS: Plan = ((4, 3), (2, 'image', 3), (9, 6), ('image', 'image', 4), ('video', 2), (3, 'video', 1, 4))
+OMNI_ROWS: Plan = (
+    *VIDEO_ROWS,
+    (2, 'audio', 3),
+    ('audio', 'image', 1, 'audio', 'video', 2),
+)
+SMOLVLM_ROWS: Plan = (
+    (4, 3),
+    (2, 'image', 3),
+    (9, 6),
+    ('image', 'image', 4),
+    ('video', 2),
+    (3, 'video', 1, 4),
+)
+ARGUMENTS = {'image': 'images', 'video': 'videos', 'audio': 'audio'}
+"""The argument of a processor for each modality."""
 SIZES = ((16, 16), (40, 16), (16, 32), (24, 24), (32, 16), (16, 48))
 """Widths and heights of images, one after the other."""
 
@@ -77,7 +103,11 @@ class Sample:
 
     def media(self, modality: str) -> list[Any]:
         """Returns the media of a modality."""
-        return [piece[1] for piece in self.pieces if piece[0] == modality]
+        media = []
+        for piece in self.pieces:
+            if isinstance(piece, tuple) and piece[0] == modality:
+                media.append(piece[1])
+        return media
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,9 +149,9 @@ class SampleEncoder:
         encoded = self.together([sample])
         row = {key: value for key, value in encoded.items() if isinstance(value, torch.Tensor)}
         num_answer_tokens = len(sample.answer.split())  # a word is a token
-        first_answer = row['input_ids'].shape[1] - num_answer_tokens
-        row['labels'] = row['input_ids'].clone()
-        row['labels'][:, :first_answer] = -100
+        labels = row['input_ids'].clone()
+        labels[:, :-num_answer_tokens] = -100
+        row['labels'] = labels
         return row
 
     def together(self, samples: Sequence[Sample], *, padding_side: str = 'right') -> dict[str, Any]:
@@ -130,14 +160,25 @@ class SampleEncoder:
         self.tokenizer.padding_side = padding_side
         options: dict[str, Any] = {'return_tensors': 'pt'}
         if len(samples) > 1:
-            options |= {'padding': True, 'padding_side': padding_side}
+            options['padding'] = True
+            options['padding_side'] = padding_side
+        media = self._media(samples)
+        if self.family.suffix:
+            return self._with_suffixes(samples, media, options)
+        texts = [f'{self._text(sample)} {sample.answer}' for sample in samples]
+        encoded = self.processor(text=texts, **media, **options)
+        return dict(encoded)
+
+    def _with_suffixes(
+        self,
+        samples: Sequence[Sample],
+        media: Mapping[str, Any],
+        options: Mapping[str, Any],
+    ) -> dict[str, Any]:
+        """Returns the batch of a processor that takes the answers as an argument."""
         questions = [self._text(sample) for sample in samples]
         answers = [sample.answer for sample in samples]
-        media = self._media(samples)
-        if not self.family.suffix:
-            texts = [f'{question} {answer}' for question, answer in zip(questions, answers, strict=True)]
-            encoded = self.processor(text=texts, **media, **options)
-        elif media:
+        if media:
             encoded = self.processor(text=questions, suffix=answers, **media, **options)
         else:
             ended_answers = [f'{answer}</s>' for answer in answers]
@@ -157,22 +198,29 @@ class SampleEncoder:
     def _media(self, samples: Sequence[Sample]) -> dict[str, Any]:
         """Returns the media of samples as arguments of the processor."""
         arguments: dict[str, Any] = {}
-        for modality, argument in (('image', 'images'), ('video', 'videos'), ('audio', 'audio')):
-            media = [sample.media(modality) for sample in samples]
-            if not any(media):
+        for modality, argument in ARGUMENTS.items():
+            media_of_samples = [sample.media(modality) for sample in samples]
+            all_media = list(chain.from_iterable(media_of_samples))
+            if not all_media:
                 continue
             if modality == 'image' and self.family.nested_images:
-                arguments[argument] = media
+                arguments[argument] = media_of_samples
             else:
-                arguments[argument] = list(chain.from_iterable(media))
+                arguments[argument] = all_media
         if self.family.video_metadata and 'videos' in arguments:
-            times = []
-            for frames in arguments['videos']:
-                num_frames = len(frames)
-                frames_indices = list(range(num_frames))
-                times.append({'total_num_frames': num_frames, 'fps': 1.0, 'frames_indices': frames_indices})
-            arguments['videos_kwargs'] = {'video_metadata': times, 'do_sample_frames': False}
+            metadata = [_one_frame_a_second(frames) for frames in arguments['videos']]
+            arguments['videos_kwargs'] = {'video_metadata': metadata, 'do_sample_frames': False}
         return arguments
+
+
+def _one_frame_a_second(frames: Sequence[Any]) -> dict[str, Any]:
+    """Returns what a processor of videos wants to know about these frames."""
+    num_frames = len(frames)
+    return {
+        'total_num_frames': num_frames,
+        'fps': 1.0,
+        'frames_indices': list(range(num_frames)),
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,21 +307,28 @@ class _Drawing:
     def _media(self, modality: str) -> Any:
         """Returns an image, the samples of a sound, or the frames of a video."""
         if modality == 'image':
-            width, height = SIZES[self.num_images % len(SIZES)]
-            self.num_images += 1
-            pixels = self.rng.randbytes(3 * width * height)
-            return Image.frombytes('RGB', (width, height), pixels)
+            return self._image()
         noise = np.random.default_rng(self.rng.randrange(1000))
         if modality == 'audio':
-            # Another tone each time, because all noise sounds the same to a small encoder.
-            num_samples = self.rng.randrange(2000, 9000)
-            pitch = self.rng.randrange(200, 7000)
-            seconds = np.arange(num_samples) / 16000
-            tone = np.sin(2 * np.pi * pitch * seconds)
-            sound = tone + 0.1 * noise.standard_normal(num_samples)
-            return sound.astype(np.float32)
+            return self._sound(noise)
         num_frames = self.rng.choice(self.frames)
         return noise.integers(0, 255, (num_frames, IMAGE, IMAGE, 3), dtype=np.uint8)
+
+    def _image(self) -> Image.Image:
+        size_index = self.num_images % len(SIZES)
+        width, height = SIZES[size_index]
+        self.num_images += 1
+        pixels = self.rng.randbytes(3 * width * height)
+        return Image.frombytes('RGB', (width, height), pixels)
+
+    def _sound(self, noise: np.random.Generator) -> np.ndarray:
+        """Returns another tone each time, because all noise sounds the same to a small encoder."""
+        num_samples = self.rng.randrange(2000, 9000)
+        pitch = self.rng.randrange(200, 7000)
+        seconds = np.arange(num_samples) / 16000
+        tone = np.sin(2 * np.pi * pitch * seconds)
+        sound = tone + 0.1 * noise.standard_normal(num_samples)
+        return sound.astype(np.float32)
 
 
 def ragged_samples(*, seed: int) -> list[Sample]:
@@ -282,7 +337,10 @@ def ragged_samples(*, seed: int) -> list[Sample]:
 
 
 LLAVA = {'image': '<image>', 'video': '<video>'}
-QWEN = {'image': '<|vision_start|><|image_pad|><|vision_end|>', 'video': '<|vision_start|><|video_pad|><|vision_end|>'}
+QWEN = {
+    'image': '<|vision_start|><|image_pad|><|vision_end|>',
+    'video': '<|vision_start|><|video_pad|><|vision_end|>',
+}
 OMNI = {
     'image': '<|vision_bos|><|IMAGE|><|vision_eos|>',
     'video': '<|vision_bos|><|VIDEO|><|vision_eos|>',
@@ -338,7 +396,8 @@ def _case(name: str, build: Callable[[str], Case]) -> Case:
 @functools.cache
 def _image_case(name: str) -> Case:
     has_images = 'image' in _FAMILIES[name].texts
-    case = _new_case(name, IMAGE_ROWS if has_images else TEXT_ROWS)
+    plan = IMAGE_ROWS if has_images else TEXT_ROWS
+    case = _new_case(name, plan)
     for index, row in enumerate(case.rows):
         num_images = case.truth[index].get('image', 0)
         row['sample_ids'] = [f'sample-{index}']
