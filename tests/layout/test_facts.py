@@ -19,8 +19,6 @@ from composer_tokacc.layout.facts import is_ragged, largest_positions
 from tests.support.small_batches import IMAGE, LLAVA, QWEN, drawn_batch, layout_of_model, text_batch
 
 CONFIG = SimpleNamespace(image_token_id=IMAGE)
-
-
 LAYOUT = BatchLayout(family=QWEN, config=CONFIG)
 
 
@@ -110,8 +108,6 @@ POSITIONS = [
     [0, 1, 2, 3],
     [0, 1, 0, 1],
 ]
-
-
 POSITIONS_ON_SECOND_AXIS = [
     [0, 0, 0, 0],
     [0, 5, 0, 0],

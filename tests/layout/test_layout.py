@@ -37,6 +37,13 @@ TEXT_LAYOUT = BatchLayout(family=TEXT)
 LLAVA_LAYOUT = BatchLayout(family=LLAVA)
 QWEN_LAYOUT = BatchLayout(family=QWEN)
 for_each_side = pytest.mark.parametrize('side', ['left', 'right'])
+SHARED_MASK = Entry(unit='shared', seq_dims=(-2, -1))
+"""How all rows of a batch share one square mask."""
+
+
+def causal_mask(width):
+    """Returns a mask that all rows of a batch share, bool of shape (1, 1, width, width)."""
+    return torch.ones(1, 1, width, width).tril().bool()
 
 
 def three_rows(**options):
@@ -184,23 +191,12 @@ def test_empty_decoder_key_changes_nothing(side):
     torch.testing.assert_close(joined['labels'], expected_labels)
 
 
-SHARED_MASK = Entry(unit='shared', seq_dims=(-2, -1))
-"""How all rows of a batch share one square mask."""
-
-
-def causal_mask(width):
-    """Returns a mask that all rows of a batch share, bool of shape (1, 1, width, width)."""
-    return torch.ones(1, 1, width, width).tril().bool()
-
-
 PHOTO_AXES = [
     [0, 0, 0, 0, 2],
     [0, 0, 1, 1, 2],
     [0, 1, 0, 1, 2],
 ]
 """Multimodal positions of a row: an image of 2 x 2 placeholders, then a token. The axes are time, height and width."""
-
-
 TWO_PHOTO_AXES = [axis * 2 for axis in PHOTO_AXES]
 
 
@@ -754,14 +750,8 @@ def test_joining_counts_images_of_text_rows():
 
 
 WIDE_POSITIONS = torch.tensor([[0, 1, 2, 3]])
-
-
 FROM_0 = torch.tensor([[0, 1, 2]])
-
-
 FROM_1 = torch.tensor([[1, 2, 3]])
-
-
 FROM_10 = torch.tensor([[10, 11, 12]])
 
 

@@ -101,8 +101,6 @@ def test_instruction_goes_with_its_media(model_type, modality, shape, placeholde
 
 
 NO_IMAGES = torch.rand(0, 3, 2, 2)
-
-
 NO_AUDIOS = torch.rand(0, 4, 40)
 
 

@@ -27,8 +27,6 @@ from tests.support.small_batches import (
 )
 
 VISION_CONFIG = SimpleNamespace()
-
-
 LAYOUT = layout_of_model(
     'new_vl',
     vision_config=VISION_CONFIG,

@@ -39,7 +39,6 @@ MAINS = {
 }
 RUN = [DIGITS, *TINY_DIGITS, 'trainer.max_duration=1ba', 'trainer.eval_interval=1ba', 'dataset.num_samples=8']
 
-
 Write = Callable[[Path], Any]
 """Writes files into the folder of a trial."""
 

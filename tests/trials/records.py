@@ -266,21 +266,11 @@ def sound_of_one_value(path: Path) -> None:
 
 
 RECORD_WITH_DANGLING_LINK = of_file('image', 'a.png', dangling_link)
-
-
 RECORD_WITH_OUTER_PLAYLIST = of_file('video', 'v.m3u8', playlist_of_a_file_elsewhere)
-
-
 DAMAGED_PARQUET = b'PAR1' + bytes(200) + b'PAR1'
-
-
 CONTROL = 'Yes.<|end|>No.'
 REFUSE = {'control_tokens': 'refuse'}
-
-
 AS_TEXT = {'control_tokens': 'text'}
-
-
 SKIP = {'on_error': 'skip'}
 
 RECORDS: dict[str, Reading] = {
