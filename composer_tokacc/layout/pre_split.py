@@ -21,13 +21,14 @@ from typing import Any, NamedTuple
 import torch
 
 from composer_tokacc.batch import Batch, common_padding_side, map_tensors, padding_side
-from composer_tokacc.compat import new_shared_storage
+from composer_tokacc.compat import new_shared_storage, num_writes
 from composer_tokacc.layout.families import TEXT_ENTRIES
 from composer_tokacc.layout.joining import values_of_rows
 from composer_tokacc.layout.layout import BatchLayout
 from composer_tokacc.layout.readings import Reading
 from composer_tokacc.layout.tensors import cat_padded
 from composer_tokacc.plan_agreement import PlanRecord
+from composer_tokacc.refusals import InvalidInputError
 
 ALIGNMENT = 64
 """In shared memory each tensor begins at a multiple of this many bytes, which suits tensors of any type."""
@@ -91,6 +92,7 @@ class PreSplitBatch(Mapping[str, Any]):
         """Number of loss tokens of each row, as the sampler's ``loss_shares`` say. The weights of tokens depend on it,
         so it is compared with the labels. None: the sampler gives no weights."""
         self._joined: dict[str, Any] = {}  # the joined values that were already read, by key
+        self._writes: dict[str, int] = {}  # how often each joined tensor was written when it was made
 
     def __repr__(self) -> str:
         """Returns keys and sizes."""
@@ -130,8 +132,21 @@ class PreSplitBatch(Mapping[str, Any]):
         if key not in self:
             raise KeyError(key)
         if key not in self._joined:
-            self._joined[key] = self._joined_value(key)
+            value = self._joined_value(key)
+            self._joined[key] = value
+            if isinstance(value, torch.Tensor):
+                self._writes[key] = num_writes(value)
         return self._joined[key]
+
+    def check_unchanged(self) -> None:
+        """Raises ValueError if somebody has written into a joined tensor. The model would not see the change."""
+        changed = [key for key, writes in self._writes.items() if num_writes(self._joined[key]) != writes]
+        if changed:
+            raise InvalidInputError(
+                f'The entries {changed} of a batch of a RegroupingDataLoader are copies, but a callback or an algorithm '
+                'has written into them. The model would not see this. Change the samples in the collator or in '
+                '`batch_transforms`, or write into each of `batch.microbatches` (docs/errors.md#counts).'
+            )
 
     def _joined_value(self, key: str) -> Any:
         """Returns the value for all rows; None if it is None in all microbatches."""
@@ -179,6 +194,7 @@ class PreSplitBatch(Mapping[str, Any]):
             'microbatches': with_places,
             'memory': memory,
             '_joined': {},  # not sent: the receiver joins values again if they are read
+            '_writes': {},
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -192,8 +208,12 @@ class PreSplitBatch(Mapping[str, Any]):
 
 
 def microbatches_of(batch: Batch) -> Sequence[Batch]:
-    """Returns the microbatches of a pre-split batch, or a list of the batch itself if it is any other batch."""
+    """Returns the microbatches of a pre-split batch, or a list of the batch itself if it is any other batch.
+
+    Raises ValueError if somebody has written into a copy that a pre-split batch has returned.
+    """
     if isinstance(batch, PreSplitBatch):
+        batch.check_unchanged()
         return batch.microbatches
     return [batch]
 
