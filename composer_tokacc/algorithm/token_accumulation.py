@@ -361,6 +361,7 @@ class TokenAccumulation(Algorithm):
         elif refusal is not None:
             self._refuse(state, refusal)
         run = self._run
+        run.closure_hooks.update(state)  # a callback may have replaced the optimizers since the last step
         batch_index = self._num_batches_read - 1
         plan = _plan_of(state, batch_index)
         microbatch_size = microbatch_size_of(state)  # a callback, or too little memory, may have changed it
