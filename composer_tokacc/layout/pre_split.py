@@ -143,9 +143,9 @@ class PreSplitBatch(Mapping[str, Any]):
         changed = [key for key, writes in self._writes.items() if num_writes(self._joined[key]) != writes]
         if changed:
             raise InvalidInputError(
-                f'The entries {changed} of a batch of a RegroupingDataLoader are copies, but a callback or an algorithm '
-                'has written into them. The model would not see this. Change the samples in the collator or in '
-                '`batch_transforms`, or write into each of `batch.microbatches` (docs/errors.md#counts).'
+                f'The entries {changed} of a batch of a RegroupingDataLoader are copies, but a callback or an '
+                'algorithm has written into them. The model would not see this. Change the samples in the collator or '
+                'in `batch_transforms`, or write into each of `batch.microbatches` (docs/errors.md#counts).'
             )
 
     def _joined_value(self, key: str) -> Any:
