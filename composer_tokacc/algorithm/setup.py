@@ -490,6 +490,13 @@ def _forward_arguments(model: torch.nn.Module) -> set[str] | None:
     return model.model_forward_args
 
 
+def loss_in_outputs(model: torch.nn.Module, outputs: Any) -> Any:
+    """Returns the loss that a model has returned in its outputs; None if it may compute the loss in another way."""
+    if isinstance(model, HuggingFaceModel) and type(model).loss is HuggingFaceModel.loss:
+        return HuggingFaceModel.loss(model, outputs, None)
+    return None
+
+
 def takes_media(model: torch.nn.Module) -> bool:
     """Returns whether the model may take images, videos or audio. True if its arguments are not known."""
     arguments = _forward_arguments(inner_model(model))

@@ -532,6 +532,10 @@ class TokenAccumulation(Algorithm):
         state.batch = self._microbatch.batch_for_model
         self.select_logits(state, batch, record.counts.loss_tokens)
 
+    def _before_loss(self, state: State) -> None:
+        """Notes the loss in the outputs, because the loss of the step may be changed before :meth:`_after_loss`."""
+        self._current.note_loss(state.outputs)
+
     def _after_loss(self, state: State) -> None:
         """Puts our entries back into the batch, and prepares the loss for :meth:`_before_backward`, which scales it."""
         microbatch = self._current

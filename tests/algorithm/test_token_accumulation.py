@@ -227,18 +227,18 @@ def adder_of_term(model, *, is_in_place):
 
 
 @pytest.mark.parametrize('is_in_place', [False, True])
-@pytest.mark.parametrize(
-    ('event', 'adder_class'),
-    [(Event.AFTER_LOSS, AlgorithmOn), (Event.BEFORE_BACKWARD, AlgorithmOn), (Event.BEFORE_BACKWARD, On)],
-)
-def test_added_term_is_refused(model, batch, event, adder_class, is_in_place):
+@pytest.mark.parametrize('event', [Event.AFTER_LOSS, Event.BEFORE_BACKWARD])
+@pytest.mark.parametrize('adder', ['earlier algorithm', 'later algorithm', 'callback'])
+def test_added_term_is_refused(model, batch, event, adder, is_in_place):
     """Weighted by tokens, the term would depend on the cut. A callback comes too late, so it would not be scaled."""
     add_term = adder_of_term(model, is_in_place=is_in_place)
-    adder = adder_class(event, add_term)
-    if adder_class is AlgorithmOn:
-        options = {'algorithms': [adder, TokenAccumulation()]}
-    else:
-        options = {'callbacks': [adder]}
+    algorithm = AlgorithmOn(event, add_term)
+    options = {
+        'earlier algorithm': {'algorithms': [algorithm, TokenAccumulation()]},
+        # At AFTER_LOSS Composer runs the list of algorithms from the last to the first.
+        'later algorithm': {'algorithms': [TokenAccumulation(), algorithm]},
+        'callback': {'callbacks': [On(event, add_term)]},
+    }[adder]
     message = 'another term, which an algorithm or a callback'
     with weights_unchanged(model), pytest.raises(RuntimeError, match=message):
         fit(model, loader(batch), **options)
