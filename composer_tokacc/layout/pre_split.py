@@ -32,6 +32,10 @@ from composer_tokacc.refusals import InvalidInputError
 
 ALIGNMENT = 64
 """In shared memory each tensor begins at a multiple of this many bytes, which suits tensors of any type."""
+HOW_TO_CHANGE = (
+    'Change the samples in the collator or in `batch_transforms`, or all microbatches at AFTER_DATALOADER: '
+    '`state.batch = state.batch.map(function)`'
+)
 KEYS_OF_ROWS = frozenset({'input_ids', 'inputs_embeds', 'attention_mask', 'labels', 'decoder_input_ids'})
 """:class:`.BatchLayout` finds the rows of a batch, their width and their padding by these keys."""
 
@@ -138,14 +142,21 @@ class PreSplitBatch(Mapping[str, Any]):
                 self._writes[key] = num_writes(value)
         return self._joined[key]
 
-    def check_unchanged(self) -> None:
+    def __setitem__(self, key: str, value: object) -> None:
+        """Raises TypeError, which says how to change a batch."""
+        raise TypeError(
+            'A batch of a RegroupingDataLoader does not support item assignment, because it holds several '
+            f'microbatches, got: a new {key!r}. {HOW_TO_CHANGE} (docs/errors.md#counts).'
+        )
+
+    def _check_unchanged(self) -> None:
         """Raises ValueError if somebody has written into a joined tensor. The model would not see the change."""
         changed = [key for key, writes in self._writes.items() if num_writes(self._joined[key]) != writes]
         if changed:
             raise InvalidInputError(
                 f'The entries {changed} of a batch of a RegroupingDataLoader are copies, but a callback or an '
-                'algorithm has written into them. The model would not see this. Change the samples in the collator or '
-                'in `batch_transforms`, or write into each of `batch.microbatches` (docs/errors.md#counts).'
+                f'algorithm has written into them. The model would not see this. {HOW_TO_CHANGE} '
+                '(docs/errors.md#counts).'
             )
 
     def _joined_value(self, key: str) -> Any:
@@ -213,7 +224,7 @@ def microbatches_of(batch: Batch) -> Sequence[Batch]:
     Raises ValueError if somebody has written into a copy that a pre-split batch has returned.
     """
     if isinstance(batch, PreSplitBatch):
-        batch.check_unchanged()
+        batch._check_unchanged()
         return batch.microbatches
     return [batch]
 
