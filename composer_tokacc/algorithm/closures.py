@@ -28,6 +28,34 @@ from composer_tokacc.model_structure import fsdp_units
 from composer_tokacc.refusals import NotExactError
 
 
+class ClosureHooks:
+    """The hooks on the optimizers of a run, see :func:`give_loss_of_step`."""
+
+    def __init__(self) -> None:
+        self._optimizers: list[torch.optim.Optimizer] = []
+        self._handles: list[RemovableHandle] = []
+
+    def update(self, state: State) -> None:
+        """Adds the hooks, if a callback has replaced the optimizers since the last call, or if there was no call yet.
+
+        Raises RuntimeError if one of the optimizers would not see all gradients.
+        """
+        optimizers = list(state.optimizers)
+        if optimizers == self._optimizers:
+            return
+        self.remove()
+        check_sees_gradients(state)
+        self._handles = give_loss_of_step(state)
+        self._optimizers = optimizers
+
+    def remove(self) -> None:
+        """Removes the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._optimizers = []
+
+
 def give_loss_of_step(state: State) -> list[RemovableHandle]:
     """Adds a hook to each optimizer that evaluates a step itself, and returns the handles that remove the hooks.
 

@@ -22,7 +22,7 @@ import torch
 
 from composer_tokacc.algorithm.functional import sample_weight, token_weight
 from composer_tokacc.algorithm.loss_terms import LOSS_UNITS, SplitLoss, Term, attached_zero, sum_of_means
-from composer_tokacc.algorithm.setup import RunContext, check_trains_something, takes_media
+from composer_tokacc.algorithm.setup import RunContext, check_trains_something, loss_in_outputs, takes_media
 from composer_tokacc.batch import Batch, BatchDict
 from composer_tokacc.checks.logits import logits_of, router_loss_of, weigh_tokens
 from composer_tokacc.checks.step import MicrobatchRecord, trained_added_rows
@@ -51,9 +51,10 @@ class CurrentMicrobatch:
     It holds the graph of the loss, so it must not be kept longer. :class:`.TokenAccumulation` uses it in this order:
 
     1. Before the forward: it makes the object, and gives :attr:`batch_for_model` to the model.
-    2. After the loss: :meth:`put_back`, then :meth:`prepare_loss`.
-    3. Before the backward: :meth:`put_back` again, then :meth:`scale_loss`.
-    4. After the backward: :meth:`check_no_added_term`. Then callbacks get :attr:`raw_loss`.
+    2. After the forward: :meth:`note_loss`.
+    3. After the loss: :meth:`put_back`, then :meth:`prepare_loss`.
+    4. Before the backward: :meth:`put_back` again, then :meth:`scale_loss`.
+    5. After the backward: :meth:`check_no_added_term`. Then callbacks get :attr:`raw_loss`.
 
     Args:
         run: The parts of the fit. The step must be the one that is computed now.
@@ -81,8 +82,8 @@ class CurrentMicrobatch:
         """The outputs of the model, between :meth:`prepare_loss` and :meth:`scale_loss`. They are kept here, because
         Composer's FreeOutputs empties ``state.outputs`` in between."""
         self._edges_of_loss: Collection[Edge] = ()
-        """The edges of the last loss that this object has returned, one for each of its tensors. See
-        :meth:`check_no_added_term`."""
+        """The edges of the last loss that this object has noted or returned, one for each of its tensors. See
+        :meth:`check_no_added_term`. Empty: the model may compute its loss from its outputs."""
         self.raw_loss: Any = None
         """The loss before it was scaled; set by :meth:`scale_loss`."""
         self.batch_for_model: BatchDict = self._without_our_entries()
@@ -127,6 +128,16 @@ class CurrentMicrobatch:
                     complete[key] = original
         return complete
 
+    # After the forward.
+
+    def note_loss(self, outputs: Any) -> None:
+        """Notes the loss that the model returns in its outputs, so that :meth:`prepare_loss` sees an added term.
+
+        At AFTER_LOSS Composer runs the list of algorithms from the last to the first. So an algorithm that is listed
+        after this one adds its term before :meth:`prepare_loss`, and it would seem to be a part of the model's loss.
+        """
+        self._edges_of_loss = edges_of(loss_in_outputs(self._run.model, outputs))
+
     # After the loss.
 
     def prepare_loss(self, loss: Any, outputs: Any, batch: Batch) -> Any:
@@ -140,6 +151,8 @@ class CurrentMicrobatch:
             batch: The microbatch with all its entries, see :meth:`put_back`.
         """
         self._outputs = outputs
+        if self._edges_of_loss and not self._run.options.loss_units:  # with units a term may be added
+            self.check_no_added_term(loss)
         loss = self._split_router_loss(loss)
         if self._record.is_empty:
             loss = self._zero_empty_terms(loss, batch)

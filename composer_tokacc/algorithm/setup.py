@@ -23,7 +23,7 @@ from composer.core import State
 from composer.core.precision import get_precision_context
 from composer.models import HuggingFaceModel
 
-from composer_tokacc.algorithm.closures import check_sees_gradients, give_loss_of_step
+from composer_tokacc.algorithm.closures import ClosureHooks, check_sees_gradients
 from composer_tokacc.algorithm.loss_terms import LOSS_UNITS, LossTerms, router_coefficient
 from composer_tokacc.algorithm.reduction import (
     ReductionWatch,
@@ -280,7 +280,9 @@ class RunContext:
         """Makes the model compute logits only at labels. None: the model computes all logits."""
         self.row_check = self._new_check(state, layout, to_device, precision)
         """The first-batch check, which checks rows of later batches, too."""
-        self._closure_hooks = give_loss_of_step(state)
+        self.closure_hooks = ClosureHooks()
+        """Give optimizers that evaluate a step themselves its loss over all ranks."""
+        self.closure_hooks.update(state)
 
     def _new_check(
         self,
@@ -385,8 +387,7 @@ class RunContext:
     def end(self) -> None:
         """Removes the hooks from the model and the optimizer, and makes the split forget the model."""
         self._remove_selector()
-        for hook in self._closure_hooks:
-            hook.remove()
+        self.closure_hooks.remove()
         if self.split is not None:
             self.split.stop()
 
@@ -487,6 +488,13 @@ def _forward_arguments(model: torch.nn.Module) -> set[str] | None:
     if type(model).forward is not HuggingFaceModel.forward or type(model).loss is not HuggingFaceModel.loss:
         return None
     return model.model_forward_args
+
+
+def loss_in_outputs(model: torch.nn.Module, outputs: Any) -> Any:
+    """Returns the loss that a model has returned in its outputs; None if it may compute the loss in another way."""
+    if isinstance(model, HuggingFaceModel) and type(model).loss is HuggingFaceModel.loss:
+        return HuggingFaceModel.loss(model, outputs, None)
+    return None
 
 
 def takes_media(model: torch.nn.Module) -> bool:

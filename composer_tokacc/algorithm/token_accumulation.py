@@ -361,6 +361,7 @@ class TokenAccumulation(Algorithm):
         elif refusal is not None:
             self._refuse(state, refusal)
         run = self._run
+        run.closure_hooks.update(state)  # a callback may have replaced the optimizers since the last step
         batch_index = self._num_batches_read - 1
         plan = _plan_of(state, batch_index)
         microbatch_size = microbatch_size_of(state)  # a callback, or too little memory, may have changed it
@@ -530,6 +531,10 @@ class TokenAccumulation(Algorithm):
         self._microbatch = CurrentMicrobatch(run, record)
         state.batch = self._microbatch.batch_for_model
         self.select_logits(state, batch, record.counts.loss_tokens)
+
+    def _before_loss(self, state: State) -> None:
+        """Notes the loss in the outputs, because the loss of the step may be changed before :meth:`_after_loss`."""
+        self._current.note_loss(state.outputs)
 
     def _after_loss(self, state: State) -> None:
         """Puts our entries back into the batch, and prepares the loss for :meth:`_before_backward`, which scales it."""

@@ -21,16 +21,21 @@ from typing import Any, NamedTuple
 import torch
 
 from composer_tokacc.batch import Batch, common_padding_side, map_tensors, padding_side
-from composer_tokacc.compat import new_shared_storage
+from composer_tokacc.compat import new_shared_storage, num_writes
 from composer_tokacc.layout.families import TEXT_ENTRIES
 from composer_tokacc.layout.joining import values_of_rows
 from composer_tokacc.layout.layout import BatchLayout
 from composer_tokacc.layout.readings import Reading
 from composer_tokacc.layout.tensors import cat_padded
 from composer_tokacc.plan_agreement import PlanRecord
+from composer_tokacc.refusals import InvalidInputError
 
 ALIGNMENT = 64
 """In shared memory each tensor begins at a multiple of this many bytes, which suits tensors of any type."""
+HOW_TO_CHANGE = (
+    'Change the samples in the collator or in `batch_transforms`, or all microbatches at AFTER_DATALOADER: '
+    '`state.batch = state.batch.map(function)`'
+)
 KEYS_OF_ROWS = frozenset({'input_ids', 'inputs_embeds', 'attention_mask', 'labels', 'decoder_input_ids'})
 """:class:`.BatchLayout` finds the rows of a batch, their width and their padding by these keys."""
 
@@ -91,6 +96,7 @@ class PreSplitBatch(Mapping[str, Any]):
         """Number of loss tokens of each row, as the sampler's ``loss_shares`` say. The weights of tokens depend on it,
         so it is compared with the labels. None: the sampler gives no weights."""
         self._joined: dict[str, Any] = {}  # the joined values that were already read, by key
+        self._writes: dict[str, int] = {}  # how often each joined tensor was written when it was made
 
     def __repr__(self) -> str:
         """Returns keys and sizes."""
@@ -130,8 +136,28 @@ class PreSplitBatch(Mapping[str, Any]):
         if key not in self:
             raise KeyError(key)
         if key not in self._joined:
-            self._joined[key] = self._joined_value(key)
+            value = self._joined_value(key)
+            self._joined[key] = value
+            if isinstance(value, torch.Tensor):
+                self._writes[key] = num_writes(value)
         return self._joined[key]
+
+    def __setitem__(self, key: str, value: object) -> None:
+        """Raises TypeError, which says how to change a batch."""
+        raise TypeError(
+            'A batch of a RegroupingDataLoader does not support item assignment, because it holds several '
+            f'microbatches, got: a new {key!r}. {HOW_TO_CHANGE} (docs/errors.md#counts).'
+        )
+
+    def _check_unchanged(self) -> None:
+        """Raises ValueError if somebody has written into a joined tensor. The model would not see the change."""
+        changed = [key for key, writes in self._writes.items() if num_writes(self._joined[key]) != writes]
+        if changed:
+            raise InvalidInputError(
+                f'The entries {changed} of a batch of a RegroupingDataLoader are copies, but a callback or an '
+                f'algorithm has written into them. The model would not see this. {HOW_TO_CHANGE} '
+                '(docs/errors.md#counts).'
+            )
 
     def _joined_value(self, key: str) -> Any:
         """Returns the value for all rows; None if it is None in all microbatches."""
@@ -179,6 +205,7 @@ class PreSplitBatch(Mapping[str, Any]):
             'microbatches': with_places,
             'memory': memory,
             '_joined': {},  # not sent: the receiver joins values again if they are read
+            '_writes': {},
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -192,8 +219,12 @@ class PreSplitBatch(Mapping[str, Any]):
 
 
 def microbatches_of(batch: Batch) -> Sequence[Batch]:
-    """Returns the microbatches of a pre-split batch, or a list of the batch itself if it is any other batch."""
+    """Returns the microbatches of a pre-split batch, or a list of the batch itself if it is any other batch.
+
+    Raises ValueError if somebody has written into a copy that a pre-split batch has returned.
+    """
     if isinstance(batch, PreSplitBatch):
+        batch._check_unchanged()
         return batch.microbatches
     return [batch]
 

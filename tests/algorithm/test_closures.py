@@ -225,6 +225,22 @@ def test_one_rank_sums_no_losses(monkeypatch):
     fit(model, ragged_batch(), optimizer=lbfgs(model.parameters()))
 
 
+def test_optimizer_that_a_callback_puts_in():
+    """LBFGS evaluates the second step several times. The logged loss is the one before it moves weights."""
+    model = hugging_face(one_layer_model())
+    batch = ragged_batch()
+    later_optimizer = lbfgs(model.parameters())
+
+    def put_in(state):
+        state.optimizers = [later_optimizer]
+
+    recorder = fit(model, batch, batch, callbacks=[On(Event.BATCH_END, put_in)])
+
+    first_loss, second_loss = recorder.logged(TOTAL)
+    assert second_loss == pytest.approx(first_loss, rel=1e-6)  # the first step has a learning rate of 0
+    assert not later_optimizer._optimizer_step_pre_hooks
+
+
 def test_hooks_end_with_the_fit():
     model = hugging_face(one_layer_model())
     optimizer = lbfgs(model.parameters())

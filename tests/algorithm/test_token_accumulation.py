@@ -244,19 +244,26 @@ def adder_of_term(model, *, is_in_place):
 
 @pytest.mark.parametrize('is_in_place', [False, True])
 @pytest.mark.parametrize('event', [Event.AFTER_LOSS, Event.BEFORE_BACKWARD])
-def test_term_of_an_algorithm_is_refused(model, batch, event, is_in_place):
-    """Weighted by tokens, the term would depend on the cut."""
+@pytest.mark.parametrize('is_listed_last', [False, True])
+def test_term_of_an_algorithm_is_refused(model, batch, event, is_in_place, is_listed_last):
+    """Weighted by tokens, the term would depend on the cut.
+
+    At AFTER_LOSS Composer runs the list of algorithms from the last to the first.
+    """
     add_term = adder_of_term(model, is_in_place=is_in_place)
     algorithms = [AlgorithmOn(event, add_term), TokenAccumulation()]
+    if is_listed_last:
+        algorithms.reverse()
     with weights_unchanged(model), pytest.raises(RuntimeError, match=ADDED_TERM):
         fit(model, loader(batch), algorithms=algorithms)
 
 
 @pytest.mark.parametrize('is_in_place', [False, True])
-def test_term_of_a_callback_is_refused(model, batch, is_in_place):
+@pytest.mark.parametrize('event', [Event.AFTER_LOSS, Event.BEFORE_BACKWARD])
+def test_term_of_a_callback_is_refused(model, batch, event, is_in_place):
     """A callback comes too late, so the term would not be scaled."""
     add_term = adder_of_term(model, is_in_place=is_in_place)
-    callback = On(Event.BEFORE_BACKWARD, add_term)
+    callback = On(event, add_term)
     with weights_unchanged(model), pytest.raises(RuntimeError, match=ADDED_TERM):
         fit(model, loader(batch), callbacks=[callback])
 

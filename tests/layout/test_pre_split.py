@@ -15,7 +15,7 @@ import torch
 from accelerate.utils import send_to_device
 from torch.utils.data import DataLoader, Dataset, default_convert
 
-from composer_tokacc.layout import BatchLayout, PreSplitBatch
+from composer_tokacc.layout import BatchLayout, PreSplitBatch, microbatches_of
 from composer_tokacc.layout.pre_split import widened
 from composer_tokacc.row_counts import ROWS_KEY, RowCounts, attach_row_counts, num_samples, row_counts_of, with_counts
 from tests.layout.test_families import assert_same_batch
@@ -164,8 +164,21 @@ def test_is_a_read_only_mapping():
     assert batch.get('missing', 7) == 7
     with pytest.raises(KeyError):
         batch['missing']
-    with pytest.raises(TypeError, match='item assignment'):
+    with pytest.raises(TypeError, match=r'item assignment.*a new .labels'):
         batch['labels'] = torch.zeros(2, 5)
+
+
+def test_changed_copies_are_refused():
+    """A callback may read the batch, but the model would not see what it writes."""
+    batch = pre_split(microbatch([5, 2]), microbatch([3]))
+
+    batch['labels']
+    assert microbatches_of(batch) is batch.microbatches
+
+    batch['labels'][:, 0] = -100
+    with pytest.raises(ValueError, match=r"The entries \['labels'\] .* are copies"):
+        microbatches_of(batch)
+    assert microbatches_of(copy.deepcopy(batch))  # it has no copies yet
 
 
 def test_tuples_of_rows_are_joined():
