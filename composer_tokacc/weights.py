@@ -32,6 +32,17 @@ MIN_LOSS_WEIGHT, MAX_LOSS_WEIGHT = 1e-30, 1e30
 """Range of a loss weight other than 0. Weights are multiplied and added in float32, which holds about 1e-38 to 3e38."""
 
 
+class WeightsOfShares(list[float]):
+    """``loss_weights`` that a sampler has computed from ``loss_shares``: a weight for each row of a microbatch.
+
+    The weights know the numbers of loss tokens that they were computed from, so that a wrong table is noticed, and so
+    that code which does not use the weights is refused. A loop may pass on a batch, or a list of its microbatches.
+    """
+
+    loss_tokens: Sequence[int] = ()
+    """Number of loss tokens of each row, by the table of the sampler."""
+
+
 def with_weights_of_positions(batch: Batch) -> Batch:
     """Returns the batch with a weight for each position of its labels. The loader may have given one weight per row.
 

@@ -98,7 +98,7 @@ def step_loss_weights(
     """
     rule = LossRule(loss_tokens)
     weight_sums = []
-    tokens_of_rows: list[int] = []
+    num_tokens = 0
     for microbatch in _checked_list(microbatches, rule):
         has_loss = rule.mask(microbatch)
         # A row of 0 samples repeats a sample, so that this rank has as many rows as the others. It must not count.
@@ -108,10 +108,11 @@ def step_loss_weights(
         counted = has_loss & is_sample[:, None]
         weights = weights_at(microbatch, token_weights, counted)
         weight_sums.append(float(weights.sum(dtype=torch.float64)))
-        tokens_of_rows += counted.sum(dim=1).tolist()
-    # Refuses `loss_shares` of a sampler if they are not applied, or were planned with other numbers of tokens.
-    check_loss_shares(microbatches, token_weights, rule, tokens_of_rows)
-    return _factors(microbatches, weight_sums, sum(tokens_of_rows), device)
+        tokens_of_rows = counted.sum(dim=1).tolist()
+        num_tokens += sum(tokens_of_rows)
+        # Refuses `loss_shares` of a sampler if they are not applied, or were planned with other numbers of tokens.
+        check_loss_shares(microbatch, token_weights, rule, tokens_of_rows)
+    return _factors(microbatches, weight_sums, num_tokens, device)
 
 
 def weighted_microbatches(
@@ -136,8 +137,10 @@ def weighted_microbatches(
                 (model(**microbatch).loss * weight).backward()
     """
     rule = LossRule(loss_tokens)
-    check_loss_shares(microbatches, 'token', rule)  # all tokens weigh the same, so it refuses any shares
-    counted_microbatches = [with_counts(microbatch, rule) for microbatch in _checked_list(microbatches, rule)]
+    counted_microbatches = []
+    for microbatch in _checked_list(microbatches, rule):
+        check_loss_shares(microbatch, 'token', rule)  # all tokens weigh the same, so it refuses any shares
+        counted_microbatches.append(with_counts(microbatch, rule))
     token_counts = []
     for microbatch in counted_microbatches:
         if labels_of(microbatch).numel() == 0:

@@ -60,7 +60,7 @@ from composer_tokacc.plan_agreement import (
     plan_record_of,
 )
 from composer_tokacc.refusals import InvalidInputError, NotExactError, RefusalError
-from composer_tokacc.repeated_samples import first_batch_of, num_repeated
+from composer_tokacc.repeated_samples import announce_marking, first_batch_of, num_repeated
 from composer_tokacc.row_counts import (
     ROWS_KEY,
     attach_row_counts,
@@ -275,6 +275,7 @@ class TokenAccumulation(Algorithm):
         self._context = None
         # Not 0 if a RegroupingBatchSampler resumes within an epoch.
         self._num_batches_read = first_batch_of(state.train_dataloader)
+        announce_marking(state.train_dataloader)
         self._num_batches_of_shortest_rank = _length_of_shortest_loader(state)
         if sum(isinstance(algorithm, TokenAccumulation) for algorithm in state.algorithms) > 1:
             raise InvalidInputError(
@@ -284,6 +285,7 @@ class TokenAccumulation(Algorithm):
     def _epoch_start(self, state: State) -> None:
         """Compares the lengths of the loaders again, because a callback may have changed the loader; a collective."""
         self._num_batches_of_shortest_rank = _length_of_shortest_loader(state)
+        announce_marking(state.train_dataloader)
 
     def _before_dataloader(self, state: State) -> None:
         """Counts the batches that are read, also those that Composer discards in a resumed run.
@@ -466,9 +468,10 @@ class TokenAccumulation(Algorithm):
         # The counts become an entry of the batch, so that the split cuts them together with the rows. Rows of 0 samples
         # lose their labels.
         counted_batch = with_counts(batch, rule, self.options.token_weights)
-        tokens_of_rows = [row.loss_tokens for row in row_counts_of(counted_batch)]
         # A sampler with `loss_shares` has planned the batch with numbers of loss tokens, which must be right.
-        check_loss_shares(batch, self.options.token_weights, rule, tokens_of_rows)
+        for microbatch, counted in zip(microbatches_of(batch), microbatches_of(counted_batch), strict=True):
+            tokens_of_rows = [row.loss_tokens for row in row_counts_of(counted)]
+            check_loss_shares(microbatch, self.options.token_weights, rule, tokens_of_rows)
         state.batch = self._with_new_labels_marked(counted_batch)
         return Step(
             rows=row_counts_of(state.batch),
