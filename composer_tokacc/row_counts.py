@@ -132,7 +132,7 @@ def with_counts(batch: Batch, rule: LossRule = LossRule.CAUSAL, token_weights: s
 
 
 def check_loss_shares(
-    microbatch: Batch,
+    batch: Batch,
     token_weights: str,
     rule: LossRule,
     tokens_of_rows: Sequence[int] = (),
@@ -144,28 +144,31 @@ def check_loss_shares(
     the datasets would not have their shares. Does nothing unless the sampler has shares.
 
     Args:
-        microbatch: A microbatch of a :class:`.RegroupingDataLoader`, or any other batch, which has no shares.
+        batch: A batch of a :class:`.RegroupingDataLoader`, or one of its microbatches. No other batch has shares.
         token_weights: The scheme of token weights in use. Only ``'column'`` applies the weights of the batch. With any
-            other one, a microbatch of a sampler with shares is refused.
+            other one, a batch of a sampler with shares is refused.
         rule: The loss rule by which the tokens were counted.
         tokens_of_rows: The loss tokens of each row, for ``'column'``.
     """
-    weights = microbatch.get(LOSS_WEIGHTS)
-    if not isinstance(weights, WeightsOfShares):
-        return
+    planned_tokens: list[int] = []
+    for microbatch in microbatches_of(batch):
+        weights = microbatch.get(LOSS_WEIGHTS)
+        if not isinstance(weights, WeightsOfShares):
+            return
+        planned_tokens += weights.loss_tokens
     if token_weights != 'column':
         raise InvalidInputError(
             "The `loss_shares` of a sampler need `token_weights='column'`, which applies them, got: "
             f'{token_weights!r}. Set it (in a loop, with `step_loss_weights` and `apply_token_weights`), or leave '
             '`loss_shares` out.'
         )
-    rows = row_counts_of(microbatch)
-    for number, (row, counted, planned) in enumerate(zip(rows, tokens_of_rows, weights.loss_tokens, strict=True)):
+    rows = row_counts_of(batch)
+    for number, (row, counted, planned) in enumerate(zip(rows, tokens_of_rows, planned_tokens, strict=True)):
         has_loss = row.samples > 0  # a repeated sample has none
         if has_loss and counted != planned:
             raise InvalidInputError(
                 f'`loss_shares` must know the loss tokens of each sample, got: {planned} for '
-                f'{sample_name(microbatch, number)}, which has {counted} by the loss rule {rule!r}. The weights of its '
+                f'{sample_name(batch, number)}, which has {counted} by the loss rule {rule!r}. The weights of its '
                 'dataset would be wrong. Count the samples again (remove the length table, or give the dataset a '
                 "`fingerprint()` that changes with its labels). A length table counts by the rule 'causal'; if the "
                 'model has another one, give `LossShares` numbers of your own. Samples whose labels are random cannot '

@@ -468,10 +468,9 @@ class TokenAccumulation(Algorithm):
         # The counts become an entry of the batch, so that the split cuts them together with the rows. Rows of 0 samples
         # lose their labels.
         counted_batch = with_counts(batch, rule, self.options.token_weights)
+        tokens_of_rows = [row.loss_tokens for row in row_counts_of(counted_batch)]
         # A sampler with `loss_shares` has planned the batch with numbers of loss tokens, which must be right.
-        for microbatch, counted in zip(microbatches_of(batch), microbatches_of(counted_batch), strict=True):
-            tokens_of_rows = [row.loss_tokens for row in row_counts_of(counted)]
-            check_loss_shares(microbatch, self.options.token_weights, rule, tokens_of_rows)
+        check_loss_shares(batch, self.options.token_weights, rule, tokens_of_rows)
         state.batch = self._with_new_labels_marked(counted_batch)
         return Step(
             rows=row_counts_of(state.batch),

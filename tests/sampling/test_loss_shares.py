@@ -148,7 +148,7 @@ def test_samples_with_other_labels_than_in_the_table():
 def test_loop_with_other_labels_than_in_the_table():
     _, _, data = shared_data(missing_tokens=1)
     batch = next(iter(data.dataloader))
-    for passed in (batch, batch.microbatches):
+    for passed in (batch, batch.microbatches, [batch]):
         with pytest.raises(ValueError, match='`loss_shares` must know the loss tokens of each sample'):
             step_loss_weights(passed, token_weights='column')
 
@@ -156,7 +156,7 @@ def test_loop_with_other_labels_than_in_the_table():
 def test_shares_that_a_loop_does_not_apply():
     _, _, data = shared_data()
     batch = next(iter(data.dataloader))
-    for passed in (batch, batch.microbatches, [dict(microbatch) for microbatch in batch.microbatches]):
+    for passed in (batch, batch.microbatches, [batch]):
         assert step_loss_weights(passed, token_weights='column')
         with pytest.raises(ValueError, match=r"need `token_weights='column'`.* got: 'sqrt'"):
             step_loss_weights(passed, token_weights='sqrt')
