@@ -6,19 +6,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from composer_tokacc.arguments import check_count
-from composer_tokacc.batch import Batch, BatchDict, check_vocabulary, labels_of
+from composer_tokacc.batch import Batch, BatchDict, check_vocabulary, common_padding_side, labels_of
 from composer_tokacc.checks.logits import weigh_tokens
 from composer_tokacc.collectives import get_world_size, sum_over_ranks
 from composer_tokacc.counting import LossRule, with_one_label
 from composer_tokacc.graph import raise_if_bypassed
 from composer_tokacc.layout import BatchLayout, PreSplitBatch, describe
-from composer_tokacc.layout.facts import COLLATED_BY_LOADER, check_first_labels
+from composer_tokacc.layout.facts import COLLATED_BY_LOADER, RowFacts, check_first_labels
 from composer_tokacc.plan_agreement import PlanRecord, PlanSums, check_plans
 from composer_tokacc.refusals import InvalidInputError, NotExactError
 from composer_tokacc.row_counts import check_loss_shares, row_counts_of, with_counts, without_row_counts
@@ -163,17 +163,11 @@ def _checked_list(microbatches: Sequence[Batch] | PreSplitBatch, rule: LossRule)
 
     Raises:
         TypeError: If they are not a list.
-        ValueError: If a batch has ``num_items_in_batch`` or a negative label other than -100, or if padding that the
-            loader adds predicts the label of a row's first token, or would predict it in another cut.
+        ValueError: If a batch has ``num_items_in_batch`` or a negative label other than -100, or if padding of the
+            microbatch predicts the label of a row's first token, or would predict it in another cut.
     """
-    if isinstance(microbatches, PreSplitBatch):
-        if rule.shifts_labels:
-            # The loader pads each microbatch by itself. So the cut decides whether a row has a pad on the left, which
-            # would predict its first label.
-            facts_of_batches = []
-            for microbatch in microbatches.microbatches:
-                facts_of_batches.append(describe(BatchLayout.infer(microbatch), microbatch))
-            check_first_labels(facts_of_batches, rule, COLLATED_BY_LOADER)
+    is_pre_split = isinstance(microbatches, PreSplitBatch)
+    if is_pre_split:
         microbatches = microbatches.microbatches
     # An iterator would be used up here. A loader would give the caller's loop other batches than the counted ones.
     if not isinstance(microbatches, Sequence):
@@ -193,7 +187,34 @@ def _checked_list(microbatches: Sequence[Batch] | PreSplitBatch, rule: LossRule)
                 'divided by this number instead of a mean, and the factor would weight the sum twice. Remove the key, '
                 'or use it without these factors.'
             )
+    if rule.shifts_labels:
+        _check_first_labels(microbatches, rule, is_pre_split)
     return microbatches
+
+
+def _check_first_labels(microbatches: Sequence[Batch], rule: LossRule, is_pre_split: bool) -> None:
+    """Raises ValueError if the cut decides whether a pad on the left predicts the first label of a row.
+
+    Our loader pads each microbatch by itself. A user's collator may do so, too. Then microbatches have several widths.
+    If they have one width, they may be parts of one padded batch, whose padding depends on no cut.
+
+    Args:
+        microbatches: The microbatches of this rank.
+        rule: The loss rule, which shifts labels.
+        is_pre_split: Whether they are those of a pre-split batch. Rows without padding are then checked, too, because
+            they would have padding in another plan. In a user's list they may be exact.
+    """
+    if is_pre_split:
+        check_first_labels(_facts_of(microbatches), rule, COLLATED_BY_LOADER)
+        return
+    widths = {labels_of(microbatch).shape[1] for microbatch in microbatches}
+    if len(widths) > 1 and common_padding_side(microbatches) == 'left':
+        for facts in _facts_of(microbatches):
+            check_first_labels([facts], rule, 'microbatches of unequal widths')
+
+
+def _facts_of(microbatches: Iterable[Batch]) -> list[RowFacts]:
+    return [describe(BatchLayout.infer(microbatch), microbatch) for microbatch in microbatches]
 
 
 def _factors(

@@ -193,6 +193,29 @@ def test_first_label_after_padding_is_refused(function):
 
 
 @pytest.mark.parametrize('function', [step_loss_weights, listed_microbatches])
+def test_first_label_after_padding_in_a_list(function):
+    """A collator that pads each microbatch by itself on the left, such as that of Hugging Face for language models.
+
+    If all microbatches are as wide as the longest row of the step, the cut decides nothing.
+    """
+    whole_batch = ragged_batch([(9, 9), (4, 4), (6, 6), (5, 5)], side='left')
+    first = {key: value[:2] for key, value in whole_batch.items()}
+    second = {key: value[2:] for key, value in whole_batch.items()}
+    assert len(function([first, second])) == 2
+
+    trimmed = {key: value[:, 3:] for key, value in second.items()}
+    with pytest.raises(ValueError, match='first token of a row must have no label'):
+        function([first, trimmed])
+    assert len(function([first, trimmed], loss_tokens='unshifted')) == 2
+    assert len(function([trimmed])) == 1
+
+    for microbatch in (first, trimmed):
+        microbatch['labels'] = microbatch['labels'].clone()
+        microbatch['labels'][:, :6] = -100
+    assert len(function([first, trimmed])) == 2
+
+
+@pytest.mark.parametrize('function', [step_loss_weights, listed_microbatches])
 def test_hidden_token_predicts_first_label(function):
     """A mask of ``input_ids != pad`` hides a BOS that is the pad, too. It stays before its row in every cut.
 
