@@ -22,7 +22,7 @@ from composer_tokacc.layout.facts import COLLATED_BY_LOADER, RowFacts, check_fir
 from composer_tokacc.plan_agreement import PlanRecord, PlanSums, check_plans
 from composer_tokacc.refusals import InvalidInputError, NotExactError
 from composer_tokacc.row_counts import check_loss_shares, row_counts_of, with_counts, without_row_counts
-from composer_tokacc.weights import MIN_LOSS_WEIGHT, weights_at
+from composer_tokacc.weights import MIN_LOSS_WEIGHT, are_weights_unused, warn_of_unused_weights_once, weights_at
 
 
 def token_weight(num_tokens: float, step_tokens: float, *, world_size: int = 1) -> float:
@@ -99,7 +99,7 @@ def step_loss_weights(
     rule = LossRule(loss_tokens)
     weight_sums = []
     num_tokens = 0
-    for microbatch in _checked_list(microbatches, rule):
+    for microbatch in _checked_list(microbatches, rule, token_weights):
         has_loss = rule.mask(microbatch)
         # A row of 0 samples repeats a sample, so that this rank has as many rows as the others. It must not count.
         are_samples = [row.samples > 0 for row in row_counts_of(microbatch)]
@@ -138,7 +138,7 @@ def weighted_microbatches(
     """
     rule = LossRule(loss_tokens)
     counted_microbatches = []
-    for microbatch in _checked_list(microbatches, rule):
+    for microbatch in _checked_list(microbatches, rule, token_weights='token'):
         check_loss_shares(microbatch, 'token', rule)  # all tokens weigh the same, so it refuses any shares
         counted_microbatches.append(with_counts(microbatch, rule))
     token_counts = []
@@ -158,8 +158,14 @@ def weighted_microbatches(
         yield model_batch, factor
 
 
-def _checked_list(microbatches: Sequence[Batch] | PreSplitBatch, rule: LossRule) -> list[Batch]:
+def _checked_list(
+    microbatches: Sequence[Batch] | PreSplitBatch,
+    rule: LossRule,
+    token_weights: str,
+) -> list[Batch]:
     """Returns the microbatches as a list. Refuses microbatches that would get wrong factors.
+
+    Warns once of weights in the batches that ``token_weights`` does not use.
 
     Raises:
         TypeError: If they are not a list.
@@ -189,6 +195,8 @@ def _checked_list(microbatches: Sequence[Batch] | PreSplitBatch, rule: LossRule)
             )
     if rule.shifts_labels:
         _check_first_labels(microbatches, rule, is_pre_split)
+    if are_weights_unused(microbatches, token_weights):
+        warn_of_unused_weights_once()
     return microbatches
 
 
@@ -259,7 +267,8 @@ def apply_token_weights(
     """Turns the gradient of a mean over tokens into the gradient of their weighted mean, in a loop without a Trainer.
 
     A hook on the logits multiplies their gradient in the backward. The value of the loss stays the plain mean. With
-    ``'token'`` nothing changes.
+    ``'token'`` nothing changes. Any other term that is made of these logits (a z-loss, a distillation) is weighted as
+    well, and has no gradient at positions without a label.
 
     Args:
         logits: Logits of a microbatch, ``(rows, width, vocabulary)``, as the model returned them, before the backward.

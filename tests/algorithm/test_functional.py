@@ -19,6 +19,7 @@ from composer_tokacc.algorithm import (
 )
 from composer_tokacc.layout import PreSplitBatch
 from composer_tokacc.row_counts import RowCounts, attach_row_counts
+from composer_tokacc.weights import warn_of_unused_weights_once
 from tests.support.text import collate, next_token_loss, one_layer_model, packed_row, ragged_batch, text_rows
 from tests.support.training import composer_gradients, gradients_of, reference_gradients, relative_error
 
@@ -321,6 +322,17 @@ def test_step_of_zero_weights_is_refused():
     microbatches = [{**ragged_batch(SHAPE), 'loss_weights': [0.0] * len(SHAPE)}] * 2
     with pytest.raises(RuntimeError, match='weights of a step must not all be 0, got: 0 for each of its 50'):
         step_loss_weights(microbatches, token_weights='column')
+
+
+@pytest.mark.parametrize('function', [step_loss_weights, listed_microbatches])
+def test_unused_weights_are_warned_of_once(function, caplog):
+    warn_of_unused_weights_once.cache_clear()
+    microbatches = [{**ragged_batch(SHAPE), 'loss_weights': [0.5] * len(SHAPE)}]
+    step_loss_weights(microbatches, token_weights='column')
+    assert not caplog.records
+    function(microbatches)
+    function(microbatches)
+    assert caplog.text.count('`loss_weights`, which is not used') == 1
 
 
 @pytest.mark.parametrize(
