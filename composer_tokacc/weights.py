@@ -189,7 +189,7 @@ def _warn_of_unused_weights() -> None:
 
 @cache
 def warn_of_unused_weights_once() -> None:
-    """Warns that weights in the data have no effect. Only the first call in a process does so: a loop calls it often."""
+    """Warns that weights in the data have no effect. Only the first call does so, because a loop calls it in each step."""
     _warn_of_unused_weights()
 
 
