@@ -189,7 +189,7 @@ def _warn_of_unused_weights() -> None:
 
 @cache
 def warn_of_unused_weights_once() -> None:
-    """Warns that weights in the data have no effect. Only the first call does so, because a loop calls it in each step."""
+    """Warns that weights in the data have no effect. Only the first call does so, because a loop calls it often."""
     _warn_of_unused_weights()
 
 
