@@ -174,6 +174,16 @@ def check_order(dataloader: DataLoader) -> None:
         )
 
 
+def announce_marking(dataloader: Any) -> None:
+    """Tells a :class:`.RegroupingBatchSampler` that copies are marked by :func:`num_repeated`.
+
+    Without this call a plain DataLoader cannot read an epoch in which a rank gets a copy.
+    """
+    batch_sampler: Any = getattr(dataloader, 'batch_sampler', None)
+    if _is_regrouping(batch_sampler):
+        batch_sampler._allow_copies_in_plain_loader()
+
+
 def first_batch_of(dataloader: Any) -> int:
     """Returns the index in the epoch, from 0, of the first batch that a loader yields.
 

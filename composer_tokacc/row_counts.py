@@ -24,7 +24,7 @@ from composer_tokacc.batch import IGNORE_INDEX, Batch, BatchDict, labels_of, sam
 from composer_tokacc.counting import LossRule, mask_document_starts, real_tokens
 from composer_tokacc.layout import PreSplitBatch, microbatches_of
 from composer_tokacc.refusals import InvalidInputError
-from composer_tokacc.weights import LOSS_WEIGHTS, token_weights_of
+from composer_tokacc.weights import LOSS_WEIGHTS, WeightsOfShares, token_weights_of
 
 ROWS_KEY = 'composer_tokacc.rows'
 """Key of the counts in a batch. With token weights, :func:`with_counts` adds ``loss_weights`` as well.
@@ -131,22 +131,31 @@ def with_counts(batch: Batch, rule: LossRule = LossRule.CAUSAL, token_weights: s
     return attach_row_counts(batch, count_rows(batch, rule, weights))
 
 
-def check_loss_shares(batch: object, token_weights: str, rule: LossRule, tokens_of_rows: Sequence[int] = ()) -> None:
+def check_loss_shares(
+    batch: Batch,
+    token_weights: str,
+    rule: LossRule,
+    tokens_of_rows: Sequence[int] = (),
+) -> None:
     """Raises ValueError if the sampler's ``loss_shares`` are not applied, or come from wrong numbers of loss tokens.
 
     With ``loss_shares`` the user sets which part of the loss each dataset has. The sampler computes the weights of the
-    rows from the shares, and from the numbers of loss tokens in a table, ``batch.loss_tokens``. The table may be out of
-    date. With wrong numbers the datasets would not have their shares. Does nothing unless the sampler has shares.
+    rows from the shares, and from a table of the numbers of loss tokens, which may be out of date. With wrong numbers
+    the datasets would not have their shares. Does nothing unless the sampler has shares.
 
     Args:
-        batch: A batch. Only one of a :class:`.RegroupingDataLoader` can have such numbers.
+        batch: A batch of a :class:`.RegroupingDataLoader`, or one of its microbatches. No other batch has shares.
         token_weights: The scheme of token weights in use. Only ``'column'`` applies the weights of the batch. With any
             other one, a batch of a sampler with shares is refused.
         rule: The loss rule by which the tokens were counted.
         tokens_of_rows: The loss tokens of each row, for ``'column'``.
     """
-    if not isinstance(batch, PreSplitBatch) or batch.loss_tokens is None:
-        return
+    planned_tokens: list[int] = []
+    for microbatch in microbatches_of(batch):
+        weights = microbatch.get(LOSS_WEIGHTS)
+        if not isinstance(weights, WeightsOfShares):
+            return
+        planned_tokens += weights.loss_tokens
     if token_weights != 'column':
         raise InvalidInputError(
             "The `loss_shares` of a sampler need `token_weights='column'`, which applies them, got: "
@@ -154,7 +163,7 @@ def check_loss_shares(batch: object, token_weights: str, rule: LossRule, tokens_
             '`loss_shares` out.'
         )
     rows = row_counts_of(batch)
-    for number, (row, counted, planned) in enumerate(zip(rows, tokens_of_rows, batch.loss_tokens, strict=True)):
+    for number, (row, counted, planned) in enumerate(zip(rows, tokens_of_rows, planned_tokens, strict=True)):
         has_loss = row.samples > 0  # a repeated sample has none
         if has_loss and counted != planned:
             raise InvalidInputError(

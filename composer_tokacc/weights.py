@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -30,6 +31,17 @@ TOKEN_WEIGHTS: dict[str, float | None] = {'token': 0.0, 'sqrt': 0.5, 'sample': 1
 batch holds the weights."""
 MIN_LOSS_WEIGHT, MAX_LOSS_WEIGHT = 1e-30, 1e30
 """Range of a loss weight other than 0. Weights are multiplied and added in float32, which holds about 1e-38 to 3e38."""
+
+
+class WeightsOfShares(list[float]):
+    """``loss_weights`` that a sampler has computed from ``loss_shares``: a weight for each row of a microbatch.
+
+    The weights know the numbers of loss tokens that they were computed from, so that a wrong table is noticed, and so
+    that code which does not use the weights is refused. A loop may pass on a batch, or a list of its microbatches.
+    """
+
+    loss_tokens: Sequence[int] = ()
+    """Number of loss tokens of each row, by the table of the sampler."""
 
 
 def with_weights_of_positions(batch: Batch) -> Batch:
@@ -166,6 +178,21 @@ def _tensor_of(weights_of_rows: Sequence[Any], batch: Batch) -> Tensor:
     return torch.tensor(numbers, dtype=torch.float64)
 
 
+def are_weights_unused(microbatches: Iterable[Batch], token_weights: str) -> bool:
+    """Returns whether a microbatch has weights that the scheme ``token_weights`` does not use."""
+    return token_weights != 'column' and any(LOSS_WEIGHTS in microbatch for microbatch in microbatches)
+
+
+def _warn_of_unused_weights() -> None:
+    log.warning('The data have `%s`, which is not used without `token_weights=column`.', LOSS_WEIGHTS)
+
+
+@cache
+def warn_of_unused_weights_once() -> None:
+    """Warns that weights in the data have no effect. Only the first call does so, because a loop calls it often."""
+    _warn_of_unused_weights()
+
+
 def check_weights_are_used(dataloader: Any, batch: Batch, token_weights: str) -> None:
     """Warns if weights of the batch are not used. Raises ValueError if ``loss_shares`` of the sampler are not used.
 
@@ -187,5 +214,5 @@ def check_weights_are_used(dataloader: Any, batch: Batch, token_weights: str) ->
             f'into its batches, got: {token_weights!r} and a {type(dataloader).__name__}. Set '
             "`TokenAccumulation(token_weights='column')`, and take such a loader."
         )
-    if token_weights != 'column' and any(LOSS_WEIGHTS in microbatch for microbatch in microbatches_of(batch)):
-        log.warning('The data have `%s`, which is not used without `token_weights=column`.', LOSS_WEIGHTS)
+    if are_weights_unused(microbatches_of(batch), token_weights):
+        _warn_of_unused_weights()

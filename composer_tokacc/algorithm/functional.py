@@ -6,23 +6,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from composer_tokacc.arguments import check_count
-from composer_tokacc.batch import Batch, BatchDict, check_vocabulary, labels_of
+from composer_tokacc.batch import Batch, BatchDict, check_vocabulary, common_padding_side, labels_of
 from composer_tokacc.checks.logits import weigh_tokens
 from composer_tokacc.collectives import get_world_size, sum_over_ranks
 from composer_tokacc.counting import LossRule, with_one_label
 from composer_tokacc.graph import raise_if_bypassed
 from composer_tokacc.layout import BatchLayout, PreSplitBatch, describe
-from composer_tokacc.layout.facts import COLLATED_BY_LOADER, check_first_labels
+from composer_tokacc.layout.facts import COLLATED_BY_LOADER, RowFacts, check_first_labels
 from composer_tokacc.plan_agreement import PlanRecord, PlanSums, check_plans
 from composer_tokacc.refusals import InvalidInputError, NotExactError
 from composer_tokacc.row_counts import check_loss_shares, row_counts_of, with_counts, without_row_counts
-from composer_tokacc.weights import MIN_LOSS_WEIGHT, weights_at
+from composer_tokacc.weights import MIN_LOSS_WEIGHT, are_weights_unused, warn_of_unused_weights_once, weights_at
 
 
 def token_weight(num_tokens: float, step_tokens: float, *, world_size: int = 1) -> float:
@@ -98,8 +98,8 @@ def step_loss_weights(
     """
     rule = LossRule(loss_tokens)
     weight_sums = []
-    tokens_of_rows: list[int] = []
-    for microbatch in _checked_list(microbatches, rule):
+    num_tokens = 0
+    for microbatch in _checked_list(microbatches, rule, token_weights):
         has_loss = rule.mask(microbatch)
         # A row of 0 samples repeats a sample, so that this rank has as many rows as the others. It must not count.
         are_samples = [row.samples > 0 for row in row_counts_of(microbatch)]
@@ -108,10 +108,11 @@ def step_loss_weights(
         counted = has_loss & is_sample[:, None]
         weights = weights_at(microbatch, token_weights, counted)
         weight_sums.append(float(weights.sum(dtype=torch.float64)))
-        tokens_of_rows += counted.sum(dim=1).tolist()
-    # Refuses `loss_shares` of a sampler if they are not applied, or were planned with other numbers of tokens.
-    check_loss_shares(microbatches, token_weights, rule, tokens_of_rows)
-    return _factors(microbatches, weight_sums, sum(tokens_of_rows), device)
+        tokens_of_rows = counted.sum(dim=1).tolist()
+        num_tokens += sum(tokens_of_rows)
+        # Refuses `loss_shares` of a sampler if they are not applied, or were planned with other numbers of tokens.
+        check_loss_shares(microbatch, token_weights, rule, tokens_of_rows)
+    return _factors(microbatches, weight_sums, num_tokens, device)
 
 
 def weighted_microbatches(
@@ -136,8 +137,10 @@ def weighted_microbatches(
                 (model(**microbatch).loss * weight).backward()
     """
     rule = LossRule(loss_tokens)
-    check_loss_shares(microbatches, 'token', rule)  # all tokens weigh the same, so it refuses any shares
-    counted_microbatches = [with_counts(microbatch, rule) for microbatch in _checked_list(microbatches, rule)]
+    counted_microbatches = []
+    for microbatch in _checked_list(microbatches, rule, token_weights='token'):
+        check_loss_shares(microbatch, 'token', rule)  # all tokens weigh the same, so it refuses any shares
+        counted_microbatches.append(with_counts(microbatch, rule))
     token_counts = []
     for microbatch in counted_microbatches:
         if labels_of(microbatch).numel() == 0:
@@ -155,22 +158,22 @@ def weighted_microbatches(
         yield model_batch, factor
 
 
-def _checked_list(microbatches: Sequence[Batch] | PreSplitBatch, rule: LossRule) -> list[Batch]:
+def _checked_list(
+    microbatches: Sequence[Batch] | PreSplitBatch,
+    rule: LossRule,
+    token_weights: str,
+) -> list[Batch]:
     """Returns the microbatches as a list. Refuses microbatches that would get wrong factors.
+
+    Warns once of weights in the batches that ``token_weights`` does not use.
 
     Raises:
         TypeError: If they are not a list.
-        ValueError: If a batch has ``num_items_in_batch`` or a negative label other than -100, or if padding that the
-            loader adds predicts the label of a row's first token, or would predict it in another cut.
+        ValueError: If a batch has ``num_items_in_batch`` or a negative label other than -100, or if padding of the
+            microbatch predicts the label of a row's first token, or would predict it in another cut.
     """
-    if isinstance(microbatches, PreSplitBatch):
-        if rule.shifts_labels:
-            # The loader pads each microbatch by itself. So the cut decides whether a row has a pad on the left, which
-            # would predict its first label.
-            facts_of_batches = []
-            for microbatch in microbatches.microbatches:
-                facts_of_batches.append(describe(BatchLayout.infer(microbatch), microbatch))
-            check_first_labels(facts_of_batches, rule, COLLATED_BY_LOADER)
+    is_pre_split = isinstance(microbatches, PreSplitBatch)
+    if is_pre_split:
         microbatches = microbatches.microbatches
     # An iterator would be used up here. A loader would give the caller's loop other batches than the counted ones.
     if not isinstance(microbatches, Sequence):
@@ -190,7 +193,36 @@ def _checked_list(microbatches: Sequence[Batch] | PreSplitBatch, rule: LossRule)
                 'divided by this number instead of a mean, and the factor would weight the sum twice. Remove the key, '
                 'or use it without these factors.'
             )
+    if rule.shifts_labels:
+        _check_first_labels(microbatches, rule, is_pre_split)
+    if are_weights_unused(microbatches, token_weights):
+        warn_of_unused_weights_once()
     return microbatches
+
+
+def _check_first_labels(microbatches: Sequence[Batch], rule: LossRule, is_pre_split: bool) -> None:
+    """Raises ValueError if the cut decides whether a pad on the left predicts the first label of a row.
+
+    Our loader pads each microbatch by itself. A user's collator may do so, too. Then microbatches have several widths.
+    If they have one width, they may be parts of one padded batch, whose padding depends on no cut.
+
+    Args:
+        microbatches: The microbatches of this rank.
+        rule: The loss rule, which shifts labels.
+        is_pre_split: Whether they are those of a pre-split batch. Rows without padding are then checked, too, because
+            they would have padding in another plan. In a user's list they may be exact.
+    """
+    if is_pre_split:
+        check_first_labels(_facts_of(microbatches), rule, COLLATED_BY_LOADER)
+        return
+    widths = {labels_of(microbatch).shape[1] for microbatch in microbatches}
+    if len(widths) > 1 and common_padding_side(microbatches) == 'left':
+        for facts in _facts_of(microbatches):
+            check_first_labels([facts], rule, 'microbatches of unequal widths')
+
+
+def _facts_of(microbatches: Iterable[Batch]) -> list[RowFacts]:
+    return [describe(BatchLayout.infer(microbatch), microbatch) for microbatch in microbatches]
 
 
 def _factors(
@@ -235,7 +267,8 @@ def apply_token_weights(
     """Turns the gradient of a mean over tokens into the gradient of their weighted mean, in a loop without a Trainer.
 
     A hook on the logits multiplies their gradient in the backward. The value of the loss stays the plain mean. With
-    ``'token'`` nothing changes.
+    ``'token'`` nothing changes. Any other term that is made of these logits (a z-loss, a distillation) is weighted as
+    well, and has no gradient at positions without a label.
 
     Args:
         logits: Logits of a microbatch, ``(rows, width, vocabulary)``, as the model returned them, before the backward.

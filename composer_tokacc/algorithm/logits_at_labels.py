@@ -127,7 +127,11 @@ class LogitsAtLabels:
             # checked. But with FSDP all ranks must check the same forward.
             if kwargs['labels'].shape[-1] == 1 and not fsdp_units(self._model):
                 return
-            self._rule = self._checked_rule(kwargs)
+            # A checkpoint around this forward keeps the tensors that its backward needs, and must not keep those of the
+            # forwards of the check, too. With other hooks, even if they do nothing, torch does not call those of the
+            # checkpoint.
+            with torch.autograd.graph.saved_tensors_hooks(_same_tensor, _same_tensor):
+                self._rule = self._checked_rule(kwargs)
         labels_of_rows = self._rule.mask(kwargs).sum(dim=1)
         if not self._is_proven_for_rows and int((labels_of_rows > 0).sum()) > 1:
             self._selector.disarm()
@@ -238,6 +242,11 @@ def _loss_in(outputs: Any, batch: Batch) -> Any:
         # A model may have set it later (`outputs.loss = ...`). Then Transformers 4 has it only as an attribute.
         loss = getattr(outputs, 'loss', None)
     return loss
+
+
+def _same_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the tensor itself."""
+    return tensor
 
 
 def _unchanged(batch: Batch) -> Batch:

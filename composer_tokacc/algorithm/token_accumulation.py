@@ -60,7 +60,7 @@ from composer_tokacc.plan_agreement import (
     plan_record_of,
 )
 from composer_tokacc.refusals import InvalidInputError, NotExactError, RefusalError
-from composer_tokacc.repeated_samples import first_batch_of, num_repeated
+from composer_tokacc.repeated_samples import announce_marking, first_batch_of, num_repeated
 from composer_tokacc.row_counts import (
     ROWS_KEY,
     attach_row_counts,
@@ -275,6 +275,7 @@ class TokenAccumulation(Algorithm):
         self._context = None
         # Not 0 if a RegroupingBatchSampler resumes within an epoch.
         self._num_batches_read = first_batch_of(state.train_dataloader)
+        announce_marking(state.train_dataloader)
         self._num_batches_of_shortest_rank = _length_of_shortest_loader(state)
         if sum(isinstance(algorithm, TokenAccumulation) for algorithm in state.algorithms) > 1:
             raise InvalidInputError(
@@ -284,6 +285,7 @@ class TokenAccumulation(Algorithm):
     def _epoch_start(self, state: State) -> None:
         """Compares the lengths of the loaders again, because a callback may have changed the loader; a collective."""
         self._num_batches_of_shortest_rank = _length_of_shortest_loader(state)
+        announce_marking(state.train_dataloader)
 
     def _before_dataloader(self, state: State) -> None:
         """Counts the batches that are read, also those that Composer discards in a resumed run.

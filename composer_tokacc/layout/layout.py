@@ -878,9 +878,13 @@ def _rotary_limit(parameters: Mapping[str, Any], config: Any) -> int:
 
 
 def _check_rows(rows: Sequence[int], num_rows: int) -> None:
-    """Raises ValueError unless these are indices of rows. Refuses a bool, which Python would take for row 0 or 1."""
+    """Raises ValueError unless these are indices of rows. Refuses a bool, which Python would take for row 0 or 1.
+
+    A bool may be an entry of a mask, which is a tensor or an array.
+    """
     for row in rows:
-        if isinstance(row, bool) or not 0 <= row < num_rows:
+        is_bool = isinstance(row, bool | np.bool_) or getattr(row, 'dtype', None) is torch.bool
+        if is_bool or not 0 <= row < num_rows:
             raise InvalidInputError(
                 f'`rows` must be numbers of the {num_rows} rows of the batch, from 0, got: {row!r}. Give the number of '
                 'each row that is selected.'

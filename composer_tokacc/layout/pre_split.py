@@ -92,9 +92,6 @@ class PreSplitBatch(Mapping[str, Any]):
         self.indices = indices
         self.plan: PlanRecord | None = None
         """This rank's record of the plan of the global batch. Ranks compare their records. None: no plan."""
-        self.loss_tokens: Sequence[int] | None = None
-        """Number of loss tokens of each row, as the sampler's ``loss_shares`` say. The weights of tokens depend on it,
-        so it is compared with the labels. None: the sampler gives no weights."""
         self._joined: dict[str, Any] = {}  # the joined values that were already read, by key
         self._writes: dict[str, int] = {}  # how often each joined tensor was written when it was made
 
@@ -107,7 +104,6 @@ class PreSplitBatch(Mapping[str, Any]):
         changed = [function(microbatch) for microbatch in self.microbatches]
         batch = PreSplitBatch(changed, max_tokens=self.max_tokens, indices=self.indices)
         batch.plan = self.plan
-        batch.loss_tokens = self.loss_tokens
         return batch
 
     def joined(self, layout: BatchLayout) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -249,7 +250,10 @@ class _PlannedDataset(Dataset):
         try:
             if assignment.samples_to_compare:
                 witness = witness_of(self._read, assignment.samples_to_compare)
-            samples = self._read(list(assignment))
+            # Not `list(assignment)`, which refuses plain DataLoaders. This batch keeps what the assignment says, also
+            # if accelerate reads this dataset through a plain DataLoader, to skip batches.
+            indices = list(chain.from_iterable(assignment.microbatches))
+            samples = self._read(indices)
             batch = collate(self._collate, samples, assignment, self._options)
         except StopIteration as error:
             raise RuntimeError(ENDED_BY_AN_ERROR) from error

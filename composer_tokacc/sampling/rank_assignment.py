@@ -21,7 +21,7 @@ from composer_tokacc.planning import CutOptions, Microbatch
 from composer_tokacc.refusals import InvalidInputError
 from composer_tokacc.row_counts import RowCounts, attach_row_counts
 from composer_tokacc.sampling.mixture import LossShares
-from composer_tokacc.weights import LOSS_WEIGHTS
+from composer_tokacc.weights import LOSS_WEIGHTS, WeightsOfShares
 
 LoadedSample = TypeVar('LoadedSample')
 
@@ -47,16 +47,24 @@ class RankAssignment:
     """Whether its only sample is such a copy, which must have no weight in the loss."""
     weights: list[list[float]] | None = None
     """For each sample of each microbatch the weight of its tokens; None if all tokens of the step weigh the same."""
-    loss_tokens: list[int] | None = None
-    """For each sample, microbatch by microbatch, the loss tokens from which its weight was computed; None: no weights.
-    A step is refused if its labels have other numbers of loss tokens."""
+    loss_tokens: list[list[int]] | None = None
+    """For each sample of each microbatch the loss tokens from which its weight was computed; None: no weights. A step
+    is refused if its labels have other numbers of loss tokens."""
     plan_checksum: int = 0
     """Checksum of the plan of all ranks. If it differs between ranks, the step is refused."""
     samples_to_compare: tuple[int, ...] = field(default=(), compare=False)  # not a part of the plan
     """Samples that every rank reads in addition, to compare the datasets of the ranks, see :func:`.witness_of`."""
+    refusal: str = field(default='', compare=False)
+    """Error message for a plain DataLoader, which takes only the samples of an assignment, and so would train a copy
+    with its full weight, or without the weights of `loss_shares`. Empty: a plain DataLoader may read the samples."""
 
     def __iter__(self) -> Iterator[int]:
-        """Yields all samples, microbatch by microbatch. A plain DataLoader reads them in this order."""
+        """Yields all samples, microbatch by microbatch. A plain DataLoader reads them in this order.
+
+        Raises ValueError if a plain DataLoader must not read them.
+        """
+        if self.refusal:
+            raise InvalidInputError(self.refusal)
         for indices in self.microbatches:
             yield from indices
 
@@ -92,8 +100,7 @@ class RankAssignment:
             return assignment
         weights_of_batch = loss_shares.weights(global_batch)
         weights = [weights_of_batch[positions].tolist() for positions in positions_of_microbatches]
-        all_samples = list(assignment)
-        loss_tokens = loss_shares.loss_tokens[all_samples].tolist()
+        loss_tokens = [loss_shares.loss_tokens[indices].tolist() for indices in samples]
         return replace(assignment, weights=weights, loss_tokens=loss_tokens)
 
 
@@ -120,14 +127,12 @@ def collate(
         collated = _widened_as_planned(collated, options)
     microbatches: list[Batch] = []
     for number, batch in enumerate(collated):
-        if assignment.weights is not None:
-            batch = _with_weights(batch, assignment.weights[number])
+        if assignment.weights is not None and assignment.loss_tokens is not None:
+            batch = _with_weights(batch, assignment.weights[number], assignment.loss_tokens[number])
         if assignment.is_copy:
             batch = _without_weight(batch)
         microbatches.append(batch)
-    pre_split_batch = PreSplitBatch(microbatches, max_tokens=options.max_tokens, indices=assignment.microbatches)
-    pre_split_batch.loss_tokens = assignment.loss_tokens
-    return pre_split_batch
+    return PreSplitBatch(microbatches, max_tokens=options.max_tokens, indices=assignment.microbatches)
 
 
 def _as_mapping(batch: Any) -> dict[str, Any]:
@@ -171,11 +176,16 @@ def _without_weight(batch: Batch) -> BatchDict:
     return attach_row_counts(batch, [RowCounts(samples=0)])
 
 
-def _with_weights(batch: Batch, weights: list[float]) -> dict[str, Any]:
-    """Returns the batch with the weight of the tokens of each row. Raises ValueError if it has weights already."""
+def _with_weights(batch: Batch, weights: list[float], loss_tokens: list[int]) -> dict[str, Any]:
+    """Returns the batch with the weight of the tokens of each row, and with their number by the table.
+
+    Raises ValueError if it has weights already.
+    """
     if LOSS_WEIGHTS in batch:
         raise InvalidInputError(
             f'`{LOSS_WEIGHTS}` must be left out of the batch if the sampler has `loss_shares`, got: both for '
             f'{sample_name(batch, 0)}. Remove one of them.'
         )
-    return {**batch, LOSS_WEIGHTS: weights}
+    weights_of_rows = WeightsOfShares(weights)
+    weights_of_rows.loss_tokens = loss_tokens
+    return {**batch, LOSS_WEIGHTS: weights_of_rows}

@@ -9,6 +9,7 @@ that it computes, by microbatch. The *place* of a run is the epoch, and the numb
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -30,7 +31,22 @@ from composer_tokacc.sampling.mixture import LossShares, Mixture, check_sizes_of
 from composer_tokacc.sampling.progress import Item, Progress
 from composer_tokacc.sampling.rank_assignment import RankAssignment
 
+log = logging.getLogger(__name__)
+
 Result = TypeVar('Result')
+
+_USE_OUR_LOADER = (
+    'Take a RegroupingDataLoader, or set `drop_last=True`. (With TokenAccumulation a plain DataLoader can be used for '
+    'training. Code of your own may read the assignments, if it leaves out those with `is_copy`.)'
+)
+_COPY_IN_PLAIN_LOADER = (
+    "A global batch has too few samples for all ranks, so this rank gets a copy of another rank's sample. A plain "
+    f'DataLoader does not mark it, and the sample would count twice. {_USE_OUR_LOADER}'
+)
+_SHARES_IN_PLAIN_LOADER = (
+    "`loss_shares` of the sampler need `token_weights='column'` and a RegroupingDataLoader, which writes them into its "
+    'batches, got: another loader, which loses them. Take a RegroupingDataLoader, or leave `loss_shares` out.'
+)
 
 _GREATEST_SEED = 2**62
 """Greatest seed and epoch. Torch draws the order of an epoch with their sum, which must fit into 64 bits."""
@@ -55,7 +71,8 @@ class RegroupingBatchSampler(DistributedSampler):
     global batches only depends on the sum of the lengths. :meth:`window_tokens` returns the tokens of each.
 
     Ranks may get unequal numbers of samples. If there are fewer samples than ranks, or for ``'fsdp'`` hardly more, some
-    ranks get a copy of another rank's sample. It is marked (``RankAssignment.is_copy``) and must not count.
+    ranks get a copy of another rank's sample. It is marked (``RankAssignment.is_copy``) and must not count. A plain
+    DataLoader loses the mark, so without :class:`.TokenAccumulation` it must not read such a copy.
 
     The assignments only depend on the arguments, the epoch and the rank, so ranks exchange nothing to make them. The
     order of the epoch and the lengths take 16 bytes of memory a sample. A background thread plans the next global
@@ -95,7 +112,7 @@ class RegroupingBatchSampler(DistributedSampler):
             samples with `image_tokens`, 0 for all others.
         loss_shares: Weights of tokens that give each dataset its share of the loss of every step. Batches of a
             RegroupingDataLoader then have an entry ``loss_weights``, for ``TokenAccumulation(token_weights='column')``.
-            A plain DataLoader does not add it.
+            A plain DataLoader does not add it, and is refused.
 
     Raises:
         ValueError: If an argument is out of range; says which and how to fix it.
@@ -210,6 +227,8 @@ class RegroupingBatchSampler(DistributedSampler):
         that it yields.
         """
         self.progress = Progress()
+        self._are_copies_marked = False
+        """Whether the code that reads the batches of a plain DataLoader marks copies by itself."""
         self._epoch_to_compare: int | None = None
         """The first epoch that is iterated. In it each iterator's first assignment has two samples to compare.
 
@@ -252,7 +271,7 @@ class RegroupingBatchSampler(DistributedSampler):
         assignments = self._assignments(epoch, first)
         if is_for_loader:
             return assignments
-        return noting_progress(self, assignments, epoch, first)
+        return noting_progress(self, self._for_plain_loader(assignments, epoch, first), epoch, first)
 
     def _assignments(self, epoch: int, first: int) -> Iterator[RankAssignment]:
         """Yields this rank's assignment of each global batch from `first` on, the first one with samples to compare."""
@@ -266,6 +285,37 @@ class RegroupingBatchSampler(DistributedSampler):
                 assignment = replace(assignment, samples_to_compare=(0, len(self.lengths) - 1))
                 must_compare = False
             yield assignment
+
+    def _for_plain_loader(
+        self,
+        assignments: Iterable[RankAssignment],
+        epoch: int,
+        first: int,
+    ) -> Iterator[RankAssignment]:
+        """Yields the assignments of an epoch from batch `first` on, as a plain DataLoader may read them.
+
+        It takes only the samples of an assignment. So it must not read assignments with weights. Unless its reader
+        marks copies, it must not read a copy, either.
+        """
+        windows = self._global_batches.of_epoch(epoch)[first:]
+        # Warns before the first step, because most often the last global batch of the epoch is the short one.
+        if not self._are_copies_marked and any(len(window) < self.num_replicas for window in windows):
+            log.warning(
+                'A global batch of epoch %d has fewer samples than ranks. There a rank gets a copy of a sample, and a '
+                'plain DataLoader is refused. %s',
+                epoch,
+                _USE_OUR_LOADER,
+            )
+        for assignment in assignments:
+            if self.loss_shares is not None:
+                assignment = replace(assignment, refusal=_SHARES_IN_PLAIN_LOADER)
+            elif assignment.is_copy and not self._are_copies_marked:
+                assignment = replace(assignment, refusal=_COPY_IN_PLAIN_LOADER)
+            yield assignment
+
+    def _allow_copies_in_plain_loader(self) -> None:
+        """Lets a plain DataLoader read copies, because the caller marks them (see :meth:`has_only_copies`)."""
+        self._are_copies_marked = True
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch of the next iteration, which starts at batch 0 if this is not the present epoch."""

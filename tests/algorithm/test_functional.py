@@ -19,6 +19,7 @@ from composer_tokacc.algorithm import (
 )
 from composer_tokacc.layout import PreSplitBatch
 from composer_tokacc.row_counts import RowCounts, attach_row_counts
+from composer_tokacc.weights import warn_of_unused_weights_once
 from tests.support.text import collate, next_token_loss, one_layer_model, packed_row, ragged_batch, text_rows
 from tests.support.training import composer_gradients, gradients_of, reference_gradients, relative_error
 
@@ -232,6 +233,47 @@ def test_first_label_before_padding(function):
     assert len(function(batch)) == 2
 
 
+@pytest.fixture
+def padded_halves():
+    """Returns two halves of a batch that is padded on the left. Each row has labels on all of its tokens."""
+    whole_batch = ragged_batch([(9, 9), (4, 4), (6, 6), (5, 5)], side='left')
+    first = {key: value[:2] for key, value in whole_batch.items()}
+    second = {key: value[2:] for key, value in whole_batch.items()}
+    return first, second
+
+
+def without_first_columns(microbatch, num_columns):
+    """Returns a narrower microbatch, as a collator makes it that pads each microbatch by itself."""
+    return {key: value[:, num_columns:] for key, value in microbatch.items()}
+
+
+@both_functions
+def test_first_labels_in_microbatches_of_one_width(function, padded_halves):
+    """All microbatches are as wide as the longest row of the step, so the cut decides nothing."""
+    assert len(function(padded_halves)) == 2
+
+
+@both_functions
+def test_first_labels_in_microbatches_of_unequal_widths(function, padded_halves):
+    """The collator of Hugging Face for language models pads each microbatch by itself, and labels all tokens."""
+    first, second = padded_halves
+    narrow = without_first_columns(second, 3)
+    with pytest.raises(ValueError, match='first token of a row must have no label'):
+        function([first, narrow])
+    assert len(function([first, narrow], loss_tokens='unshifted')) == 2
+    assert len(function([narrow])) == 1
+
+
+@both_functions
+def test_masked_first_labels_in_microbatches_of_unequal_widths(function, padded_halves):
+    first, second = padded_halves
+    microbatches = [first, without_first_columns(second, 3)]
+    for microbatch in microbatches:
+        microbatch['labels'] = microbatch['labels'].clone()
+        microbatch['labels'][:, :6] = -100
+    assert len(function(microbatches)) == 2
+
+
 @both_functions
 def test_hidden_token_predicts_first_label(function):
     """A mask of ``input_ids != pad`` hides a BOS that is the pad, too. It stays before its row in every cut.
@@ -351,6 +393,20 @@ def test_step_of_zero_weights_is_refused():
     microbatch['loss_weights'] = [0.0] * len(SHAPE)
     with pytest.raises(RuntimeError, match='weights of a step must not all be 0, got: 0 for each of its 50'):
         step_loss_weights([microbatch, microbatch], token_weights='column')
+
+
+@both_functions
+def test_unused_weights_are_warned_of_once(function, caplog):
+    warn_of_unused_weights_once.cache_clear()
+    microbatch = ragged_batch(SHAPE)
+    microbatch['loss_weights'] = [0.5] * len(SHAPE)
+
+    step_loss_weights([microbatch], token_weights='column')
+    assert not caplog.records
+
+    function([microbatch])
+    function([microbatch])
+    assert caplog.text.count('`loss_weights`, which is not used') == 1
 
 
 @both_functions

@@ -927,6 +927,20 @@ def test_checkpoint_around_the_model(arms_again, shape_in_backward):
     assert relative_error(gradients, expected) < TOLERANCE
 
 
+def test_checkpoint_around_the_first_forwards():
+    """The forwards of the check are not part of the checkpoint, whose backward computes only one forward again."""
+    model = one_layer_model()
+    batches = [without_sample_ids(batch_of(shape=shape)) for shape in TWO_SHAPES]
+
+    def sum_of_losses():
+        losses = [checkpoint(lambda batch=batch: model(**batch).loss, use_reentrant=False) for batch in batches]
+        return sum(losses)
+
+    expected = gradients_of(model, sum_of_losses())
+    with LogitsAtLabels(model):
+        assert relative_error(gradients_of(model, sum_of_losses()), expected) < TOLERANCE
+
+
 def test_model_that_calls_itself():
     """Which call the output embedding belongs to is not known, so nothing is selected later."""
     model = one_layer_model()

@@ -1071,6 +1071,13 @@ def test_split_needs_numbers_of_rows(image_batch):
             LLAVA_LAYOUT.split(image_batch, [[0], rows])
 
 
+@pytest.mark.parametrize('as_mask', [list, np.array, torch.tensor])
+def test_mask_of_rows_is_refused(image_batch, as_mask):
+    """Its entries would be taken for the rows 1, 0, 0 and 1."""
+    with pytest.raises(ValueError, match=r'`rows` must be numbers of the 4 rows .*True'):
+        LLAVA_LAYOUT.select(image_batch, as_mask([True, False, False, True]))
+
+
 def test_each_group_keeps_its_columns():
     """Also of tensors that all rows share. Tensors without text are kept as they are."""
     layout = TEXT_LAYOUT.with_entries(attention_mask=SHARED_MASK)

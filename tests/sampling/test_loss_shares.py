@@ -148,18 +148,32 @@ def test_samples_with_other_labels_than_in_the_table():
 def test_loop_with_other_labels_than_in_the_table():
     _, _, data = shared_data(missing_tokens=1)
     batch = next(iter(data.dataloader))
-    with pytest.raises(ValueError, match='`loss_shares` must know the loss tokens of each sample'):
-        step_loss_weights(batch, token_weights='column')
+    for passed in (batch, batch.microbatches, [batch]):
+        with pytest.raises(ValueError, match='`loss_shares` must know the loss tokens of each sample'):
+            step_loss_weights(passed, token_weights='column')
 
 
 def test_shares_that_a_loop_does_not_apply():
     _, _, data = shared_data()
     batch = next(iter(data.dataloader))
-    assert step_loss_weights(batch, token_weights='column')
-    with pytest.raises(ValueError, match=r"need `token_weights='column'`.* got: 'sqrt'"):
-        step_loss_weights(batch, token_weights='sqrt')
-    with pytest.raises(ValueError, match=r"need `token_weights='column'`.* got: 'token'"):
-        next(weighted_microbatches(batch))
+    for passed in (batch, batch.microbatches, [batch]):
+        assert step_loss_weights(passed, token_weights='column')
+        with pytest.raises(ValueError, match=r"need `token_weights='column'`.* got: 'sqrt'"):
+            step_loss_weights(passed, token_weights='sqrt')
+        with pytest.raises(ValueError, match=r"need `token_weights='column'`.* got: 'token'"):
+            next(weighted_microbatches(passed))
+
+
+@pytest.mark.parametrize('num_workers', [0, 1])
+def test_plain_loop_without_the_shares_is_refused(num_workers):
+    """A plain DataLoader does not write the weights into its batches."""
+    _, sampler, _ = shared_data()
+    options = {'num_workers': num_workers}
+    if num_workers:
+        options['multiprocessing_context'] = 'forkserver'
+    loader = DataLoader(sampler.dataset, batch_sampler=sampler, collate_fn=collate_named, **options)
+    with pytest.raises(ValueError, match=r'`loss_shares` of the sampler need .* RegroupingDataLoader'):
+        next(iter(loader))
 
 
 @pytest.mark.parametrize('packing', [False, True])

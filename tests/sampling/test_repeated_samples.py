@@ -15,7 +15,7 @@ from transformers.trainer_pt_utils import DistributedLengthGroupedSampler
 
 from composer_tokacc import repeated_samples
 from composer_tokacc.algorithm import token_accumulation
-from composer_tokacc.repeated_samples import num_repeated, warn_of_unknown_copies
+from composer_tokacc.repeated_samples import announce_marking, num_repeated, warn_of_unknown_copies
 from tests.support.sampler_steps import samplers_of_ranks
 from tests.support.text import ragged_batch, text_model
 from tests.support.training import fit, reference_gradients, relative_error
@@ -96,6 +96,52 @@ def test_ranks_without_a_sample(ranks):
         for step in range(3):
             copies_of_steps[step] += num_repeated(loader, step, num_rows=1)
     assert copies_of_steps == [0, 0, max(ranks - 2, 0)]
+
+
+def test_plain_loader_of_unmarked_copies_is_refused(caplog):
+    """Five samples are one step of three, and one of two. So the last rank gets a copy in the second step.
+
+    In a loop of the user's own nothing marks it. All ranks are warned before the first step.
+    """
+    batches_of_ranks = []
+    for sampler in samplers_of_ranks([5] * 5, 3, global_batch_size=3, max_tokens=20):
+        caplog.clear()
+        loader = DataLoader(range(5), batch_sampler=sampler, collate_fn=list)
+        batches = iter(loader)
+        batches_of_ranks.append([next(batches)])
+        assert 'epoch 0 has fewer samples than ranks' in caplog.text
+        if sampler.rank < 2:
+            batches_of_ranks[-1] += batches
+        else:
+            with pytest.raises(ValueError, match=r"copy of another rank's sample.* RegroupingDataLoader"):
+                next(batches)
+    assert [len(batches) for batches in batches_of_ranks] == [2, 2, 1]
+
+
+def test_plain_loader_of_marked_copies_is_read(caplog):
+    num_batches = 0
+    for sampler in samplers_of_ranks([5] * 5, 3, global_batch_size=3, max_tokens=20):
+        loader = DataLoader(range(5), batch_sampler=sampler, collate_fn=list)
+        announce_marking(loader)
+        num_batches += len(list(loader))
+    assert num_batches == 6
+    assert not caplog.records
+
+
+def test_plain_loader_of_no_copies_is_read():
+    read = []
+    for sampler in samplers_of_ranks([5] * 5, 3, global_batch_size=3, max_tokens=20, drop_last=True):
+        read += list(DataLoader(range(5), batch_sampler=sampler, collate_fn=list))
+    assert len(read) == 3
+
+
+def test_copy_that_only_the_plan_shows_is_refused():
+    """Under FSDP a rank may get a copy although there are as many samples as ranks: one of two has an image."""
+    options = {'global_batch_size': 2, 'max_tokens': 20, 'objective': 'fsdp', 'image_tokens': [1, 0]}
+    first, second = samplers_of_ranks([5, 5], 2, **options)
+    assert len(list(DataLoader(range(2), batch_sampler=first, collate_fn=list))) == 1
+    with pytest.raises(ValueError, match=r"copy of another rank's sample"):
+        list(DataLoader(range(2), batch_sampler=second, collate_fn=list))
 
 
 def test_copy_in_several_rows():
