@@ -38,7 +38,8 @@ def processor(request):
 
 
 def write_noise(path, size):
-    Image.effect_noise(size, 90).convert('RGB').save(path)
+    noise = Image.effect_noise(size, 90)
+    noise.convert('RGB').save(path)
 
 
 def record_of(name, modalities, text='bi da', answer='fo gu'):
@@ -84,15 +85,19 @@ def count_tokens(dataset, processor):
 
 
 def open_dataset(path, processor, **options):
-    return LlavaDataset(path, processor, video={'fps': 10, 'max_frames': 8}, num_workers=0, **options)
+    sampling = {'fps': 10, 'max_frames': 8}
+    return LlavaDataset(path, processor, video=sampling, num_workers=0, **options)
 
 
 @pytest.mark.parametrize('processor', ['qwen2_vl', 'qwen3_vl'], indirect=True)
 @pytest.mark.parametrize('share', [0.9, 0.5])
 def test_samples_just_fit_the_cap(path, processor, share):
-    lengths, media_tokens = count_tokens(open_dataset(path, processor), processor)
+    full_dataset = open_dataset(path, processor)
+    lengths, media_tokens = count_tokens(full_dataset, processor)
     cap = int(max(lengths) * share)
+
     dataset = open_dataset(path, processor, fit=True, max_length=cap)
+
     fitted_lengths, fitted_media_tokens = count_tokens(dataset, processor)
     table = dataset.measured
     reports = {report['sample']: report for report in dataset.fitted()}
@@ -117,18 +122,27 @@ def test_samples_just_fit_the_cap(path, processor, share):
     assert not reports, 'a sample is reported that fitted before'
 
 
-def test_table_holds_what_samples_are(path, processor, tmp_path):
-    caps = {'fit': True, 'max_length': 24, 'max_image_tokens': 16}
-    dataset = open_dataset(path, processor, **caps)
-    measured_again = open_dataset(path, processor, **caps, lengths_folder=tmp_path / 'new')
+def test_table_holds_what_samples_are(path, processor):
+    dataset = open_dataset(path, processor, fit=True, max_length=24, max_image_tokens=16)
+
     table = length_table(dataset, processor)
+
     lengths, media_tokens = count_tokens(dataset, processor)
     assert table.lengths.tolist() == lengths
     assert table.image_tokens.tolist() == media_tokens
     assert max(table.image_tokens) <= 16
+
+
+def test_samples_are_fitted_alike_again(path, processor, tmp_path):
+    caps = {'fit': True, 'max_length': 24, 'max_image_tokens': 16}
+
+    dataset = open_dataset(path, processor, **caps)
+    measured_again = open_dataset(path, processor, **caps, lengths_folder=tmp_path / 'new')
+    other_caps = open_dataset(path, processor, max_length=200)
+
     assert dataset.fitted() == measured_again.fitted()
     assert dataset.identity() == measured_again.identity()
-    assert dataset.identity() != open_dataset(path, processor, max_length=200).identity()
+    assert dataset.identity() != other_caps.identity()
     for sample, expected in zip(dataset, measured_again, strict=True):
         assert_same(sample, expected)
         assert 'shrink_steps' not in sample
@@ -136,23 +150,32 @@ def test_table_holds_what_samples_are(path, processor, tmp_path):
 
 def test_image_that_has_changed_since_the_table(processor, tmp_path):
     """The new image has as many bytes as the old one, so it has the same fingerprint."""
-    record = {**record_of('one', ['image']), 'images': ['0.ppm']}
+    image = tmp_path / '0.ppm'
+    record = record_of('one', ['image'])
+    record['images'] = [image.name]
     path = write_json(tmp_path, [record])
     options = {'fit': True, 'max_length': 19, 'lengths_folder': tmp_path / 'tables'}
-    write_noise(tmp_path / '0.ppm', (18, 245))
-    assert len(open_dataset(path, processor, **options)[0]['input_ids'][0]) == 18
-    write_noise(tmp_path / '0.ppm', (10, 441))
-    sample = open_dataset(path, processor, **options)[0]
-    assert len(sample['input_ids'][0]) <= 19
+    write_noise(image, (18, 245))
+    [sample_of_table] = open_dataset(path, processor, **options)
+    assert sample_of_table['input_ids'].shape == (1, 18)
+
+    write_noise(image, (10, 441))
+    [sample] = open_dataset(path, processor, **options)
+
+    num_rows, length = sample['input_ids'].shape
+    assert num_rows == 1
+    assert length <= 19
     assert 'shrink_steps' not in sample
 
 
 def test_a_video_gives_frames_and_pixels(path, processor):
     film = 4  # index of the sample
-    full_video = open_dataset(path, processor)[film]
-    fitted_video = open_dataset(path, processor, fit=True, max_image_tokens=8)[film]
-    frames, height, width = full_video['video_grid_thw'][0].tolist()
-    fitted_frames, fitted_height, fitted_width = fitted_video['video_grid_thw'][0].tolist()
+    dataset = open_dataset(path, processor)
+    fitted_dataset = open_dataset(path, processor, fit=True, max_image_tokens=8)
+
+    [[frames, height, width]] = dataset[film]['video_grid_thw'].tolist()
+    [[fitted_frames, fitted_height, fitted_width]] = fitted_dataset[film]['video_grid_thw'].tolist()
+
     assert fitted_frames < frames
     assert fitted_height * fitted_width <= height * width
 
@@ -163,34 +186,50 @@ def test_fewer_frames_of_many(processor, tmp_path):
     path = write_json(tmp_path, [record_of('film', ['video'])])
     options = {'video': {'fps': 10, 'min_frames': PROBE_FRAMES}, 'num_workers': 0}
     frames_of_patch = 2
-    (full_video,) = LlavaDataset(path, processor, **options)
-    assert full_video['video_grid_thw'][0, 0] == 20 // frames_of_patch
     fewest_patches = PROBE_FRAMES // frames_of_patch
-    (fitted_video,) = LlavaDataset(path, processor, fit=True, max_image_tokens=fewest_patches, **options)
+
+    [full_video] = LlavaDataset(path, processor, **options)
+    [fitted_video] = LlavaDataset(path, processor, fit=True, max_image_tokens=fewest_patches, **options)
+
+    assert full_video['video_grid_thw'][0, 0] == 20 // frames_of_patch
     assert fitted_video['video_grid_thw'][0, 0] == fewest_patches
 
 
 def test_long_audio_is_encoded_once(tmp_path, monkeypatch):
     """Only the first one is encoded twice: with noise at its end, which shows whether the processor reads it."""
-    encoder = FittingEncoder(MEDIA['qwen2_5_omni']().processor, max_length=1000)
+    processor = MEDIA['qwen2_5_omni']().processor
+    encoder = FittingEncoder(processor, max_length=1000)
     encoder._audio_window = AudioWindow(1600)  # samples: the sound is longer
     write_sound(tmp_path / 'sound.wav', sine(1))
-    path = write_json(tmp_path, [{'audios': ['sound.wav'], **record_of('sound', ['audio'])}])
-    (record,) = read_records(path)
+    entry = record_of('sound', ['audio'])
+    entry['audios'] = ['sound.wav']
+    path = write_json(tmp_path, [entry])
+    [record] = read_records(path)
     encode = mock.Mock(wraps=encoder._encode)
     monkeypatch.setattr(encoder, '_encode', encode)
+
     for num_calls in (2, 3, 4):
         encoder.encode_record(record, open_files(record))
         assert encode.call_count == num_calls
 
 
-def test_text_that_is_too_long(processor, tmp_path):
+@pytest.fixture
+def path_of_long_text(tmp_path):
+    """Writes a short sample, and one whose text is over 40 tokens."""
     write_noise(tmp_path / '0.png', (16, 16))
-    records = [record_of('short', ['image']), record_of('long', ['image'], text='bi ' * 60)]
-    path = write_json(tmp_path, records)
+    short = record_of('short', ['image'])
+    long = record_of('long', ['image'], text='bi ' * 60)
+    return write_json(tmp_path, [short, long])
+
+
+def test_text_that_is_too_long(processor, path_of_long_text):
     with pytest.raises(BadSampleError, match=r'"long".*`max_length`=40 .* got: \d+ tokens'):
-        open_dataset(path, processor, fit=True, max_length=40)
-    dataset = open_dataset(path, processor, fit=True, max_length=40, on_error='skip')
+        open_dataset(path_of_long_text, processor, fit=True, max_length=40)
+
+
+def test_text_that_is_too_long_is_skipped(processor, path_of_long_text):
+    dataset = open_dataset(path_of_long_text, processor, fit=True, max_length=40, on_error='skip')
+
     assert [record.sample_id for record in dataset.records] == ['short']
     assert '"long"' in dataset.skip_report()
 
@@ -199,8 +238,10 @@ def open_images(folder, family, **options):
     """Opens samples of one and of two images, with the processor of a family without videos."""
     write_noise(folder / '0.png', (400, 320))
     write_noise(folder / '1.png', (40, 30))
-    processor = PROCESSORS[family][0]()
-    path = write_json(folder, [record_of('one', ['image']), record_of('two', ['image', 'image'])])
+    make_processor, _ = PROCESSORS[family]
+    processor = make_processor()
+    records = [record_of('one', ['image']), record_of('two', ['image', 'image'])]
+    path = write_json(folder, records)
     return processor, LlavaDataset(path, processor, num_workers=0, **options)
 
 
@@ -209,18 +250,24 @@ def test_budget_of_pixels_or_longest_side(tmp_path, family):
     processor, dataset = open_images(tmp_path, family)
     _, media_tokens = count_tokens(dataset, processor)
     cap = min(media_tokens) - 1
+
     processor, fitted = open_images(tmp_path, family, fit=True, max_image_tokens=cap)
+
     _, fitted_media_tokens = count_tokens(fitted, processor)
-    assert 0 < max(fitted_media_tokens) <= cap
+    assert max(fitted_media_tokens) > 0
+    assert max(fitted_media_tokens) <= cap
     assert [report['sample'] for report in fitted.fitted()] == ['one', 'two']
 
 
 def test_processor_loaded_with_max_pixels(path, processor, tmp_path):
     """Transformers passes `max_pixels` on to each call, where it would take the place of a smaller `size`."""
-    processor.save_pretrained(tmp_path / 'processor')
-    loaded = type(processor).from_pretrained(tmp_path / 'processor', max_pixels=40 * 40)
+    folder = tmp_path / 'processor'
+    processor.save_pretrained(folder)
+    loaded = type(processor).from_pretrained(folder, max_pixels=40 * 40)
     loaded.chat_template = processor.chat_template
+
     dataset = open_dataset(path, loaded, fit=True, max_length=24, on_error='skip')
+
     assert not dataset.skipped
     assert [report['sample'] for report in dataset.fitted()] == ['two', 'three', 'film', 'both']
 
@@ -231,9 +278,12 @@ def test_processor_of_fixed_images_is_refused(tmp_path, family):
         open_images(tmp_path, family, fit=True, max_length=30)
 
 
-def test_fit_and_cap_need_each_other(tmp_path):
+def test_fit_needs_a_cap(tmp_path):
     with pytest.raises(ValueError, match='`fit` must have a cap'):
         open_images(tmp_path, 'qwen2_vl', fit=True)
+
+
+def test_cap_needs_fit(tmp_path):
     with pytest.raises(ValueError, match='`max_image_tokens` must be left out'):
         open_images(tmp_path, 'qwen2_vl', max_image_tokens=8)
 
@@ -265,13 +315,15 @@ def test_microbatch_memory_is_a_cap(path, processor, tmp_path, override, cap):
 def test_long_text_beside_an_image_is_skipped(tmp_path):
     """Idefics3's processor makes images without any pixel, on which torch raises a RuntimeError."""
     write_noise(tmp_path / '0.png', (64, 48))
-    records = [record_of('long', ['image'], text='bi ' * 500), record_of('short', ['image'])]
+    long = record_of('long', ['image'], text='bi ' * 500)
+    short = record_of('short', ['image'])
+    path = write_json(tmp_path, [long, short])
     make_processor, _ = PROCESSORS['idefics3']
-    processor = make_processor()
-    options = {'fit': True, 'max_length': 100, 'on_error': 'skip'}
-    dataset = open_dataset(write_json(tmp_path, records), processor, **options)
+
+    dataset = open_dataset(path, make_processor(), fit=True, max_length=100, on_error='skip')
+
     assert [record.sample_id for record in dataset.records] == ['short']
-    (reason,) = dataset.skipped
+    [reason] = dataset.skipped
     assert 'sample "long"' in reason
 
 
@@ -306,9 +358,13 @@ def test_coordinates_of_shrunk_images_are_named(tmp_path, caplog):
     processor, dataset = open_answers_with_coordinates(tmp_path)
     _, image_tokens = count_tokens(dataset, processor)
     cap = max(image_tokens)
+
     _, full_size = open_answers_with_coordinates(tmp_path, fit=True, max_image_tokens=cap)
+
     assert full_size.fitted() == []
     assert 'pixel coordinates' not in caplog.text
+
     open_answers_with_coordinates(tmp_path, fit=True, max_image_tokens=cap - 1)
+
     assert caplog.text.count('pixel coordinates') == 1
     assert 'sample "box"' in caplog.text

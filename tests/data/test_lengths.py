@@ -50,12 +50,13 @@ def computed_patches(model, batch):
     for module in model.modules():
         if isinstance(module, torch.nn.Conv2d | torch.nn.Conv3d) and module.kernel_size[-1] == PATCH:
             embeddings.append(module)
-    (embedding,) = embeddings
+    [embedding] = embeddings
     counts = []
 
     def count(module, inputs, output):
         # The shape is (images, features, height, width) or (patches, features, 1, 1, 1).
-        counts.append(output.numel() // output.shape[1])
+        num_features = output.shape[1]
+        counts.append(output.numel() // num_features)
 
     hook = embedding.register_forward_hook(count)
     tensors = {key: value for key, value in batch.items() if isinstance(value, torch.Tensor)}
@@ -69,42 +70,56 @@ def test_table_says_what_the_samples_say(monkeypatch):
     monkeypatch.setattr(sizes, 'FEWEST_FOR_WORKERS', 1)
     dataset = DigitsDataset(num_samples=40)
     random_state = torch.get_rng_state()
+
     table = build_length_table(dataset, dataset.processor, num_workers=2)
+
     assert torch.equal(torch.get_rng_state(), random_state)
     assert len(table) == 40
     assert (table.image_tokens == 0).any()
     for index, sample in enumerate(dataset):
+        next_labels = sample['labels'][0, 1:]
+        has_loss = next_labels != -100
+        [num_images] = sample['num_images']
         assert table.lengths[index] == sample['input_ids'].shape[1]
-        assert table.image_tokens[index] == sample['num_images'][0]  # one token an image
-        assert table.loss_tokens[index] == (sample['labels'][0, 1:] != -100).sum()
+        assert table.image_tokens[index] == num_images  # one token an image
+        assert table.loss_tokens[index] == has_loss.sum()
 
 
 @pytest.mark.parametrize('name', IMAGE_FAMILIES)
 def test_vision_patches_are_those_computed(name):
-    # Six samples with 0, 1, 1, 2, 0 and 3 images of unequal sizes.
+    """Six samples have 0, 1, 1, 2, 0 and 3 images of unequal sizes."""
     case = FAMILIES[name]()
     patch_size = patch_size_of(case.config)
+
     table = build_length_table(case.rows, case.processor, patch_size=patch_size)
+
     assert table.vision_patches.dtype == np.int32
     for index, row in enumerate(case.rows):
         num_patches = table.vision_patches[index]
+        has_image = case.truth[index]['image'] > 0
         assert num_patches == computed_patches(case.model, row)
-        assert (num_patches > 0) == bool(case.truth[index]['image'])
+        assert (num_patches > 0) == has_image
 
 
 @pytest.mark.parametrize('name', ['idefics3', 'smolvlm', 'llava_next', 'mllama'])
 def test_tiles_that_fill_up_a_batch(name):
+    """Mllama also computes the empty tiles of an image and the empty images of a row."""
     case = FAMILIES[name]()
+    layout = BatchLayout.for_model(case.model)
     rows = [case.rows[index] for index in (1, 5, 3)]
-    batch = BatchLayout.for_model(case.model).concat(rows, pad_token_id=case.pad_token_id)
+    batch = layout.concat(rows, pad_token_id=case.pad_token_id)
+
     num_patches = count_patches(batch, PATCH)
+
     assert num_patches == computed_patches(case.model, batch)
     patches_of_rows = sum(count_patches(row, PATCH) for row in rows)
-    # Mllama also computes the empty tiles of an image and the empty images of a row.
-    assert (num_patches > patches_of_rows) == (name == 'mllama')
+    has_empty_tiles = num_patches > patches_of_rows
+    assert has_empty_tiles == (name == 'mllama')
 
 
 def test_margins_that_pixtral_crops():
+    """Patches of 4 x 4 pixels: 8 x 4 of the first image, and 2 x 6 of the second one."""
+    expected = 8 * 4 + 2 * 6
     config = transformers.PixtralVisionConfig(
         hidden_size=16,
         intermediate_size=32,
@@ -114,35 +129,56 @@ def test_margins_that_pixtral_crops():
         patch_size=PATCH,
     )
     encoder = transformers.PixtralVisionModel(config)
-    batch = {'pixel_values': torch.ones(2, 3, 32, 24), 'image_sizes': torch.tensor([[32, 16], [8, 24]])}
+    pixels = torch.ones(2, 3, 32, 24)
+    image_sizes = torch.tensor([[32, 16], [8, 24]])
+
     with torch.no_grad():
-        features = encoder(**batch).last_hidden_state
-    # Patches of 4 x 4 pixels: 8 x 4 of the first image, and 2 x 6 of the second one.
-    assert features.shape[1] == 8 * 4 + 2 * 6
-    assert count_patches(batch, PATCH) == 8 * 4 + 2 * 6
+        features = encoder(pixel_values=pixels, image_sizes=image_sizes).last_hidden_state
+    num_patches = count_patches({'pixel_values': pixels, 'image_sizes': image_sizes}, PATCH)
+
+    assert features.shape[1] == expected
+    assert num_patches == expected
 
 
-@pytest.mark.parametrize(('name', 'default_size', 'factor'), [('llava', 4, 4), ('idefics3', 14, 1 / 4)])
+@pytest.mark.parametrize(
+    ('name', 'default_size', 'factor'),
+    [
+        pytest.param('llava', 4, 4, id='declared'),
+        pytest.param('idefics3', 14, 1 / 4, id='not declared'),
+    ],
+)
 def test_patch_size_of_the_processor(name, default_size, factor):
     """LLaVA's processor declares a patch size of 4. For Idefics3's, which declares none, 14 is assumed.
 
     An image of 16 x 16 pixels has 4 patches of 8 x 8, 16 patches of 4 x 4, and one patch of 14 x 14.
     """
     case = FAMILIES[name]()
+
+    table = build_length_table(case.rows, case.processor)
+    table_of_size_8 = build_length_table(case.rows, case.processor, patch_size=8)
+
     assert patch_size_of(case.processor) == default_size
-    by_default = build_length_table(case.rows, case.processor).vision_patches
-    of_size_8 = build_length_table(case.rows, case.processor, patch_size=8).vision_patches
-    assert of_size_8.any()
-    assert (by_default == factor * of_size_8).all()
+    assert table_of_size_8.vision_patches.any()
+    expected = factor * table_of_size_8.vision_patches
+    assert (table.vision_patches == expected).all()
 
 
 @pytest.mark.parametrize(
     ('declared', 'expected'),
-    [(16, 16), ({'height': 16, 'width': 16}, 16), ((16, 16), 16), (None, 8), ({}, 8), ((), 8)],
+    [
+        (16, 16),
+        ({'height': 16, 'width': 16}, 16),
+        ((16, 16), 16),
+        (None, 8),
+        ({}, 8),
+        ((), 8),
+    ],
 )
 def test_forms_of_a_patch_size(declared, expected):
+    owner = SimpleNamespace(patch_size=declared)
     next_owner = 8
-    assert patch_size_of(SimpleNamespace(patch_size=declared), next_owner) == expected
+
+    assert patch_size_of(owner, next_owner) == expected
 
 
 def test_run_counts_patches_of_its_model(tmp_path):
@@ -168,28 +204,35 @@ def test_patch_token_of_llama_4():
     template = QWEN.replace('<|vision_start|><|image_pad|><|vision_end|>', '<|image|>')
     processor = transformers.Llama4Processor(images, words, patch_size=7, chat_template=template)
     encode = ConversationEncoder(processor)
-    sample = encode([user(IMAGE, 'What?'), assistant('Red.')], [Image.new('RGB', (60, 50))])
-    num_patches = int((sample['input_ids'] == words.convert_tokens_to_ids('<|patch|>')).sum())
+    image = Image.new('RGB', (60, 50))
+    sample = encode([user(IMAGE, 'What?'), assistant('Red.')], [image])
+
     table = build_length_table([sample], processor, num_workers=0)
+
+    ids = sample['input_ids'][0].tolist()
+    num_patches = ids.count(words.convert_tokens_to_ids('<|patch|>'))
     assert table.image_tokens.tolist() == [num_patches + 1]
 
 
 def test_tokens_of_an_image_are_counted_alike():
     """Processors of newer Transformers list all tokens of an image, such as the line breaks of Pixtral."""
     words = tokenizer('[IMG]', '[IMG_BREAK]')
-    image_token_id = words.convert_tokens_to_ids('[IMG]')
-    processor = SimpleNamespace(tokenizer=words, image_token_id=image_token_id)
-    processor.image_token_ids = [image_token_id, words.convert_tokens_to_ids('[IMG_BREAK]')]
-    assert sizes.image_token_ids(processor) == (image_token_id,)
-    only_list = SimpleNamespace(tokenizer=words, image_token_ids=[image_token_id], video_token_ids=[None])
-    assert sizes.image_token_ids(only_list) == (image_token_id,)
+    image, line_break = words.convert_tokens_to_ids(['[IMG]', '[IMG_BREAK]'])
+    with_one_id = SimpleNamespace(tokenizer=words, image_token_id=image, image_token_ids=[image, line_break])
+    with_list = SimpleNamespace(tokenizer=words, image_token_ids=[image], video_token_ids=[None])
+
+    assert sizes.image_token_ids(with_one_id) == (image,)
+    assert sizes.image_token_ids(with_list) == (image,)
 
 
 def test_loss_tokens_of_packed_samples():
     """Training masks the label of the first token of the second document."""
-    ids = torch.arange(1, 6)[None]
-    sample = {'input_ids': ids, 'labels': ids, 'position_ids': torch.tensor([[0, 1, 0, 1, 2]])}
+    ids = torch.tensor([[1, 2, 3, 4, 5]])
+    positions = torch.tensor([[0, 1, 0, 1, 2]])
+    sample = {'input_ids': ids, 'labels': ids, 'position_ids': positions}
+
     table = build_length_table([sample], small(), num_workers=0)
+
     assert table.loss_tokens.tolist() == [3]
 
 
@@ -204,16 +247,23 @@ def test_saved_table_is_readable_by_others(tmp_path):
     assert path.stat().st_mode & 0o777 == 0o644
 
 
+def measure_and_count_reads(folder):
+    """Returns the length table of 200 digits, and how many samples were read for it."""
+    dataset = DigitsDataset(num_samples=200)
+    getitem = DigitsDataset.__getitem__
+    with mock.patch.object(DigitsDataset, '__getitem__', autospec=True, side_effect=getitem) as read:
+        table = length_table(dataset, dataset.processor, folder=folder, num_workers=0)
+    return table, read.call_count
+
+
 def test_second_run_reads_for_fingerprint_only(tmp_path):
     """A dataset without `fingerprint()` is recognized by 64 of its samples, which are read for that."""
-    getitem = DigitsDataset.__getitem__
-    tables = []
-    for num_reads in (200 + 64, 64):
-        dataset = DigitsDataset(num_samples=200)
-        with mock.patch.object(DigitsDataset, '__getitem__', autospec=True, side_effect=getitem) as read:
-            tables.append(length_table(dataset, dataset.processor, folder=tmp_path, num_workers=0))
-        assert read.call_count == num_reads
-    assert_same_table(*tables)
+    first_table, first_reads = measure_and_count_reads(tmp_path)
+    second_table, second_reads = measure_and_count_reads(tmp_path)
+
+    assert first_reads == 200 + 64
+    assert second_reads == 64
+    assert_same_table(first_table, second_table)
     assert [path.suffix for path in tmp_path.iterdir()] == ['.npz']
 
 
@@ -228,14 +278,20 @@ def test_fingerprint_of_a_dataset_reads_nothing():
 
 def test_attribute_that_is_no_method_is_ignored():
     """A dataset of a user may have an attribute `identity` of any kind."""
-    dataset = SimpleNamespace(identity='of the dataset', fingerprint=lambda: 'a')
-    assert identify_data(dataset) == identify_data(SimpleNamespace(fingerprint=lambda: 'a'))
+    plain = SimpleNamespace(fingerprint=lambda: 'a')
+    with_attribute = SimpleNamespace(fingerprint=lambda: 'a', identity='of the dataset')
+
+    assert identify_data(with_attribute) == identify_data(plain)
 
 
 def test_identity_of_bytes_in_pieces():
     """A dataset of a user may yield the content of its files."""
     dataset = SimpleNamespace(identity=lambda: iter([b'a', b'bc']))
-    assert identify_data(dataset) == hashlib.sha256(b'abc').hexdigest()[:32]
+
+    identity = identify_data(dataset)
+
+    digest = hashlib.sha256(b'abc').hexdigest()
+    assert identity == digest[:32]
 
 
 def test_name_with_a_pre_tokenizer_in_python():
@@ -244,8 +300,12 @@ def test_name_with_a_pre_tokenizer_in_python():
     processor = build_digits_processor()
     usual_name = table_name(dataset, processor)
     processor.tokenizer.backend_tokenizer.pre_tokenizer = PreTokenizer.custom(object())
+
     name = table_name(dataset, processor)
-    assert name == table_name(dataset, processor) != usual_name
+    same_name = table_name(dataset, processor)
+
+    assert name == same_name
+    assert name != usual_name
 
 
 def test_name_changes_with_data_and_processor():
@@ -283,17 +343,22 @@ def test_name_changes_with_data_and_processor():
 
 def test_older_versions_are_not_read(tmp_path, monkeypatch):
     dataset = DigitsDataset(num_samples=3)
+    older_version = lengths.TABLE_VERSION - 1
     with monkeypatch.context() as older:
-        older.setattr(lengths, 'TABLE_VERSION', lengths.TABLE_VERSION - 1)
-        older_file = tmp_path / f'{table_name(dataset, dataset.processor)}.npz'
-    empty_table().save(older_file)
+        older.setattr(lengths, 'TABLE_VERSION', older_version)
+        older_name = table_name(dataset, dataset.processor)
+    empty_table().save(tmp_path / f'{older_name}.npz')
+
     table = length_table(dataset, dataset.processor, folder=tmp_path)
+
     assert table.lengths.tolist() == lengths_of(dataset)
 
 
 def test_saved_table_without_labels_is_refused(tmp_path):
     dataset = DigitsDataset(num_samples=3)
-    empty_table().save(tmp_path / f'{table_name(dataset, dataset.processor)}.npz')
+    name = table_name(dataset, dataset.processor)
+    empty_table().save(tmp_path / f'{name}.npz')
+
     with pytest.raises(ValueError, match='labels to learn'):
         length_table(dataset, dataset.processor, folder=tmp_path, on_error='skip')
 
@@ -308,10 +373,22 @@ def test_unknown_on_error_is_refused(tmp_path):
         build_length_table(dataset, dataset.processor, on_error='rasie')
 
 
-@pytest.mark.parametrize('sample', [{'input_ids': torch.ones(1, 3).int()}, {'labels': torch.ones(1, 3).int()}, 'text'])
+THREE_IDS = torch.tensor([[1, 2, 3]], dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    'sample',
+    [
+        pytest.param({'input_ids': THREE_IDS}, id='no labels'),
+        pytest.param({'labels': THREE_IDS}, id='no ids'),
+        pytest.param('text', id='no mapping'),
+    ],
+)
 def test_samples_without_keys_are_refused(sample):
+    processor = build_digits_processor()
+
     with pytest.raises(ValueError, match='`dataset` must give samples with `input_ids` and `labels`'):
-        build_length_table([sample], build_digits_processor())
+        build_length_table([sample], processor)
 
 
 def test_attributes_of_a_users_dataset(tmp_path):
@@ -320,26 +397,41 @@ def test_attributes_of_a_users_dataset(tmp_path):
     expected = length_table(dataset, dataset.processor, folder=tmp_path)
     dataset.fingerprint = 'a text'
     dataset.measured = True
-    assert_same_table(length_table(dataset, dataset.processor, folder=tmp_path), expected)
+
+    table = length_table(dataset, dataset.processor, folder=tmp_path)
+
+    assert_same_table(table, expected)
 
 
-@pytest.mark.parametrize('form', [torch.Tensor.tolist, torch.squeeze])
-def test_samples_of_another_shape_are_refused(tmp_path, form):
-    sample = DigitsDataset(num_samples=1)[0]
-    samples = [{key: form(sample[key]) for key in ('input_ids', 'labels')}]
+@pytest.mark.parametrize(
+    'change',
+    [
+        pytest.param(torch.Tensor.tolist, id='lists'),
+        pytest.param(torch.squeeze, id='one dimension'),
+    ],
+)
+def test_samples_of_another_shape_are_refused(tmp_path, change):
+    [sample] = DigitsDataset(num_samples=1)
+    changed_sample = {'input_ids': change(sample['input_ids']), 'labels': change(sample['labels'])}
+    processor = build_digits_processor()
+
     with pytest.raises(ValueError, match='`input_ids`'):
-        length_table(samples, build_digits_processor(), folder=tmp_path)
+        length_table([changed_sample], processor, folder=tmp_path)
 
 
 @pytest.mark.parametrize('content', [b'', b'PK', b'not a table', 'first half'])
 def test_a_damaged_table_is_measured_again(tmp_path, caplog, content):
     dataset = DigitsDataset(num_samples=3)
     expected = length_table(dataset, dataset.processor, folder=tmp_path)
-    (file,) = tmp_path.glob('*.npz')
+    [file] = tmp_path.glob('*.npz')
     if content == 'first half':
-        content = file.read_bytes()[: file.stat().st_size // 2]
+        whole_file = file.read_bytes()
+        half = len(whole_file) // 2
+        content = whole_file[:half]
     file.write_bytes(content)
+
     table = length_table(dataset, dataset.processor, folder=tmp_path)
+
     assert_same_table(table, expected)
     assert f'{file} is damaged' in caplog.text
     caplog.clear()
@@ -352,9 +444,12 @@ def test_stopped_iteration_is_named():
 
     class Reader(DigitsDataset):
         def __getitem__(self, index):
-            return next(iter(())) if index == 2 else super().__getitem__(index)
+            if index == 2:
+                raise StopIteration
+            return super().__getitem__(index)
 
     dataset = Reader(num_samples=3)
+
     with pytest.raises(RuntimeError, match='StopIteration for sample 2'):
         build_length_table(dataset, dataset.processor)
 
@@ -372,8 +467,11 @@ def test_user_without_a_home(monkeypatch):
 
 
 def test_unwritable_folder_costs_a_warning(tmp_path, caplog):
-    (tmp_path / 'file').write_text('')
+    file = tmp_path / 'file'
+    file.write_text('')
     dataset = DigitsDataset(num_samples=3)
-    table = length_table(dataset, dataset.processor, folder=tmp_path / 'file' / 'lengths')
+
+    table = length_table(dataset, dataset.processor, folder=file / 'lengths')
+
     assert table.lengths.tolist() == lengths_of(dataset)
     assert '`loader.lengths_folder`' in caplog.text
