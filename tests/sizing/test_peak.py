@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -152,7 +151,10 @@ def batch_and_shape(case: Case, rows: tuple[int, ...], width: int) -> tuple[Any,
 
 
 def calibrate(
-    case: Case, build: Callable[[], PreTrainedModel], width: int = PROBE_WIDTH, **options: Any
+    case: Case,
+    build: Callable[[], PreTrainedModel],
+    width: int = PROBE_WIDTH,
+    **options: Any,
 ) -> MemoryModel:
     """Returns the memory model that `size` fits to traces of the family's rows."""
     options = {'width': width, 'make_optimizer': adamw, 'on_gpu': False, **options}
@@ -192,7 +194,14 @@ def num_labels(batch: BatchDict) -> int:
     return int(mask.sum())
 
 
-@pytest.mark.parametrize('family', ['llama', pytest.param('llava', marks=SLOW), pytest.param('qwen2_5_vl', marks=SLOW)])
+@pytest.mark.parametrize(
+    'family',
+    [
+        'llama',
+        pytest.param('llava', marks=SLOW),
+        pytest.param('qwen2_5_vl', marks=SLOW),
+    ],
+)
 def test_peak_with_logits_at_labels(family):
     """One calibration predicts many labels, few labels, and all logits."""
     case = FAMILIES[family]()
@@ -205,9 +214,9 @@ def test_peak_with_logits_at_labels(family):
     assert memory.logits == 'labels'
     for rows, width in SHAPES:
         batch, shape = batch_and_shape(case, rows, width)
-        # A label on every third position, and on every twentieth. The last token has logits, too.
-        many_labels = with_spaced_labels(batch, 3)
+        many_labels = with_spaced_labels(batch, 3)  # a label on every third position
         few_labels = with_spaced_labels(batch, 20)
+        # One more, because the last token has logits, too.
         shape_of_many = replace(shape, labels=num_labels(many_labels) + 1)
         shape_of_few = replace(shape, labels=num_labels(few_labels) + 1)
         run.selector = None
@@ -267,7 +276,11 @@ def test_peak_of_unseen_microbatches(precision):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ('family', 'attention', 'checkpointing'),
-    [('llama', 'eager', True), ('qwen2_5_vl', 'eager', False), ('qwen2_5_vl', 'sdpa', True)],
+    [
+        pytest.param('llama', 'eager', True, id='llama, eager, checkpointing'),
+        pytest.param('qwen2_5_vl', 'eager', False, id='qwen2_5_vl, eager'),
+        pytest.param('qwen2_5_vl', 'sdpa', True, id='qwen2_5_vl, checkpointing'),
+    ],
 )
 def test_peak_with_eager_attention_or_checkpointing(family, attention, checkpointing):
     """Scores of eager attention grow with the square of the width, so the widest shape is probed, as `size` does.
@@ -284,15 +297,17 @@ def test_peak_with_eager_attention_or_checkpointing(family, attention, checkpoin
     assert max(errors.values()) < 0.08, errors
 
 
+def rows_of_kind(case: Case, kind: str) -> list[Any]:
+    """Returns the rows that have these modalities."""
+    return [row for row, kind_of_row in zip(case.rows, case.kinds, strict=True) if kind_of_row == kind]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize('family', ['qwen2_vl', 'video_llava'])
 def test_peak_of_videos_alone(family):
     case = MEDIA[family]()
-    rows_of_kind = defaultdict(list)
-    for row, kind in zip(case.rows, case.kinds, strict=True):
-        rows_of_kind[kind].append(row)
-    text_1, text_2 = rows_of_kind['none'][:2]
-    video_1, video_2 = rows_of_kind['video'][:2]
+    text_1, text_2, *_ = rows_of_kind(case, 'none')
+    video_1, video_2, *_ = rows_of_kind(case, 'video')
     case_without_images = replace(case, rows=[text_1, video_1, video_2, video_1, text_2, video_2])
 
     errors = errors_of_shapes(case_without_images, 'sdpa', checkpointing=False)
@@ -306,7 +321,8 @@ def test_packed_row_takes_what_rows_take():
     layout = BatchLayout.for_model(case.config)
     build = builder(case, 'sdpa', checkpointing=False)
     run = real_run(case, build)
-    rows = layout.concat([case.rows[4]] * 16)
+    sixteen_equal_rows = [case.rows[4]] * 16
+    rows = layout.concat(sixteen_equal_rows)
     packed = pack_rows(layout, rows, DocumentAttention(run.model))
 
     packed_bytes = run.microbatch_peak(packed)
@@ -341,10 +357,10 @@ def test_text_without_gradient_is_not_traced():
         batch, shape = batch_and_shape(case, rows, width)
         peaks = step.measure(batch)
         assert peaks is not None
-        bytes_of_phases = [sum(bytes_of_parts.values()) for bytes_of_parts in peaks.phases.values()]
+        traced = max(sum(bytes_of_parts.values()) for bytes_of_parts in peaks.phases.values())
         terms = memory.terms(shape)
         predicted = terms['text activations'] + terms['logits'] + terms['vision activations']
-        assert predicted == pytest.approx(max(bytes_of_phases), rel=0.05), shape
+        assert predicted == pytest.approx(traced, rel=0.05), shape
 
 
 def test_optimizer_step_of_a_small_microbatch():
