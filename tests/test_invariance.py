@@ -256,7 +256,7 @@ def test_infinite_reference_is_refused():
     def infinite_if_padded_left(gradient, name, microbatches):
         first_column = microbatches[0]['attention_mask'][:, 0]
         is_padded_left = not first_column.all()
-        return gradient * math.inf if is_padded_left else gradient
+        return torch.full_like(gradient, math.inf) if is_padded_left else gradient
 
     with pytest.raises(ValueError, match=r'reference gradient must be .* finite'):
         verify_invariance(changed_step(infinite_if_padded_left), text_rows(ROWS))

@@ -136,9 +136,9 @@ def test_loss_of_no_labels_is_a_number(side):
     padded = ragged_batch([(6, 0), (1, 0)], side=side)
     single_token = {key: value[1:] for key, value in padded.items()}
     for batch in (padded, single_token):
-        for microbatch, weight in weighted_microbatches([batch]):
-            weighted_loss = weighted_backward(model, microbatch, weight)
-            assert weighted_loss == 0
+        [(microbatch, weight)] = weighted_microbatches([batch])
+        weighted_loss = weighted_backward(model, microbatch, weight)
+        assert weighted_loss == 0
     for gradient in composer_gradients(model).values():
         assert not gradient.any()
 

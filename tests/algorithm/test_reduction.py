@@ -153,27 +153,22 @@ def test_last_microbatch_must_reduce():
         assert parameter.grad is None
 
 
-@pytest.fixture
-def watch_of_one_backward():
-    """Returns a function that computes a microbatch, and returns the watch.
+def watch_of_one_backward(*, reduces=True, ends_microbatch=True):
+    """Computes a microbatch, and returns the watch.
 
     The number of microbatches is not known, so only the end of the step shows whether all gradients are reduced.
     """
-
-    def compute(*, reduces=True, ends_microbatch=True):
-        watch, model = watch_of(TwoHeads())
-        model.require_backward_grad_sync = reduces
-        loss = model(torch.ones(1, 2), FIRST)
-        watch.begin_microbatch(0, must_reduce_once=False)
-        loss.backward()
-        if ends_microbatch:
-            watch.end_microbatch()
-        return watch
-
-    return compute
+    watch, model = watch_of(TwoHeads())
+    model.require_backward_grad_sync = reduces
+    loss = model(torch.ones(1, 2), FIRST)
+    watch.begin_microbatch(0, must_reduce_once=False)
+    loss.backward()
+    if ends_microbatch:
+        watch.end_microbatch()
+    return watch
 
 
-def test_all_gradients_are_reduced_at_the_end(watch_of_one_backward):
+def test_all_gradients_are_reduced_at_the_end():
     watch = watch_of_one_backward()
     watch.check_reduced()
 
@@ -185,7 +180,7 @@ def test_all_gradients_are_reduced_at_the_end(watch_of_one_backward):
         pytest.param({'ends_microbatch': False}, id='DDP still waits for the unused head'),
     ],
 )
-def test_gradients_not_reduced_at_the_end(watch_of_one_backward, options):
+def test_gradients_not_reduced_at_the_end(options):
     watch = watch_of_one_backward(**options)
     with pytest.raises(RuntimeError, match='must have reduced every gradient'):
         watch.check_reduced()

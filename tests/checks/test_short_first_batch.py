@@ -46,7 +46,13 @@ def test_rows_of_one_token(short):
     assert_short_step_is_zero(short)
 
 
-@pytest.mark.parametrize('row_sizes', [[LABELLED], [UNLABELLED] * 3])
+@pytest.mark.parametrize(
+    'row_sizes',
+    [
+        pytest.param([LABELLED], id='a row with a label'),
+        pytest.param([UNLABELLED] * 3, id='rows without labels'),
+    ],
+)
 def test_packed_rows_of_one_token(row_sizes):
     assert_short_step_is_zero(ragged_batch(row_sizes), packing=True)
 

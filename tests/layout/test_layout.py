@@ -158,12 +158,13 @@ def test_lengths_of_unusual_padding(situation, side):
     batch[unusual.key][0, unusual.column] = unusual.value
     if side == 'left':
         batch = {key: value.flip(1) for key, value in batch.items()}
+    expected = num_attended_and_labelled(batch)
 
     trimmed = TEXT_LAYOUT.trim(batch)
 
     assert lengths_of(batch) == [unusual.length, 2]
     assert trimmed['input_ids'].shape == (2, unusual.length)
-    assert num_attended_and_labelled(trimmed) == num_attended_and_labelled(batch)
+    assert num_attended_and_labelled(trimmed) == expected
 
 
 @for_each_side

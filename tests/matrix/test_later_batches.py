@@ -403,8 +403,8 @@ def test_padding_fits_encoder_positions(positions):
 @pytest.mark.parametrize(
     ('row_sizes_of_batches', 'longest_row'),
     [
-        ([UNEQUAL], 12),
-        ([UNEQUAL, LONG], 40),
+        pytest.param([UNEQUAL], 12, id='one batch'),
+        pytest.param([UNEQUAL, LONG], 40, id='a longer batch later'),
     ],
 )
 def test_left_padding_is_trimmed_by_width(row_sizes_of_batches, longest_row):

@@ -114,18 +114,20 @@ def test_checkpoint_keeps_base_without_a_folder(processor):
 def test_checkpoint_without_base_is_loaded_strictly(processor, pretrained):
     model = with_lora(processor, pretrained=pretrained)
     randomize_adapters(model)
-    other = with_lora(processor, pretrained=pretrained)
+    loaded = with_lora(processor, pretrained=pretrained)
+    loaded_in_ddp = with_lora(processor, pretrained=pretrained)
     weights = model.state_dict()
     weights_in_ddp = {f'module.{name}': weight for name, weight in weights.items()}
     incomplete_weights = dict(weights)
     incomplete_weights.popitem()
 
-    other.load_state_dict(weights, strict=True)
-    as_in_ddp(other).load_state_dict(weights_in_ddp, strict=True)
+    loaded.load_state_dict(weights, strict=True)
+    as_in_ddp(loaded_in_ddp).load_state_dict(weights_in_ddp, strict=True)
 
-    assert_same_tensors(other.named_parameters(), model.named_parameters())
+    assert_same_tensors(loaded.named_parameters(), model.named_parameters())
+    assert_same_tensors(loaded_in_ddp.named_parameters(), model.named_parameters())
     with pytest.raises(RuntimeError, match='Missing key'):
-        other.load_state_dict(incomplete_weights, strict=True)
+        loaded.load_state_dict(incomplete_weights, strict=True)
 
 
 @pytest.mark.filterwarnings('ignore:.*FullyShardedDataParallel|.*NO_SHARD|.*FSDP')

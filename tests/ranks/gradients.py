@@ -198,7 +198,9 @@ def errors_of(
         last_logged = recorder.logged(name)[-1]
         loss_errors.append(abs(last_logged / loss - 1))
     gradient_error = relative_error(recorder.gradients, expected)
-    return {'error': gradient_error, 'loss_error': max(loss_errors)}
+    # Python's `max` would lose a NaN that is not the first number.
+    largest_loss_error = torch.tensor(loss_errors).max()
+    return {'error': gradient_error, 'loss_error': float(largest_loss_error)}
 
 
 def refusal(model: Any, data: Any, **options: Any) -> str:

@@ -150,7 +150,8 @@ class SampleEncoder:
         row = {key: value for key, value in encoded.items() if isinstance(value, torch.Tensor)}
         num_answer_tokens = len(sample.answer.split())  # a word is a token
         labels = row['input_ids'].clone()
-        labels[:, :-num_answer_tokens] = -100
+        first_answer = labels.shape[1] - num_answer_tokens
+        labels[:, :first_answer] = -100
         row['labels'] = labels
         return row
 
