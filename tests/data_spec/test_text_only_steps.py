@@ -13,6 +13,7 @@ import json
 import pytest
 
 from tests.support.launch import launch_json
+from tests.support.training import largest
 
 FAMILIES = [
     'llava',
@@ -40,7 +41,7 @@ def run(runs):
 def assert_exact(result, arguments):
     """Checks the gradients of all steps of a run against one forward over the global batch."""
     assert len(result['errors']) == len(arguments['steps'])
-    assert max(result['errors']) < 1e-6, (arguments, result['errors'])
+    assert largest(result['errors']) < 1e-6, (arguments, result['errors'])
 
 
 def test_steps_without_media_are_exact():

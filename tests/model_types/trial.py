@@ -34,7 +34,7 @@ from tests.model_types.exceptions import NEWER, THINKERS, UNTRIED, UNTRIED_TEXT
 from tests.model_types.rows import Maker
 from tests.model_types.table import kind_of, results
 from tests.model_types.tiny import tiny_config, tiny_model
-from tests.support.training import relative_error
+from tests.support.training import largest, relative_error
 
 MOST_ROUND_OFF = 1e-4
 """The error of Gemma 4 in float32 is 5e-5, compared with float64. A wrong cut, which moves positions, makes 1e-2."""
@@ -222,7 +222,7 @@ def _batches(maker: Maker, modality: str, runs: int) -> tuple[dict[str, dict[str
 def _text_of(model: HuggingFaceModel, batch: dict[str, Any], outcomes: Sequence[Outcome]) -> str:
     """Returns the worst outcome. A wrong one is exact if rounding alone makes such an error."""
     worst = next((outcome for outcome in outcomes if outcome.kind != 'exact'), outcomes[0])
-    error = max(outcome.error for outcome in outcomes)
+    error = largest(outcome.error for outcome in outcomes)
     if worst.kind == 'exact':
         return f'exact {error:.0e}'
     if worst.kind == 'wrong':

@@ -10,7 +10,7 @@ from composer.utils import dist
 from tests.algorithm.test_closures import STEPS, errors_of_training, lbfgs, sgd
 from tests.support.fsdp import FSDP, sharded
 from tests.support.text import collate, text_rows
-from tests.support.training import rank_share
+from tests.support.training import largest, rank_share
 
 SHARES = (2, 2)
 """Rows of each rank."""
@@ -29,4 +29,4 @@ def main() -> dict[str, list[float]]:
         'SAM under FSDP2': errors_of_training(*data, sgd, with_sam=True, wrap=sharded, **FSDP),
         'LBFGS under DDP': errors_of_training(*data, lbfgs, with_sam=False),
     }
-    return {name: dist.all_gather_object(max(errors_of_rank)) for name, errors_of_rank in errors.items()}
+    return {name: dist.all_gather_object(largest(errors_of_rank)) for name, errors_of_rank in errors.items()}

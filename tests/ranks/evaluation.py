@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 
 from composer_tokacc import BatchLayout, token_data_spec
 from tests.support.families import FAMILIES, Case, ragged_samples
-from tests.support.training import tensors_in
+from tests.support.training import largest, tensors_in
 
 DEVICE_BATCHES = (1, 3, 32)
 Row = dict[str, Any]
@@ -133,7 +133,7 @@ def compare(case: Case, layout: BatchLayout, rows: Sequence[Row], size: int) -> 
         metrics = evaluated(case, layout, rows, size, microbatch_size)
         for name, value in metrics.items():
             difference = abs(value / expected[name] - 1)
-            differences[name] = max(differences[name], difference)
+            differences[name] = largest([differences[name], difference])
     global_size = size * dist.get_world_size()
     mean = mean_of_batches(case, layout, rows, global_size)
     differences['mean of batches'] = abs(mean / expected['LanguageCrossEntropy'] - 1)

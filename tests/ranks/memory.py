@@ -17,7 +17,7 @@ from composer.utils import dist
 
 from composer_tokacc import TokenAccumulation
 from tests.support.text import collate, text_model, text_rows
-from tests.support.training import On, fit, hugging_face, rank_share, reference_gradients, relative_error
+from tests.support.training import On, fit, hugging_face, largest, rank_share, reference_gradients, relative_error
 
 ROWS = [(4, 2), (14, 11), (9, 9), (3, 0), (6, 1), (7, 2), (5, 3), (4, 4)]
 SHARES = (4, 4)
@@ -61,7 +61,7 @@ def error(step: int, microbatch: int) -> float:
     batches = [collate(rank_share(rows, SHARES))] * NUM_STEPS
     recorder = fit(model, *batches, algorithms=[TokenAccumulation()], callbacks=callbacks, microbatch_size=2)
     assert recorder.trainer.state.device_train_microbatch_size == 1
-    return max(relative_error(gradients, expected) for gradients in recorder.steps)
+    return largest(relative_error(gradients, expected) for gradients in recorder.steps)
 
 
 def main() -> dict[str, float]:

@@ -25,7 +25,7 @@ from tests.support.launch import launch_json
 from tests.support.length_dataset import LONGEST, LengthDataset, Reversed, collate_samples, regrouping_loader
 from tests.support.sampler_steps import joined, sample_numbers
 from tests.support.text import text_model
-from tests.support.training import hugging_face
+from tests.support.training import hugging_face, largest
 
 SCRIPT = 'tests/ranks/resume.py'
 NUM_STEPS = 11
@@ -78,10 +78,10 @@ def test_accelerate_prepares_nothing(monkeypatch):
     accelerate = pytest.importorskip('accelerate')
     loader = build()
     accelerator = accelerate.Accelerator(cpu=True)
-    monkeypatch.setattr(type(accelerator), 'multi_device', True)
-    monkeypatch.setattr('accelerate.accelerator.Join', lambda *_, **__: contextlib.nullcontext())
 
     prepared = accelerator.prepare(loader)
+    monkeypatch.setattr(type(accelerator), 'multi_device', True)
+    monkeypatch.setattr('accelerate.accelerator.Join', lambda *_, **__: contextlib.nullcontext())
     with accelerator.join_uneven_inputs([], even_batches=False):
         batches = list(loader)
 
@@ -505,7 +505,7 @@ def test_last_steps_on_two_ranks():
     assert len(results) == 5 * len(CASES)
     for name, run in results.items():
         assert len(run['errors']) == 2
-        assert max(run['errors'] + run['loss_errors']) < 1e-6, name
+        assert largest(run['errors'] + run['loss_errors']) < 1e-6, name
         case, build, *_ = name.split(', ')
         if build == 'plain':
             continue  # Composer's time counts the repeated sample twice

@@ -29,6 +29,7 @@ from tests.support.sampler_steps import (
     samplers_of_ranks,
     samples_of_steps,
 )
+from tests.support.training import largest
 
 NUMBERS_OF_RANKS = (1, 2, 8)
 RISING = [(0, 8), (5, 16), (9, 24)]
@@ -615,7 +616,7 @@ def runs(*cases, ranks):
 
 def check_run(result, num_epochs):
     """Checks that every sample of an epoch is trained once, and that every gradient is exact."""
-    assert max(result['errors']) < 1e-6
+    assert largest(result['errors']) < 1e-6
     windows = list(result['windows'].values())
     ends_of_epochs = result['ends_of_epochs']
     assert len(ends_of_epochs) == num_epochs
@@ -635,7 +636,7 @@ def check_resumed_run(resumed, unbroken, first_step):
     # A checkpoint after the last step of an epoch is written before the epoch ends.
     remaining_ends = [end for end in unbroken['ends_of_epochs'] if end >= first_step]
     assert resumed['ends_of_epochs'] == remaining_ends
-    assert max(resumed['errors']) < 1e-6
+    assert largest(resumed['errors']) < 1e-6
 
 
 def test_composer_ends_epochs_by_tokens():

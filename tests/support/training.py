@@ -9,6 +9,7 @@ import copy
 import hashlib
 import inspect
 import json
+import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -356,6 +357,12 @@ def relative_error(gradients: Gradients, expected: Gradients) -> float:
         squared_norm = squared_norm + gradient.double().square().sum()
     relative_square = squared_error / squared_norm
     return float(relative_square.sqrt())
+
+
+def largest(errors: Iterable[float]) -> float:
+    """Returns the largest error, infinite if one of them is NaN. Python's `max` may overlook a NaN."""
+    without_nan = [math.inf if math.isnan(error) else error for error in errors]
+    return max(without_nan)
 
 
 def logged(memory: InMemoryLogger, name: str) -> list[float]:
