@@ -102,7 +102,7 @@ def _show_help_as_text(app: Any, what: str, name: str, value: object, options: A
 
 
 def _text_of_attribute(docstring: Any) -> tuple[str, list[str]]:
-    """Returns no type, and the complete docstring of an attribute.
+    """Returns an empty type, and the complete docstring of an attribute. Replaces a method of napoleon.
 
     Napoleon would take the words before a colon for the type. Here types are in annotations.
     """

@@ -54,6 +54,7 @@ def main() -> None:
 
     for epoch in range(sampler.epoch, EPOCHS):
         loader.set_epoch(epoch)
+        # A resumed loader starts at batch `first_batch` of the epoch.
         for number_in_epoch, batch in enumerate(loader, start=sampler.first_batch + 1):
             microbatches = list(weighted_microbatches(batch, device=accelerator.device))
             mean = torch.zeros((), device=accelerator.device)

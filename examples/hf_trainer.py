@@ -41,7 +41,7 @@ class RegroupingTrainer(Trainer):
         return self.loader
 
     def training_step(self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        """Computes the gradient of all microbatches of a step. Returns this rank's part of the mean loss."""
+        """Computes the gradient of a step. Returns a loss whose mean over the ranks is the mean over all tokens."""
         model.train()
         microbatches = list(weighted_microbatches(inputs, device=self.args.device))
         mean = torch.zeros((), device=self.args.device)
@@ -51,7 +51,7 @@ class RegroupingTrainer(Trainer):
                 loss = self.compute_loss(model, self._prepare_inputs(microbatch)) * weight
                 self.accelerator.backward(loss)
             mean += loss.detach()
-        return mean  # the Trainer averages it over the ranks for the log
+        return mean
 
 
 def main() -> None:

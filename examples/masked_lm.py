@@ -82,7 +82,7 @@ def build_tokenizer(texts: Sequence[str]) -> PreTrainedTokenizerFast:
 
 
 class Texts(Dataset):
-    """Yields the index of a text, from which the collator seeds its masks, and its token ids."""
+    """A sample is the index of a text, from which the collator seeds its masks, and the token ids of the text."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> None:
         encoded = tokenizer(list(texts), truncation=True)
@@ -133,7 +133,7 @@ class NewMasksEachEpoch(Callback):
         self.collate = collate
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        """Runs before the first batch is read."""
+        """Runs at the start of a fit. A run that resumes within an epoch has no `epoch_start` for it."""
         self.collate.epoch = state.timestamp.epoch.value
 
     def epoch_start(self, state: State, logger: Logger) -> None:
@@ -220,7 +220,9 @@ def build_trainer(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Trains and prints the loss of each step."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--microbatch', type=int, default=8, help='memory, in rows as wide as the widest of the batch')
+    parser.add_argument(
+        '--microbatch', type=int, default=8, help='rows of a microbatch, if all were as wide as the widest of the batch'
+    )
     parser.add_argument('--packing', action='store_true', help='no padding: attention text by text')
     parser.add_argument('--duration', default='8000tok')
     parser.add_argument('--warmup', default='2000tok')

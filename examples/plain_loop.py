@@ -62,6 +62,8 @@ def main() -> None:
         optimizer.load_state_dict(saved['optimizer'])
         loader.load_state_dict(saved['loader'])  # also on another number of ranks
         step = saved['step']
+    if options.steps is not None and step >= options.steps:
+        return
 
     for epoch in range(sampler.epoch, EPOCHS):
         loader.set_epoch(epoch)

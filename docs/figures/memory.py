@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Draws how memory is tried before training: which microbatches are rehearsed, and samples that were made to fit.
+"""Draws the microbatches that are rehearsed before training, and the lengths of samples before and after `fit`.
 
     python -m docs.figures.memory
 
@@ -36,7 +36,7 @@ RED = '#c8553d'
 NUM_SAMPLES = 2_000
 NUM_EPOCHS = 3
 BUDGET = 2_048
-"""Most tokens of a microbatch."""
+"""Most positions of a microbatch, padding included."""
 MAX_LENGTH = 60
 """Most tokens of a sample that is made to fit."""
 
@@ -104,9 +104,10 @@ def draw_fit(path: Path) -> None:
     """Draws the tokens of samples with images of many sizes, as they are and as they are made to fit."""
     rng = np.random.default_rng(3)
     processor = MEDIA['qwen2_vl']().processor
+    # In Qwen2-VL these are the fewest and the most pixels of an image, and not of an edge.
     processor.image_processor.size = {'shortest_edge': 64, 'longest_edge': 160 * 160}
     with tempfile.TemporaryDirectory() as folder:
-        os.environ['XDG_CACHE_HOME'] = folder
+        os.environ['XDG_CACHE_HOME'] = folder  # else the lengths of these samples stay in the user's cache
         path_of_records = write_records(Path(folder), rng)
         lengths = lengths_of(LlavaDataset(path_of_records, processor, num_workers=0))
         fitted = LlavaDataset(path_of_records, processor, num_workers=0, fit=True, max_length=MAX_LENGTH)

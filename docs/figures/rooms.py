@@ -18,6 +18,7 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 
 PACKAGE = Path(__file__).resolve().parents[2] / 'composer_tokacc'
+# Plugin: the entrances, and all that they import, directly or through others.
 COLOUR_OF_PLUGIN = '#dbe7f5'
 COLOUR_OF_OTHERS = '#f5e6dc'
 ENTRANCES = ('algorithm', 'data_spec', 'sampling', 'monitor')
@@ -43,7 +44,7 @@ def files_of_rooms() -> dict[str, list[Path]]:
 
 
 def imported_rooms(files: Sequence[Path]) -> set[str]:
-    """Returns the names after ``composer_tokacc.`` in all imports of these files, those within functions included."""
+    """Returns the rooms in all ``from composer_tokacc.ROOM import``, those within functions included."""
     names = set()
     for file in files:
         for node in ast.walk(ast.parse(file.read_text())):
@@ -88,7 +89,7 @@ def reachable_from(graph: Graph, rooms: Collection[str]) -> set[str]:
 
 
 def arrows_of(graph: Graph) -> list[tuple[str, str]]:
-    """Returns the imports that are drawn as arrows. If a chain of others connects the same rooms, it is not drawn."""
+    """Returns the imports that are drawn as arrows. Leaves out those that follow from a chain of others."""
     arrows = []
     for room, imported_by_room in graph.items():
         for imported in sorted(imported_by_room):

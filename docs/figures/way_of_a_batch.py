@@ -19,9 +19,9 @@ from composer_tokacc import plan_microbatches
 NUM_RANKS = 2
 SAMPLES_PER_RANK = 8
 SLOTS = 4
-"""Rows of a stock microbatch. A planned one gets the memory of so many rows as wide as the longest sample."""
+"""Rows of a stock microbatch. A planned one may have as many positions as this many rows of the longest sample."""
 COLOURS = ('#3b6fb6', '#c8553d')
-"""By the rank that a torch sampler gives the sample to."""
+"""The colour of a sample shows the rank that a torch sampler gives it to."""
 GAP = 40
 """Tokens between two microbatches of a rank in the picture."""
 
@@ -80,6 +80,7 @@ def draw_cut(axes: Axes, title: str, cut: Cut, lengths: np.ndarray, *, is_planne
     for rank, microbatches in enumerate(cut):
         height = max(len(samples) for samples in microbatches)
         axes.text(-20, top - height / 2, f'rank {rank}', ha='right', va='center', fontsize=9)
+        # In stock Composer the collator pads all samples of the rank to one width.
         device_width = max(width_of(samples, lengths) for samples in microbatches)
         left = 0.0
         for samples in microbatches:

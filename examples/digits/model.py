@@ -21,7 +21,7 @@ def digits_model_config(
     vision_hidden_size: int = 64,
     num_vision_layers: int = 2,
 ) -> LlavaConfig:
-    """Returns the config of a CLIP vision encoder, LLaVA's projector and a Llama, by default of a million parameters.
+    """Returns the config of a LLaVA: a CLIP vision encoder, a projector and a Llama. By default: a million parameters.
 
     Args:
         processor: From ``build_digits_processor``. Has the vocabulary, the image size and the patch size.

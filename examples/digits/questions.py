@@ -26,7 +26,7 @@ WORDS = (*map(str, range(10)), *DIGIT_WORDS, *dict.fromkeys(_words_of_questions)
 """All words of questions and answers, each once."""
 
 TEXT_ONLY_SHARE = 0.2
-# So small a model would need hours to learn longer sums.
+# A model this small would need hours to learn longer sums.
 MAX_SUMMANDS = 2
 # Share of samples that get one of the three largest numbers of digits, so that nearly every batch has a long sample.
 LONG_SHARE = 0.1
@@ -65,7 +65,7 @@ class DigitsQuestion:
 
 
 def draw_question(rng: np.random.Generator, *, max_images: int) -> DigitsQuestion:
-    """Draws a question: mostly about one or two digits, seldom about many. A batch is padded to its longest sample."""
+    """Draws a question: mostly about one or two digits, seldom about many, as in real data."""
     num_digits = _draw_num_digits(rng, max_images)
     has_images = rng.random() >= TEXT_ONLY_SHARE
     kinds = ['read', 'spell']

@@ -6,9 +6,11 @@
     python examples/llm_foundry/check_exactness.py examples/llm_foundry/tiny.yaml
     composer -n 2 examples/llm_foundry/check_exactness.py examples/llm_foundry/tiny.yaml variables.model=llama
 
-Each line is a run of llm-foundry's own ``train`` on one batch, most in microbatches of one row. The program fails if a
-run with TokenAccumulation is off by more than 1e-6, if the run with neither it nor llm-foundry's flag is not (then the
-check shows nothing), or if the two together are not refused.
+Each line is a run of llm-foundry's own ``train`` on one batch, most in microbatches of one row. The program fails if
+
+- a run with TokenAccumulation is off by more than 1e-6;
+- the run with neither TokenAccumulation nor llm-foundry's flag is exact, because then the check shows nothing;
+- the two together are not refused.
 """
 
 from __future__ import annotations
@@ -32,8 +34,8 @@ ALGORITHM = {'algorithms': {'token_accumulation': {}}}
 MONITOR = {'callbacks': {'token_monitor': {}}}
 FLAG = {'accumulate_train_batch_on_tokens': True}
 DATA_SPEC = {'code_paths': ['examples/llm_foundry/token_data_spec.py'], 'device_train_microbatch_size': 2}
-# Settings of each run, added to the YAML file, whose algorithms and callbacks are removed and whose flag is off. The
-# run with `code_paths` is last, because its data spec stays registered.
+# Settings of each run. The algorithms and callbacks of the YAML file are removed, and its flag is turned off. The run
+# with `code_paths` is last, because its data spec stays registered.
 RUNS: dict[str, dict[str, Any]] = {
     'neither': {},
     'flag': FLAG,
@@ -53,11 +55,13 @@ class FirstGradient(Callback):
 
     def batch_start(self, state: State, logger: Logger) -> None:
         """Computes the reference before any microbatch: the mean over the labels of all ranks, in one forward."""
-        shards = [None] * dist.get_world_size()
         rows = {key: state.batch[key] for key in ('input_ids', 'attention_mask', 'labels')}
-        if len(shards) > 1:
-            torch.distributed.all_gather_object(shards, rows)
-        batch = {key: torch.cat([(shard or rows)[key] for shard in shards]) for key in rows}
+        rows_of_ranks = [rows] * dist.get_world_size()
+        if len(rows_of_ranks) > 1:
+            torch.distributed.all_gather_object(rows_of_ranks, rows)
+        batch = {}
+        for key in rows:
+            batch[key] = torch.cat([rows_of_rank[key] for rows_of_rank in rows_of_ranks])
         model: Any = getattr(state.model, 'module', state.model).model  # without DDP and Composer's wrapper
         if model.config.is_encoder_decoder:
             loss = model(**batch).loss
@@ -109,7 +113,7 @@ def is_expected_error(name: str, error: float) -> bool:
 
 
 def main() -> None:
-    """Prints a line for each run on rank 0. Any rank whose own gradients are not as expected exits with an error."""
+    """Prints a line for each run on rank 0. Each rank exits with an error if its own gradients are not as expected."""
     path, *overrides = sys.argv[1:]
     config = om.merge(om.load(path), om.from_cli(overrides))
     assert isinstance(config, DictConfig)

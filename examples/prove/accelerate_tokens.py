@@ -19,6 +19,7 @@ def step(model, microbatches):
     for batch, target in zip(microbatches, targets, strict=True):
         logits = prepared(**batch).logits[:, :-1]
         loss = cross_entropy(logits.flatten(0, 1), target.flatten(), reduction='sum') / num_items
+        # accelerate divides by the number of microbatches, and DDP by the number of ranks.
         accelerator.backward(loss * len(microbatches) * accelerator.num_processes)
     optimizer.step()
 

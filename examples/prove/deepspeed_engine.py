@@ -16,6 +16,7 @@ torch.distributed.init_process_group('gloo', store=store, rank=0, world_size=1)
 
 def step(model, microbatches):
     """One optimizer step."""
+    # DeepSpeed needs a size, but the microbatches may have another one.
     config = {'train_micro_batch_size_per_gpu': 3, 'gradient_accumulation_steps': len(microbatches)}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)

@@ -10,6 +10,7 @@ from torch.distributed.fsdp import fully_shard
 
 store = torch.distributed.HashStore()
 torch.distributed.init_process_group('gloo', store=store, rank=0, world_size=1)
+# Once, because a model cannot be sharded again in each step.
 model = fully_shard(small_llama(), mesh=init_device_mesh('cpu', (1,)))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
 

@@ -52,7 +52,7 @@ def unsharded_copy(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def prove(trainer: str, package: str, step: Callable[[Any, list[Batch]], None], model: Any = None) -> None:
-    """Prints what tokens weigh in one step of microbatches of three, and whether the gradient depends on the cut.
+    """Prints what tokens weigh in a step with three rows in a microbatch, and whether the gradient depends on the cut.
 
     Args:
         trainer: Name of the trainer in the last line.
@@ -85,7 +85,7 @@ def prove(trainer: str, package: str, step: Callable[[Any, list[Batch]], None], 
         return dict(zip(parameters, gradients, strict=True))
 
     hook = register_optimizer_step_post_hook(record)
-    microbatches_of_three = [layout.concat(rows[start : start + 3]) for start in (0, 3, 6)]
+    microbatches_of_three = [layout.concat(rows[start : start + 3]) for start in (0, 3, 6)]  # 3, 3 and 2
     with measure_token_weights(model) as report:
         gradients_of_trainer(microbatches_of_three)
     print(report)

@@ -15,7 +15,7 @@ words = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({'.'
 
 
 def step(model, microbatches):
-    """One optimizer step. The samples are numbers of microbatches, because SFTTrainer wants a Dataset."""
+    """One optimizer step. Each sample is the index of a microbatch, because SFTTrainer wants a Dataset."""
     arguments = SFTConfig(
         mkdtemp(),
         per_device_train_batch_size=1,
@@ -31,9 +31,9 @@ def step(model, microbatches):
         report_to='none',
         dataset_kwargs={'skip_prepare_dataset': True},
     )
-    numbers = Dataset.from_dict({'input_ids': [[number] for number in range(len(microbatches))]})
+    indices = Dataset.from_dict({'input_ids': [[index] for index in range(len(microbatches))]})
     SFTTrainer(
-        model, arguments, lambda at: microbatches[at[0]['input_ids'][0]], numbers, processing_class=words
+        model, arguments, lambda samples: microbatches[samples[0]['input_ids'][0]], indices, processing_class=words
     ).train()
 
 

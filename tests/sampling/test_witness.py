@@ -15,7 +15,7 @@ SAMPLE = {'input_ids': torch.tensor([5, 6, 7]), 'text': 'a caption'}
 
 
 def witness_of_sample(**entries):
-    """Returns the digest of `SAMPLE` with further entries, or with others in their place."""
+    """Returns the digest of `SAMPLE` with these entries added or replaced."""
     sample = {**SAMPLE, **entries}
     return witness_of(lambda indices: [sample for _ in indices], [0])
 
