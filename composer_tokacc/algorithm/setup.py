@@ -492,8 +492,9 @@ def _forward_arguments(model: torch.nn.Module) -> set[str] | None:
 
 def loss_in_outputs(model: torch.nn.Module, outputs: Any) -> Any:
     """Returns the loss that a model has returned in its outputs; None if it may compute the loss in another way."""
-    if isinstance(model, HuggingFaceModel) and type(model).loss is HuggingFaceModel.loss:
-        return HuggingFaceModel.loss(model, outputs, None)
+    # Not `type(model).loss`: an instance may have a loss of its own, `model.loss = ...`.
+    if getattr(model.loss, '__func__', None) is HuggingFaceModel.loss:
+        return model.loss(outputs, None)
     return None
 
 

@@ -18,6 +18,7 @@ from composer import Trainer
 from composer.algorithms import SAM, GradientClipping
 from composer.callbacks import NaNMonitor
 from composer.core import Algorithm, DataSpec, Event
+from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, DistributedSampler
 from transformers.modeling_outputs import CausalLMOutput
 
@@ -240,6 +241,22 @@ def adder_of_term(model, *, is_in_place):
             state.loss = state.loss + term
 
     return add_term
+
+
+def loss_of_logits(outputs, batch):
+    """Returns the mean over the tokens, as a user computes it from the logits."""
+    predictions = outputs['logits'][:, :-1].flatten(0, 1)
+    targets = batch['labels'][:, 1:].flatten()
+    return cross_entropy(predictions, targets)
+
+
+def test_loss_that_is_set_on_a_model(batch):
+    """It is the model's own loss, and not a term that an algorithm adds to the loss in the outputs."""
+    model = hugging_face(one_layer_model())
+    expected, _ = reference_gradients(model.model, batch)
+    model.loss = loss_of_logits
+    recorder = fit(model, loader(batch))
+    assert relative_error(recorder.gradients, expected) < 1e-6
 
 
 @pytest.mark.parametrize('is_in_place', [False, True])
