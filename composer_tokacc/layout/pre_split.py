@@ -134,7 +134,9 @@ class PreSplitBatch(Mapping[str, Any]):
         if key not in self._joined:
             value = self._joined_value(key)
             self._joined[key] = value
-            if isinstance(value, torch.Tensor):
+            # A tensor without rows, such as a scalar, may be that of a microbatch, which the model sees.
+            is_copy = all(value is not microbatch.get(key) for microbatch in self.microbatches)
+            if isinstance(value, torch.Tensor) and is_copy:
                 self._writes[key] = num_writes(value)
         return self._joined[key]
 

@@ -181,6 +181,14 @@ def test_changed_copies_are_refused():
     assert microbatches_of(copy.deepcopy(batch))  # it has no copies yet
 
 
+def test_written_tensor_without_rows_is_no_copy():
+    """It is the tensor of a microbatch, so the model sees what is written."""
+    batch = pre_split({**microbatch([5, 2]), 'temperature': torch.tensor(1.0)})
+    assert batch['temperature'] is batch.microbatches[0]['temperature']
+    batch['temperature'].fill_(2)
+    assert microbatches_of(batch) is batch.microbatches
+
+
 def test_tuples_of_rows_are_joined():
     """``zip(*samples)`` in a collator makes tuples."""
     two_rows = microbatch([5, 2], names=('5', '2'))
