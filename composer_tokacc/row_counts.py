@@ -151,17 +151,22 @@ def check_loss_shares(
         tokens_of_rows: The loss tokens of each row, for ``'column'``.
     """
     planned_tokens: list[int] = []
+    are_numbers_known = True
     for microbatch in microbatches_of(batch):
         weights = microbatch.get(LOSS_WEIGHTS)
         if not isinstance(weights, WeightsOfShares):
             return
         planned_tokens += weights.loss_tokens
+        # accelerate, Transformers and Composer make each list again when they move a batch: `type(weights)(...)`.
+        are_numbers_known &= len(weights.loss_tokens) == len(weights)
     if token_weights != 'column':
         raise InvalidInputError(
             "The `loss_shares` of a sampler need `token_weights='column'`, which applies them, got: "
             f'{token_weights!r}. Set it (in a loop, with `step_loss_weights` and `apply_token_weights`), or leave '
             '`loss_shares` out.'
         )
+    if not are_numbers_known:
+        return
     rows = row_counts_of(batch)
     for number, (row, counted, planned) in enumerate(zip(rows, tokens_of_rows, planned_tokens, strict=True)):
         has_loss = row.samples > 0  # a repeated sample has none

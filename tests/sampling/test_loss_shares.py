@@ -164,6 +164,17 @@ def test_shares_that_a_loop_does_not_apply():
             next(weighted_microbatches(passed))
 
 
+def test_loop_moves_microbatches_to_a_device():
+    """accelerate makes each list again. The shares are still known, but not the numbers of the table."""
+    accelerate = pytest.importorskip('accelerate')
+    _, _, data = shared_data()
+    batch = next(iter(data.dataloader))
+    moved = [accelerate.utils.send_to_device(microbatch, 'cpu') for microbatch in batch.microbatches]
+    assert step_loss_weights(moved, token_weights='column') == step_loss_weights(batch, token_weights='column')
+    with pytest.raises(ValueError, match=r"need `token_weights='column'`"):
+        step_loss_weights(moved, token_weights='sqrt')
+
+
 @pytest.mark.parametrize('num_workers', [0, 1])
 def test_plain_loop_without_the_shares_is_refused(num_workers):
     """A plain DataLoader does not write the weights into its batches."""
