@@ -179,9 +179,13 @@ def announce_marking(dataloader: Any) -> None:
 
     Without this call a plain DataLoader cannot read an epoch in which a rank gets a copy.
     """
-    batch_sampler: Any = getattr(dataloader, 'batch_sampler', None)
-    if _is_regrouping(batch_sampler):
-        batch_sampler._allow_copies_in_plain_loader()
+    if not isinstance(dataloader, DataLoader):
+        return  # num_repeated() does not mark copies of such a loader
+    batch_sampler: Any = dataloader.batch_sampler
+    # A wrapper may pass on only the public names.
+    allow_copies = getattr(batch_sampler, '_allow_copies_in_plain_loader', None)
+    if allow_copies is not None:
+        allow_copies()
 
 
 def first_batch_of(dataloader: Any) -> int:

@@ -37,7 +37,7 @@ Result = TypeVar('Result')
 
 _USE_OUR_LOADER = (
     'Take a RegroupingDataLoader, or set `drop_last=True`. (With TokenAccumulation a plain DataLoader can be used for '
-    'training. Code of your own may read the assignments, if it leaves out those with `is_copy`.)'
+    'training. Code of your own may read the `microbatches` of the assignments, if it masks the labels of a copy.)'
 )
 _COPY_IN_PLAIN_LOADER = (
     "A global batch has too few samples for all ranks, so this rank gets a copy of another rank's sample. A plain "

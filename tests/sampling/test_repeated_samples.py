@@ -128,6 +128,29 @@ def test_plain_loader_of_marked_copies_is_read(caplog):
     assert not caplog.records
 
 
+class Wrapper:
+    """Passes on the attributes of a loader, as a loader that copies batches to the GPU ahead."""
+
+    def __init__(self, loader):
+        self.loader = loader
+
+    def __iter__(self):
+        return iter(self.loader)
+
+    def __getattr__(self, name):
+        return getattr(self.loader, name)
+
+
+def test_copies_of_a_wrapped_loader_are_refused():
+    """Nothing marks them, because the wrapper is no DataLoader."""
+    sampler = list(samplers_of_ranks([5] * 5, 3, global_batch_size=3, max_tokens=20))[2]
+    loader = Wrapper(DataLoader(range(5), batch_sampler=sampler, collate_fn=list))
+    assert num_repeated(loader, 1, num_rows=1) == 0
+    announce_marking(loader)
+    with pytest.raises(ValueError, match=r"copy of another rank's sample"):
+        list(loader)
+
+
 def test_plain_loader_of_no_copies_is_read():
     read = []
     for sampler in samplers_of_ranks([5] * 5, 3, global_batch_size=3, max_tokens=20, drop_last=True):
