@@ -490,7 +490,7 @@ def _forward_arguments(model: torch.nn.Module) -> set[str] | None:
     return model.model_forward_args
 
 
-def loss_in_outputs(model: torch.nn.Module, outputs: Any) -> Any:
+def loss_in_outputs(model: Any, outputs: Any) -> Any:
     """Returns the loss that a model has returned in its outputs; None if it may compute the loss in another way."""
     # Not `type(model).loss`: an instance may have a loss of its own, `model.loss = ...`.
     if getattr(model.loss, '__func__', None) is HuggingFaceModel.loss:

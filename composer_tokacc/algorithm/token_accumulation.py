@@ -363,7 +363,6 @@ class TokenAccumulation(Algorithm):
         elif refusal is not None:
             self._refuse(state, refusal)
         run = self._run
-        run.closure_hooks.update(state)  # a callback may have replaced the optimizers since the last step
         batch_index = self._num_batches_read - 1
         plan = _plan_of(state, batch_index)
         microbatch_size = microbatch_size_of(state)  # a callback, or too little memory, may have changed it
@@ -390,6 +389,9 @@ class TokenAccumulation(Algorithm):
         step.reduces_once = self._reduces_once
         check_plans(sums.plan, plan)
         _check_has_weight(step, state.batch)
+        # A callback may have replaced the optimizers since the last step. After the sums over the ranks, because a rank
+        # that raises an error before them would leave the others waiting.
+        run.closure_hooks.update(state)
         # In steps 16, 32, 64 and so on a check is due even without new rows, because a model may begin to treat known
         # rows in another way. In the first step none is due, because _set_up() has just checked its rows.
         run.row_check.note_step(run.step_number)
