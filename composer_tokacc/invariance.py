@@ -68,8 +68,8 @@ class InvarianceCase:
     padding: str
     """``'right'`` or ``'left'``."""
     microbatch_size: int
-    """In the cuts ``'in order'`` and ``'by length'``, the rows of a microbatch on each rank. The other two have no size
-    of their own. ``'again'`` has the number of rows of each rank. ``'uneven'`` has one less: its larger microbatch."""
+    """In the cuts ``'in order'`` and ``'by length'``, the rows of a microbatch on each rank. For
+    ``'again'``, the number of rows of each rank. For ``'uneven'``, the rows of its larger microbatch: one less."""
     error: float
     """The norm of the difference from the reference, over the norm of the reference, over all parameters."""
     factor: float
@@ -210,6 +210,7 @@ def relative_error(found: Gradients, expected: Gradients) -> tuple[float, str]:
 def _check_comparable(found: Gradients, expected: Gradients) -> None:
     """Raises ValueError if no parameter has a gradient in both, or if its gradients have different shapes."""
     common_names = found.keys() & expected.keys()
+    # If one side is empty, the names are not wrong: an absent gradient counts as zero.
     if found and expected and not common_names:
         raise InvalidInputError(
             'Gradients must have the same names if they are compared, got: '
@@ -393,16 +394,17 @@ class _UserStep:
         """Returns microbatches of rows of similar length, trimmed if the padding is on the right."""
         if padding == 'right':
             return split_trimmed(self.layout, batch, groups)
-        # Padding on the left stays. Its last position may predict a label at the first token of a row. And trimming
-        # would move tokens to earlier columns, which changes the result of some models.
+        # Padding on the left stays. In a causal model the padding position before a row's first token may predict a
+        # label at that token. And trimming would move tokens to earlier columns, which changes the result of some
+        # models.
         return self.layout.split(batch, groups)
 
     def check_reads_rows(self) -> None:
         """Raises ValueError if a step of one row of each rank has the gradient of a step of all rows; a collective."""
-        # The rule 'unshifted' counts every label. The labels that 'causal' counts count by both rules.
+        # By 'causal', because a label that it counts is counted by 'unshifted', too.
         num_labelled = 0
         for row in joined(self.rows_by_rank):
-            if _num_labels(row, LossRule.UNSHIFTED) > 0:
+            if _num_labels(row, LossRule.CAUSAL) > 0:
                 num_labelled += 1
         if num_labelled <= len(self.rows_by_rank):
             return  # each rank may have a single row with labels, and then both steps have the same gradient
@@ -487,6 +489,7 @@ def _batches_of_all_ranks(batches: Sequence[Batch]) -> list[list[BatchDict]]:
 def _layout_of_selected_rows(layout: BatchLayout | None, batches_by_rank: Sequence[Sequence[Batch]]) -> BatchLayout:
     """Returns a layout for rows that are selected from these batches; the same on all ranks.
 
+    It remembers what the whole batches tell, because a few rows tell less surely how a tensor belongs to them.
     ``layout`` is the layout of the batches; None: it is inferred.
     """
     if layout is None:

@@ -69,6 +69,16 @@ def test_mean_of_means_is_off():
     assert 'over tolerance; most of all, ' in str(report)
 
 
+def test_row_whose_only_label_is_never_predicted():
+    """A causal model never learns the first token. So one row has the gradient of both, and the step is right."""
+    learned, not_learned = text_rows([(6, 5), (3, 0)])
+    not_learned['labels'][0, 0] = not_learned['input_ids'][0, 0]
+
+    report = verify_invariance(step_mean(text_model()), [learned, not_learned], padding_sides=['right'])
+
+    assert report.is_exact
+
+
 def changed_step(change, model=None):
     """Returns a right step whose gradients are changed: ``change(gradient, name, microbatches)``. None: it is lost."""
     right_gradients = step_mean(model or text_model())
