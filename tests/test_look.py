@@ -84,7 +84,7 @@ def test_unprintable_letters_are_escaped(monkeypatch, tmp_path):
         monkeypatch.setattr(sys, 'stdout', screen)
         monkeypatch.setattr(sys, 'argv', ['look', DIGITS])
         prepare(look.__doc__)
-        gc.enable()
+        gc.enable()  # prepare() turned it off
         print('ä → \udce9')
     assert path.read_bytes() == b'\xe4 \\u2192 \\udce9\n'
 

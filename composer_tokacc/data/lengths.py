@@ -163,9 +163,9 @@ def length_table(
     - The method ``fingerprint()`` identifies the data, see ``table_name()``.
     - The attribute ``measured`` is a length table of the dataset's own. It is returned as it is, without any check.
     - The method ``unexpanded`` of :class:`.LlavaDataset`, only together with its ``encoder`` and ``shapes_of_videos``.
-      For each index it returns the tokens before placeholders are expanded, and the sizes of the images. With them,
-      ``'raise'``, and more than 512 samples, most samples are measured from headers. A file that is damaged after its
-      header is then noticed only in training.
+      For each index it returns the tokens before placeholders are expanded, and the sizes of the images. If the
+      dataset has them, ``on_error`` is ``'raise'``, and there are more than 512 samples, most samples are measured from
+      headers. A file that is damaged after its header is then noticed only in training.
 
     Args:
         dataset: A map-style dataset, or a ``ConcatDataset`` of some, each with its own file. Samples hold ``input_ids``
@@ -290,9 +290,10 @@ def _measure_rows(
 def table_name(dataset: Any, processor: Any, *, patch_size: int | None = None) -> str:
     """Returns a name that changes with the data, the processor, its tokenizer, the chat template, or the patch size.
 
-    The data are identified by ``dataset.fingerprint()`` if there is such a method, otherwise by
-    :func:`.identify_data`. If a change of the data is not noticed, a length may be wrong. Then the ranks are balanced
-    less well. Microbatches still keep their cap, because they are cut by the lengths in the batch.
+    The data are identified by ``dataset.fingerprint()`` if there is such a method, because ``identity()`` of
+    :class:`.LlavaDataset` leaves out what only lengths or messages about bad samples depend on. Otherwise they are
+    identified by :func:`.identify_data`. If a change of the data is not noticed, a length may be wrong. Then the ranks
+    are balanced less well. Microbatches still keep their cap, because they are cut by the lengths in the batch.
     """
     if callable(getattr(dataset, 'fingerprint', None)):
         identity = dataset.fingerprint()

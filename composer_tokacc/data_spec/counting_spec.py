@@ -201,12 +201,14 @@ class CountingDataSpec(DataSpec):
         width = RankWidth.of(describe_all(self._split.layout, batch), self._split.rules, rule)
         # In most runs nothing depends on the width, and these two numbers are all that ranks exchange. Ranks lie on
         # different sides of the rotary limit only if one of them is beyond it.
-        may_matter = max_over_ranks([width.pads_left, width.is_beyond_rotary_limit is True])
+        is_beyond = width.is_beyond_rotary_limit is True  # None: no limit, or no labels
+        may_matter = max_over_ranks([width.pads_left, is_beyond])
         if not any(may_matter):
             return
         sums_of_ranks = np.array(all_gather_object(WidthSums.of(width)))
         sums = WidthSums._make(sums_of_ranks.sum(axis=0).tolist())
-        check_widths(sums, lambda: width, are_sums_outdated=False, is_trimmed=True)  # prove() ran before
+        # The sums are not outdated, because the first-batch check ran before they were made.
+        check_widths(sums, lambda: width, are_sums_outdated=False, is_trimmed=True)
 
     def _as_model_input(self, batch: Batch) -> Any:
         """Returns a microbatch on the device of the model, transformed there as by the trainer."""
@@ -250,8 +252,8 @@ def _num_real_tokens(batch: Batch) -> int:
     """
     num_real = 0
     for microbatch in microbatches_of(batch):
-        # A repeated sample counts as 0 samples. The algorithm has not marked it yet. Only a loader that plans
-        # microbatches may have marked it, and then it is alone in its microbatch, which is left out here.
+        # Leaves out repeated samples, which count as 0 samples if they are marked. So far only a loader that plans
+        # microbatches may have marked them, and it puts each into its own microbatch. The algorithm marks others later.
         if num_samples(microbatch) > 0:
             num_real += sum(real_tokens(microbatch))
     return num_real

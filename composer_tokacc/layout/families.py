@@ -30,9 +30,9 @@ class Media:
 
     Args:
         sizes: Returns the number of placeholders of each item. Called as ``sizes(batch, config, num_items,
-            num_tokens)``, with the numbers of items and of placeholders in the batch. For models that do not notice a
-            wrong number: see ``query_tokens`` and ``audio_tokens`` of ``placeholders.py``. None: it is inferred, see
-            ``item_counts.py``.
+            num_tokens)``, with the numbers of items and of placeholders in the batch. Needed only for models that
+            do not notice a wrong number, see ``query_tokens`` and ``audio_tokens`` of ``placeholders.py``. None: the
+            numbers are inferred, see ``item_counts.py``.
         token_type: The value of ``mm_token_type_ids`` at the placeholders of this modality; 0: there is none.
         frames: For GLM-4V, where images and frames of videos share the placeholder of an image:
             ``<image> ... <start of video> <image> <image> <end of video>``. True: this modality (videos) has the
@@ -209,10 +209,11 @@ TEXT_FAMILY = Family(name='text', matches=_Format(lacks=('pixel_values',)))
 # models of its types were trained without it.
 #
 # Some are only needed if the model is not known. Then only the keys of a batch tell its format, and no config names the
-# placeholders. The first family that matches is taken, so a special format stands before the more general ones. The
-# model is known to token_data_spec() by `model=`, by `layout=` or from TokenAccumulation, and to a collator and to
-# verify_invariance() only by `layout=`. It is not known to `widened()`, which pads microbatches, nor to a pre-split
-# batch when a callback reads a tensor of all its rows.
+# placeholders. The first family that matches is taken, so a special format stands before the more general ones.
+#
+# token_data_spec() knows the model by `model=`, by `layout=` or from TokenAccumulation. A collator and
+# verify_invariance() know it only by `layout=`. Two places never know it: `widened()`, which pads microbatches, and a
+# pre-split batch when a callback reads a tensor of all its rows.
 FAMILIES: tuple[Family, ...] = (
     # Only needed if the model is not known.
     Family(

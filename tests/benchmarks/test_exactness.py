@@ -16,12 +16,14 @@ from composer_tokacc import verify_invariance
 from tests.support.text import text_model, text_rows
 
 ROWS = [(4, 2), (14, 11), (9, 9), (6, 1)]
+"""Length and labelled tokens of each row."""
 
 
 def test_page_shows_the_results():
     rows = json.loads(exactness.RESULTS_FILE.read_text())['rows']
     page = exactness.PAGE.read_text()
     assert filled(page, {'exactness': exactness.tables_of(rows)}) == page
+    # The description of the machine names the versions of the packages.
     assert all('transformers' in row['measured_on']['machine'] for row in rows)
 
 

@@ -22,7 +22,9 @@ def test_processes_have_their_settings():
 
 
 def test_first_plan_is_left_out(monkeypatch):
-    seconds = iter([9.0, 1.0, 2.0, 6.0, 8.0, 3.0, 4.0, 7.0])
+    seconds_of_small = [9.0, 1.0, 2.0, 6.0]
+    seconds_of_large = [8.0, 3.0, 4.0, 7.0]
+    seconds = iter(seconds_of_small + seconds_of_large)
     monkeypatch.setattr(planning, 'time_plan', lambda lengths, num_ranks: next(seconds))
     assert planning.time_cases(num_plans=3) == {'first_plan': 9.0, SMALL: 2.0, LARGE: 4.0}
 

@@ -44,7 +44,7 @@ def build(dataset, **options):
 
 
 def test_bad_samples_of_parts(tmp_path):
-    """The table names bad samples by their index in the concatenation: 7, and 9 + 7. The second one is only read."""
+    """The table names bad samples by their index in the concatenation: 7, and 9 + 7. The second call has them, too."""
     parts = ConcatDataset([DigitsWithBadSamples(9), DigitsWithBadSamples(20)])
     processor = build_digits_processor()
     for _ in range(2):
@@ -158,7 +158,8 @@ def test_ranks_share_the_reading_and_agree(tmp_path):
     assert second['skipped'] == first['skipped']
     for sample_id, line in zip(('2', '1', '5'), first['skipped'], strict=True):
         assert line.startswith(f'sample "{sample_id}"')
-    # Sample 2, whose file is missing, is skipped without reading. Each of the other six is read by one rank.
+    # Sample 2, whose file is missing, is skipped without reading. Each of the other six is read by one rank. `read` has
+    # their indices among these six.
     assert first['read'] == [0, 2, 4]
     assert second['read'] == [1, 3, 5]
     # Both ranks raise for a bad sample, though only one of them read it.

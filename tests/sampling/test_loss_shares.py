@@ -175,7 +175,7 @@ def test_loop_moves_microbatches_to_a_device():
         step_loss_weights(moved, token_weights='sqrt')
 
 
-@pytest.mark.parametrize('num_workers', [0, 1])
+@pytest.mark.parametrize('num_workers', [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_plain_loop_without_the_shares_is_refused(num_workers):
     """A plain DataLoader does not write the weights into its batches."""
     _, sampler, _ = shared_data()

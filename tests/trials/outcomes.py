@@ -18,7 +18,7 @@ LONGEST = 60
 
 
 class Trial(Protocol):
-    """An input, and the key words of the line that refuses it. The line is empty if the input works."""
+    """An input, and a part of the line that refuses it. Both texts are empty if the input works."""
 
     @property
     def expected(self) -> str: ...
@@ -55,7 +55,7 @@ def refusal(run: Callable[[], Any], *errors: type[Exception]) -> str:
 
 
 def run_program(main: Callable[[list[str]], int], arguments: list[str]) -> str:
-    """Returns the last line on the screen. If the program does not work, its status must be 2."""
+    """Returns the last line of stderr, or an empty text if the status is 0. Any other status must be 2."""
     errors = io.StringIO()
     output = io.StringIO()
     with within(LONGEST), contextlib.redirect_stderr(errors), contextlib.redirect_stdout(output):
