@@ -184,12 +184,13 @@ def are_weights_unused(microbatches: Iterable[Batch], token_weights: str) -> boo
 
 
 def _warn_of_unused_weights() -> None:
+    """Warns that weights in the data have no effect."""
     log.warning('The data have `%s`, which is not used without `token_weights=column`.', LOSS_WEIGHTS)
 
 
 @cache
 def warn_of_unused_weights_once() -> None:
-    """Warns that weights in the data have no effect. Only the first call does so, because a loop calls it often."""
+    """Warns of unused weights at the first call only, because a loop calls this function in every step."""
     _warn_of_unused_weights()
 
 

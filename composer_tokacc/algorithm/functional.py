@@ -222,6 +222,7 @@ def _check_first_labels(microbatches: Sequence[Batch], rule: LossRule, is_pre_sp
 
 
 def _facts_of(microbatches: Iterable[Batch]) -> list[RowFacts]:
+    """Returns the facts about the rows of each microbatch."""
     return [describe(BatchLayout.infer(microbatch), microbatch) for microbatch in microbatches]
 
 
